@@ -1,0 +1,144 @@
+# nibble. `make` builds ./train; `make help` lists the rest.
+#
+# The CUDA toolkit is the one whose nvcc is on PATH, else /usr/local/cuda; CUDA_HOME=... chooses another. The code is
+# built for the GPU of this machine; without one for sm_90a, plus PTX that a driver compiles for sm_80 and later.
+# CUDA_ARCH="80 90a" (any list) overrides.
+
+NVCC := $(or $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc)),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+ifneq ($(filter-out clean help venv format,$(or $(MAKECMDGOALS),all)),)
+ifeq ($(NVCC),)
+$(error nvcc was not found on PATH or in /usr/local/cuda: install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda)
+endif
+endif
+CUDA_HOME := $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
+# An apt or .run toolkit has lib64; a pip or conda one has lib.
+CUDA_LIB := $(firstword $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib))
+CUDA_RELEASE := $(shell $(NVCC) --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+
+find_header = $(firstword $(wildcard $(CUDA_HOME)/include/$(1) /usr/include/$(1) /usr/include/x86_64-linux-gnu/$(1)))
+CUBLASLT := $(call find_header,cublasLt.h)
+NVRTC := $(call find_header,nvrtc.h)
+NCCL := $(call find_header,nccl.h)
+PHILOX := $(call find_header,curand_philox4x32_x.h)
+
+ifeq ($(origin CUDA_ARCH),undefined)
+GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ')
+CUDA_ARCH := $(if $(GPU_ARCH),$(patsubst 90,90a,$(GPU_ARCH)),90a)
+CUDA_PTX := $(if $(GPU_ARCH),,80)
+endif
+GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+           $(foreach a,$(CUDA_PTX),-gencode arch=compute_$(a),code=compute_$(a))
+
+WARNINGS := -Wall -Wextra
+CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fopenmp -pthread $(WARNINGS) -MMD -MP
+# -ffp-contract=off and explicit fmaf: the plain C versions give the same bits whatever the compiler would like to fuse.
+NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
+             -Xcompiler -O3,-march=native,-ffp-contract=off,-fopenmp,-pthread,-Wall,-Wextra
+LDFLAGS := -L$(CUDA_LIB) -Xlinker -rpath,$(CUDA_LIB) -lcublasLt -lgomp -lpthread -ldl
+
+DATA_OBJECTS := $(patsubst data/%.c,build/data/%.o,$(wildcard data/*.c))
+OPTIM_OBJECTS := $(patsubst optim/%.cu,build/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,build/optim/%.o,$(wildcard optim/*.c))
+UNIT_OBJECTS := $(patsubst dev/unit/%.cu,build/unit/%.o,$(wildcard dev/unit/*.cu))
+SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) build/corpus.o
+SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
+                             data/*.c data/*.h dev/*.cu dev/unit/*.cu dev/unit/*.h))
+# Its last twentieth, the validation text, is the end of train_gpt2.cu.
+CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu,$(SOURCES)) train_gpt2.cu
+
+all: train
+
+train: build/train_gpt2.o $(SHARED_OBJECTS)
+	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
+
+test_gpt2: build/test_gpt2.o $(UNIT_OBJECTS) $(SHARED_OBJECTS)
+	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
+
+build/%: build/dev/%.o $(SHARED_OBJECTS)
+	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
+
+build/%.o: %.cu build/found
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -c -o $@ $<
+
+build/unit/%.o: dev/unit/%.cu build/found
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -c -o $@ $<
+
+# The optimizer's bits are the same on the host and on every device: nothing is contracted behind our back.
+build/optim/%.o: NVCCFLAGS += -fmad=false
+
+build/data/%.o build/optim/%.o: CFLAGS += -I$(CUDA_HOME)/include
+build/data/%.o: data/%.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c -o $@ $<
+
+build/optim/%.o: optim/%.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c -o $@ $<
+
+# The default corpus: this program's own source text, linked in between two symbols.
+build/corpus.txt: $(CORPUS)
+	@mkdir -p $(@D)
+	cat $^ > $@
+
+build/corpus.o: build/corpus.txt
+	printf '.section .rodata\n.global corpus_begin, corpus_end\ncorpus_begin: .incbin "$<"\ncorpus_end: .byte 0\n.section .note.GNU-stack,"",@progbits\n' | $(CC) -x assembler -c -o $@ -
+
+# What the build uses, printed once, and what is missing, with the package that has it. Objects depend on it, so that
+# another toolkit or architecture builds them again.
+build/found: FORCE
+	@mkdir -p $(@D)
+	@{ echo "nvcc      $(CUDA_RELEASE)  $(NVCC)"; \
+	   echo "cuBLASLt  $(or $(CUBLASLT),missing: install libcublas-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
+	   echo "NVRTC     $(or $(NVRTC),missing: install cuda-nvrtc-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
+	   echo "cuRAND    $(or $(PHILOX),missing: install libcurand-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
+	   echo "NCCL      $(or $(NCCL),not found (not needed yet: install libnccl-dev for several GPUs))"; \
+	   echo "target    $(foreach a,$(CUDA_ARCH),sm_$(a)) $(foreach a,$(CUDA_PTX),and PTX of compute_$(a))$(if $(GPU_ARCH), (the GPU of this machine))"; } > $@.new
+	@cmp -s $@.new $@ && rm $@.new || { cat $@.new; mv $@.new $@; }
+	@! grep missing $@ 1>&2
+
+test: train test_gpt2
+	./test_gpt2 $(TEST)
+
+bench: build/bench
+	./build/bench $(BENCH)
+
+# Memory errors in every GPU test, races in the attention kernels' shared memory.
+sanitize: test_gpt2
+	compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 -k _gpu $(SANITIZE)
+	compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 -k attention_race
+
+VENV_PYTHON := .venv/bin/python
+venv: $(VENV_PYTHON)
+$(VENV_PYTHON): data/requirements.txt dev/requirements.txt
+	python3 -m venv .venv
+	.venv/bin/pip install -q --disable-pip-version-check -r data/requirements.txt -r dev/requirements.txt
+	@touch $@
+
+format:
+	clang-format -i $(SOURCES)
+
+format-check:
+	clang-format --dry-run --Werror $(SOURCES)
+
+loc:
+	@wc -l $(SOURCES) | sort -n
+
+clean:
+	rm -rf build train test_gpt2
+
+help:
+	@echo "make              build ./train"
+	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, TEST=--list names them)"
+	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
+	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
+	@echo "make venv         Python tools for data preparation and plots, in .venv"
+	@echo "make format       clang-format in place; make format-check only looks"
+	@echo "make loc          lines of each file"
+	@echo "make clean        remove what was built"
+	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets"
+
+FORCE:
+.PHONY: all test bench sanitize venv format format-check loc clean help FORCE
+.SECONDARY:
+-include $(wildcard build/*.d build/*/*.d)

@@ -1,0 +1,202 @@
+// See checkpoint.h.
+#define _GNU_SOURCE
+#include "checkpoint.h"
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#define PATH_BYTES 4500
+#define PIECE_BYTES (8 << 20)
+
+bool folder_exists(const char* path) {
+    struct stat status;
+    return stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+bool file_exists(const char* path) {
+    struct stat status;
+    return stat(path, &status) == 0 && S_ISREG(status.st_mode);
+}
+
+bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    FILE* file = fopen(path, "rb");
+    char* piece = malloc(PIECE_BYTES);
+    *crc = 0;
+    *bytes = 0;
+    for (size_t got; file && (got = fread(piece, 1, PIECE_BYTES, file)) > 0; *bytes += (int64_t)got) {
+        *crc = crc32c(*crc, piece, (int64_t)got);
+    }
+    bool fine = file && !ferror(file);
+    if (!fine) snprintf(error, DATA_ERROR_BYTES, "%s cannot be read: %s", path, strerror(errno));
+    if (file) fclose(file);
+    free(piece);
+    return fine;
+}
+
+bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error) {
+    char from[PATH_BYTES], to[PATH_BYTES];
+    snprintf(from, sizeof(from), "%s/%s", from_folder, name);
+    snprintf(to, sizeof(to), "%s/%s", to_folder, name);
+    if (!file_exists(from)) return true;
+    int64_t bytes;
+    char* text = file_read(from, &bytes, error);
+    bool fine = text && file_write(to, text, bytes, error);
+    free(text);
+    return fine;
+}
+
+void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes) {
+    snprintf(path, bytes, "%s/step_%08lld", run_folder, (long long)step);
+}
+
+// Step of a checkpoint's folder name, -1 for any other name.
+static int64_t step_of(const char* name) {
+    long long step;
+    int end = 0;
+    if (sscanf(name, "step_%12lld%n", &step, &end) == 1 && end > 0 && name[end] == 0) return step;
+    return -1;
+}
+
+int checkpoint_list(const char* run_folder, int64_t** steps) {
+    int count = 0;
+    *steps = NULL;
+    DIR* dir = opendir(run_folder);
+    for (struct dirent* entry; dir && (entry = readdir(dir));) {
+        int64_t step = step_of(entry->d_name);
+        if (step < 0) continue;
+        *steps = realloc(*steps, (count + 1) * sizeof(int64_t));
+        int at = count++;
+        for (; at > 0 && (*steps)[at - 1] < step; at--) (*steps)[at] = (*steps)[at - 1];
+        (*steps)[at] = step;
+    }
+    if (dir) closedir(dir);
+    return count;
+}
+
+bool checkpoint_seal(const char* folder, const char* text, const char* const* files, int count, char* error) {
+    char path[PATH_BYTES];
+    char* whole = NULL;
+    size_t length = 0;
+    FILE* state = open_memstream(&whole, &length);
+    fprintf(state, "%s\"files\": {", text);
+    const char* separator = "";
+    bool fine = true;
+    for (int i = 0; i < count && fine; i++) {
+        snprintf(path, sizeof(path), "%s/%s", folder, files[i]);
+        if (!file_exists(path)) continue;
+        uint32_t crc;
+        int64_t bytes;
+        fine = file_sum(folder, files[i], &crc, &bytes, error);
+        fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, files[i], (long long)bytes, crc);
+        separator = ",";
+    }
+    fprintf(state, "\n},\n");
+    fflush(state);
+    fprintf(state, "\"crc32c\": %u\n}\n", crc32c(0, whole, (int64_t)length));
+    fclose(state);
+    snprintf(path, sizeof(path), "%s/state.json", folder);
+    fine = fine && file_write(path, whole, (int64_t)length, error) && folder_sync(folder, error);
+    free(whole);
+    return fine;
+}
+
+bool checkpoint_commit(const char* folder, char* error) {
+    char temporary[PATH_BYTES], parent[PATH_BYTES];
+    snprintf(temporary, sizeof(temporary), "%s.tmp", folder);
+    snprintf(parent, sizeof(parent), "%s", folder);
+    bool swapped = folder_exists(folder) && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
+    if (!swapped && rename(temporary, folder) != 0) {
+        snprintf(error, DATA_ERROR_BYTES, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
+        return false;
+    }
+    char* slash = strrchr(parent, '/');
+    if (slash) *slash = 0;
+    bool synced = folder_sync(slash ? parent : ".", error);
+    return synced && (!swapped || folder_remove(temporary, error));
+}
+
+// The text that state.json's own checksum covers ends where its last line "crc32c" begins; -1 when there is none.
+static int64_t sealed_bytes(const char* text) {
+    const char* seal = NULL;
+    for (const char* at = text; (at = strstr(at, "\n\"crc32c\": ")); at++) seal = at + 1;
+    return seal ? seal - text : -1;
+}
+
+static bool files_whole(const char* folder, const Json* files, char* error) {
+    for (const Json* file = files ? files->child : NULL; file; file = file->next) {
+        uint32_t crc;
+        int64_t bytes, want = json_int(file, "bytes", -1);
+        if (!file_sum(folder, file->key, &crc, &bytes, error)) return false;
+        if (bytes == want && crc == (uint32_t)json_int(file, "crc32c", -1)) continue;
+        if (bytes != want) {
+            snprintf(error, DATA_ERROR_BYTES, "%s/%s has %lld bytes instead of %lld", folder, file->key,
+                     (long long)bytes, (long long)want);
+        } else {
+            snprintf(error, DATA_ERROR_BYTES, "%s/%s does not match its checksum", folder, file->key);
+        }
+        return false;
+    }
+    return files != NULL;
+}
+
+Json* checkpoint_verify(const char* folder, char* error) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof(path), "%s/state.json", folder);
+    int64_t bytes;
+    char* text = file_read(path, &bytes, error);
+    if (!text) return NULL;
+    Json* state = json_parse(text, bytes, path, error);
+    if (state) {
+        int64_t covered = sealed_bytes(text);
+        snprintf(error, DATA_ERROR_BYTES, "%s does not match its checksum", path);
+        bool whole = covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
+        if (!whole || !files_whole(folder, json_get(state, "files"), error)) {
+            json_free(state);
+            state = NULL;
+        }
+    }
+    free(text);
+    return state;
+}
+
+Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
+    int64_t* steps;
+    int count = checkpoint_list(run_folder, &steps);
+    Json* state = NULL;
+    for (int i = 0; i < count && !state; i++) {
+        char error[DATA_ERROR_BYTES];
+        checkpoint_name(run_folder, steps[i], folder, bytes);
+        state = checkpoint_verify(folder, error);
+        if (!state) fprintf(stderr, "train: notice: damaged checkpoint: %s; trying the one before\n", error);
+    }
+    free(steps);
+    return state;
+}
+
+bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
+    char path[PATH_BYTES];
+    bool fine = true;
+    int64_t* steps;
+    int count = checkpoint_list(run_folder, &steps);
+    for (int64_t i = keep; i < count; i++) {
+        checkpoint_name(run_folder, steps[i], path, sizeof(path));
+        if (steps[i] != step) fine = folder_remove(path, error) && fine;
+    }
+    free(steps);
+    DIR* dir = opendir(run_folder);
+    for (struct dirent* entry; dir && (entry = readdir(dir));) {
+        size_t length = strlen(entry->d_name);
+        if (strncmp(entry->d_name, "step_", 5) != 0 || length < 4 || strcmp(entry->d_name + length - 4, ".tmp") != 0) {
+            continue;
+        }
+        snprintf(path, sizeof(path), "%s/%s", run_folder, entry->d_name);
+        fine = folder_remove(path, error) && fine;
+    }
+    if (dir) closedir(dir);
+    return fine;
+}

@@ -1,0 +1,38 @@
+// The checkpoints of a run folder: RUN/step_00001000 holds files and a state.json with the size and CRC-32C of each and
+// a checksum of its own. A checkpoint is written into step_00001000.tmp, synced and renamed, so a folder without .tmp
+// is whole unless the disk damaged it, which the checksums tell. What the files mean is the trainer's business.
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+#include "safetensors.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+bool folder_exists(const char* path);
+bool file_exists(const char* path);
+// The size and CRC-32C of FOLDER/NAME, read in pieces.
+bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
+// FROM/NAME to TO/NAME; fine when there is no such file.
+bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error);
+
+// The steps of all checkpoints in a run folder, newest first; returns how many. Caller frees *steps.
+int checkpoint_list(const char* run_folder, int64_t** steps);
+// The name of a step's folder: RUN/step_%08lld.
+void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes);
+// Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
+// follow.
+bool checkpoint_seal(const char* folder, const char* text, const char* const* files, int count, char* error);
+// Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
+// that a whole one stands there at any moment.
+bool checkpoint_commit(const char* folder, char* error);
+// Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
+Json* checkpoint_verify(const char* folder, char* error);
+// The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
+Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
+// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
+bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,376 @@
+// JSON (RFC 8259): text -> tree -> text.
+//
+// One pass over the text, so the time is linear in its length: vocab.json of GPT-2 (1 MB, 50,257 members) and the
+// header of a large safetensors file (several MB) parse in milliseconds. Nodes and strings come from an arena of
+// growing chunks, which keeps a node's cost at a pointer bump and lets json_free release a tree of any shape without
+// recursion. The parser recurses once per nesting level; DEPTH_MOST bounds its stack. Numbers keep their text beside
+// the double, so that 64-bit integers (offsets, shapes, token counts) are exact. What is refused: anything after the
+// value, control characters and lone surrogates in strings, NUL in a key (keys are C strings), numbers such as 01,
+// .5, 1. or +1.
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include "safetensors.h"
+
+enum { DEPTH_MOST = 256, CHUNK_LEAST = 4096, CHUNK_MOST = 1 << 20 };
+
+typedef struct Chunk {
+    struct Chunk* next;
+    int64_t used, size;
+    _Alignas(16) char bytes[];
+} Chunk;
+
+// What json_parse allocates; the tree's root comes first, so that json_free finds the arena behind it.
+typedef struct {
+    Json root;
+    Chunk* chunk;
+} Document;
+
+typedef struct {
+    Document* document;
+    const char *begin, *at, *end;
+    const char* what;
+    char* error;
+} Parser;
+
+static void* arena_alloc(Document* document, int64_t bytes) {
+    bytes = (bytes + 15) & ~(int64_t)15;
+    Chunk* chunk = document->chunk;
+    if (!chunk || chunk->size - chunk->used < bytes) {
+        int64_t size = chunk ? chunk->size * 2 : CHUNK_LEAST;
+        if (size > CHUNK_MOST) size = CHUNK_MOST;
+        if (size < bytes) size = bytes;
+        chunk = malloc(sizeof(Chunk) + (size_t)size);
+        if (!chunk) return NULL;
+        *chunk = (Chunk){document->chunk, 0, size};
+        document->chunk = chunk;
+    }
+    void* result = chunk->bytes + chunk->used;
+    chunk->used += bytes;
+    return result;
+}
+
+// Says where: the line and column of parser->at, both from 1.
+static bool parse_error(Parser* parser, const char* problem) {
+    int64_t line = 1, column = 1;
+    for (const char* c = parser->begin; c < parser->at; c++) {
+        column++;
+        if (*c == '\n') line++, column = 1;
+    }
+    const char* where = parser->at == parser->end ? ", where the text ends" : "";
+    return data_error(parser->error, "%s is not valid JSON: %s at line %lld, column %lld%s", parser->what, problem,
+                      (long long)line, (long long)column, where);
+}
+
+static bool is_digit(const Parser* parser) {
+    return parser->at < parser->end && *parser->at >= '0' && *parser->at <= '9';
+}
+
+static void skip_space(Parser* parser) {
+    while (parser->at < parser->end &&
+           (*parser->at == ' ' || *parser->at == '\n' || *parser->at == '\t' || *parser->at == '\r')) {
+        parser->at++;
+    }
+}
+
+int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
+    const unsigned char* b = (const unsigned char*)text;
+    if (bytes < 1) return 0;
+    if (b[0] < 0x80) return *point = b[0], 1;
+    int length = b[0] >= 0xF0 ? 4 : b[0] >= 0xE0 ? 3 : 2;
+    if (b[0] < 0xC2 || b[0] > 0xF4 || length > bytes) return 0;
+    uint32_t value = b[0] & (0x7F >> length);
+    for (int i = 1; i < length; i++) {
+        if ((b[i] & 0xC0) != 0x80) return 0;
+        value = value << 6 | (b[i] & 0x3F);
+    }
+    if ((length == 3 && value < 0x800) || (length == 4 && value < 0x10000)) return 0;  // longer than it need be
+    if (value > 0x10FFFF || (value >= 0xD800 && value < 0xE000)) return 0;
+    return *point = value, length;
+}
+
+static char* utf8_write(char* to, uint32_t point) {
+    if (point < 0x80) {
+        *to++ = (char)point;
+    } else if (point < 0x800) {
+        *to++ = (char)(0xC0 | point >> 6);
+        *to++ = (char)(0x80 | (point & 0x3F));
+    } else if (point < 0x10000) {
+        *to++ = (char)(0xE0 | point >> 12);
+        *to++ = (char)(0x80 | (point >> 6 & 0x3F));
+        *to++ = (char)(0x80 | (point & 0x3F));
+    } else {
+        *to++ = (char)(0xF0 | point >> 18);
+        *to++ = (char)(0x80 | (point >> 12 & 0x3F));
+        *to++ = (char)(0x80 | (point >> 6 & 0x3F));
+        *to++ = (char)(0x80 | (point & 0x3F));
+    }
+    return to;
+}
+
+// The four hexadecimal digits after \u; -1 when they are not there.
+static int parse_hex(Parser* parser) {
+    int value = 0;
+    if (parser->end - parser->at < 4) return -1;
+    for (int i = 0; i < 4; i++, parser->at++) {
+        char c = *parser->at;
+        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c - 'A' + 10;
+        if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F'))) return -1;
+        value = value << 4 | digit;
+    }
+    return value;
+}
+
+// One escape; parser->at stands after the backslash. Returns where to write on, NULL when it is malformed.
+static char* parse_escape(Parser* parser, char* to) {
+    static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    if (parser->at == parser->end) return parse_error(parser, "an unfinished escape"), NULL;
+    char c = *parser->at++;
+    const char* name = c ? strchr(names, c) : NULL;
+    if (name) {
+        *to++ = values[name - names];
+        return to;
+    }
+    if (c != 'u') return parse_error(parser, "an unknown escape"), NULL;
+    int point = parse_hex(parser);
+    if (point < 0) return parse_error(parser, "\\u without four hexadecimal digits"), NULL;
+    if (point >= 0xD800 && point < 0xE000) {
+        int low = -1;
+        if (point < 0xDC00 && parser->end - parser->at >= 6 && parser->at[0] == '\\' && parser->at[1] == 'u') {
+            parser->at += 2;
+            low = parse_hex(parser);
+        }
+        if (low < 0xDC00 || low >= 0xE000) return parse_error(parser, "half of a surrogate pair"), NULL;
+        point = 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00);
+    }
+    return utf8_write(to, (uint32_t)point);
+}
+
+// parser->at stands at the opening quote. Escapes never grow, so the source's length bounds the result's.
+static char* parse_string(Parser* parser, int64_t* bytes) {
+    const char* first = parser->at + 1;
+    const char* last = first;
+    while (last < parser->end && *last != '"') last += *last == '\\' && last + 1 < parser->end ? 2 : 1;
+    if (last >= parser->end) return parse_error(parser, "a string without its closing quote"), NULL;
+    char* text = arena_alloc(parser->document, last - first + 1);
+    if (!text) return data_error(parser->error, "%s: out of memory", parser->what), NULL;
+    char* to = text;
+    parser->at = first;
+    while (*parser->at != '"') {
+        if ((unsigned char)*parser->at < 0x20) return parse_error(parser, "a control character in a string"), NULL;
+        if (*parser->at == '\\') {
+            parser->at++;
+            to = parse_escape(parser, to);
+            if (!to) return NULL;
+        } else {
+            *to++ = *parser->at++;
+        }
+    }
+    parser->at++;
+    *to = 0;
+    *bytes = to - text;
+    return text;
+}
+
+static bool parse_number(Parser* parser, Json* json) {
+    const char* first = parser->at;
+    bool integer = true;
+    if (*parser->at == '-') parser->at++;
+    if (!is_digit(parser)) return parse_error(parser, "something that is no value");
+    if (*parser->at == '0') {
+        parser->at++;
+    } else {
+        while (is_digit(parser)) parser->at++;
+    }
+    if (parser->at < parser->end && *parser->at == '.') {
+        integer = false;
+        parser->at++;
+        if (!is_digit(parser)) return parse_error(parser, "a number without digits after its point");
+        while (is_digit(parser)) parser->at++;
+    }
+    if (parser->at < parser->end && (*parser->at == 'e' || *parser->at == 'E')) {
+        integer = false;
+        parser->at++;
+        if (parser->at < parser->end && (*parser->at == '+' || *parser->at == '-')) parser->at++;
+        if (!is_digit(parser)) return parse_error(parser, "a number without digits in its exponent");
+        while (is_digit(parser)) parser->at++;
+    }
+    int64_t length = parser->at - first;
+    json->kind = JSON_NUMBER;
+    json->text_bytes = length;
+    json->text = arena_alloc(parser->document, length + 1);
+    if (!json->text) return data_error(parser->error, "%s: out of memory", parser->what);
+    memcpy(json->text, first, (size_t)length);
+    json->text[length] = 0;
+    // strtod costs most of the parse of a vocabulary; small integers are exact in a double either way.
+    json->number = integer && length <= 15 ? (double)atoll(json->text) : strtod(json->text, NULL);
+    return true;
+}
+
+static bool parse_value(Parser* parser, Json* json, int depth);
+
+// The members of an object or the elements of an array; parser->at stands after the opening bracket.
+static bool parse_children(Parser* parser, Json* json, int depth) {
+    bool object = json->kind == JSON_OBJECT;
+    char close = object ? '}' : ']';
+    Json** link = &json->child;
+    if (depth >= DEPTH_MOST) return parse_error(parser, "nesting deeper than 256 levels");
+    skip_space(parser);
+    if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
+    for (;;) {
+        Json* child = arena_alloc(parser->document, sizeof(Json));
+        if (!child) return data_error(parser->error, "%s: out of memory", parser->what);
+        *child = (Json){JSON_NULL, NULL, NULL, 0, 0.0, NULL, NULL};
+        *link = child;
+        link = &child->next;
+        skip_space(parser);
+        if (object) {
+            int64_t bytes = 0;
+            if (parser->at == parser->end || *parser->at != '"') return parse_error(parser, "no quoted key");
+            child->key = parse_string(parser, &bytes);
+            if (!child->key) return false;
+            if ((int64_t)strlen(child->key) != bytes) return parse_error(parser, "a key that holds \\u0000");
+            skip_space(parser);
+            if (parser->at == parser->end || *parser->at != ':') return parse_error(parser, "no ':' after a key");
+            parser->at++;
+        }
+        if (!parse_value(parser, child, depth + 1)) return false;
+        skip_space(parser);
+        if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
+        if (parser->at == parser->end || *parser->at != ',') {
+            return parse_error(parser, object ? "neither ',' nor '}' after a member" : "neither ',' nor ']'");
+        }
+        parser->at++;
+    }
+}
+
+static bool parse_word(Parser* parser, Json* json, const char* word, JsonKind kind, double number) {
+    int64_t length = (int64_t)strlen(word);
+    if (parser->end - parser->at < length || memcmp(parser->at, word, (size_t)length) != 0) {
+        return parse_error(parser, "something that is no value");
+    }
+    parser->at += length;
+    json->kind = kind;
+    json->number = number;
+    return true;
+}
+
+static bool parse_value(Parser* parser, Json* json, int depth) {
+    skip_space(parser);
+    if (parser->at == parser->end) return parse_error(parser, "no value");
+    switch (*parser->at) {
+        case '{':
+        case '[':
+            json->kind = *parser->at++ == '{' ? JSON_OBJECT : JSON_ARRAY;
+            return parse_children(parser, json, depth);
+        case '"':
+            json->kind = JSON_STRING;
+            json->text = parse_string(parser, &json->text_bytes);
+            return json->text != NULL;
+        case 't':
+            return parse_word(parser, json, "true", JSON_BOOL, 1.0);
+        case 'f':
+            return parse_word(parser, json, "false", JSON_BOOL, 0.0);
+        case 'n':
+            return parse_word(parser, json, "null", JSON_NULL, 0.0);
+        default:
+            return parse_number(parser, json);
+    }
+}
+
+Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
+    Document* document = calloc(1, sizeof(Document));
+    if (!document) return data_error(error, "%s: out of memory", what), NULL;
+    Parser parser = {document, text, text, text + bytes, what, error};
+    bool fine = parse_value(&parser, &document->root, 0);
+    if (fine) {
+        skip_space(&parser);
+        if (parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
+    }
+    if (fine) return &document->root;
+    json_free(&document->root);
+    return NULL;
+}
+
+void json_free(Json* json) {
+    if (!json) return;
+    Document* document = (Document*)json;
+    for (Chunk* chunk = document->chunk; chunk;) {
+        Chunk* next = chunk->next;
+        free(chunk);
+        chunk = next;
+    }
+    free(document);
+}
+
+const Json* json_get(const Json* object, const char* key) {
+    if (!object || object->kind != JSON_OBJECT) return NULL;
+    for (const Json* child = object->child; child; child = child->next) {
+        if (strcmp(child->key, key) == 0) return child;
+    }
+    return NULL;
+}
+
+double json_number(const Json* object, const char* key, double otherwise) {
+    const Json* json = json_get(object, key);
+    return json && (json->kind == JSON_NUMBER || json->kind == JSON_BOOL) ? json->number : otherwise;
+}
+
+int64_t json_int(const Json* object, const char* key, int64_t otherwise) {
+    const Json* json = json_get(object, key);
+    if (!json || json->kind != JSON_NUMBER) return otherwise;
+    char* end = NULL;
+    errno = 0;
+    long long value = strtoll(json->text, &end, 10);
+    if (*end == 0) return errno == 0 ? (int64_t)value : otherwise;
+    // 1e6 and 3.0 are integers too, as far as a double is exact.
+    bool exact = fabs(json->number) <= 9007199254740992.0 && json->number == floor(json->number);
+    return exact ? (int64_t)json->number : otherwise;
+}
+
+const char* json_string(const Json* object, const char* key, const char* otherwise) {
+    const Json* json = json_get(object, key);
+    return json && json->kind == JSON_STRING ? json->text : otherwise;
+}
+
+void json_write_string(FILE* file, const char* text) {
+    int64_t left = (int64_t)strlen(text);
+    fputc('"', file);
+    while (left > 0) {
+        uint32_t point = 0;
+        int length = utf8_next(text, left, &point);
+        if (length == 0) {
+            fputs("\xEF\xBF\xBD", file);
+            length = 1;
+        } else if (point == '"' || point == '\\') {
+            fprintf(file, "\\%c", (int)point);
+        } else if (point == '\n') {
+            fputs("\\n", file);
+        } else if (point < 0x20 || point == 0x7F) {
+            fprintf(file, "\\u%04x", point);
+        } else {
+            fwrite(text, 1, (size_t)length, file);
+        }
+        text += length;
+        left -= length;
+    }
+    fputc('"', file);
+}
+
+void json_write_number(FILE* file, double value) {
+    char text[40];
+    if (!isfinite(value)) {
+        fputs("null", file);
+        return;
+    }
+    if (value == floor(value) && fabs(value) <= 9007199254740992.0) {
+        fprintf(file, "%.0f", value);
+        return;
+    }
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(text, sizeof(text), "%.*g", digits, value);
+        if (strtod(text, NULL) == value) break;
+    }
+    fputs(text, file);
+}

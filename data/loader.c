@@ -1,0 +1,643 @@
+// The data loader: which files, which windows of them, in which order, read ahead.
+//
+// Files are mapped and never read as a whole: opening costs a system call or two per shard, memory is the page cache,
+// and a window is a copy of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
+// The order is a permutation that needs no table (shuffle_index), so an epoch over any number of windows starts at
+// once and a resume is an addition. A thread prepares batches ahead into a ring of RING buffers; of these the caller
+// holds two and two are ready or in preparation, so loader_next waits only when reading is slower than training.
+// With each batch comes the order of its positions by token (a counting sort: two passes over the batch and one over
+// the vocabulary, about 1 ms for 65,536 tokens): the embedding's backward pass sums each row's gradients from it in a
+// fixed order, without atomics.
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include "loader.h"
+
+enum {
+    SHARD_MAGIC = 20240520,
+    SHARD_VERSION = 1,
+    SHARD_HEADER = 1024,  // bytes: 256 int32
+    GPT2_VOCABULARY = 50257,
+    VOCABULARY_MOST = 65536,  // tokens are uint16
+    RING = 4
+};
+
+typedef struct DatasetFile {
+    char* path;
+    void* map;  // NULL for memory of the caller's
+    int64_t map_bytes;
+    const uint8_t* token;  // the first token of the file: a byte, or two, little-endian
+    int64_t first;         // where the part that was opened begins, in tokens
+    int64_t tokens;        // of that part
+} DatasetFile;
+
+// The files that a name stands for, and what to take of them.
+typedef struct {
+    char** path;
+    int count;
+    bool split;  // the validation part is the tail of the last one
+} FileList;
+
+static bool list_add(FileList* list, const char* path, char* error) {
+    char** larger = realloc(list->path, (size_t)(list->count + 1) * sizeof(char*));
+    if (larger) list->path = larger;
+    char* copy = larger ? strdup(path) : NULL;
+    if (!copy) return data_error(error, "cannot open %s: out of memory", path);
+    list->path[list->count++] = copy;
+    return true;
+}
+
+static void list_free(FileList* list) {
+    for (int i = 0; i < list->count; i++) free(list->path[i]);
+    free(list->path);
+    *list = (FileList){NULL, 0, false};
+}
+
+static int by_text(const void* a, const void* b) {
+    return strcmp(*(char* const*)a, *(char* const*)b);
+}
+
+// In the order of their bytes, whatever the locale: part of what defines a run.
+static void list_sort(FileList* list) {
+    if (list->count > 1) qsort(list->path, (size_t)list->count, sizeof(char*), by_text);
+}
+
+static bool ends_with(const char* text, const char* end) {
+    size_t length = strlen(text), tail = strlen(end);
+    return length >= tail && strcmp(text + length - tail, end) == 0;
+}
+
+static const char* base_name(const char* path) {
+    const char* slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// Adds the folder's files called prefix*.bin.
+static bool list_folder(FileList* list, const char* path, const char* prefix, char* error) {
+    char name[8192];
+    DIR* folder = opendir(path);
+    if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
+    bool fine = true;
+    for (struct dirent* entry; fine && (entry = readdir(folder));) {
+        if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !ends_with(entry->d_name, ".bin")) continue;
+        snprintf(name, sizeof(name), "%.4095s/%s", path, entry->d_name);
+        fine = list_add(list, name, error);
+    }
+    closedir(folder);
+    list_sort(list);
+    return fine;
+}
+
+static bool list_glob(FileList* list, const char* pattern, char* error) {
+    glob_t found;
+    int status = glob(pattern, GLOB_NOSORT, NULL, &found);
+    if (status == GLOB_NOMATCH) return true;
+    if (status != 0) return data_error(error, "cannot look for %s: %s", pattern, strerror(errno));
+    bool fine = true;
+    for (size_t i = 0; i < found.gl_pathc && fine; i++) fine = list_add(list, found.gl_pathv[i], error);
+    globfree(&found);
+    list_sort(list);
+    return fine;
+}
+
+static bool lists_share(const FileList* a, const FileList* b) {
+    for (int i = 0; i < a->count; i++) {
+        for (int j = 0; j < b->count; j++) {
+            if (strcmp(a->path[i], b->path[j]) == 0) return true;
+        }
+    }
+    return false;
+}
+
+// The validation files beside a glob of training files: the pattern with one "train" turned into "val", the last
+// first, that finds files and none of the training files. Leaves `validation` empty when there are none.
+static bool list_validation(FileList* validation, const FileList* train, const char* pattern, char* error) {
+    char name[4096];
+    for (const char* at = pattern + strlen(pattern); at-- > pattern;) {
+        if (strncmp(at, "train", 5) != 0) continue;
+        snprintf(name, sizeof(name), "%.*sval%s", (int)(at - pattern), pattern, at + 5);
+        if (!list_glob(validation, name, error)) return false;
+        if (validation->count > 0 && !lists_share(train, validation)) return true;
+        list_free(validation);
+    }
+    return true;
+}
+
+// From the training and the validation files to the list of the part.
+static bool list_part(FileList* list, FileList* validation, DatasetPart part, char* error) {
+    if (part == DATASET_WHOLE) return true;
+    list->split = validation->count == 0;
+    if (part == DATASET_TRAIN || list->split) return true;
+    list_free(list);
+    for (int i = 0; i < validation->count; i++) {
+        if (!list_add(list, validation->path[i], error)) return false;
+    }
+    return true;
+}
+
+static bool list_of_folder(FileList* list, FileList* validation, const char* path, DatasetPart part, char* error) {
+    if (!list_folder(list, path, "train_", error) || !list_folder(validation, path, "val_", error)) return false;
+    if (list->count + validation->count == 0) {
+        return data_error(error,
+                          "the folder %s holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name "
+                          "its files, such as \"%s/*.bin\"",
+                          path, path);
+    }
+    if (list->count == 0 && part == DATASET_TRAIN) {
+        return data_error(error, "the folder %s holds validation shards (val_*.bin) and no train_*.bin to train on",
+                          path);
+    }
+    if (part == DATASET_WHOLE) {
+        for (int i = 0; i < validation->count; i++) {
+            if (!list_add(list, validation->path[i], error)) return false;
+        }
+    }
+    return list_part(list, validation, part, error);
+}
+
+// What the user named, turned into files.
+static bool find_files(FileList* list, const char* path, DatasetPart part, char* error) {
+    FileList validation = {NULL, 0, false};
+    struct stat status;
+    bool fine = true;
+    if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
+    if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
+    if (stat(path, &status) == 0) {
+        if (S_ISDIR(status.st_mode)) {
+            fine = list_of_folder(list, &validation, path, part, error);
+        } else {
+            fine = list_add(list, path, error) && list_part(list, &validation, part, error);
+        }
+    } else if (!strpbrk(path, "*?[")) {
+        fine = data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
+                          strerror(errno));
+    } else {
+        fine = list_glob(list, path, error);
+        if (fine && list->count == 0) fine = data_error(error, "no file matches %s", path);
+        fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
+        fine = fine && list_part(list, &validation, part, error);
+    }
+    list_free(&validation);
+    return fine;
+}
+
+// What a .bin that is no shard of tokens may be.
+static const char* magic_name(int32_t magic) {
+    switch (magic) {
+        case 20240522:
+            return "an evaluation set of llm.c";
+        case 20240326:
+            return "a model of llm.c";
+        case 20240327:
+            return "a debug state of llm.c";
+        case 20240328:
+            return "a tokenizer of llm.c";
+        case 20240527:
+            return "an optimizer state of llm.c";
+        case 20240801:
+            return "a shard of Llama 3 tokens, 32 bits each";
+        case 0x04034B50:
+            return "a zip archive or a PyTorch file";
+        default:
+            return "not a shard of tokens";
+    }
+}
+
+// Maps one file and finds its tokens; *bytes_file tells which of the two kinds it is.
+static bool file_map(DatasetFile* file, const char* path, bool* bytes_file, char* error) {
+    file->path = strdup(path);
+    if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno));
+    struct stat status;
+    bool fine = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+    int64_t size = fine ? (int64_t)status.st_size : 0;
+    if (!fine) {
+        data_error(error, "cannot train on %s: it is not a regular file", path);
+    } else if (size == 0) {
+        fine = data_error(error, "%s is empty; name a file with text or tokens in it", path);
+    } else {
+        void* map = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        fine = map != MAP_FAILED || data_error(error, "cannot map %s: %s", path, strerror(errno));
+        if (fine) file->map = map, file->map_bytes = size;
+    }
+    close(descriptor);
+    if (!fine) return false;
+    int32_t header[3] = {0, 0, 0};
+    memcpy(header, file->map, (size_t)(size < 12 ? size : 12));
+    *bytes_file = header[0] != SHARD_MAGIC;
+    file->token = file->map;
+    file->tokens = size;
+    if (*bytes_file && !ends_with(path, ".bin")) return true;
+    if (*bytes_file) {
+        return data_error(
+            error, "%s is %s (its first number is %d, a shard's is %d); to train on its bytes, rename it without .bin",
+            path, magic_name(header[0]), header[0], SHARD_MAGIC);
+    }
+    int64_t count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    if (size >= 8 && header[1] != SHARD_VERSION) {
+        return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", path,
+                          header[1], SHARD_VERSION);
+    }
+    if (size < SHARD_HEADER || size != expected) {
+        return data_error(
+            error,
+            "%s is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; copy or prepare it again",
+            path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected, (long long)size);
+    }
+    file->token += SHARD_HEADER;
+    file->tokens = count;
+    return true;
+}
+
+// Cuts the file into its training part and its last `fraction`, and keeps the one asked for.
+static bool file_split(DatasetFile* file, DatasetPart part, double fraction, int T, char* error) {
+    if (fraction == 0.0 && part == DATASET_TRAIN) return true;
+    if (!(fraction > 0.0 && fraction < 1.0)) {
+        return data_error(error, "%s has no validation part: the fraction %g that was asked for is not between 0 and 1",
+                          file->path, fraction);
+    }
+    int64_t least = (int64_t)T + 1, validation = (int64_t)(fraction * (double)file->tokens);
+    if (validation < least) validation = least;
+    if (file->tokens - validation < least) {
+        return data_error(
+            error,
+            "%s has %lld tokens: too few for a training and a validation part of a window of %lld tokens each; "
+            "take more text or a shorter sequence length",
+            file->path, (long long)file->tokens, (long long)least);
+    }
+    if (part == DATASET_VALIDATION) file->first = file->tokens - validation;
+    file->tokens = part == DATASET_VALIDATION ? validation : file->tokens - validation;
+    return true;
+}
+
+static bool check_length(const DatasetFile* file, int T, char* error) {
+    if (file->tokens > T) return true;
+    return data_error(error,
+                      "%s has %lld tokens and a window of T = %d needs %d; take more text or a shorter sequence length",
+                      file->path, (long long)file->tokens, T, T + 1);
+}
+
+static bool folder_has(const char* folder, const char* name) {
+    char path[4352];
+    snprintf(path, sizeof(path), "%.4095s/%s", folder, name);
+    return access(path, R_OK) == 0;
+}
+
+// Tokens and bytes of text of the files' parts as meta.json counts them, turned into a ratio; 0 when it does not say.
+static double meta_ratio(const Dataset* data, const Json* meta) {
+    double tokens = 0.0, bytes = 0.0;
+    bool part[2] = {false, false};
+    for (int i = 0; i < data->files; i++) part[strncmp(base_name(data->file[i].path), "val", 3) == 0] = true;
+    for (int i = 0; i < 2; i++) {
+        const Json* counts = part[i] ? json_get(meta, i ? "val" : "train") : NULL;
+        tokens += json_number(counts, "tokens", 0.0);
+        bytes += json_number(counts, "bytes", 0.0);
+    }
+    return tokens > 0.0 ? bytes / tokens : 0.0;
+}
+
+// What is known about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
+static bool read_meta(Dataset* data, char* error) {
+    char path[4352], folder[4096] = ".";
+    const char* first = data->file[0].path;
+    int64_t length = base_name(first) - first - 1;
+    if (length >= 0) snprintf(folder, sizeof(folder), "%.*s", length > 0 ? (int)length : 1, first);
+    bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
+                     (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe"));
+    if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
+    data->vocabulary = GPT2_VOCABULARY;
+    snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
+    if (access(path, F_OK) != 0) return true;
+    int64_t bytes = 0;
+    char* text = file_read(path, &bytes, error);
+    if (!text) return false;
+    Json* meta = json_parse(text, bytes, path, error);
+    free(text);
+    if (!meta) return false;
+    int64_t vocabulary = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
+    data->bytes_per_token = meta_ratio(data, meta);
+    json_free(meta);
+    if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
+        return data_error(error, "%s gives no vocabulary between 1 and %d; prepare the folder again", path,
+                          VOCABULARY_MOST);
+    }
+    data->vocabulary = (int)vocabulary;
+    return true;
+}
+
+static bool open_files(Dataset* data, const FileList* list, DatasetPart part, double fraction, int T, char* error) {
+    // Of a split list, validation is in the last file alone.
+    int begin = list->split && part == DATASET_VALIDATION ? list->count - 1 : 0;
+    data->file = calloc((size_t)list->count, sizeof(DatasetFile));
+    if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
+    for (int i = begin; i < list->count; i++) {
+        DatasetFile* file = &data->file[data->files++];
+        bool bytes = false;
+        if (!file_map(file, list->path[i], &bytes, error)) return false;
+        if (data->files > 1 && bytes != data->bytes) {
+            return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
+                              data->path, data->file[data->bytes ? data->files - 1 : 0].path,
+                              data->file[data->bytes ? 0 : data->files - 1].path);
+        }
+        data->bytes = bytes;
+        bool last = i == list->count - 1;
+        if (list->split && last && !file_split(file, part, fraction, T, error)) return false;
+        if (!check_length(file, T, error)) return false;
+        data->tokens += file->tokens;
+    }
+    data->vocabulary = 256;
+    data->bytes_per_token = data->bytes ? 1.0 : 0.0;
+    return data->bytes || read_meta(data, error);
+}
+
+bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error) {
+    FileList list = {NULL, 0, false};
+    memset(data, 0, sizeof(*data));
+    if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
+    bool fine = find_files(&list, path, part, error);
+    if (fine) {
+        snprintf(data->path, sizeof(data->path), "%s", path);
+        fine = open_files(data, &list, part, validation_fraction, T, error);
+    }
+    list_free(&list);
+    if (!fine) dataset_close(data);
+    return fine;
+}
+
+bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
+                         int T, char* error) {
+    memset(data, 0, sizeof(*data));
+    if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
+    snprintf(data->path, sizeof(data->path), "the built-in text");
+    data->file = calloc(1, sizeof(DatasetFile));
+    if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
+    data->files = 1;
+    data->bytes = true;
+    data->vocabulary = 256;
+    data->bytes_per_token = 1.0;
+    *data->file = (DatasetFile){strdup(data->path), NULL, 0, text, 0, bytes};
+    bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
+    fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
+    fine = fine && check_length(data->file, T, error);
+    data->tokens = data->file->tokens;
+    if (!fine) dataset_close(data);
+    return fine;
+}
+
+void dataset_close(Dataset* data) {
+    for (int i = 0; i < data->files; i++) {
+        if (data->file[i].map) munmap(data->file[i].map, (size_t)data->file[i].map_bytes);
+        free(data->file[i].path);
+    }
+    free(data->file);
+    memset(data, 0, sizeof(*data));
+}
+
+int64_t dataset_windows(const Dataset* data, int T) {
+    int64_t windows = 0;
+    for (int i = 0; i < data->files; i++) windows += (data->file[i].tokens - 1) / T;
+    return windows;
+}
+
+bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error) {
+    int64_t within = window;
+    const DatasetFile* file = data->file;
+    const DatasetFile* end = data->file + data->files;
+    while (file < end && within >= (file->tokens - 1) / T) within -= (file++->tokens - 1) / T;
+    if (window < 0 || file == end) {
+        return data_error(error, "%s has no window %lld of T = %d", data->path, (long long)window, T);
+    }
+    int64_t first = file->first + within * T;
+    int largest = 0;
+    if (data->bytes) {
+        const uint8_t* from = file->token + first;
+        for (int t = 0; t < T; t++) tokens[t] = from[t];
+        targets[T - 1] = from[T];
+    } else {
+        const uint16_t* from = (const uint16_t*)file->token + first;
+        for (int t = 0; t < T; t++) {
+            tokens[t] = from[t];
+            largest = tokens[t] > largest ? tokens[t] : largest;
+        }
+        targets[T - 1] = from[T];
+    }
+    memcpy(targets, tokens + 1, (size_t)(T - 1) * sizeof(int));
+    if (targets[T - 1] > largest) largest = targets[T - 1];
+    if (largest < data->vocabulary) return true;
+    int t = 0;
+    while (t < T && tokens[t] < data->vocabulary) t++;
+    return data_error(error,
+                      "%s holds token %d at position %lld and the vocabulary has %d tokens; prepare it with the "
+                      "tokenizer that its vocabulary belongs to",
+                      file->path, t < T ? tokens[t] : targets[T - 1], (long long)(first + t), data->vocabulary);
+}
+
+// The finalizer of splitmix64: every bit of the input reaches every bit of the result.
+static uint64_t mix(uint64_t z) {
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+}
+
+// Six Feistel rounds over the least even number of bits that holds n: a permutation of 0..4^half-1, whatever the round
+// function. Applied until the result is below n again, it is one of 0..n-1; 4^half < 4n, so that takes 4 turns at most
+// on average.
+int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
+    enum { ROUNDS = 6 };
+    const uint64_t golden = 0x9E3779B97F4A7C15ull;
+    if (n < 2) return 0;
+    int half = 1;
+    while (half < 31 && (int64_t)1 << 2 * half < n) half++;
+    uint64_t key = mix(mix(seed + golden) + (uint64_t)epoch * golden), mask = ((uint64_t)1 << half) - 1;
+    uint64_t value = (uint64_t)i;
+    do {
+        uint64_t left = value >> half, right = value & mask;
+        for (int round = 0; round < ROUNDS; round++) {
+            uint64_t next = left ^ (mix(right ^ mix(key + (uint64_t)round * golden)) & mask);
+            left = right;
+            right = next;
+        }
+        value = left << half | right;
+    } while (value >= (uint64_t)n);
+    return (int64_t)value;
+}
+
+struct Loader {
+    const Dataset* data;
+    int B, T;
+    uint64_t seed;
+    bool shuffle;
+    int64_t windows;
+    int64_t sequence;  // next to be read; the thread's own
+    Batch batch[RING];
+    int* memory;  // of all batches
+    int* count;   // (vocabulary) of the counting sort; the thread's own
+    void (*pinned_free)(void*);
+    pthread_t thread;
+    bool thread_runs;
+    pthread_mutex_t mutex;  // guards what follows
+    pthread_cond_t changed;
+    int64_t prepared;  // batches prepared, given to the caller, and given back by it, since the start
+    int64_t given;
+    int64_t returned;
+    bool stop, failed;
+    char error[DATA_ERROR_BYTES];
+};
+
+// Sorts positions 0..n-1 by token, stably, and lists where each token's run begins.
+static void batch_sort(Batch* batch, int n, int vocabulary, int* count) {
+    memset(count, 0, (size_t)vocabulary * sizeof(int));
+    for (int i = 0; i < n; i++) count[batch->tokens[i]]++;
+    int first = 0, buckets = 0;
+    for (int token = 0; token < vocabulary; token++) {
+        int size = count[token];
+        if (size == 0) continue;
+        batch->bucket[2 * buckets] = token;
+        batch->bucket[2 * buckets + 1] = first;
+        buckets++;
+        count[token] = first;
+        first += size;
+    }
+    batch->bucket[2 * buckets] = -1;
+    batch->bucket[2 * buckets + 1] = n;
+    batch->buckets = buckets;
+    for (int i = 0; i < n; i++) batch->order[count[batch->tokens[i]]++] = i;
+}
+
+static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
+    int B = loader->B, T = loader->T;
+    for (int b = 0; b < B; b++, loader->sequence++) {
+        int64_t window = loader->sequence % loader->windows;
+        if (loader->shuffle) {
+            window = shuffle_index(loader->seed, loader->sequence / loader->windows, window, loader->windows);
+        }
+        int* tokens = batch->tokens + (int64_t)b * T;
+        int* targets = batch->targets + (int64_t)b * T;
+        if (!dataset_window(loader->data, T, window, tokens, targets, error)) return false;
+    }
+    batch_sort(batch, B * T, loader->data->vocabulary, loader->count);
+    return true;
+}
+
+static void* loader_thread(void* argument) {
+    Loader* loader = argument;
+    char error[DATA_ERROR_BYTES] = "";
+    pthread_mutex_lock(&loader->mutex);
+    for (;;) {
+        while (!loader->stop && loader->prepared - loader->returned == RING) {
+            pthread_cond_wait(&loader->changed, &loader->mutex);
+        }
+        if (loader->stop) break;
+        Batch* batch = &loader->batch[loader->prepared % RING];
+        pthread_mutex_unlock(&loader->mutex);
+        bool fine = batch_prepare(loader, batch, error);
+        pthread_mutex_lock(&loader->mutex);
+        if (fine) {
+            loader->prepared++;
+        } else {
+            loader->failed = true;
+            memcpy(loader->error, error, sizeof(error));
+        }
+        pthread_cond_broadcast(&loader->changed);
+        if (!fine) break;
+    }
+    pthread_mutex_unlock(&loader->mutex);
+    return NULL;
+}
+
+// One allocation for all batches: tokens, targets, order and bucket of each.
+static bool loader_memory(Loader* loader, void* (*pinned_alloc)(size_t), char* error) {
+    int64_t n = (int64_t)loader->B * loader->T;
+    int64_t rows = (n < loader->data->vocabulary ? n : loader->data->vocabulary) + 1;
+    int64_t part = (n + 63) / 64 * 64, bucket = (2 * rows + 63) / 64 * 64, each = 3 * part + bucket;
+    loader->memory = pinned_alloc((size_t)(RING * each) * sizeof(int));
+    loader->count = malloc((size_t)loader->data->vocabulary * sizeof(int));
+    if (!loader->memory || !loader->count) {
+        return data_error(error, "no memory for batches of %d windows of %d tokens; take a smaller batch", loader->B,
+                          loader->T);
+    }
+    for (int i = 0; i < RING; i++) {
+        int* at = loader->memory + i * each;
+        loader->batch[i] = (Batch){at, at + part, at + 2 * part, at + 3 * part, 0};
+    }
+    return true;
+}
+
+Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
+                    void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
+    int64_t windows = T > 0 ? dataset_windows(data, T) : 0;
+    if (windows == 0) return data_error(error, "%s has no window of T = %d tokens", data->path, T), NULL;
+    if (B < 1 || first_sequence < 0 || (int64_t)B * T > INT32_MAX) {
+        data_error(error, "a batch of %d windows of %d tokens from sequence %lld on is impossible", B, T,
+                   (long long)first_sequence);
+        return NULL;
+    }
+    Loader* loader = calloc(1, sizeof(Loader));
+    if (!loader) return data_error(error, "no memory to read %s", data->path), NULL;
+    *loader = (Loader){.data = data,
+                       .B = B,
+                       .T = T,
+                       .seed = seed,
+                       .shuffle = shuffle,
+                       .windows = windows,
+                       .sequence = first_sequence,
+                       .pinned_free = pinned_free};
+    pthread_mutex_init(&loader->mutex, NULL);
+    pthread_cond_init(&loader->changed, NULL);
+    bool fine = loader_memory(loader, pinned_alloc, error);
+    if (fine) {
+        // Signals are the main thread's: a thread inherits the mask that it is created under.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        int status = pthread_create(&loader->thread, NULL, loader_thread, loader);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        loader->thread_runs = status == 0;
+        fine =
+            status == 0 || data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));
+    }
+    if (fine) return loader;
+    loader_close(loader);
+    return NULL;
+}
+
+const Batch* loader_next(Loader* loader, char* error) {
+    const Batch* batch = NULL;
+    pthread_mutex_lock(&loader->mutex);
+    // This call ends the life of the batch before the last one.
+    if (loader->given >= 2) loader->returned = loader->given - 1;
+    pthread_cond_broadcast(&loader->changed);
+    while (loader->prepared == loader->given && !loader->failed) pthread_cond_wait(&loader->changed, &loader->mutex);
+    if (loader->prepared > loader->given) {
+        batch = &loader->batch[loader->given++ % RING];
+    } else {
+        data_error(error, "%s", loader->error);
+    }
+    pthread_mutex_unlock(&loader->mutex);
+    return batch;
+}
+
+void loader_close(Loader* loader) {
+    if (!loader) return;
+    if (loader->thread_runs) {
+        pthread_mutex_lock(&loader->mutex);
+        loader->stop = true;
+        pthread_cond_broadcast(&loader->changed);
+        pthread_mutex_unlock(&loader->mutex);
+        pthread_join(loader->thread, NULL);
+    }
+    pthread_mutex_destroy(&loader->mutex);
+    pthread_cond_destroy(&loader->changed);
+    if (loader->memory) loader->pinned_free(loader->memory);
+    free(loader->count);
+    free(loader);
+}

@@ -1,0 +1,71 @@
+// The data loader: windows of T+1 tokens out of memory-mapped files, in an order that is a function of (seed, epoch)
+// alone, read ahead on a thread of its own.
+//
+// Sources: llm.c's .bin shards (256 int32 header: magic 20240520, version 1, token count; uint16 tokens), one or a
+// glob of them, a folder that data/prepare.py wrote, or any other file, read as bytes (vocabulary 256).
+// A file is cut into windows of T tokens at multiples of T, each with the token after it as the last target; a tail
+// that does not fill a window is left out. Sequence number n (0, 1, 2, ... since the start of training) is window
+// permutation(seed, epoch, n mod windows) of epoch n / windows, so the data position of a run is the number of
+// sequences consumed and nothing else: any batch size, any number of GPUs and a resume see the same order.
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "safetensors.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+    char path[4096];  // what the user named
+    int vocabulary;   // 256 for bytes; for shards the folder's meta.json or GPT-2's 50257
+    bool bytes;       // tokens are bytes
+    int64_t tokens;   // in all files
+    int files;
+    double bytes_per_token;  // of the text, for bits per byte; 1 for bytes, 0 when unknown
+    char tokenizer[4096];    // folder that holds vocab.json and merges.txt, "" when unknown or bytes
+    struct DatasetFile* file;
+} Dataset;
+
+typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
+
+// Opens a folder, file or glob. Of a folder written by prepare.py the part's shards (train_*.bin or val_*.bin) are
+// taken; a single file of any kind is split, the last `validation_fraction` of it being the validation part (at least
+// one window of T+1 tokens each, or an error; 0 leaves all of it to DATASET_TRAIN); other globs: DATASET_WHOLE or, for
+// DATASET_VALIDATION, the same path with "train" replaced by "val" where such files exist, else the tail of the last
+// shard, which DATASET_TRAIN then leaves out. Checks magic, version, length against the header, and that every shard
+// holds at least T+1 tokens.
+bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error);
+// The same over memory (the built-in corpus), as bytes.
+bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
+                         int T, char* error);
+void dataset_close(Dataset* data);
+int64_t dataset_windows(const Dataset* data, int T);
+// The largest token is checked lazily, window by window: one at or above `vocabulary` makes this return false.
+// Copies window `window` (not permuted) into tokens[T] and targets[T].
+bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
+
+// A pseudo-random permutation of 0..n-1 with no table (Feistel rounds, cycle walking), keyed by (seed, epoch).
+int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
+
+// A loader hands out batches of B windows. Batch b of the run holds sequences b*B .. b*B+B-1 when rank is 0 of 1.
+// With shuffle off, sequence n is window n mod windows (validation).
+typedef struct Loader Loader;
+typedef struct {
+    int* tokens;   // (B, T)
+    int* targets;  // (B, T)
+    int* order;    // (B*T) positions sorted by token, ties by position: for the embedding's backward pass
+    int* bucket;   // (buckets, 2) [token, first index into order], one more row [-1, B*T] at the end
+    int buckets;   // number of distinct tokens
+} Batch;
+// `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
+Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
+                    void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
+// The next batch, prepared ahead; it stays valid until the second loader_next after it (two batches may be in use:
+// one being copied to the device, one in preparation). NULL with a sentence on a bad token or a read error.
+const Batch* loader_next(Loader* loader, char* error);
+void loader_close(Loader* loader);
+
+#ifdef __cplusplus
+}
+#endif

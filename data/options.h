@@ -1,0 +1,50 @@
+// Options of a command line, out of one table: parsing, the text of a value, --help, and JSON for config.json. A
+// mistake is answered by a sentence that names the option, what was found and what to type.
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include "safetensors.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
+
+typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionType;
+
+typedef struct {
+    const char* name;  // without the dashes
+    OptionType type;
+    size_t offset;         // of the value in the fields: int64_t, double, const char*, const char*, bool
+    const char* standard;  // the default, as typed; "auto" lets the value be OPTION_AUTO
+    double low, high;      // range of a number
+    const char* values;    // choices separated by '|', or what the value is, for --help
+    const char* group;
+    const char* help;
+} Option;
+
+typedef struct {
+    const Option* option;
+    int count;
+} OptionTable;
+
+// Edits (insert, delete, replace) between two names, for suggestions.
+int edit_distance(const char* a, const char* b);
+
+const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
+// Sets one value from text; texts are copied and live as long as the program.
+bool option_set(const Option* option, void* fields, const char* text, char* error);
+// The value as one would type it.
+void option_text(const Option* option, const void* fields, char* text, size_t bytes);
+bool options_defaults(const OptionTable* table, void* fields, char* error);
+// --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
+bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
+void options_help(const OptionTable* table, FILE* file);
+// {"name": "value as typed", ...}, flags left out.
+void options_json(const OptionTable* table, const void* fields, FILE* file);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,709 @@
+#!/usr/bin/env python3
+"""Turns text into token shards that ./train reads.
+
+    pip install -r data/requirements.txt
+    python data/prepare.py tinyshakespeare --out data/shakespeare
+    python data/prepare.py books.txt.xz more.jsonl --out data/corpus --val held_out.txt
+    ./train --data data/corpus
+
+An input is a .txt, .jsonl or .parquet file (the first two also as .xz or .gz), or the name of a public corpus, which is
+downloaded. In a .txt a line `<|endoftext|>` begins a document; a .txt without one is one document. Text is encoded
+with GPT-2's byte-pair encoding by tiktoken; every document begins with the token <|endoftext|> (50256).
+
+The folder --out then holds
+    train_000000.bin, ..., val_000000.bin, ...   256 int32 (magic 20240520, version 1, tokens, 0...), uint16 tokens
+    vocab.json, merges.txt                       the vocabulary under Hugging Face's names, to decode samples
+    meta.json                                    counts of tokens and bytes (UTF-8 of the text), sources
+It is written as OUT.tmp and renamed at the end, so OUT is complete whenever it exists. The shards do not depend on the
+number of workers. Memory is bounded: input is streamed and a long document is encoded in pieces, cut where GPT-2's
+encoding never merges across, so the tokens are those of the whole document.
+"""
+
+import argparse
+import collections
+import gzip
+import hashlib
+import http.client
+import json
+import lzma
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+os.environ["TIKTOKEN_CACHE_DIR"] = ""  # it would cache local files by their path, and serve stale ones
+try:
+    import numpy as np
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    from tqdm import tqdm
+except ImportError as missing:
+    print(f"prepare: error: {missing}; type `pip install -r data/requirements.txt`", file=sys.stderr)
+    sys.exit(2)
+
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+END = "<|endoftext|>"
+PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
+CHUNK_BYTES = 1 << 19  # documents are handed to a worker in chunks of at least this size
+SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
+
+HUGGING_FACE = "https://huggingface.co/datasets/"
+STORIES = HUGGING_FACE + "roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
+FINEWEB = HUGGING_FACE + "HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT/"
+CORPORA = {  # name: (training files, validation files)
+    "tinyshakespeare": (
+        ["https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"],
+        [],
+    ),
+    "tinystories": ([STORIES + "train.txt"], [STORIES + "valid.txt"]),
+    "fineweb-edu-10B": ([f"{FINEWEB}{i:03d}_00000.parquet" for i in range(14)], []),
+}
+GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+
+
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+# A run of consecutive bytes of one document, or one line of a .jsonl file (kind "json").
+# place: the line (or row, of a .parquet file) that it begins at, for error messages.
+Piece = collections.namedtuple("Piece", "path kind place begins data")
+
+
+def open_input(path):
+    """A binary stream of the file's contents, unpacked."""
+    name = str(path)
+    return lzma.open(name) if name.endswith(".xz") else gzip.open(name) if name.endswith(".gz") else open(name, "rb")
+
+
+def input_kind(path):
+    name = re.sub(r"\.(xz|gz)$", "", str(path))
+    for end in (".txt", ".jsonl", ".parquet"):
+        if name.endswith(end) and not (end == ".parquet" and name != str(path)):
+            return end[1:]
+    raise Problem(
+        f"{path}: give a .txt, .jsonl (each also .xz or .gz) or .parquet file, or one of {', '.join(CORPORA)}"
+    )
+
+
+def damaged(path, error):
+    """The sentence for a file that cannot be read to its end."""
+    return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)  # pyarrow's own derive from ValueError
+
+
+def open_parquet(path):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise Problem("a .parquet file needs pyarrow; type `pip install -r data/requirements.txt`") from None
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from None
+
+
+def parquet_column(path, field):
+    """The file and the index of its column of text."""
+    file = open_parquet(path)
+    names = file.schema_arrow.names
+    if field not in names:
+        raise Problem(f'{path}: there is no field "{field}" but {", ".join(names)}: choose one with --field')
+    return file, file.schema.names.index(field)
+
+
+def input_bytes(path, field):
+    """Size of the input as read: unpacked, with separators and JSON; of a .parquet file, its column of text."""
+    try:
+        if input_kind(path) == "parquet":
+            file, column = parquet_column(path, field)
+            groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
+            return sum(group.column(column).total_uncompressed_size for group in groups)
+        if not str(path).endswith((".xz", ".gz")):
+            return os.path.getsize(path)
+        total = 0
+        with open_input(path) as stream:
+            while True:
+                block = stream.read(1 << 20)
+                if not block:
+                    return total
+                total += len(block)
+    except READ_ERRORS as error:
+        raise damaged(path, error) from None
+
+
+def safe_cut(data, start):
+    """A position in data, at or after start, where encoding the two parts gives the tokens of the whole; 0: none.
+
+    GPT-2's pattern never matches across the border from a character that is not white space to white space, and never
+    looks back, so a cut in front of a space or line feed that follows such a character is exact.
+    """
+    for match in re.compile(rb"[^\s](?=[ \n])").finditer(data, start):
+        before = bytes(data[max(0, match.end() - 4) : match.end()]).decode("utf-8", "ignore")
+        if before and not before[-1].isspace():
+            return match.end()
+    return 0
+
+
+def read_text(path):
+    """The pieces of a .txt file. A line `<|endoftext|>` is in no document; documents of white space are dropped."""
+    separator = END.encode()
+    data, begins, place, line_number, line_starts, searched = bytearray(), True, 1, 1, True, 0
+    with open_input(path) as stream:
+        while True:
+            line = stream.readline(PIECE_BYTES)
+            if line_number == 1 and line_starts and line.startswith(b"\xef\xbb\xbf"):
+                line = line[3:]  # a byte order mark
+            ends = line_starts and line.rstrip(b"\r\n") == separator
+            if (ends or not line) and data:
+                if not begins or data.strip():
+                    yield Piece(path, "text", place, begins, bytes(data))
+                data, searched = bytearray(), 0
+            if not line:
+                return
+            line_starts = line.endswith(b"\n")
+            line_number += line_starts
+            if ends:
+                begins, place = True, line_number
+                continue
+            data += line
+            if len(data) >= PIECE_BYTES:
+                cut = safe_cut(data, max(searched, PIECE_BYTES // 2))
+                searched = max(0, len(data) - 4)
+                if cut:
+                    yield Piece(path, "text", place, begins, bytes(data[:cut]))
+                    place += data.count(b"\n", 0, cut)
+                    data, begins, searched = data[cut:], False, 0
+
+
+def read_jsonl(path):
+    with open_input(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield Piece(path, "json", number, True, line)
+
+
+def read_parquet(path, field):
+    file, _ = parquet_column(path, field)
+    row = 0
+    for batch in file.iter_batches(batch_size=1024, columns=[field]):
+        for value in batch.column(0):
+            row += 1
+            text = value.as_py()
+            if text is not None and not isinstance(text, str):
+                raise Problem(f'{path}: row {row}: field "{field}" is not a text')
+            if text:
+                yield Piece(path, "row", row, True, text.encode())
+
+
+def read_inputs(paths, field):
+    for path in paths:
+        kind = input_kind(path)
+        pieces = (
+            read_parquet(path, field) if kind == "parquet" else read_text(path) if kind == "txt" else read_jsonl(path)
+        )
+        try:
+            yield from pieces
+        except READ_ERRORS as error:
+            raise damaged(path, error) from None
+
+
+def cut_for_validation(data, at):
+    """Where to cut a text near `at`: after the next line end, else before a space, else between two characters."""
+    line = data.find(b"\n", at) + 1
+    if 0 < line < len(data):
+        return line
+    space = safe_cut(data, at)
+    if space:
+        return space
+    while at < len(data) and data[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+def split_validation(pieces, target):
+    """Tags each piece "val" or "train": the first documents, up to `target` bytes, are for validation.
+
+    Where the first document alone is longer, its beginning is for validation and the rest is a document for training.
+    """
+    taken, held = 0, []
+    for piece in pieces:
+        if taken is None:
+            yield "train", piece
+            continue
+        if piece.begins and held:
+            yield from (("val", earlier) for earlier in held)
+            taken += sum(len(earlier.data) for earlier in held)
+            held = []
+        held.append(piece)
+        if taken + sum(len(earlier.data) for earlier in held) <= target:
+            continue
+        if taken:
+            yield from (("train", earlier) for earlier in held)
+        elif piece.kind == "json":
+            yield "val", piece
+        else:
+            yield from (("val", earlier) for earlier in held[:-1])
+            cut = cut_for_validation(piece.data, target - sum(len(earlier.data) for earlier in held[:-1]))
+            if cut > 0:
+                yield "val", piece._replace(data=piece.data[:cut])
+            if cut < len(piece.data):
+                lines = piece.data.count(b"\n", 0, cut) if piece.kind == "text" else 0
+                yield "train", piece._replace(place=piece.place + lines, begins=True, data=piece.data[cut:])
+        taken, held = None, []
+    yield from (("val", earlier) for earlier in held)
+
+
+def chunks(tagged):
+    """Groups (part, piece) into (part, [piece, ...]) of at least CHUNK_BYTES, in order."""
+    part, group, size = None, [], 0
+    for tag, piece in tagged:
+        if group and (tag != part or size >= CHUNK_BYTES):
+            yield part, group
+            group, size = [], 0
+        part = tag
+        group.append(piece)
+        size += len(piece.data)
+    if group:
+        yield part, group
+
+
+class Encoder:
+    """GPT-2's encoding over the vocab.json and merges.txt of a folder."""
+
+    def __init__(self, folder):
+        names = json.loads(Path(folder, "vocab.json").read_bytes())
+        ranks = data_gym_to_mergeable_bpe_ranks(str(Path(folder, "merges.txt")), str(Path(folder, "vocab.json")))
+        self.end = names[END]
+        self.vocabulary = max(names.values()) + 1
+        self.tokenizer = tiktoken.Encoding(
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END: self.end}
+        )
+        self.lengths = np.zeros(self.vocabulary, np.int64)  # bytes of a token's text; 0 for <|endoftext|>
+        for text, token in ranks.items():
+            self.lengths[token] = len(text)
+
+    def text(self, piece, field):
+        """The text of a piece; a Problem that names the line when there is none."""
+        what = "row" if piece.kind == "row" else "line"
+        try:
+            text = piece.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
+            raise Problem(
+                f"{piece.path}: {what} {place}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); convert the file"
+            ) from None
+        if piece.kind != "json":
+            return text
+        where = f"{piece.path}: line {piece.place}"
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Problem(f"{where}: not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise Problem(f'{where}: not a JSON object with a field "{field}"')
+        if field not in record:
+            found = ", ".join(list(record)[:8]) or "no field at all"
+            raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
+        if not isinstance(record[field], str):
+            raise Problem(f'{where}: field "{field}" is not a text')
+        return record[field]
+
+    def encode(self, pieces, field):
+        """The tokens of the pieces, uint16."""
+        parts = []
+        for piece in pieces:
+            text = self.text(piece, field)
+            if piece.kind == "json" and not text.strip():
+                continue
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            try:
+                tokens = self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+            except ValueError as error:
+                raise Problem(f"{piece.path}: the text at {piece.place} cannot be encoded ({error})") from None
+            if piece.begins:
+                parts.append(np.array([self.end], np.uint16))
+            parts.append(tokens.astype(np.uint16))
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+worker_encoder = None  # one a process
+
+
+def start_worker(folder):
+    global worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    worker_encoder = Encoder(folder)
+
+
+def encode_in_worker(pieces, field):
+    return worker_encoder.encode(pieces, field)
+
+
+def encode_all(parts, encoder, folder, field, workers):
+    """(part, input bytes, tokens) of every chunk, in order; at most 4 chunks a worker are in memory."""
+
+    def size(pieces):
+        return sum(len(piece.data) for piece in pieces)
+
+    if workers == 1:
+        for part, pieces in parts:
+            yield part, size(pieces), encoder.encode(pieces, field)
+        return
+    context = multiprocessing.get_context("spawn")  # fork is unsafe beside tqdm's thread
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(folder,))
+    waiting = collections.deque()
+    try:
+        for part, pieces in parts:
+            waiting.append((part, size(pieces), pool.submit(encode_in_worker, pieces, field)))
+            if len(waiting) >= 4 * workers:
+                part, count, future = waiting.popleft()
+                yield part, count, future.result()
+        while waiting:
+            part, count, future = waiting.popleft()
+            yield part, count, future.result()
+    except BrokenProcessPool:
+        raise Problem("a worker was killed, probably for want of memory; try fewer with --workers") from None
+    finally:
+        for _, _, future in waiting:
+            future.cancel()
+        pool.shutdown()
+
+
+def cache_folder():
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"
+
+
+def download(url, instead):
+    """Downloads a file into the cache, once, and returns its path. `instead` says what to do without network."""
+    path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
+            total = int(response.headers.get("Content-Length") or 0)
+            with tqdm(total=total or None, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[1], disable=None) as bar:
+                while True:
+                    block = response.read(1 << 20)
+                    if not block:
+                        break
+                    file.write(block)
+                    bar.update(len(block))
+            if total and file.tell() != total:
+                raise OSError(f"{file.tell()} of {total} bytes came")
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        partial.unlink(missing_ok=True)
+        raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
+    os.replace(partial, path)
+    return path
+
+
+def find_vocabulary(folder):
+    """The two vocabulary files: of the folder given, of ../shared beside the repository, or downloaded."""
+    shared = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizer"
+    for place in [Path(folder)] if folder else [shared]:
+        for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+            if all((place / name).is_file() for name in names):
+                return [place / name for name in names]
+    if folder:
+        raise Problem(f"{folder}: there are no encoder.json and vocab.bpe here, nor vocab.json and merges.txt")
+    files = []
+    for name, sha256 in GPT2_SHA256.items():
+        file = download(GPT2 + name, "give a folder with encoder.json and vocab.bpe by --vocab")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+            file.unlink()
+            raise Problem(f"{GPT2 + name}: not GPT-2's file (its checksum differs); give a folder by --vocab")
+        files.append(file)
+    return files
+
+
+def write_vocabulary(folder, chosen):
+    """Writes vocab.json and merges.txt into the folder and returns the encoder over them."""
+    names_file, merges_file = find_vocabulary(chosen)
+    try:
+        names = json.loads(names_file.read_text("utf-8"))
+        merges = merges_file.read_text("utf-8").rstrip("\n").split("\n")
+        names.setdefault(END, len(names))
+        if not merges[0].startswith("#version"):  # tiktoken takes the first line for this
+            merges.insert(0, "#version: 0.2")
+        (folder / "vocab.json").write_text(json.dumps(names, ensure_ascii=False), "utf-8")
+        (folder / "merges.txt").write_text("\n".join(merges) + "\n", "utf-8")
+        encoder = Encoder(folder)
+    except OSError as error:
+        raise damaged(error.filename or names_file, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise Problem(f"{names_file} and {merges_file.name} are not a byte-pair vocabulary like GPT-2's") from None
+    if encoder.vocabulary > 1 << 16:
+        raise Problem(f"{names_file}: {encoder.vocabulary} tokens do not fit in 16 bits; use one of at most 65536")
+    return encoder
+
+
+class ShardWriter:
+    """Writes train_000000.bin, train_000001.bin, ... of shard_tokens tokens each; counts tokens and bytes of text."""
+
+    def __init__(self, folder, part, shard_tokens, limit, lengths):
+        self.folder, self.part, self.shard_tokens, self.limit, self.lengths = folder, part, shard_tokens, limit, lengths
+        self.file, self.shards, self.in_shard, self.tokens, self.bytes = None, 0, 0, 0, 0
+
+    def path(self, shard):
+        return self.folder / f"{self.part}_{shard:06d}.bin"
+
+    def full(self):
+        return self.limit is not None and self.tokens >= self.limit
+
+    def write(self, tokens):
+        if self.limit is not None:
+            tokens = tokens[: max(0, self.limit - self.tokens)]
+        self.tokens += len(tokens)
+        self.bytes += int(self.lengths[tokens].sum())
+        while len(tokens):
+            if self.file is None:
+                self.file, self.in_shard = open(self.path(self.shards), "wb"), 0
+                self.file.write(bytes(HEADER_BYTES))
+                self.shards += 1
+            now = tokens[: self.shard_tokens - self.in_shard]
+            self.file.write(now.astype("<u2").tobytes())
+            self.in_shard += len(now)
+            tokens = tokens[len(now) :]
+            if self.in_shard == self.shard_tokens:
+                self.end_shard()
+
+    def end_shard(self):
+        header = np.zeros(256, "<i4")
+        header[:3] = MAGIC, VERSION, self.in_shard
+        self.file.seek(0)
+        self.file.write(header.tobytes())
+        self.file.close()
+        self.file = None
+
+    def close(self):
+        """Ends the last shard. A very short one is appended to the shard before: a shard must hold a window."""
+        if self.file is None:
+            return
+        short = self.shards > 1 and self.in_shard < min(1 << 16, self.shard_tokens // 2)
+        self.end_shard()
+        if short:
+            last = self.path(self.shards - 1)
+            tail = last.read_bytes()[HEADER_BYTES:]
+            last.unlink()
+            self.shards -= 1
+            self.in_shard += self.shard_tokens
+            self.file = open(self.path(self.shards - 1), "r+b")
+            self.file.seek(0, os.SEEK_END)
+            self.file.write(tail)
+            self.end_shard()
+
+
+def replaceable(out):
+    """Whether --force may delete this: a folder that holds nothing but what this program writes."""
+    ours = re.compile(r"(train|val)_\d{6}\.bin|vocab\.json|merges\.txt|meta\.json")
+    return out.is_dir() and not out.is_symlink() and all(ours.fullmatch(entry.name) for entry in out.iterdir())
+
+
+def remove_ours(folder):
+    if not replaceable(folder):
+        raise Problem(f"{folder}: holds other things than a prepared corpus and is left alone; give another --out")
+    shutil.rmtree(folder)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; --help lists the options")
+
+
+def count(text):
+    """A positive integer; 1e9 and 1_000_000 are understood."""
+    value = float(text)
+    if not 1 <= value <= 2**62 or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def fraction(text):
+    value = float(text)
+    if not 0 < value < 1:
+        raise ValueError
+    return value
+
+
+def parse(arguments):
+    parser = Parser(
+        prog="prepare",
+        description="Encodes text with GPT-2's byte-pair encoding into token shards for `./train --data OUT`.",
+        epilog="To train on bytes (vocabulary 256) no preparation is needed: `./train --data FILE` takes any file.",
+    )
+    add = parser.add_argument
+    names = ", ".join(CORPORA)
+    add("inputs", nargs="+", metavar="INPUT", help=f".txt, .jsonl (also .xz, .gz), .parquet, or a corpus: {names}")
+    add("--out", default="data/corpus", metavar="DIR", help="folder to write (default: %(default)s)")
+    add("--force", action="store_true", help="replace an earlier OUT")
+    add("--val", nargs="+", metavar="FILE", help="validation text (default: the first documents of INPUT)")
+    add(
+        "--val-fraction",
+        type=fraction,
+        metavar="F",
+        help="fraction of INPUT for validation, where there is no --val "
+        "(default: 0.005, but 128 KiB, at most a tenth, of a small corpus)",
+    )
+    add("--field", default="text", metavar="NAME", help="field of a .jsonl or .parquet file (default: %(default)s)")
+    add(
+        "--vocab",
+        metavar="DIR",
+        help="folder with encoder.json and vocab.bpe, or vocab.json and merges.txt "
+        "(default: ../shared/data/tokenizer beside the repository, else GPT-2's are downloaded)",
+    )
+    add("--shard-tokens", type=count, default=10**8, metavar="N", help="tokens in a shard (default: %(default)s)")
+    add("--limit-tokens", type=count, metavar="N", help="stop after N training tokens")
+    add("--workers", type=count, metavar="N", help="processes (default: one a core; 1 for little text)")
+    options = parser.parse_args(arguments)
+    if options.val and options.val_fraction:
+        parser.error("give --val or --val-fraction, not both")
+    if not 1000 <= options.shard_tokens <= 10**9:
+        parser.error(f"--shard-tokens {options.shard_tokens} is not within 1000 and 1000000000")
+    return options
+
+
+def worker_count(asked, total):
+    """One a core, but none beside this process for so little text that starting them would take longer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(asked or (cores if total >= 1 << 23 else 1), 256)
+
+
+def find_inputs(options):
+    """The training and the validation files; named corpora are downloaded."""
+    for path in options.inputs + (options.val or []):
+        if path in options.inputs and path in CORPORA and not os.path.exists(path):
+            continue
+        if not os.path.exists(path):
+            raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
+        if os.path.isdir(path):
+            raise Problem(f"{path}: a folder; give its files, such as {path}/*.txt")
+        input_kind(path)
+    train, validation = [], list(options.val or [])
+    for path in options.inputs:
+        if path not in CORPORA or os.path.exists(path):
+            train.append(path)
+            continue
+        instead = f"without network give the corpus as a file: prepare FILE --out {options.out}"
+        train += [str(download(url, instead)) for url in CORPORA[path][0]]
+        if not options.val and not options.val_fraction:
+            validation += [str(download(url, instead)) for url in CORPORA[path][1]]
+    return train, validation
+
+
+def write_corpus(options, folder, train_files, validation_files):
+    """Fills the folder and returns the contents of meta.json."""
+    encoder = write_vocabulary(folder, options.vocab)
+    total = sum(input_bytes(path, options.field) for path in train_files)
+    share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(total, 1)))
+    pieces = read_inputs(train_files, options.field)
+    if validation_files:
+        total += sum(input_bytes(path, options.field) for path in validation_files)
+        tagged = (("val", piece) for piece in read_inputs(validation_files, options.field))
+        tagged = (pair for source in (tagged, (("train", piece) for piece in pieces)) for pair in source)
+    else:
+        tagged = split_validation(pieces, int(share * total))
+    options.workers = worker_count(options.workers, total)
+    limit = options.limit_tokens
+    limits = {"train": limit, "val": max(int(share * limit), 1 << 15) if limit and not validation_files else None}
+    writers = {
+        part: ShardWriter(folder, part, options.shard_tokens, limits[part], encoder.lengths)
+        for part in ("train", "val")
+    }
+    results = encode_all(chunks(tagged), encoder, folder, options.field, options.workers)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
+        for part, size, tokens in results:
+            writers[part].write(tokens)
+            bar.update(size)
+            if writers["train"].full():
+                break
+        else:
+            bar.update(max(0, total - bar.n))  # separators and blank lines
+    results.close()
+    for writer in writers.values():
+        writer.close()
+    if not writers["train"].tokens + writers["val"].tokens:
+        raise Problem(f"{', '.join(train_files)}: empty, there is no text to encode")
+    for part, advice in (
+        ("train", "give more text, or validation text of its own by --val"),
+        ("val", "give --val FILE"),
+    ):
+        if not writers[part].tokens:
+            raise Problem(f"no text is left for the part {part}: {advice}")
+    meta = {"version": 1, "vocabulary": encoder.vocabulary, "tokenizer": "gpt2"}
+    for part, writer in writers.items():
+        meta[part] = {"tokens": writer.tokens, "bytes": writer.bytes, "shards": writer.shards}
+    meta["sources"] = options.inputs + (options.val or [])
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
+    return meta
+
+
+def prepare(options):
+    started = time.time()
+    out = Path(options.out)
+    if out.exists() and not options.force:
+        raise Problem(f"{out}: exists already; give another --out, or --force to replace it")
+    if out.exists() and not replaceable(out):
+        raise Problem(f"{out}: holds other things than a prepared corpus and is left alone; give another --out")
+    train_files, validation_files = find_inputs(options)
+    folder = out.with_name(out.name + ".tmp")
+    if folder.exists():
+        remove_ours(folder)  # of an interrupted run
+    folder.mkdir(parents=True)
+    try:
+        meta = write_corpus(options, folder, train_files, validation_files)
+        if out.exists():
+            remove_ours(out)
+        os.rename(folder, out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    seconds = max(time.time() - started, 1e-3)
+    speed = (meta["train"]["bytes"] + meta["val"]["bytes"]) / seconds / 1e6
+    print(f"{out}: vocabulary {meta['vocabulary']}, {seconds:.1f} s, {speed:.1f} MB/s, processes: {options.workers}")
+    for part in ("train", "val"):
+        tokens, size, shards = (meta[part][key] for key in ("tokens", "bytes", "shards"))
+        print(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
+    if meta["val"]["tokens"] < 1025:
+        print(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
+    print(f"next: ./train --data {out}")
+
+
+def main(arguments=None):
+    try:
+        prepare(parse(arguments))
+    except Problem as problem:
+        print(f"prepare: error: {problem}", file=sys.stderr)
+        return 2
+    except OSError as error:  # the disk is full, a folder cannot be written
+        print(f"prepare: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("prepare: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

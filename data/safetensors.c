@@ -1,0 +1,560 @@
+// Checksummed files: CRC-32C, whole files and folders, and the safetensors format.
+//
+// A safetensors file is: 8 bytes, the header's length N (little-endian); N bytes of JSON,
+//   {"__metadata__": {...}, "name": {"dtype": "BF16", "shape": [768, 2304], "data_offsets": [begin, end]}, ...},
+// padded with spaces; then the tensors' bytes, back to back, offsets counted from the end of the header.
+// Writing pads so that the data starts at a multiple of 64 bytes, and passes every byte once through the checksum and
+// a buffer of BUFFER_BYTES, so that callers may give pieces of any size; a piece larger than the buffer goes straight
+// to the file. Reading maps the file and touches the header only: tensors are paged in as they are used.
+// The reader trusts nothing: every number of the header is checked against the file before a pointer is made of it, and
+// the tensors must tile the data without a gap or an overlap, so a truncated file is always noticed.
+// The host is little-endian, as the format is.
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef __SSE4_2__
+#include <nmmintrin.h>
+#endif
+#include "safetensors.h"
+
+enum { BUFFER_BYTES = 4 << 20, HEADER_MOST = 100 << 20 };
+
+bool data_error(char* error, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error, DATA_ERROR_BYTES, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+#ifdef __SSE4_2__
+
+// Eight bytes an instruction, three cycles each: faster than any disk.
+uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
+    const unsigned char* b = bytes;
+    uint64_t state = ~crc;
+    for (; count >= 8; count -= 8, b += 8) {
+        uint64_t word;
+        memcpy(&word, b, 8);
+        state = _mm_crc32_u64(state, word);
+    }
+    uint32_t low = (uint32_t)state;
+    for (; count > 0; count--, b++) low = _mm_crc32_u8(low, *b);
+    return ~low;
+}
+
+#else
+
+// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. The tables are built on the stack by
+// every call (2,048 steps) rather than kept in a mutable global: nothing beside the megabytes that a call is given, and
+// short inputs go bit by bit.
+uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
+    const unsigned char* b = bytes;
+    crc = ~crc;
+    if (count >= 1024) {
+        uint32_t table[8][256];
+        for (uint32_t i = 0; i < 256; i++) {
+            table[0][i] = i;
+            for (int bit = 0; bit < 8; bit++) table[0][i] = table[0][i] >> 1 ^ (table[0][i] & 1 ? 0x82F63B78u : 0);
+        }
+        for (int k = 1; k < 8; k++) {
+            for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
+        }
+        for (; count >= 8; count -= 8, b += 8) {
+            uint64_t word;
+            memcpy(&word, b, 8);
+            word ^= crc;
+            crc = 0;
+            for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
+        }
+    }
+    for (; count > 0; count--, b++) {
+        crc ^= *b;
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
+    }
+    return ~crc;
+}
+
+#endif
+
+char* file_read(const char* path, int64_t* bytes, char* error) {
+    FILE* file = fopen(path, "rb");
+    if (!file) return data_error(error, "cannot open %s: %s", path, strerror(errno)), NULL;
+    struct stat status;
+    bool known = fstat(fileno(file), &status) == 0 && S_ISREG(status.st_mode);
+    // A pipe's length is not known before its end, so the buffer grows; the file's size is a first guess.
+    int64_t size = known ? (int64_t)status.st_size + 1 : 65536, used = 0;
+    char* text = malloc((size_t)size + 1);
+    while (text) {
+        used += (int64_t)fread(text + used, 1, (size_t)(size - used), file);
+        if (used < size) break;
+        size *= 2;
+        char* larger = realloc(text, (size_t)size + 1);
+        if (!larger) free(text);
+        text = larger;
+    }
+    if (!text) {
+        data_error(error, "cannot read %s: out of memory at %lld bytes", path, (long long)size);
+    } else if (ferror(file)) {
+        data_error(error, "cannot read %s: %s", path, strerror(errno));
+        free(text);
+        text = NULL;
+    } else {
+        text[used] = 0;
+        *bytes = used;
+    }
+    fclose(file);
+    return text;
+}
+
+// All of it, however many calls it takes (one call writes at most 2 GB).
+static bool write_all(int descriptor, const char* path, const void* bytes, int64_t count, char* error) {
+    const char* from = bytes;
+    while (count > 0) {
+        ssize_t written = write(descriptor, from, (size_t)(count < 1 << 30 ? count : 1 << 30));
+        if (written < 0 && errno == EINTR) continue;
+        if (written <= 0) {
+            const char* reason = written < 0 ? strerror(errno) : "nothing was written";
+            return data_error(error, "cannot write %s: %s (%lld bytes were left to write)", path, reason,
+                              (long long)count);
+        }
+        from += written;
+        count -= written;
+    }
+    return true;
+}
+
+// Devices and some network file systems cannot sync; that is no failure of the write.
+static bool sync_descriptor(int descriptor, const char* path, char* error) {
+    if (fsync(descriptor) == 0 || errno == EINVAL || errno == ENOTSUP) return true;
+    return data_error(error, "cannot sync %s to the disk: %s", path, strerror(errno));
+}
+
+bool file_write(const char* path, const void* bytes, int64_t count, char* error) {
+    size_t room = strlen(path) + 8;
+    char* name = malloc(room);
+    if (!name) return data_error(error, "cannot write %s: out of memory", path);
+    snprintf(name, room, "%s.tmp", path);
+    int descriptor = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    bool fine = descriptor >= 0 || data_error(error, "cannot create %s: %s", name, strerror(errno));
+    if (descriptor >= 0) {
+        fine = write_all(descriptor, name, bytes, count, error) && sync_descriptor(descriptor, name, error);
+        if (close(descriptor) != 0 && fine) fine = data_error(error, "cannot write %s: %s", name, strerror(errno));
+        if (fine && rename(name, path) != 0) {
+            fine = data_error(error, "cannot rename %s to %s: %s", name, path, strerror(errno));
+        }
+        if (!fine) unlink(name);
+    }
+    free(name);
+    if (!fine) return false;
+    const char* slash = strrchr(path, '/');
+    if (!slash) return folder_sync(".", error);
+    char* folder = strndup(path, slash == path ? 1 : (size_t)(slash - path));
+    fine = folder ? folder_sync(folder, error) : data_error(error, "cannot write %s: out of memory", path);
+    free(folder);
+    return fine;
+}
+
+bool folder_make(const char* path, char* error) {
+    if (*path == 0) return data_error(error, "cannot create a folder without a name");
+    char* name = strdup(path);
+    if (!name) return data_error(error, "cannot create the folder %s: out of memory", path);
+    bool fine = true;
+    // Every prefix that ends before a slash, then the whole.
+    for (char* at = name + 1; fine; at++) {
+        if (*at != '/' && *at != 0) continue;
+        char ended = *at;
+        *at = 0;
+        struct stat status;
+        int reason = mkdir(name, 0777) == 0 ? 0 : errno;
+        if (reason != 0 && !(stat(name, &status) == 0 && S_ISDIR(status.st_mode))) {
+            bool taken = reason == EEXIST || reason == ENOTDIR;
+            fine = data_error(error, "cannot create the folder %s: %s", name,
+                              taken ? "there is a file of that name" : strerror(reason));
+        }
+        *at = ended;
+        if (ended == 0) break;
+    }
+    free(name);
+    return fine;
+}
+
+bool folder_sync(const char* path, char* error) {
+    int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
+    bool fine = sync_descriptor(descriptor, path, error);
+    close(descriptor);
+    return fine;
+}
+
+// Links are removed, not followed.
+static bool folder_remove_levels(const char* path, int levels, char* error) {
+    DIR* folder = opendir(path);
+    if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
+    bool fine = true;
+    for (struct dirent* entry; fine && (entry = readdir(folder));) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        size_t room = strlen(path) + strlen(entry->d_name) + 2;
+        char* name = malloc(room);
+        if (!name) {
+            fine = data_error(error, "cannot remove %s: out of memory", path);
+            break;
+        }
+        snprintf(name, room, "%s/%s", path, entry->d_name);
+        struct stat status;
+        if (lstat(name, &status) == 0 && S_ISDIR(status.st_mode) && levels > 0) {
+            fine = folder_remove_levels(name, levels - 1, error);
+        } else if (unlink(name) != 0) {
+            fine = data_error(error, "cannot remove %s: %s", name, strerror(errno));
+        }
+        free(name);
+    }
+    closedir(folder);
+    if (fine && rmdir(path) != 0) fine = data_error(error, "cannot remove %s: %s", path, strerror(errno));
+    return fine;
+}
+
+bool folder_remove(const char* path, char* error) {
+    return folder_remove_levels(path, 1, error);
+}
+
+// Bytes of one element, 0 for a type that is not known.
+static int dtype_bytes(const char* dtype) {
+    static const char* const names[4][6] = {{"U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"},
+                                            {"BF16", "F16", "I16", "U16"},
+                                            {"F32", "I32", "U32"},
+                                            {"F64", "I64", "U64", "C64"}};
+    for (int size = 0; size < 4; size++) {
+        for (int i = 0; i < 6 && names[size][i]; i++) {
+            if (strcmp(dtype, names[size][i]) == 0) return 1 << size;
+        }
+    }
+    return 0;
+}
+
+// Elements times element size; -1 when a dimension is negative, the type unknown or the product over 63 bits.
+static int64_t tensor_bytes(const char* dtype, const int64_t* shape, int dims) {
+    int64_t bytes = dtype_bytes(dtype);
+    if (bytes == 0) return -1;
+    for (int d = 0; d < dims; d++) {
+        if (shape[d] < 0 || __builtin_mul_overflow(bytes, shape[d], &bytes)) return -1;
+    }
+    return bytes;
+}
+
+struct SafetensorsWriter {
+    char* path;
+    int descriptor;
+    char* buffer;  // BUFFER_BYTES
+    int64_t used;
+    int64_t written;   // bytes given so far, header included
+    int64_t expected;  // of the whole file
+    uint32_t crc;
+    bool failed;
+};
+
+static void writer_free(SafetensorsWriter* writer) {
+    if (!writer) return;
+    if (writer->descriptor >= 0) close(writer->descriptor);
+    free(writer->path);
+    free(writer->buffer);
+    free(writer);
+}
+
+// Everything that goes into the file passes here.
+static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
+    const char* from = bytes;
+    bool fine = true;
+    writer->crc = crc32c(writer->crc, bytes, count);
+    writer->written += count;
+    while (fine && count > 0) {
+        if (writer->used == 0 && count >= BUFFER_BYTES) {
+            fine = write_all(writer->descriptor, writer->path, from, count, error);
+            break;
+        }
+        int64_t piece = count < BUFFER_BYTES - writer->used ? count : BUFFER_BYTES - writer->used;
+        memcpy(writer->buffer + writer->used, from, (size_t)piece);
+        writer->used += piece;
+        from += piece;
+        count -= piece;
+        if (writer->used == BUFFER_BYTES) {
+            fine = write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
+            writer->used = 0;
+        }
+    }
+    writer->failed |= !fine;
+    return fine;
+}
+
+// The JSON text, without padding, into `text` (freed by the caller); *data gets the sum of the tensors' bytes.
+static bool header_make(const char* path, const SafetensorsEntry* entries, int count, const char* metadata_format,
+                        char** text, size_t* length, int64_t* data, char* error) {
+    FILE* file = open_memstream(text, length);
+    if (!file) return data_error(error, "cannot write %s: %s", path, strerror(errno));
+    bool fine = true;
+    int64_t offset = 0;
+    fputc('{', file);
+    if (metadata_format) {
+        fputs("\"__metadata__\":{\"format\":", file);
+        json_write_string(file, metadata_format);
+        fputs(count > 0 ? "}," : "}", file);
+    }
+    for (int i = 0; i < count && fine; i++) {
+        const SafetensorsEntry* entry = &entries[i];
+        int64_t bytes =
+            entry->dims >= 0 && entry->dims <= 4 ? tensor_bytes(entry->dtype, entry->shape, entry->dims) : -1;
+        int64_t end = 0;
+        if (bytes < 0 || __builtin_add_overflow(offset, bytes, &end)) {
+            fine = data_error(error, "cannot write %s: tensor %s has an unknown type %s or an impossible shape", path,
+                              entry->name, entry->dtype);
+            break;
+        }
+        json_write_string(file, entry->name);
+        fprintf(file, ":{\"dtype\":\"%s\",\"shape\":[", entry->dtype);
+        for (int d = 0; d < entry->dims; d++) fprintf(file, "%s%lld", d ? "," : "", (long long)entry->shape[d]);
+        fprintf(file, "],\"data_offsets\":[%lld,%lld]}%s", (long long)offset, (long long)end, i + 1 < count ? "," : "");
+        offset = end;
+    }
+    fputc('}', file);
+    *data = offset;
+    if (fclose(file) != 0 && fine) fine = data_error(error, "cannot write %s: %s", path, strerror(errno));
+    return fine;
+}
+
+SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* entries, int count,
+                                     const char* metadata_format, char* error) {
+    char* text = NULL;
+    size_t length = 0;
+    int64_t data = 0;
+    if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return free(text), NULL;
+    SafetensorsWriter* writer = calloc(1, sizeof(SafetensorsWriter));
+    if (!writer) return data_error(error, "cannot write %s: out of memory", path), free(text), NULL;
+    writer->path = strdup(path);
+    writer->buffer = malloc(BUFFER_BYTES);
+    writer->descriptor = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
+    bool fine = writer->path && writer->buffer;
+    if (!fine) {
+        data_error(error, "cannot write %s: out of memory", path);
+    } else if (writer->descriptor < 0) {
+        fine = data_error(error, "cannot create %s: %s", path, strerror(errno));
+    } else {
+        char spaces[64];
+        memset(spaces, ' ', sizeof(spaces));
+        writer->expected = 8 + (int64_t)padded + data;
+        fine = writer_put(writer, &padded, 8, error) && writer_put(writer, text, (int64_t)length, error) &&
+               writer_put(writer, spaces, (int64_t)(padded - length), error);
+    }
+    free(text);
+    if (fine) return writer;
+    writer_free(writer);
+    return NULL;
+}
+
+bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
+    if (writer->failed) return data_error(error, "cannot write %s: an earlier write failed", writer->path);
+    if (count > writer->expected - writer->written) {
+        writer->failed = true;
+        return data_error(error, "cannot write %s: %lld bytes more than its header declares were given", writer->path,
+                          (long long)(count - (writer->expected - writer->written)));
+    }
+    return writer_put(writer, bytes, count, error);
+}
+
+bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes, char* error) {
+    bool fine = !writer->failed;
+    if (!fine) {
+        data_error(error, "cannot write %s: an earlier write failed", writer->path);
+    } else if (writer->written != writer->expected) {
+        fine = data_error(error, "cannot write %s: %lld of the bytes that its header declares were not given",
+                          writer->path, (long long)(writer->expected - writer->written));
+    }
+    fine = fine && write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
+    fine = fine && sync_descriptor(writer->descriptor, writer->path, error);
+    // A network file system may report the full disk here and nowhere else.
+    int closed = close(writer->descriptor);
+    writer->descriptor = -1;
+    if (fine && closed != 0) fine = data_error(error, "cannot write %s: %s", writer->path, strerror(errno));
+    if (crc) *crc = writer->crc;
+    if (bytes) *bytes = writer->written;
+    writer_free(writer);
+    return fine;
+}
+
+void safetensors_abandon(SafetensorsWriter* writer) {
+    writer_free(writer);
+}
+
+// An exact integer in [0, 2^63).
+static bool header_integer(const Json* json, int64_t* value) {
+    char* end = NULL;
+    if (!json || json->kind != JSON_NUMBER) return false;
+    errno = 0;
+    *value = strtoll(json->text, &end, 10);
+    return errno == 0 && *end == 0 && *value >= 0;
+}
+
+// One member of the header into one tensor; `data` and `data_bytes` are the file's part after the header.
+static bool header_tensor(const char* path, const Json* json, const char* data, int64_t data_bytes,
+                          SafetensorsTensor* tensor, char* error) {
+    const Json* shape = json_get(json, "shape");
+    const Json* offsets = json_get(json, "data_offsets");
+    int64_t begin = 0, end = 0;
+    tensor->name = json->key;
+    tensor->dtype = json_string(json, "dtype", NULL);
+    if (!tensor->dtype || !shape || shape->kind != JSON_ARRAY || !offsets || offsets->kind != JSON_ARRAY) {
+        return data_error(error, "%s is corrupted: tensor %s lacks its dtype, shape or data_offsets", path, json->key);
+    }
+    if (dtype_bytes(tensor->dtype) == 0) {
+        return data_error(error, "%s: tensor %s has the type %s, which is not known", path, json->key, tensor->dtype);
+    }
+    for (const Json* dim = shape->child; dim; dim = dim->next) {
+        if (tensor->dims == 8) return data_error(error, "%s: tensor %s has over 8 dimensions", path, json->key);
+        if (!header_integer(dim, &tensor->shape[tensor->dims++])) {
+            return data_error(error, "%s is corrupted: tensor %s has an impossible shape", path, json->key);
+        }
+    }
+    const Json* second = offsets->child ? offsets->child->next : NULL;
+    bool pair = header_integer(offsets->child, &begin) && header_integer(second, &end) && !second->next;
+    if (!pair || begin > end) {
+        return data_error(error, "%s is corrupted: tensor %s has impossible data_offsets", path, json->key);
+    }
+    if (end > data_bytes) {
+        return data_error(error,
+                          "%s is truncated or corrupted: tensor %s ends at byte %lld of the data and the file has %lld",
+                          path, json->key, (long long)end, (long long)data_bytes);
+    }
+    int64_t bytes = tensor_bytes(tensor->dtype, tensor->shape, tensor->dims);
+    if (bytes != end - begin) {
+        return data_error(error, "%s is corrupted: tensor %s has %lld bytes, which its shape and type %s do not give",
+                          path, json->key, (long long)(end - begin), tensor->dtype);
+    }
+    tensor->data = data + begin;
+    tensor->bytes = bytes;
+    return true;
+}
+
+static int by_address(const void* a, const void* b) {
+    const SafetensorsTensor* left = *(const SafetensorsTensor* const*)a;
+    const SafetensorsTensor* right = *(const SafetensorsTensor* const*)b;
+    if (left->data != right->data) return (const char*)left->data < (const char*)right->data ? -1 : 1;
+    return (left->bytes > right->bytes) - (left->bytes < right->bytes);  // empty tensors before their neighbour
+}
+
+static int by_name(const void* a, const void* b) {
+    return strcmp((*(const SafetensorsTensor* const*)a)->name, (*(const SafetensorsTensor* const*)b)->name);
+}
+
+// The tensors tile the data from its first byte to its last, and no name comes twice.
+static bool check_tiling(const Safetensors* file, const char* data, int64_t data_bytes, char* error) {
+    const SafetensorsTensor** sorted = malloc((size_t)(file->count + 1) * sizeof(*sorted));
+    if (!sorted) return data_error(error, "cannot read %s: out of memory", file->path);
+    for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
+    qsort(sorted, (size_t)file->count, sizeof(*sorted), by_address);
+    bool fine = true;
+    const char* at = data;
+    for (int i = 0; i < file->count && fine; i++) {
+        if ((const char*)sorted[i]->data != at) {
+            fine = data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends",
+                              file->path, sorted[i]->name);
+        }
+        at += sorted[i]->bytes;
+    }
+    if (fine && at != data + data_bytes) {
+        fine = data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld",
+                          file->path, (long long)(at - data), (long long)data_bytes);
+    }
+    qsort(sorted, (size_t)file->count, sizeof(*sorted), by_name);
+    for (int i = 1; i < file->count && fine; i++) {
+        if (strcmp(sorted[i - 1]->name, sorted[i]->name) == 0) {
+            fine = data_error(error, "%s is corrupted: it has two tensors named %s", file->path, sorted[i]->name);
+        }
+    }
+    free(sorted);
+    return fine;
+}
+
+static bool map_file(Safetensors* file, char* error) {
+    int descriptor = open(file->path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) return data_error(error, "cannot open %s: %s", file->path, strerror(errno));
+    struct stat status;
+    bool fine = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+    if (!fine) {
+        data_error(error, "cannot read %s: it is not a regular file", file->path);
+    } else if (status.st_size < 8) {
+        fine = data_error(error, "%s is truncated: it has %lld bytes and a safetensors file at least 8", file->path,
+                          (long long)status.st_size);
+    } else {
+        void* map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        fine = map != MAP_FAILED || data_error(error, "cannot map %s: %s", file->path, strerror(errno));
+        if (fine) {
+            file->map = map;
+            file->bytes = (int64_t)status.st_size;
+        }
+    }
+    close(descriptor);
+    return fine;
+}
+
+static bool read_header(Safetensors* file, char* error) {
+    uint64_t length = 0;
+    memcpy(&length, file->map, 8);
+    if (length > HEADER_MOST) {
+        return data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long",
+                          file->path, (unsigned long long)length);
+    }
+    if ((int64_t)length > file->bytes - 8) {
+        return data_error(error, "%s is truncated: its header is %llu bytes long and the file has %lld", file->path,
+                          (unsigned long long)length, (long long)file->bytes);
+    }
+    const char* data = (const char*)file->map + 8 + length;
+    int64_t data_bytes = file->bytes - 8 - (int64_t)length;
+    char problem[DATA_ERROR_BYTES];
+    file->header = json_parse((const char*)file->map + 8, (int64_t)length, "its header", problem);
+    if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, problem);
+    if (file->header->kind != JSON_OBJECT)
+        return data_error(error, "%s is corrupted: its header is no object", file->path);
+    int64_t members = 0;
+    for (const Json* json = file->header->child; json; json = json->next) members++;
+    file->tensors = calloc((size_t)members + 1, sizeof(SafetensorsTensor));
+    if (!file->tensors) return data_error(error, "cannot read %s: out of memory", file->path);
+    for (const Json* json = file->header->child; json; json = json->next) {
+        if (strcmp(json->key, "__metadata__") == 0) continue;
+        if (!header_tensor(file->path, json, data, data_bytes, &file->tensors[file->count++], error)) return false;
+    }
+    return check_tiling(file, data, data_bytes, error);
+}
+
+bool safetensors_open(Safetensors* file, const char* path, char* error) {
+    memset(file, 0, sizeof(*file));
+    file->path = strdup(path);
+    if (!file->path) return data_error(error, "cannot read %s: out of memory", path);
+    if (map_file(file, error) && read_header(file, error)) return true;
+    safetensors_close(file);
+    return false;
+}
+
+const SafetensorsTensor* safetensors_find(const Safetensors* file, const char* name) {
+    for (int i = 0; i < file->count; i++) {
+        if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i];
+    }
+    return NULL;
+}
+
+uint32_t safetensors_crc(const Safetensors* file) {
+    return crc32c(0, file->map, file->bytes);
+}
+
+void safetensors_close(Safetensors* file) {
+    if (file->map) munmap((void*)file->map, (size_t)file->bytes);
+    free((void*)file->path);
+    free(file->tensors);
+    json_free(file->header);
+    memset(file, 0, sizeof(*file));
+}

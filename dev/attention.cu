@@ -1,0 +1,164 @@
+// Times attention variants: forward, backward and both, at the shapes of ../shared/reference/measured.md and one with
+// heads of 128. Each variant is checked against the plain C version first. `prod` is what the trainer runs.
+// FLOPs are the causal ones: 4 B NH T T HS / 2 forward (two products over half the square), 2.5 times that backward.
+// Median of 20 runs by CUDA events after 3 for warm-up, random data.
+//   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
+//        -lcublasLt -o build/attention && build/attention
+#include "../kernels/attention.cuh"
+
+// Each argument as in attention_forward and attention_backward, in bf16.
+struct Variant {
+    const char* name;
+    void (*forward)(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH);
+    void (*backward)(const Device* dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* qkv, const bf16* out,
+                     const float* lse, int B, int T, int C, int NH);
+};
+
+static const Variant VARIANTS[] = {
+#ifdef EXTRA_VARIANTS
+    EXTRA_VARIANTS
+#endif
+    {"prod", attention_forward<bf16>, attention_backward<bf16>},
+};
+
+struct Shape {
+    int B, NH, T, HS;
+};
+
+static const Shape SHAPES[] = {
+    {64, 12, 1024, 64}, {16, 25, 1024, 64}, {16, 12, 4096, 64}, {4, 12, 16384, 64}, {16, 16, 1024, 128}};
+
+// Uniform in [-size, size).
+__global__ void fill_kernel(bf16* values, int64_t n, float size, uint32_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint32_t x = (uint32_t)i * 2654435761u + seed * 40503u + (uint32_t)(i >> 32);
+    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
+    values[i] = __float2bfloat16(((float)x / 2147483648.0f - 1.0f) * size);
+}
+
+struct Buffers {
+    int64_t n;  // elements of out
+    bf16 *qkv, *dqkv, *out, *dout;
+    float* lse;
+    void* scratch;
+};
+
+static Buffers buffers_open(const Device* dev, Shape s) {
+    Buffers b;
+    b.n = (int64_t)s.B * s.T * s.NH * s.HS;
+    b.qkv = (bf16*)device_alloc(dev, 3 * b.n * 2), b.dqkv = (bf16*)device_alloc(dev, 3 * b.n * 2);
+    b.out = (bf16*)device_alloc(dev, b.n * 2), b.dout = (bf16*)device_alloc(dev, b.n * 2);
+    b.lse = (float*)device_alloc(dev, (int64_t)s.B * s.T * s.NH * 4);
+    b.scratch = device_alloc(dev, attention_backward_scratch_bytes(dev, s.B, s.T, s.NH * s.HS, s.NH));
+    fill_kernel<<<(unsigned)ceil_div(3 * b.n, 256), 256, 0, dev->stream>>>(b.qkv, 3 * b.n, 1.7f, 1);
+    fill_kernel<<<(unsigned)ceil_div(b.n, 256), 256, 0, dev->stream>>>(b.dout, b.n, 1.0f, 2);
+    check_launch();
+    return b;
+}
+
+static void buffers_close(const Device* dev, Buffers* b) {
+    device_free(dev, b->qkv), device_free(dev, b->dqkv), device_free(dev, b->out), device_free(dev, b->dout);
+    device_free(dev, b->lse), device_free(dev, b->scratch);
+}
+
+static void run_forward(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
+    v->forward(dev, b->out, b->lse, b->qkv, s.B, s.T, s.NH * s.HS, s.NH);
+}
+
+static void run_backward(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
+    v->backward(dev, b->dqkv, b->scratch, b->dout, b->qkv, b->out, b->lse, s.B, s.T, s.NH * s.HS, s.NH);
+}
+
+static float* host_floats(const Device* dev, const bf16* device, int64_t n) {
+    bf16* bits = (bf16*)malloc(n * 2);
+    float* values = (float*)malloc(n * 4);
+    copy_to_host(dev, bits, device, n * 2);
+    for (int64_t i = 0; i < n; i++) values[i] = __bfloat162float(bits[i]);
+    free(bits);
+    return values;
+}
+
+// ||got - want|| / ||want||
+static double relative_error(const float* got, const float* want, int64_t n) {
+    double error = 0.0, norm = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
+        norm += (double)want[i] * want[i];
+    }
+    return sqrt(error / norm);
+}
+
+static bool variant_is_right(const Device* dev, const Variant* v, int HS) {
+    const Shape s = {2, 2, 300, HS};
+    const int C = s.NH * HS;
+    Buffers b = buffers_open(dev, s);
+    run_forward(dev, v, &b, s);
+    run_backward(dev, v, &b, s);
+    float *qkv = host_floats(dev, b.qkv, 3 * b.n), *dout = host_floats(dev, b.dout, b.n);
+    float *out = host_floats(dev, b.out, b.n), *dqkv = host_floats(dev, b.dqkv, 3 * b.n);
+    float *want_out = (float*)malloc(b.n * 4), *want = (float*)malloc(3 * b.n * 4);
+    float* lse = (float*)malloc((int64_t)s.B * s.NH * s.T * 4);
+    attention_forward_cpu(want_out, lse, qkv, s.B, s.T, C, s.NH);
+    attention_backward_cpu(want, dout, qkv, want_out, lse, s.B, s.T, C, s.NH);
+    double forward = relative_error(out, want_out, b.n), backward = relative_error(dqkv, want, 3 * b.n);
+    const double bound = 1.0 / 256;                          // bf16's epsilon
+    bool right = forward <= bound && backward <= 2 * bound;  // out is rounded before D is computed from it
+    printf("%-12s HS %3d  error / bf16 epsilon: forward %.2f, backward %.2f  %s\n", v->name, HS, forward / bound,
+           backward / bound, right ? "ok" : "WRONG");
+    free(qkv), free(dout), free(out), free(dqkv), free(want_out), free(want), free(lse);
+    buffers_close(dev, &b);
+    return right;
+}
+
+static int compare_floats(const void* a, const void* b) {
+    float x = *(const float*)a, y = *(const float*)b;
+    return (x > y) - (x < y);
+}
+
+// Median milliseconds.
+static float median_time(const Device* dev, const Variant* v, const Buffers* b, Shape s, bool forward, bool backward) {
+    constexpr int WARM = 3, RUNS = 20;
+    float times[RUNS];
+    cudaEvent_t start, stop;
+    check(cudaEventCreate(&start));
+    check(cudaEventCreate(&stop));
+    for (int i = 0; i < WARM + RUNS; i++) {
+        check(cudaEventRecord(start, dev->stream));
+        if (forward) run_forward(dev, v, b, s);
+        if (backward) run_backward(dev, v, b, s);
+        check(cudaEventRecord(stop, dev->stream));
+        check(cudaEventSynchronize(stop));
+        if (i >= WARM) check(cudaEventElapsedTime(&times[i - WARM], start, stop));
+    }
+    check(cudaEventDestroy(start));
+    check(cudaEventDestroy(stop));
+    qsort(times, RUNS, sizeof(float), compare_floats);
+    return (times[RUNS / 2 - 1] + times[RUNS / 2]) / 2;
+}
+
+int main() {
+    Device dev;
+    device_open(&dev, true, 0);
+    printf("%s\n", dev.name);
+    int wrong = 0;
+    for (const Variant& v : VARIANTS)
+        for (int HS = 64; HS <= 128; HS += 64) wrong += !variant_is_right(&dev, &v, HS);
+    printf("%-12s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
+           "backward", "both", "fwd", "bwd", "both");
+    for (const Shape& s : SHAPES) {
+        Buffers b = buffers_open(&dev, s);
+        for (const Variant& v : VARIANTS) {
+            const double flops = 2.0 * s.B * s.NH * s.T * s.T * s.HS;
+            float forward = median_time(&dev, &v, &b, s, true, false);
+            float backward = median_time(&dev, &v, &b, s, false, true);
+            float both = median_time(&dev, &v, &b, s, true, true);
+            printf("%-12s %3d %3d %6d %4d | %8.3f %8.3f %8.3f    | %6.1f %6.1f %6.1f\n", v.name, s.B, s.NH, s.T, s.HS,
+                   forward, backward, both, flops / forward * 1e-9, 2.5 * flops / backward * 1e-9,
+                   3.5 * flops / both * 1e-9);
+        }
+        buffers_close(&dev, &b);
+    }
+    device_close(&dev);
+    return wrong != 0;
+}

@@ -1,0 +1,287 @@
+// `make bench`: what a training step costs on this GPU. For each model: tokens/s of whole steps (forward, backward,
+// clipping, AdamW, the loader's copies, the loss read back), then every operator alone at the shapes of that step, its
+// share, and its rate against the ceilings measured in the same run (a device-to-device copy of 4 GiB, read + written;
+// an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data.
+//
+//   ./build/bench [MODEL BATCH TOKENS_PER_STEP]...    default: gpt2 64 524288  gpt2-xl 16 262144
+#define TESTING
+#include "../train_gpt2.cu"
+
+// Median milliseconds of `run()` on the stream, of `times` after two for warm-up.
+template <typename Function>
+static double median_ms(const Device* dev, int times, Function run) {
+    cudaEvent_t begin, end;
+    check(cudaEventCreate(&begin));
+    check(cudaEventCreate(&end));
+    double ms[64];
+    for (int i = -2; i < times; i++) {
+        check(cudaEventRecord(begin, dev->stream));
+        run();
+        check(cudaEventRecord(end, dev->stream));
+        check(cudaEventSynchronize(end));
+        float elapsed;
+        check(cudaEventElapsedTime(&elapsed, begin, end));
+        int at = i;
+        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
+        if (i >= 0) ms[at] = elapsed;
+    }
+    check(cudaEventDestroy(begin));
+    check(cudaEventDestroy(end));
+    return ms[times / 2];
+}
+
+__global__ void fill_random_kernel(bf16* values, int64_t n, float scale) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint64_t z = (uint64_t)(i + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z ^= z >> 27;
+    values[i] = from_float<bf16>(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
+}
+
+static bf16* random_values(const Device* dev, int64_t n, float scale) {
+    bf16* values = (bf16*)device_alloc(dev, n * 2);
+    fill_random_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale);
+    check_launch();
+    return values;
+}
+
+struct Ceilings {
+    double copy;  // bytes/s, read + written
+    double gemm;  // FLOP/s, bf16
+};
+
+static Ceilings measure_ceilings(const Device* dev) {
+    Ceilings ceilings;
+    int64_t bytes = 4ll << 30, n = 8192;
+    bf16* a = random_values(dev, bytes / 2, 1.0f);
+    bf16* b = random_values(dev, bytes / 2, 1.0f);
+    double ms = median_ms(dev, 10, [&] { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
+    ceilings.copy = 2.0 * (double)bytes / (1e-3 * ms);
+    bf16* c = random_values(dev, n * n, 1.0f);
+    ms = median_ms(dev, 10, [&] { matmul_forward<bf16>(dev, c, nullptr, a, b, nullptr, n, (int)n, (int)n); });
+    ceilings.gemm = 2.0 * n * n * n / (1e-3 * ms);
+    device_free(dev, a);
+    device_free(dev, b);
+    device_free(dev, c);
+    return ceilings;
+}
+
+// A shard of tokens whose frequencies fall like those of text, so that the embedding's backward pass sees long buckets.
+static void write_shard(const char* path, int64_t tokens, int V) {
+    int32_t header[256] = {20240520, 1, (int32_t)tokens};
+    uint16_t* token = (uint16_t*)malloc(tokens * 2);
+    for (int64_t i = 0; i < tokens; i++) {
+        double u = (double)(random_bits(7, 0, i) >> 11) / 9007199254740992.0;
+        token[i] = (uint16_t)(pow((double)V, u) - 1);  // log-uniform: frequency ~ 1 / rank
+    }
+    FILE* file = fopen(path, "wb");
+    bool fine =
+        file && fwrite(header, sizeof(header), 1, file) == 1 && fwrite(token, 2, tokens, file) == (size_t)tokens;
+    if (!fine || fclose(file) != 0) user_error("bench: %s cannot be written: %s", path, strerror(errno));
+    free(token);
+}
+
+struct Account {
+    const Device* dev;
+    Ceilings ceilings;
+    double step_ms;  // of a whole step
+    double sum_ms, floor_ms;
+};
+
+// One line: an operator alone, `calls` of it in a step, FLOPs and bytes of one call (0: not what bounds it).
+template <typename Function>
+static void account(Account* account, const char* name, double calls, double flops, double bytes, Function run) {
+    double ms = median_ms(account->dev, 10, run);
+    double floor = fmax(flops / account->ceilings.gemm, bytes / account->ceilings.copy) * 1e3;
+    account->sum_ms += calls * ms;
+    account->floor_ms += calls * floor;
+    char rate[64];
+    if (flops > 0) snprintf(rate, sizeof(rate), "%7.1f TFLOP/s", flops / ms * 1e-9);
+    if (flops <= 0) snprintf(rate, sizeof(rate), "%7.0f GB/s   ", bytes / ms * 1e-6);
+    printf("  %-28s %8.3f ms x %5.0f = %8.2f ms %6.1f %%   %s %5.1f %% of ceiling\n", name, ms, calls, calls * ms,
+           100 * calls * ms / account->step_ms, rate, 100 * floor / ms);
+}
+
+template <typename G>
+static void account_operators(Model* m, Account* a, double micro_batches) {
+    const Device* dev = m->dev;
+    Activations<bf16> act;
+    activations_layout(m, m->activations, true, &act);
+    Parameters<bf16> w;
+    Parameters<G> d;
+    parameters_view(m, m->weights, &w);
+    parameters_view(m, m->grads, &d);
+    Input input = input_layout(m, m->input);
+    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, Vp = m->config.Vp;
+    int64_t N = (int64_t)B * T, rows = m->logit_rows;
+    double NC = (double)N * C, g = sizeof(G), mb = micro_batches, chunks = mb * (double)ceil_div(N, rows);
+    BlockActivations<bf16>* b = &act.block[0];
+    BlockParameters<bf16>* p = &w.block[0];
+    BlockParameters<G>* q = &d.block[0];
+    float* scratch = (float*)act.scratch;
+    double attention_flops = 4.0 * B * (double)T * T * C / 2;
+    account(a, "embedding forward", mb, 0, 2 * NC * 2,
+            [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
+    account(a, "residual + layernorm", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
+        residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
+                                         act.branch, p->ln2w, p->ln2b, N, C);
+    });
+    account(a, "qkv", mb * L, 6 * NC * C, 0,
+            [&] { matmul_forward<bf16>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C); });
+    account(a, "attention forward", mb * L, attention_flops, 0,
+            [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
+    account(a, "attention projection", mb * L, 2 * NC * C, 0,
+            [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C); });
+    account(a, "fc + gelu", mb * L, 8 * NC * C, 0,
+            [&] { matmul_forward<bf16>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C); });
+    account(a, "fc projection", mb * L, 8 * NC * C, 0,
+            [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->gelu, p->fcprojw, p->fcprojb, N, 4 * C, C); });
+    account(a, "head", chunks, 2.0 * rows * C * Vp, 0,
+            [&] { matmul_forward<bf16>(dev, act.logits, nullptr, act.lnf, w.wte, nullptr, rows, C, Vp); });
+    account(a, "classifier", chunks, 0, 4.0 * rows * Vp,
+            [&] { classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, m->config.V, Vp); });
+    account(a, "d head input", chunks, 2.0 * rows * C * Vp, 0,
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.logits, w.wte, nullptr, rows, C, Vp); });
+    account(a, "d head weight", chunks, 2.0 * rows * C * Vp, 0,
+            [&] { matmul_backward_weight<bf16, float>(dev, m->dwte_sum, act.logits, act.lnf, rows, C, Vp, true); });
+    account(a, "d fc projection input, gelu", mb * L, 8 * NC * C, 0,
+            [&] { matmul_backward_input<bf16>(dev, act.dwide, act.branch, p->fcprojw, b->fc, N, 4 * C, C); });
+    account(a, "d fc projection weight", mb * L, 8 * NC * C, 0, [&] {
+        matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, sizeof(G) == 4);
+    });
+    account(a, "d fc input", mb * L, 8 * NC * C, 0,
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, nullptr, N, C, 4 * C); });
+    account(a, "d fc weight", mb * L, 8 * NC * C, 0,
+            [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, sizeof(G) == 4); });
+    account(a, "d attention projection input", mb * L, 2 * NC * C, 0,
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, nullptr, N, C, C); });
+    account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
+        matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, sizeof(G) == 4);
+    });
+    account(a, "attention backward", mb * L, 2.5 * attention_flops, 0, [&] {
+        attention_backward<bf16>(dev, act.dwide, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T, C, NH);
+    });
+    account(a, "d qkv input", mb * L, 6 * NC * C, 0,
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, nullptr, N, C, 3 * C); });
+    account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
+            [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, sizeof(G) == 4); });
+    account(a, "d bias, C channels", mb * L * 2, 0, NC * 2,
+            [&] { matmul_backward_bias<bf16, G>(dev, q->attprojb, scratch, act.dresidual, N, C, false); });
+    account(a, "d bias, 3C channels", mb * L, 0, 3 * NC * 2,
+            [&] { matmul_backward_bias<bf16, G>(dev, q->qkvb, scratch, act.dwide, N, 3 * C, false); });
+    account(a, "d bias, 4C channels", mb * L, 0, 4 * NC * 2,
+            [&] { matmul_backward_bias<bf16, G>(dev, q->fcb, scratch, act.dwide, N, 4 * C, false); });
+    account(a, "layernorm backward", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
+        layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, scratch, act.dbranch, b->residual2, p->ln2w,
+                                    b->ln2_mean, b->ln2_rstd, N, C, false);
+    });
+    account(a, "gradient norm", 1, 0, g * (double)m->elements, [&] {
+        global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->grads, m->elements, 1.0f);
+    });
+}
+
+static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_t batch, int64_t tokens_per_step) {
+    Options o = {};
+    char error[DATA_ERROR_BYTES], path[] = "/tmp/nibble_bench_XXXXXX.bin";
+    if (!options_defaults(&TABLE, &o, error)) user_error("%s", error);
+    o.model = name;
+    o.batch = batch;
+    o.tokens_per_step = tokens_per_step;
+    o.matmul = "bf16";
+    Model m = {};
+    m.dev = dev;
+    m.type = OPTIM_BF16;
+    config_resolve(&o, dev, 50257, false, &m.config);
+    m.T = (int)o.seq;
+    config_tensors(&m);
+    int64_t micro_batches = tokens_per_step / (batch * m.T);
+    m.grads_bf16 = micro_batches == 1;
+    o.grads = m.grads_bf16 ? "bf16" : "fp32";
+    OptimConfig config;
+    optim_config_from(&o, &config);
+    batch_resolve(&o, &m, &config, false, 1 << 20);
+    model_allocate(&m, &config);
+    model_init(&m, 1);
+
+    int descriptor = mkstemps(path, 4);
+    if (descriptor < 0) user_error("bench: %s cannot be made: %s", path, strerror(errno));
+    close(descriptor);
+    write_shard(path, 16 * batch * m.T + 1, 50257);
+    Dataset data;
+    if (!dataset_open(&data, path, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
+    Feeder feeder;
+    feeder_open(&feeder, dev, &data, m.B, m.T, 1, true, 0);
+    int steps = 7;
+    double ms[16];
+    float scalars[3];
+    for (int i = -2; i < steps; i++) {
+        double begin = seconds_now();
+        train_step(&m, &feeder, micro_batches, 1e-4f, 1.0f, i + 3);
+        copy_to_host(dev, scalars, m.scalars, sizeof(scalars));
+        double elapsed = 1e3 * (seconds_now() - begin);
+        int at = i;
+        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
+        if (i >= 0) ms[at] = elapsed;
+    }
+    size_t available, total;
+    check(cudaMemGetInfo(&available, &total));
+    double median = ms[steps / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, OPTIM_BF16);
+    printf(
+        "\n%s  batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), %.0f tokens/s",
+        name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[steps - 1], steps, rate);
+    if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
+    printf(", %.1f GiB in use, loss %.3f\n", (double)(total - available) / (1 << 30), scalars[0]);
+    Account a = {dev, ceilings, median, 0, 0};
+    if (m.grads_bf16) {
+        account_operators<bf16>(&m, &a, (double)micro_batches);
+    } else {
+        account_operators<float>(&m, &a, (double)micro_batches);
+    }
+    Input input = input_layout(&m, m.input);
+    int buckets = feeder_next(&feeder, &input, (int64_t)m.B * m.T);
+    Activations<bf16> act;
+    activations_layout(&m, m.activations, true, &act);
+    double NC = (double)m.B * m.T * m.config.C;
+    account(&a, "embedding backward", (double)micro_batches, 0, NC * 2, [&] {
+        if (m.grads_bf16) {
+            embedding_backward<bf16, bf16>(dev, (bf16*)m.grads, (bf16*)m.grads + m.tensors[WPE].offset, m.dwte_sum,
+                                           act.dresidual, input.order, input.bucket, buckets, m.B, m.T, m.config.C,
+                                           m.config.Vp, false);
+        } else {
+            embedding_backward<bf16, float>(dev, (float*)m.grads, (float*)m.grads + m.tensors[WPE].offset, m.dwte_sum,
+                                            act.dresidual, input.order, input.bucket, buckets, m.B, m.T, m.config.C,
+                                            m.config.Vp, false);
+        }
+    });
+    OptimBytes bytes = optim_bytes(&config, m.tensors, m.count, OPTIM_BF16);
+    // bf16+fp32: master, m and v are read and written, the bf16 copy is only written.
+    double optim_traffic =
+        2.0 * (double)(bytes.states + bytes.weights) - 2.0 * (double)m.elements + (double)grads_bytes(&m);
+    account(&a, "optimizer", 1, 0, optim_traffic, [&] { optim_step(m.optim, m.grads, m.scalars + 2, 1e-4f, 20); });
+    printf("  sum of operators %.1f ms = %.1f %% of the step; sum of floors %.1f ms: sol %.1f %%\n", a.sum_ms,
+           100 * a.sum_ms / median, a.floor_ms, 100 * a.floor_ms / median);
+    feeder_close(&feeder);
+    dataset_close(&data);
+    unlink(path);
+    model_free(&m);
+}
+
+int main(int argc, char** argv) {
+    Options o = {};
+    o.device = "auto";
+    o.matmul = "bf16";
+    Device dev;
+    device_resolve(&o, &dev);
+    Ceilings ceilings = measure_ceilings(&dev);
+    printf("%s: copy %.0f GB/s, bf16 matrix product %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
+           1e-12 * ceilings.gemm);
+    if (argc > 1 && (argc - 1) % 3 != 0) user_error("bench takes MODEL BATCH TOKENS_PER_STEP, each time all three");
+    for (int i = 1; i + 2 < argc; i += 3) bench(&dev, ceilings, argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]));
+    if (argc == 1) {
+        bench(&dev, ceilings, "gpt2", 64, 524288);
+        bench(&dev, ceilings, "gpt2-xl", 16, 262144);
+    }
+    device_close(&dev);
+    return 0;
+}

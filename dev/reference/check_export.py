@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Loads an exported model with transformers and prints its loss, for comparison with the trainer's.
+
+    python dev/reference/check_export.py runs/last --tokens 'data/corpus/val_*.bin' --expect 3.2871 --tolerance 0.001
+    python dev/reference/check_export.py runs/last --bytes README.md --windows 8
+
+The data is cut as the trainer cuts it: windows of T tokens at multiples of T (T: the model's n_positions, or --length),
+each with the token after it as the last target; a tail is left out, in every file. The mean over the first N windows is
+computed in float32 whatever the stored type and printed as `loss 3.123456`. With --expect, the exit status is 1 when
+the loss is further than --tolerance from it. Mistakes are answered by one sentence and exit status 2.
+"""
+
+import argparse
+import glob
+import math
+import os
+import sys
+
+import numpy as np
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
+import torch
+from transformers import GPT2LMHeadModel
+
+MAGIC, HEADER_BYTES = 20240520, 1024
+
+
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+def read_tokens(path, is_bytes):
+    """The tokens of a file, memory-mapped."""
+    try:
+        if is_bytes:
+            return np.memmap(path, np.uint8, "r")
+        header = np.fromfile(path, "<i4", 256)
+        if len(header) < 256 or header[0] != MAGIC or header[1] != 1:
+            raise Problem(f"{path}: not a shard of tokens (magic {MAGIC}, version 1); give other files by --bytes")
+        return np.memmap(path, "<u2", "r", HEADER_BYTES, (int(header[2]),))
+    except (OSError, ValueError) as error:
+        raise Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def windows(paths, is_bytes, length):
+    """Windows of length + 1 tokens, in order."""
+    for path in paths:
+        tokens = read_tokens(path, is_bytes)
+        for start in range(0, len(tokens) - length, length):
+            yield np.asarray(tokens[start : start + length + 1]).astype(np.int64)
+
+
+def mean_loss(model, sequences, batch, device):
+    """Mean cross-entropy over all targets of the sequences, and their number; sums in float64."""
+    total, targets = 0.0, 0
+    for start in range(0, len(sequences), batch):
+        text = torch.from_numpy(np.stack(sequences[start : start + batch])).to(device)
+        if int(text.max()) >= model.config.vocab_size:
+            raise Problem(f"the data has token {int(text.max())} but the vocabulary is {model.config.vocab_size}")
+        logits = model(input_ids=text[:, :-1]).logits.float()
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="none")
+        total += losses.double().sum().item()
+        targets += losses.numel()
+    return total / targets, targets
+
+
+def check(options):
+    if not os.path.isfile(os.path.join(options.folder, "config.json")):
+        raise Problem(f"{options.folder}: not a model folder, there is no config.json in it")
+    try:
+        model, info = GPT2LMHeadModel.from_pretrained(
+            options.folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Problem(f"{options.folder}: transformers cannot load it ({str(error).splitlines()[0]})") from None
+    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names and kind != "error_msgs"}
+    if wrong.get("missing_keys") == ["lm_head.weight"]:  # tied to wte
+        del wrong["missing_keys"]
+    if wrong:
+        raise Problem(f"{options.folder}: tensors do not fit the model: {wrong}")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = model.to(device).eval()
+    length = options.length or model.config.n_positions
+    if not 1 <= length <= model.config.n_positions:
+        raise Problem(f"--length {length} is not within 1 and the model's {model.config.n_positions} positions")
+    pattern = options.bytes or options.tokens
+    paths = sorted(glob.glob(pattern)) or [pattern]
+    sequences = []
+    for sequence in windows(paths, options.bytes is not None, length):
+        sequences.append(sequence)
+        if len(sequences) == options.windows:
+            break
+    if not sequences:
+        raise Problem(f"{pattern}: shorter than one window of {length} + 1 tokens; give a shorter --length")
+    with torch.no_grad():
+        loss, targets = mean_loss(model, sequences, options.batch, device)
+    print(f"loss {loss:.6f}")
+    print(f"{len(sequences)} windows of {length}, {targets} targets, float32 on {device}")
+    if options.expect is None:
+        return 0
+    error = abs(loss - options.expect)
+    good = math.isfinite(error) and error <= options.tolerance
+    verdict = "equal" if good else "DIFFERENT"
+    print(f"{verdict}: expected {options.expect:.6f}, {error:.2e} off, tolerance {options.tolerance:g}")
+    return 0 if good else 1
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; --help lists the options")
+
+
+def main():
+    parser = Parser(prog="check_export", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", metavar="DIR", help="Hugging Face GPT-2 model folder: config.json, model.safetensors")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--tokens", metavar="FILE.bin", help="shard of tokens, or a glob of them")
+    data.add_argument("--bytes", metavar="FILE", help="any file, read as bytes")
+    parser.add_argument("--windows", type=int, default=16, metavar="N", help="how many windows (default: %(default)s)")
+    parser.add_argument("--length", type=int, metavar="T", help="tokens of a window (default: the model's n_positions)")
+    parser.add_argument("--batch", type=int, default=4, metavar="B", help="windows at a time (default: %(default)s)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--expect", type=float, metavar="LOSS", help="exit with status 1 unless the loss is this")
+    parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="of --expect (default: %(default)s)")
+    try:
+        options = parser.parse_args()
+        if options.windows < 1 or options.batch < 1:
+            raise Problem("--windows and --batch must be at least 1")
+        return check(options)
+    except Problem as problem:
+        print(f"check_export: error: {problem}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+// Tests of kernels/attention.cuh. On the CPU: the forward pass against a double-precision one written here from the
+// definition, and the backward pass against central differences of that one. On a GPU: forward and backward in bf16
+// and fp32 against the plain C version, at lengths that are and are not multiples of the tiles, for heads of 64 and
+// 128, and twice for equal bits.
+// GPU results are compared row by row (a row is one head of one token): the error's norm may be
+//   eps * (norm of the row + a tenth of the root mean square norm of all rows).
+// bf16: two roundings (p or ds, then the result), each at most 2^-9 of a term, in a sum that may cancel to half the
+// norm of its terms: eps = 2^-7. fp32: eps = 2^-23 * 2 (HS + T), the length of the two sums in sequence.
+#include "../../kernels/attention.cuh"
+#include "test.h"
+
+// out and lse of one batch, in double; qkv as in attention.cuh.
+static void reference_forward(double* out, double* lse, const double* qkv, int B, int T, int C, int NH) {
+    const int HS = C / NH;
+    double* p = (double*)malloc(T * sizeof(double));
+    for (int64_t i = 0; i < (int64_t)B * NH * T; i++) {
+        int t = i % T, h = i / T % NH;
+        int64_t b = i / T / NH;
+        const double* q = qkv + (b * T + t) * 3 * C + h * HS;
+        double sum = 0.0, *row = out + (b * T + t) * C + h * HS;
+        for (int d = 0; d < HS; d++) row[d] = 0.0;
+        for (int j = 0; j <= t; j++) {
+            const double* k = qkv + (b * T + j) * 3 * C + C + h * HS;
+            double score = 0.0;
+            for (int d = 0; d < HS; d++) score += q[d] * k[d];
+            p[j] = exp(score / sqrt((double)HS));
+            sum += p[j];
+        }
+        for (int j = 0; j <= t; j++)
+            for (int d = 0; d < HS; d++) row[d] += p[j] / sum * qkv[(b * T + j) * 3 * C + 2 * C + h * HS + d];
+        lse[i] = log(sum);
+    }
+    free(p);
+}
+
+static double reference_loss(const double* weights, double* out, double* lse, const double* qkv, int B, int T, int C,
+                             int NH) {
+    reference_forward(out, lse, qkv, B, T, C, NH);
+    double loss = 0.0;
+    for (int64_t i = 0; i < (int64_t)B * T * C; i++) loss += weights[i] * out[i];
+    return loss;
+}
+
+static void check_gradient_cpu(Test* test, int B, int T, int C, int NH) {
+    const int64_t n = (int64_t)B * T * C;
+    Device dev;
+    device_open(&dev, false, 0);
+    float *qkv = (float*)malloc(3 * n * 4), *dqkv = (float*)malloc(3 * n * 4), *want = (float*)malloc(3 * n * 4);
+    float *out = (float*)malloc(n * 4), *dout = (float*)malloc(n * 4), *want_out = (float*)malloc(n * 4);
+    float *lse = (float*)malloc((int64_t)B * NH * T * 4), *want_lse = (float*)malloc((int64_t)B * NH * T * 4);
+    double *qkv_double = (double*)malloc(3 * n * 8), *out_double = (double*)malloc(n * 8);
+    double *weights = (double*)malloc(n * 8), *lse_double = (double*)malloc((int64_t)B * NH * T * 8);
+    for (int64_t i = 0; i < 3 * n; i++) qkv_double[i] = qkv[i] = 1.5f * test_uniform(1, i), dqkv[i] = NAN;
+    for (int64_t i = 0; i < n; i++) weights[i] = dout[i] = test_uniform(2, i), out[i] = NAN;
+    reference_forward(out_double, lse_double, qkv_double, B, T, C, NH);
+    for (int64_t i = 0; i < n; i++) want_out[i] = (float)out_double[i];
+    for (int64_t i = 0; i < B * NH * T; i++) want_lse[i] = (float)lse_double[i], lse[i] = NAN;
+    const double step = 1e-4;  // truncation 1e-8, cancellation 1e-11: below fp32's epsilon
+    for (int64_t i = 0; i < 3 * n; i++) {
+        double kept = qkv_double[i];
+        qkv_double[i] = kept + step;
+        double above = reference_loss(weights, out_double, lse_double, qkv_double, B, T, C, NH);
+        qkv_double[i] = kept - step;
+        double below = reference_loss(weights, out_double, lse_double, qkv_double, B, T, C, NH);
+        qkv_double[i] = kept;
+        want[i] = (float)((above - below) / (2.0 * step));
+    }
+    attention_forward(&dev, out, lse, qkv, B, T, C, NH);
+    attention_backward(&dev, dqkv, (void*)nullptr, dout, qkv, out, lse, B, T, C, NH);
+    const double bound = 1.2e-7 * (C / NH + T);  // epsilon times the length of the sums; values are of order 1
+    char name[64];
+    snprintf(name, sizeof(name), "T%d HS%d", T, C / NH);
+    expect_close(test, name, out, want_out, n, bound, bound);
+    expect_close(test, "lse", lse, want_lse, (int64_t)B * NH * T, bound, bound);
+    expect_close(test, "dqkv", dqkv, want, 3 * n, bound, bound);
+    free(qkv), free(dqkv), free(want), free(out), free(dout), free(want_out), free(lse), free(want_lse);
+    free(qkv_double), free(out_double), free(weights), free(lse_double);
+}
+
+TEST(attention_gradient) {
+    check_gradient_cpu(test, 2, 7, 24, 3);
+    check_gradient_cpu(test, 1, 13, 36, 2);
+}
+
+TEST(attention_gradient_one_token) {
+    check_gradient_cpu(test, 3, 1, 16, 2);
+}
+
+TEST(attention_gradient_head_size_64) {
+    check_gradient_cpu(test, 1, 6, 128, 2);
+}
+
+// The larger one; NaN when either is.
+static double larger(double a, double b) {
+    return a > b || isnan(a) ? a : b;
+}
+
+// Root mean square of the norms of `rows` rows of `size` values.
+static double mean_norm(const float* values, int64_t rows, int size) {
+    double total = 0.0;
+    for (int64_t i = 0; i < rows * size; i++) total += (double)values[i] * values[i];
+    return sqrt(total / rows);
+}
+
+// The largest error of a row over its bound eps * (its norm + common). NaN gives NaN.
+static double worst_row(const float* got, const float* want, int64_t rows, int size, double eps, double common) {
+    double worst = 0.0;
+    for (int64_t r = 0; r < rows; r++) {
+        double error = 0.0, norm = 0.0;
+        for (int64_t i = r * size; i < (r + 1) * size; i++) {
+            error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
+            norm += (double)want[i] * want[i];
+        }
+        worst = larger(worst, sqrt(error) / (eps * (sqrt(norm) + common)));
+    }
+    return worst;
+}
+
+// Host values on the device as X; the host copy is rounded to X too.
+template <typename X>
+static X* to_device(const Device* dev, float* values, int64_t n) {
+    X* host = (X*)malloc(n * sizeof(X));
+    for (int64_t i = 0; i < n; i++) host[i] = from_float<X>(values[i]), values[i] = to_float(host[i]);
+    X* device = (X*)device_alloc(dev, n * sizeof(X));
+    copy_to_device(dev, device, host, n * sizeof(X));
+    free(host);
+    return device;
+}
+
+// Device values as floats. Both copies are the caller's to free; *bits keeps the values as they were.
+template <typename X>
+static float* to_host(const Device* dev, const X* device, int64_t n, X** bits) {
+    *bits = (X*)malloc(n * sizeof(X));
+    float* values = (float*)malloc(n * sizeof(float));
+    copy_to_host(dev, *bits, device, n * sizeof(X));
+    for (int64_t i = 0; i < n; i++) values[i] = to_float((*bits)[i]);
+    return values;
+}
+
+// Inputs of a case on both sides. Queries and keys spread the scores by more than 1, as a trained model's do.
+template <typename X>
+struct GpuCase {
+    int B, T, C, NH;
+    int64_t n, rows;  // elements of out, rows of lse
+    float *qkv, *dout, *out, *lse;
+    X *d_qkv, *d_dout, *d_out;
+    float* d_lse;
+};
+
+template <typename X>
+static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH) {
+    c->B = B, c->T = T, c->C = NH * HS, c->NH = NH;
+    c->n = (int64_t)B * T * c->C, c->rows = (int64_t)B * NH * T;
+    c->qkv = (float*)malloc(3 * c->n * 4), c->dout = (float*)malloc(c->n * 4);
+    c->out = (float*)malloc(c->n * 4), c->lse = (float*)malloc(c->rows * 4);
+    for (int64_t i = 0; i < 3 * c->n; i++) c->qkv[i] = 2.0f * test_uniform(3 + T, i);
+    for (int64_t i = 0; i < c->n; i++) c->dout[i] = 1e-3f * test_uniform(4 + T, i);
+    c->d_qkv = to_device<X>(dev, c->qkv, 3 * c->n);
+    c->d_dout = to_device<X>(dev, c->dout, c->n);
+    attention_forward_cpu(c->out, c->lse, c->qkv, B, T, c->C, NH);
+}
+
+template <typename X>
+static void case_close(GpuCase<X>* c, const Device* dev) {
+    free(c->qkv), free(c->dout), free(c->out), free(c->lse);
+    device_free(dev, c->d_qkv), device_free(dev, c->d_dout), device_free(dev, c->d_out), device_free(dev, c->d_lse);
+}
+
+// Two runs into poisoned memory: equal bits, and each row within its bound. Leaves the plain C version's out and lse on
+// the device, so that the backward pass is tested by itself.
+template <typename X>
+static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
+    X* bits[2];
+    float* got[2];
+    c->d_out = (X*)device_alloc(dev, c->n * sizeof(X));
+    c->d_lse = (float*)device_alloc(dev, c->rows * 4);
+    for (int run = 0; run < 2; run++) {
+        check(cudaMemsetAsync(c->d_out, 0xff, c->n * sizeof(X), dev->stream));
+        check(cudaMemsetAsync(c->d_lse, 0xff, c->rows * 4, dev->stream));
+        attention_forward<X>(dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
+        got[run] = to_host(dev, c->d_out, c->n, &bits[run]);
+    }
+    expect(memcmp(bits[0], bits[1], c->n * sizeof(X)) == 0, "T %d: two forward runs differ", c->T);
+    const int HS = c->C / c->NH;
+    double worst = worst_row(got[0], c->out, c->rows, HS, eps, 0.1 * mean_norm(c->out, c->rows, HS));
+    float *lse_bits, *lse = to_host(dev, c->d_lse, c->rows, &lse_bits);
+    for (int64_t i = 0; i < c->rows; i++)  // scores are exact products summed in fp32 for bf16 as well
+        worst = larger(worst, fabs((double)lse[i] - c->lse[i]) / (1.2e-7 * (HS + c->T) * (1 + fabs(c->lse[i]))));
+    free(lse), free(lse_bits), free(got[0]), free(got[1]), free(bits[0]), free(bits[1]);
+    device_free(dev, c->d_out);
+    c->d_out = to_device<X>(dev, c->out, c->n);
+    copy_to_device(dev, c->d_lse, c->lse, c->rows * 4);
+    return worst;
+}
+
+template <typename X>
+static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
+    const int HS = c->C / c->NH;
+    const int64_t bytes = attention_backward_scratch_bytes(dev, c->B, c->T, c->C, c->NH);
+    X *bits[2], *d_dqkv = (X*)device_alloc(dev, 3 * c->n * sizeof(X));
+    float *got[2], *want = (float*)malloc(3 * c->n * 4), *parts[2];
+    void* scratch = device_alloc(dev, bytes);
+    for (int run = 0; run < 2; run++) {
+        check(cudaMemsetAsync(d_dqkv, 0xff, 3 * c->n * sizeof(X), dev->stream));
+        check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
+        attention_backward<X>(dev, d_dqkv, scratch, c->d_dout, c->d_qkv, c->d_out, c->d_lse, c->B, c->T, c->C, c->NH);
+        got[run] = to_host(dev, d_dqkv, 3 * c->n, &bits[run]);
+    }
+    expect(memcmp(bits[0], bits[1], 3 * c->n * sizeof(X)) == 0, "T %d: two backward runs differ", c->T);
+    attention_backward_cpu(want, c->dout, c->qkv, c->out, c->lse, c->B, c->T, c->C, c->NH);
+    double worst = 0.0;
+    for (int i = 0; i < 2; i++) parts[i] = (float*)malloc(c->n * 4);
+    for (int part = 0; part < 3; part++) {  // dq, dk and dv have norms of their own
+        for (int64_t row = 0; row < (int64_t)c->B * c->T; row++)
+            for (int i = 0; i < c->C; i++) {
+                parts[0][row * c->C + i] = got[0][(row * 3 + part) * c->C + i];
+                parts[1][row * c->C + i] = want[(row * 3 + part) * c->C + i];
+            }
+        double common = 0.1 * mean_norm(parts[1], c->rows, HS);
+        if (c->T == 1 && part < 2) common = mean_norm(c->dout, c->rows, HS);  // dq and dk of one token are zero
+        worst = larger(worst, worst_row(parts[0], parts[1], c->rows, HS, eps, common));
+    }
+    free(parts[0]), free(parts[1]), free(got[0]), free(got[1]), free(bits[0]), free(bits[1]), free(want);
+    device_free(dev, scratch), device_free(dev, d_dqkv);
+    return worst;
+}
+
+template <typename X>
+static void check_gpu(Test* test, int HS) {
+    static const int lengths[] = {1, 37, 64, 100, 129, 1000, 1024};
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst_forward = 0.0, worst_backward = 0.0;
+    for (int T : lengths) {
+        const int B = 2, NH = 3;
+        const double eps = sizeof(X) == 2 ? 1.0 / 128 : 2.4e-7 * (HS + T);
+        GpuCase<X> c;
+        case_open(&c, &dev, B, T, HS, NH);
+        double forward = run_forward(test, &c, &dev, eps), backward = run_backward(test, &c, &dev, eps);
+        expect(forward <= 1.0, "T %d HS %d: forward is off by %.3g times the bound", T, HS, forward);
+        expect(backward <= 1.0, "T %d HS %d: backward is off by %.3g times the bound", T, HS, backward);
+        worst_forward = larger(worst_forward, forward), worst_backward = larger(worst_backward, backward);
+        case_close(&c, &dev);
+    }
+    snprintf(test->note, sizeof(test->note), "forward %.2f, backward %.2f of bound", worst_forward, worst_backward);
+    device_close(&dev);
+}
+
+TEST(attention_bf16_head_size_64_gpu) {
+    check_gpu<bf16>(test, 64);
+}
+
+TEST(attention_bf16_head_size_128_gpu) {
+    check_gpu<bf16>(test, 128);
+}
+
+TEST(attention_fp32_head_size_64_gpu) {
+    check_gpu<float>(test, 64);
+}
+
+TEST(attention_fp32_head_size_128_gpu) {
+    check_gpu<float>(test, 128);
+}
+
+// More blocks than the GPU runs at a time, so that blocks wait for blocks of another wave: the same head everywhere in
+// the batch must give the same bits everywhere.
+TEST(attention_bf16_many_blocks_gpu) {
+    const int B = 96, T = 777, HS = 64, NH = 2, C = NH * HS;
+    const int64_t n = (int64_t)T * C;
+    Device dev;
+    device_open(&dev, true, 0);
+    float *qkv = (float*)malloc(3 * n * 4), *dout = (float*)malloc(n * 4);
+    for (int64_t i = 0; i < 3 * n; i++) qkv[i] = 2.0f * test_uniform(5, i);
+    for (int64_t i = 0; i < n; i++) dout[i] = test_uniform(6, i);
+    bf16 *one_qkv = to_device<bf16>(&dev, qkv, 3 * n), *one_dout = to_device<bf16>(&dev, dout, n);
+    bf16 *d_qkv = (bf16*)device_alloc(&dev, B * 3 * n * 2), *d_dqkv = (bf16*)device_alloc(&dev, B * 3 * n * 2);
+    bf16 *d_dout = (bf16*)device_alloc(&dev, B * n * 2), *d_out = (bf16*)device_alloc(&dev, B * n * 2);
+    float* d_lse = (float*)device_alloc(&dev, (int64_t)B * NH * T * 4);
+    void* scratch = device_alloc(&dev, attention_backward_scratch_bytes(&dev, B, T, C, NH));
+    for (int b = 0; b < B; b++) {
+        check(cudaMemcpyAsync(d_qkv + b * 3 * n, one_qkv, 3 * n * 2, cudaMemcpyDeviceToDevice, dev.stream));
+        check(cudaMemcpyAsync(d_dout + b * n, one_dout, n * 2, cudaMemcpyDeviceToDevice, dev.stream));
+    }
+    bf16 *out, *dqkv;
+    for (int run = 0; run < 3; run++) {
+        check(cudaMemsetAsync(d_dqkv, 0xff, B * 3 * n * 2, dev.stream));
+        attention_forward<bf16>(&dev, d_out, d_lse, d_qkv, B, T, C, NH);
+        attention_backward<bf16>(&dev, d_dqkv, scratch, d_dout, d_qkv, d_out, d_lse, B, T, C, NH);
+        free(to_host(&dev, d_out, B * n, &out)), free(to_host(&dev, d_dqkv, B * 3 * n, &dqkv));
+        expect(!isnan(to_float(dqkv[0])), "the gradient is NaN");
+        for (int b = 1; b < B; b++) {
+            expect(memcmp(out + b * n, out, n * 2) == 0, "run %d: out of batch %d differs", run, b);
+            expect(memcmp(dqkv + b * 3 * n, dqkv, 3 * n * 2) == 0, "run %d: dqkv of batch %d differs", run, b);
+        }
+        free(out), free(dqkv);
+    }
+    free(qkv), free(dout);
+    device_free(&dev, one_qkv), device_free(&dev, one_dout), device_free(&dev, d_qkv), device_free(&dev, d_dqkv);
+    device_free(&dev, d_dout), device_free(&dev, d_out), device_free(&dev, d_lse), device_free(&dev, scratch);
+    device_close(&dev);
+}

@@ -1,0 +1,950 @@
+// Unit tests of the operators in kernels/ (attention has its own file). Three kinds:
+//   cpu_*       the helpers of the plain C path against libm, or against plain loops bit for bit;
+//   *_cpu       an operator's plain C version against its formula in double, its gradients against central differences
+//               of that formula;
+//   *_gpu       the kernels against the plain C version on the same (rounded) inputs, at odd shapes, with outputs full
+//               of NaN beforehand, guard elements behind them, and a second run that must give the same bits.
+// Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
+// epsilon of fp32 times the length of the sum times its terms' size (the order of the sum).
+#include "../../kernels/classifier.cuh"
+#include "../../kernels/embedding.cuh"
+#include "../../kernels/gelu.cuh"
+#include "../../kernels/global_norm.cuh"
+#include "../../kernels/layernorm.cuh"
+#include "../../kernels/matmul.cuh"
+#include "test.h"
+
+namespace {
+
+const double EPS32 = 1.0 / (1 << 23);
+
+template <typename T>
+constexpr double epsilon() {
+    return std::is_same_v<T, float> ? 1.0 / (1 << 23) : 1.0 / (1 << 8);
+}
+
+// expect_close without its note; a case has many comparisons, and its note is the worst of them.
+void close_to(Test* test, double* worst, const char* what, const float* got, const float* want, int64_t n,
+              double absolute, double relative) {
+    char note[sizeof(test->note)];
+    memcpy(note, test->note, sizeof(note));
+    double multiple = expect_close(test, what, got, want, n, absolute, relative);
+    memcpy(test->note, note, sizeof(note));
+    if (!(multiple <= *worst)) *worst = multiple;
+}
+
+void note_worst(Test* test, double worst) {
+    snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
+}
+
+// A sum of K products of a uniform and another of the given scale, of mean size scale / 4. Each addition rounds by half
+// an epsilon of the sum so far, which is of the size of sqrt(K) products: sqrt(K) such errors of random sign make
+// epsilon * K * scale / 6 as the standard deviation, of which six are allowed.
+double product_bound(int64_t K, double scale) {
+    return EPS32 * (2 + scale * K);
+}
+
+float* floats(int64_t n) {
+    float* values = (float*)malloc((n + 1) * sizeof(float));
+    if (!values) abort();
+    return values;
+}
+
+float* random_floats(int64_t n, uint64_t seed, float scale) {
+    float* values = floats(n);
+    for (int64_t i = 0; i < n; i++) values[i] = scale * test_uniform(seed, i);
+    return values;
+}
+
+double* doubles(const float* values, int64_t n) {
+    double* copy = (double*)malloc((n + 1) * sizeof(double));
+    for (int64_t i = 0; i < n; i++) copy[i] = values[i];
+    return copy;
+}
+
+// The plain C path's helpers.
+
+TEST(cpu_exp_error) {
+    double worst = 0.0, worst_sigmoid = 0.0;
+    for (double at = -86.4; at < 88.72; at += 1e-5) {
+        float x = (float)at;
+        worst = fmax(worst, fabs(cpu_exp(x) / exp((double)x) - 1.0));
+        if (x < 86.4f) worst_sigmoid = fmax(worst_sigmoid, fabs(cpu_sigmoid(x) * (1.0 + exp(-(double)x)) - 1.0));
+    }
+    expect(worst < 1.2e-7, "relative error of cpu_exp %.3g", worst);
+    expect(worst_sigmoid < 5e-7, "relative error of cpu_sigmoid %.3g", worst_sigmoid);
+    expect(cpu_exp(0.0f) == 1.0f, "%g", cpu_exp(0.0f));
+    expect(cpu_exp(-1000.0f) == 0.0f && cpu_exp(-INFINITY) == 0.0f, "underflow");
+    expect(isinf(cpu_exp(89.0f)) && isinf(cpu_exp(INFINITY)), "overflow");
+    expect(isnan(cpu_exp(NAN)) && isnan(cpu_sigmoid(NAN)), "NaN");
+    snprintf(test->note, sizeof(test->note), "exp %.3g, sigmoid %.3g", worst, worst_sigmoid);
+}
+
+// The definition in cpu_gemm.h, literally; `twin` in double.
+void gemm_naive(const CpuGemm* g, float* c, double* twin) {
+    for (int64_t m = 0; m < g->rows; m++) {
+        for (int64_t n = 0; n < g->cols; n++) {
+            float sum = g->accumulate ? c[m * g->cols + n] : 0.0f;
+            double exact = sum;
+            for (int64_t k = 0; k < g->depth; k++) {
+                float a = g->a[m * g->a_row + k * g->a_depth], b = g->b[k * g->b_depth + n * g->b_col];
+                sum = fmaf(a, b, sum);
+                exact += (double)a * b;
+            }
+            c[m * g->cols + n] = sum;
+            twin[m * g->cols + n] = exact;
+        }
+    }
+}
+
+TEST(cpu_gemm_bits) {
+    const int shapes[][3] = {{1, 1, 1}, {1, 8, 300}, {5, 33, 7}, {6, 32, 256}, {37, 40, 257}, {100, 1030, 513}};
+    double worst = 0.0;
+    for (auto& s : shapes) {
+        int64_t M = s[0], N = s[1], K = s[2];
+        for (int variant = 0; variant < 8; variant++) {
+            float *a = random_floats(M * K, 1, 1.0f), *b = random_floats(K * N, 2, 1.0f);
+            float *c = random_floats(M * N, 3, 1.0f), *want = random_floats(M * N, 3, 1.0f), *exact = floats(M * N);
+            double* twin = doubles(c, M * N);
+            bool accumulate = variant & 4;
+            if (!accumulate) memset(c, 0xff, M * N * sizeof(float));
+            CpuGemm gemm = {M,
+                            N,
+                            K,
+                            a,
+                            variant & 1 ? 1 : K,
+                            variant & 1 ? M : 1,
+                            b,
+                            variant & 2 ? 1 : N,
+                            variant & 2 ? K : 1,
+                            c,
+                            accumulate};
+            cpu_gemm(&gemm);
+            gemm_naive(&gemm, want, twin);
+            expect(memcmp(c, want, M * N * sizeof(float)) == 0, "M %d N %d K %d variant %d", s[0], s[1], s[2], variant);
+            for (int64_t i = 0; i < M * N; i++) exact[i] = (float)twin[i];
+            close_to(test, &worst, "gemm", c, exact, M * N, product_bound(K, 1.0), EPS32);
+            free(a), free(b), free(c), free(want), free(exact), free(twin);
+        }
+    }
+    note_worst(test, worst);
+}
+
+// Formulas in double, and the gradient of sum(out * r) by central differences.
+
+double gelu_double(double x) {
+    return 0.5 * x * (1.0 + tanh(sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+// One row; out = layernorm(x).
+void layernorm_double(double* out, const double* x, const double* weight, const double* bias, int C) {
+    double mean = 0.0, square = 0.0;
+    for (int c = 0; c < C; c++) mean += x[c] / C;
+    for (int c = 0; c < C; c++) square += (x[c] - mean) * (x[c] - mean) / C;
+    for (int c = 0; c < C; c++) out[c] = (x[c] - mean) / sqrt(square + 1e-5) * weight[c] + bias[c];
+}
+
+double cross_entropy_double(const double* logits, int target, int V) {
+    double maximum = logits[0], sum = 0.0;
+    for (int v = 0; v < V; v++) maximum = fmax(maximum, logits[v]);
+    for (int v = 0; v < V; v++) sum += exp(logits[v] - maximum);
+    return log(sum) - (logits[target] - maximum);
+}
+
+// Compares `gradient` with central differences of objective() by values[i]. Terms of the sums are of order 1, so the
+// bound is fp32's epsilon times their number; the differences themselves are good to about 1e-9.
+template <typename Objective>
+void check_gradient(Test* test, double* worst, const char* what, const float* gradient, double* values, int64_t n,
+                    int terms, Objective objective) {
+    float* want = floats(n);
+    const double step = 1e-5;
+    for (int64_t i = 0; i < n; i++) {
+        double value = values[i];
+        values[i] = value + step;
+        double up = objective();
+        values[i] = value - step;
+        double down = objective();
+        values[i] = value;
+        want[i] = (float)((up - down) / (2.0 * step));
+    }
+    close_to(test, worst, what, gradient, want, n, EPS32 * terms + 1e-8, 8 * EPS32);
+    free(want);
+}
+
+TEST(gelu_cpu) {
+    Device dev;
+    device_open(&dev, false, 0);
+    const int n = 2003;
+    double worst = 0.0;
+    float *x = random_floats(n, 1, 12.0f), *out = floats(n), *want = floats(n), *d = random_floats(n, 2, 1.0f);
+    float* r = random_floats(n, 2, 1.0f);
+    gelu_forward(&dev, out, x, n);
+    for (int i = 0; i < n; i++) want[i] = (float)gelu_double(x[i]);
+    close_to(test, &worst, "gelu", out, want, n, EPS32, 4 * EPS32);
+    gelu_backward_inplace(&dev, d, x, n);
+    for (int i = 0; i < n; i++) {
+        double value = x[i];
+        check_gradient(test, &worst, "dgelu", d + i, &value, 1, 4, [&] { return r[i] * gelu_double(value); });
+    }
+    free(x), free(out), free(want), free(d), free(r);
+    note_worst(test, worst);
+}
+
+TEST(layernorm_cpu) {
+    const int N = 5, C = 24;
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0.0;
+    float *x = random_floats(N * C, 1, 1.0f), *y = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
+    float *bias = random_floats(C, 4, 1.0f), *r = random_floats(N * C, 5, 1.0f), *sum = floats(N * C);
+    float *out = floats(N * C), *mean = floats(N), *rstd = floats(N), *want = floats(N * C);
+    residual_layernorm_forward(&dev, sum, out, mean, rstd, x, y, weight, bias, N, C);
+    double *xd = doubles(sum, N * C), *wd = doubles(weight, C), *bd = doubles(bias, C), row[C];
+    auto objective = [&] {
+        double total = 0.0;
+        for (int n = 0; n < N; n++) {
+            layernorm_double(row, xd + n * C, wd, bd, C);
+            for (int c = 0; c < C; c++) total += r[n * C + c] * row[c];
+        }
+        return total;
+    };
+    for (int n = 0; n < N; n++) {
+        layernorm_double(row, xd + n * C, wd, bd, C);
+        for (int c = 0; c < C; c++) want[n * C + c] = (float)row[c];
+        for (int c = 0; c < C; c++) expect(sum[n * C + c] == x[n * C + c] + y[n * C + c], "residual at %d", c);
+    }
+    close_to(test, &worst, "out", out, want, N * C, EPS32 * 8, 4 * EPS32);
+    layernorm_forward(&dev, out, mean, rstd, sum, weight, bias, N, C);
+    close_to(test, &worst, "out", out, want, N * C, EPS32 * 8, 4 * EPS32);
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        float before = accumulate ? 0.5f : NAN;
+        float *dinp = floats(N * C), *dweight = floats(C), *dbias = floats(C);
+        for (int i = 0; i < N * C; i++) dinp[i] = 0.25f;
+        for (int c = 0; c < C; c++) dweight[c] = dbias[c] = before;
+        layernorm_backward(&dev, dinp, dweight, dbias, (float*)nullptr, r, sum, weight, mean, rstd, N, C, accumulate);
+        for (int i = 0; i < N * C; i++) dinp[i] -= 0.25f;
+        for (int c = 0; accumulate && c < C; c++) dweight[c] -= 0.5f, dbias[c] -= 0.5f;
+        check_gradient(test, &worst, "dinp", dinp, xd, N * C, C, objective);
+        check_gradient(test, &worst, "dweight", dweight, wd, C, 4 * N, objective);
+        check_gradient(test, &worst, "dbias", dbias, bd, C, 4 * N, objective);
+        free(dinp), free(dweight), free(dbias);
+    }
+    free(x), free(y), free(weight), free(bias), free(r), free(sum), free(out), free(mean), free(rstd), free(want);
+    free(xd), free(wd), free(bd);
+    note_worst(test, worst);
+}
+
+TEST(matmul_cpu) {
+    const int N = 5, C = 16, OC = 24;
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0.0;
+    float *inp = random_floats(N * C, 1, 1.0f), *weight = random_floats(OC * C, 2, 1.0f), *r = floats(N * OC);
+    float *bias = random_floats(OC, 3, 1.0f), *pre = floats(N * OC), *out = floats(N * OC), *want = floats(N * OC);
+    double *xd = doubles(inp, N * C), *wd = doubles(weight, OC * C), *bd = doubles(bias, OC);
+    for (int gelu = 0; gelu < 2; gelu++) {
+        for (int i = 0; i < N * OC; i++) r[i] = test_uniform(4, i);
+        auto value = [&](int n, int o) {
+            double sum = bd[o];
+            for (int c = 0; c < C; c++) sum += xd[n * C + c] * wd[o * C + c];
+            return gelu ? gelu_double(sum) : sum;
+        };
+        auto objective = [&] {
+            double total = 0.0;
+            for (int i = 0; i < N * OC; i++) total += test_uniform(4, i) * value(i / OC, i % OC);
+            return total;
+        };
+        matmul_forward(&dev, out, gelu ? pre : (float*)nullptr, inp, weight, bias, N, C, OC);
+        for (int i = 0; i < N * OC; i++) want[i] = (float)value(i / OC, i % OC);
+        close_to(test, &worst, "out", out, want, N * OC, product_bound(C, 1.0), EPS32);
+        if (gelu) gelu_backward_inplace(&dev, r, pre, N * OC);
+        float *dinp = floats(N * C), *dweight = random_floats(OC * C, 5, 0.0f), *dbias = random_floats(OC, 6, 0.0f);
+        matmul_backward_input(&dev, dinp, r, weight, (float*)nullptr, N, C, OC);
+        check_gradient(test, &worst, "dinp", dinp, xd, N * C, OC, objective);
+        matmul_backward_weight(&dev, dweight, r, inp, N, C, OC, gelu);
+        check_gradient(test, &worst, "dweight", dweight, wd, OC * C, 2 * N, objective);
+        matmul_backward_bias(&dev, dbias, (float*)nullptr, r, N, OC, gelu);
+        check_gradient(test, &worst, "dbias", dbias, bd, OC, 2 * N, objective);
+        free(dinp), free(dweight), free(dbias);
+    }
+    // dinp through the GELU of the layer before: inp = gelu(p) by hand.
+    float *p = random_floats(N * C, 7, 2.0f), *dp = floats(N * C);
+    double* pd = doubles(p, N * C);
+    for (int i = 0; i < N * OC; i++) r[i] = test_uniform(8, i);
+    matmul_backward_input(&dev, dp, r, weight, p, N, C, OC);
+    check_gradient(test, &worst, "dgelu", dp, pd, N * C, OC, [&] {
+        double total = 0.0;
+        for (int n = 0; n < N; n++)
+            for (int o = 0; o < OC; o++)
+                for (int c = 0; c < C; c++) total += r[n * OC + o] * gelu_double(pd[n * C + c]) * wd[o * C + c];
+        return total;
+    });
+    free(inp), free(weight), free(r), free(bias), free(pre), free(out), free(want), free(p), free(dp);
+    free(xd), free(wd), free(bd), free(pd);
+    note_worst(test, worst);
+}
+
+// Tokens, most of them small, and the positions sorted by token, as the loader gives them.
+struct Positions {
+    int *tokens, *order, *bucket;
+    int count, buckets, largest;
+};
+
+Positions positions_create(int count, int V, double skew) {
+    Positions p = {};
+    p.count = count;
+    p.tokens = (int*)malloc(count * sizeof(int));
+    p.order = (int*)malloc(count * sizeof(int));
+    p.bucket = (int*)malloc((count + 1) * 2 * sizeof(int));
+    int* first = (int*)calloc(V + 1, sizeof(int));
+    for (int i = 0; i < count; i++) {
+        p.tokens[i] = (int)(V * pow(0.5 + 0.5 * test_uniform(11, i), skew)) % V;
+        first[p.tokens[i] + 1]++;
+    }
+    for (int v = 0; v < V; v++) {
+        if (first[v + 1] > p.largest) p.largest = first[v + 1];
+        bool occurs = first[v + 1] > 0;
+        first[v + 1] += first[v];
+        if (occurs) p.bucket[2 * p.buckets] = v, p.bucket[2 * p.buckets + 1] = first[v], p.buckets++;
+    }
+    p.bucket[2 * p.buckets] = -1, p.bucket[2 * p.buckets + 1] = count;
+    for (int i = 0; i < count; i++) p.order[first[p.tokens[i]]++] = i;
+    free(first);
+    return p;
+}
+
+void positions_free(Positions* p) {
+    free(p->tokens), free(p->order), free(p->bucket);
+}
+
+TEST(embedding_cpu) {
+    const int B = 3, T = 4, C = 8, V = 7;
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0.0;
+    Positions p = positions_create(B * T, V, 2.0);
+    float *wte = random_floats(V * C, 1, 1.0f), *wpe = random_floats(T * C, 2, 1.0f), *out = floats(B * T * C);
+    float *r = random_floats(B * T * C, 3, 1.0f), *dwte = floats(V * C), *dwpe = floats(T * C);
+    embedding_forward(&dev, out, p.tokens, wte, wpe, B, T, C);
+    for (int i = 0; i < B * T * C; i++) {
+        float want = wte[p.tokens[i / C] * C + i % C] + wpe[i / C % T * C + i % C];
+        expect(out[i] == want, "out %d is %g, want %g", i, out[i], want);
+    }
+    double *ted = doubles(wte, V * C), *ped = doubles(wpe, T * C);
+    auto objective = [&] {
+        double total = 0.0;
+        for (int i = 0; i < B * T * C; i++)
+            total += r[i] * (ted[p.tokens[i / C] * C + i % C] + ped[i / C % T * C + i % C]);
+        return total;
+    };
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        for (int i = 0; i < V * C; i++) dwte[i] = 0.5f;
+        for (int i = 0; i < T * C; i++) dwpe[i] = accumulate ? 0.5f : NAN;
+        embedding_backward(&dev, dwte, dwpe, dwte, r, p.order, p.bucket, p.buckets, B, T, C, V, accumulate);
+        for (int i = 0; i < V * C; i++) dwte[i] -= 0.5f;
+        for (int i = 0; accumulate && i < T * C; i++) dwpe[i] -= 0.5f;
+        check_gradient(test, &worst, "dwte", dwte, ted, V * C, B * T, objective);
+        check_gradient(test, &worst, "dwpe", dwpe, ped, T * C, 2 * B, objective);
+    }
+    free(wte), free(wpe), free(out), free(r), free(dwte), free(dwpe), free(ted), free(ped);
+    positions_free(&p);
+    note_worst(test, worst);
+}
+
+TEST(classifier_cpu) {
+    const int N = 4, V = 21, Vp = 128;
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0.0;
+    float *logits = random_floats(N * Vp, 1, 5.0f), losses[N], want[N], mean = NAN;
+    int targets[N] = {0, 20, 7, 20};
+    for (int i = 0; i < N * Vp; i++)
+        if (i % Vp >= V) logits[i] = NAN;  // what the padding holds is never used
+    double *ld = doubles(logits, N * Vp), total = 0.0;
+    for (int i = 0; i < N; i++) want[i] = (float)cross_entropy_double(ld + i * Vp, targets[i], V);
+    for (int i = 0; i < N; i++) total += want[i];
+    classifier(&dev, losses, logits, targets, 0.5f, false, N, V, Vp);
+    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
+    classifier(&dev, losses, logits, targets, 0.5f, true, N, V, Vp);
+    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
+    for (int i = 0; i < N; i++) {
+        check_gradient(test, &worst, "dlogits", logits + i * Vp, ld + i * Vp, V, 4,
+                       [&] { return 0.5 * cross_entropy_double(ld + i * Vp, targets[i], V); });
+        for (int v = V; v < Vp; v++) expect(logits[i * Vp + v] == 0.0f, "padding %d is %g", v, logits[i * Vp + v]);
+    }
+    loss_mean(&dev, &mean, losses, N, false, 0.25f);
+    float first = (float)(0.25 * total), second = (float)(0.375 * total);
+    close_to(test, &worst, "mean", &mean, &first, 1, 8 * EPS32, 8 * EPS32);
+    loss_mean(&dev, &mean, losses, N, true, 0.125f);
+    close_to(test, &worst, "mean", &mean, &second, 1, 8 * EPS32, 8 * EPS32);
+    free(logits), free(ld);
+    note_worst(test, worst);
+}
+
+// norm against double, and the factor in all its cases. `grads`: device memory of n elements; `set` writes one of them.
+template <typename Norm, typename Set>
+void check_norm(Test* test, double* worst, double exact, Norm norm, Set set) {
+    float got[2], length = (float)exact;
+    norm(got, 0.0f);
+    close_to(test, worst, "norm", got, &length, 1, 0.0, 16 * EPS32);
+    expect(got[1] == 1.0f, "factor %g without clipping", got[1]);
+    norm(got, 2.0f * length);
+    expect(got[1] == 1.0f, "factor %g below the limit", got[1]);
+    norm(got, 0.25f * length);
+    float quarter = 0.25f;
+    close_to(test, worst, "factor", got + 1, &quarter, 1, 0.0, 16 * EPS32);
+    set(NAN);
+    norm(got, 1.0f);
+    expect(isnan(got[0]) && isnan(got[1]), "a NaN: norm %g, factor %g", got[0], got[1]);
+    set(INFINITY);
+    norm(got, 0.0f);
+    expect(isinf(got[0]) && isnan(got[1]), "an infinity: norm %g, factor %g", got[0], got[1]);
+}
+
+TEST(global_norm_cpu) {
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0.0;
+    for (int64_t n : {1, 7, 1000, 100003}) {
+        float* grads = random_floats(n, 1, 1.0f);
+        float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
+        double sum = 0.0;
+        for (int64_t i = 0; i < n; i++) sum += (double)grads[i] * grads[i];
+        check_norm(
+            test, &worst, sqrt(sum), [&](float* got, float clip) { global_norm(&dev, got, scratch, grads, n, clip); },
+            [&](float value) { grads[n - 1] = value; });
+        free(grads), free(scratch);
+    }
+    note_worst(test, worst);
+}
+
+TEST(cpu_threads_same_bits) {
+    const int N = 200, C = 136, V = 50;
+    Device dev;
+    device_open(&dev, false, 0);
+    int threads = omp_get_max_threads();
+    Positions p = positions_create(N, V, 3.0);
+    float *x = random_floats(N * C, 1, 1.0f), *d = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
+    float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
+    float *mean = random_floats(N, 4, 0.1f), *rstd = random_floats(N, 5, 1.0f), *result[2];
+    const int64_t length = N * C + 2 * C + C * C + C + V * C + N * C + 2;
+    for (int run = 0; run < 2; run++) {
+        omp_set_num_threads(run == 0 ? 1 : 3);
+        float *next = result[run] = random_floats(length, 6, 1.0f), *dinp = next, *dweight = dinp + N * C;
+        float *dbias = dweight + C, *dw = dbias + C, *db = dw + C * C, *dwte = db + C, *dwpe = dwte + V * C;
+        layernorm_backward(&dev, dinp, dweight, dbias, (float*)nullptr, d, x, weight, mean, rstd, N, C, true);
+        matmul_backward_weight(&dev, dw, d, x, N, C, C, true);
+        matmul_backward_bias(&dev, db, (float*)nullptr, d, N, C, true);
+        embedding_backward(&dev, dwte, dwpe, dwte, d, p.order, p.bucket, p.buckets, 1, N, C, V, true);
+        global_norm(&dev, dwpe + N * C, scratch, d, (int64_t)N * C, 1.0f);
+    }
+    omp_set_num_threads(threads);
+    expect(memcmp(result[0], result[1], length * sizeof(float)) == 0, "1 and 3 threads differ");
+    free(x), free(d), free(weight), free(scratch), free(mean), free(rstd), free(result[0]), free(result[1]);
+    positions_free(&p);
+}
+
+// GPU: the kernels against the plain C version.
+
+constexpr int GUARD = 64;  // elements behind every array that no kernel may touch
+
+// n elements on the device, and on the host the same values after rounding to T.
+template <typename T>
+struct Array {
+    int64_t n;
+    float* host;
+    T* device;
+};
+
+// Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
+template <typename T>
+void array_set(const Device* dev, Array<T>* array, const float* values) {
+    int64_t bytes = (array->n + GUARD) * sizeof(T);
+    T* staged = (T*)malloc(bytes);
+    memset((void*)staged, 0xff, bytes);
+    for (int64_t i = 0; i < array->n; i++) {
+        if (values) staged[i] = from_float<T>(values[i]);
+        array->host[i] = to_float(staged[i]);
+    }
+    copy_to_device(dev, array->device, staged, bytes);
+    free(staged);
+}
+
+template <typename T>
+Array<T> array_of(const Device* dev, int64_t n, const float* values) {
+    Array<T> array = {n, floats(n), (T*)device_alloc(dev, (n + GUARD) * sizeof(T))};
+    array_set(dev, &array, values);
+    return array;
+}
+
+template <typename T>
+Array<T> array_random(const Device* dev, int64_t n, uint64_t seed, float scale) {
+    float* values = random_floats(n, seed, scale);
+    Array<T> array = array_of<T>(dev, n, values);
+    free(values);
+    return array;
+}
+
+template <typename T>
+void array_free(const Device* dev, Array<T>* array) {
+    free(array->host);
+    device_free(dev, array->device);
+}
+
+int* ints_to_device(const Device* dev, const int* values, int64_t n) {
+    int* device = (int*)device_alloc(dev, n * sizeof(int));
+    copy_to_device(dev, device, values, n * sizeof(int));
+    return device;
+}
+
+// Runs twice from the same beginning (`before`, or NaN) and compares the output with `want`, the runs with each other
+// bit for bit, and the guard with what it was. `host` of the array is left as it began.
+template <typename T, typename Run>
+void check_output(Test* test, double* worst, const Device* dev, const char* what, Array<T>* out, const float* before,
+                  const float* want, double absolute, Run run) {
+    int64_t n = out->n, bytes = (n + GUARD) * sizeof(T);
+    T* got[2] = {(T*)malloc(bytes), (T*)malloc(bytes)};
+    for (int i = 0; i < 2; i++) {
+        array_set(dev, out, before);
+        run();
+        copy_to_host(dev, got[i], out->device, bytes);
+    }
+    float* values = floats(n);
+    for (int64_t i = 0; i < n; i++) values[i] = to_float(got[0][i]);
+    close_to(test, worst, what, values, want, n, absolute, epsilon<T>() + 4 * EPS32);
+    expect(memcmp(got[0], got[1], n * sizeof(T)) == 0, "%s: two runs differ", what);
+    const unsigned char* guard = (const unsigned char*)(got[0] + n);
+    for (int64_t i = 0; i < (int64_t)(GUARD * sizeof(T)); i++) {
+        expect(guard[i] == 0xff, "%s: byte %lld behind the output was written", what, (long long)i);
+        if (guard[i] != 0xff) break;
+    }
+    free(values), free(got[0]), free(got[1]);
+}
+
+template <typename X>
+void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
+    Array<X> x = array_random<X>(dev, n, 1, 12.0f), out = array_of<X>(dev, n, nullptr);
+    Array<X> d = array_random<X>(dev, n, 2, 1.0f);
+    float *want = floats(n), *dwant = floats(n);
+    gelu_forward_cpu(want, x.host, n);
+    memcpy(dwant, d.host, n * sizeof(float));
+    gelu_backward_inplace_cpu(dwant, x.host, n);
+    check_output(test, worst, dev, "gelu", &out, nullptr, want, EPS32,
+                 [&] { gelu_forward(dev, out.device, x.device, n); });
+    float* before = random_floats(n, 2, 1.0f);
+    check_output(test, worst, dev, "dgelu", &d, before, dwant, 4 * EPS32,
+                 [&] { gelu_backward_inplace(dev, d.device, x.device, n); });
+    Array<X> y = array_random<X>(dev, n, 3, 1.0f);
+    residual_forward_cpu(want, x.host, y.host, n);
+    check_output(test, worst, dev, "residual", &out, nullptr, want, EPS32,
+                 [&] { residual_forward(dev, out.device, x.device, y.device, n); });
+    free(want), free(dwant), free(before);
+    array_free(dev, &x), array_free(dev, &out), array_free(dev, &d), array_free(dev, &y);
+}
+
+TEST(gelu_residual_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (int64_t n : {1, 7, 8, 2049, 1000003}) {
+        gelu_gpu_case<float>(test, &worst, &dev, n);
+        gelu_gpu_case<bf16>(test, &worst, &dev, n);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+template <typename X>
+void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C) {
+    Array<X> x = array_random<X>(dev, N * C, 1, 1.0f), y = array_random<X>(dev, N * C, 2, 1.0f);
+    Array<X> weight = array_random<X>(dev, C, 3, 1.0f), bias = array_random<X>(dev, C, 4, 1.0f);
+    Array<X> sum = array_of<X>(dev, N * C, nullptr), out = array_of<X>(dev, N * C, nullptr);
+    Array<float> mean = array_of<float>(dev, N, nullptr), rstd = array_of<float>(dev, N, nullptr);
+    float *want_sum = floats(N * C), *want = floats(N * C), *want_mean = floats(N), *want_rstd = floats(N);
+    float* before = random_floats(N * C, 1, 1.0f);
+    double bound = EPS32 * (8 + sqrt((double)C));
+    residual_forward_cpu(want_sum, x.host, y.host, N * C);
+    for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(want_sum[i]));
+    layernorm_forward_cpu(want, want_mean, want_rstd, want_sum, weight.host, bias.host, N, C);
+    auto fused = [&] {
+        residual_layernorm_forward(dev, sum.device, out.device, mean.device, rstd.device, x.device, y.device,
+                                   weight.device, bias.device, N, C);
+    };
+    check_output(test, worst, dev, "residual", &sum, nullptr, want_sum, EPS32, fused);
+    check_output(test, worst, dev, "out", &out, nullptr, want, bound, fused);
+    check_output(test, worst, dev, "mean", &mean, nullptr, want_mean, bound, fused);
+    check_output(test, worst, dev, "rstd", &rstd, nullptr, want_rstd, bound, fused);
+    check_output(test, worst, dev, "residual in place", &x, before, want_sum, EPS32, [&] {
+        residual_layernorm_forward(dev, x.device, out.device, mean.device, rstd.device, x.device, y.device,
+                                   weight.device, bias.device, N, C);
+    });
+    array_set(dev, &x, before);
+    layernorm_forward_cpu(want, want_mean, want_rstd, x.host, weight.host, bias.host, N, C);
+    auto alone = [&] {
+        layernorm_forward(dev, out.device, mean.device, rstd.device, x.device, weight.device, bias.device, N, C);
+    };
+    check_output(test, worst, dev, "out alone", &out, nullptr, want, bound, alone);
+    check_output(test, worst, dev, "rstd alone", &rstd, nullptr, want_rstd, bound, alone);
+    free(want_sum), free(want), free(want_mean), free(want_rstd), free(before);
+    array_free(dev, &x), array_free(dev, &y), array_free(dev, &weight), array_free(dev, &bias), array_free(dev, &sum);
+    array_free(dev, &out), array_free(dev, &mean), array_free(dev, &rstd);
+}
+
+const int LAYERNORM_SHAPES[][2] = {{1, 8},    {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
+                                   {37, 768}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192}};
+
+TEST(layernorm_forward_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (auto& shape : LAYERNORM_SHAPES) {
+        layernorm_forward_gpu_case<float>(test, &worst, &dev, shape[0], shape[1]);
+        layernorm_forward_gpu_case<bf16>(test, &worst, &dev, shape[0], shape[1]);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+template <typename X, typename G>
+void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, bool accumulate) {
+    Array<X> d = array_random<X>(dev, N * C, 1, 1.0f), x = array_random<X>(dev, N * C, 2, 1.0f);
+    Array<X> weight = array_random<X>(dev, C, 3, 1.0f), dinp = array_random<X>(dev, N * C, 4, 1.0f);
+    Array<G> dweight = array_random<G>(dev, C, 5, 1.0f), dbias = array_random<G>(dev, C, 6, 1.0f);
+    Array<float> mean = array_random<float>(dev, N, 7, 0.1f), rstd = array_random<float>(dev, N, 8, 0.5f);
+    float *begin = floats(N * C), *begin_weight = floats(C), *begin_bias = floats(C);
+    float* scratch = (float*)device_alloc(dev, layernorm_backward_scratch_bytes(dev, C));
+    memcpy(begin, dinp.host, N * C * sizeof(float));
+    memcpy(begin_weight, dweight.host, C * sizeof(float));
+    memcpy(begin_bias, dbias.host, C * sizeof(float));
+    float *want = random_floats(N * C, 4, 1.0f), *want_weight = floats(C), *want_bias = floats(C);
+    memcpy(want, begin, N * C * sizeof(float));
+    memcpy(want_weight, begin_weight, C * sizeof(float));
+    memcpy(want_bias, begin_bias, C * sizeof(float));
+    layernorm_backward_cpu(want, want_weight, want_bias, d.host, x.host, weight.host, mean.host, rstd.host, N, C,
+                           accumulate);
+    auto run = [&] {
+        layernorm_backward(dev, dinp.device, dweight.device, dbias.device, scratch, d.device, x.device, weight.device,
+                           mean.device, rstd.device, N, C, accumulate);
+    };
+    double bound = EPS32 * (4 + 0.5 * sqrt((double)C)), bound_sum = product_bound(N, 1.0);
+    check_output(test, worst, dev, "dinp", &dinp, begin, want, bound, run);
+    check_output(test, worst, dev, "dweight", &dweight, accumulate ? begin_weight : nullptr, want_weight, bound_sum,
+                 run);
+    check_output(test, worst, dev, "dbias", &dbias, accumulate ? begin_bias : nullptr, want_bias, bound_sum, run);
+    free(begin), free(begin_weight), free(begin_bias), free(want), free(want_weight), free(want_bias);
+    array_free(dev, &d), array_free(dev, &x), array_free(dev, &weight), array_free(dev, &dinp);
+    array_free(dev, &dweight), array_free(dev, &dbias), array_free(dev, &mean), array_free(dev, &rstd);
+    device_free(dev, scratch);
+}
+
+TEST(layernorm_backward_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (auto& shape : LAYERNORM_SHAPES) {
+        for (int accumulate = 0; accumulate < 2; accumulate++) {
+            layernorm_backward_gpu_case<float, float>(test, &worst, &dev, shape[0], shape[1], accumulate);
+            layernorm_backward_gpu_case<bf16, float>(test, &worst, &dev, shape[0], shape[1], accumulate);
+            layernorm_backward_gpu_case<bf16, bf16>(test, &worst, &dev, shape[0], shape[1], accumulate);
+        }
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+float largest(const float* values, int64_t n) {
+    float top = 0.0f;
+    for (int64_t i = 0; i < n; i++) top = fmaxf(top, fabsf(values[i]));
+    return top;
+}
+
+template <typename X>
+void matmul_forward_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
+    Array<X> inp = array_random<X>(dev, N * C, 1, 1.0f), bias = array_random<X>(dev, OC, 3, 1.0f);
+    Array<X> weight = array_random<X>(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)C));
+    Array<X> out = array_of<X>(dev, N * OC, nullptr), pre = array_of<X>(dev, N * OC, nullptr);
+    float *want = floats(N * OC), *want_pre = floats(N * OC);
+    const X* no_bias = nullptr;
+    X* no_pre = nullptr;
+    double bound = product_bound(C, 2.0 / sqrt(C));
+    matmul_forward_cpu(want, nullptr, inp.host, weight.host, nullptr, N, C, OC);
+    check_output(test, worst, dev, "out", &out, nullptr, want, bound,
+                 [&] { matmul_forward(dev, out.device, no_pre, inp.device, weight.device, no_bias, N, C, OC); });
+    matmul_forward_cpu(want, nullptr, inp.host, weight.host, bias.host, N, C, OC);
+    check_output(test, worst, dev, "out with bias", &out, nullptr, want, bound,
+                 [&] { matmul_forward(dev, out.device, no_pre, inp.device, weight.device, bias.device, N, C, OC); });
+    matmul_forward_cpu(want, want_pre, inp.host, weight.host, bias.host, N, C, OC);
+    auto gelu = [&] { matmul_forward(dev, out.device, pre.device, inp.device, weight.device, bias.device, N, C, OC); };
+    check_output(test, worst, dev, "pre_gelu", &pre, nullptr, want_pre, bound, gelu);
+    // The slope of GELU is at most 1.13, and in bf16 its input may have been rounded and its tanh is the hardware's.
+    double bound_gelu = 1.13 * (bound + (sizeof(X) == 2 ? epsilon<X>() * largest(want_pre, N * OC) : 8 * EPS32));
+    check_output(test, worst, dev, "gelu", &out, nullptr, want, bound_gelu, gelu);
+    array_free(dev, &inp), array_free(dev, &bias), array_free(dev, &weight), array_free(dev, &out);
+    array_free(dev, &pre);
+    free(want), free(want_pre);
+}
+
+template <typename X>
+void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
+    Array<X> d = array_random<X>(dev, N * OC, 1, 1.0f), pre = array_random<X>(dev, N * C, 3, 4.0f);
+    Array<X> weight = array_random<X>(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)OC));
+    Array<X> dinp = array_of<X>(dev, N * C, nullptr);
+    float* want = floats(N * C);
+    const X* no_pre = nullptr;
+    double bound = product_bound(OC, 2.0 / sqrt(OC));
+    matmul_backward_input_cpu(want, d.host, weight.host, nullptr, N, C, OC);
+    check_output(test, worst, dev, "dinp", &dinp, nullptr, want, bound,
+                 [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, no_pre, N, C, OC); });
+    // In bf16 the slope comes from the hardware's tanh, good to 2^-11; 0.5 x sqrt(2/pi) (1 + 0.134 x^2) makes up to 4
+    // of it for |x| < 4, twice that through the square.
+    bound += largest(want, N * C) * (sizeof(X) == 2 ? 8.0 / 2048 : 8 * EPS32);
+    matmul_backward_input_cpu(want, d.host, weight.host, pre.host, N, C, OC);
+    check_output(test, worst, dev, "dinp dgelu", &dinp, nullptr, want, bound,
+                 [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, pre.device, N, C, OC); });
+    array_free(dev, &d), array_free(dev, &pre), array_free(dev, &weight), array_free(dev, &dinp);
+    free(want);
+}
+
+template <typename X, typename G>
+void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC,
+                                     bool accumulate) {
+    Array<X> d = array_random<X>(dev, N * OC, 1, 1.0f), inp = array_random<X>(dev, N * C, 2, 1.0f);
+    int64_t n = (int64_t)OC * C;
+    Array<G> dweight = array_random<G>(dev, n, 3, 1.0f), dbias = array_random<G>(dev, OC, 4, 1.0f);
+    float* scratch = (float*)device_alloc(dev, matmul_backward_bias_scratch_bytes(dev, OC));
+    float *begin = floats(n), *want = floats(n);
+    memcpy(begin, dweight.host, n * sizeof(float));
+    memcpy(want, begin, n * sizeof(float));
+    matmul_backward_weight_cpu(want, d.host, inp.host, N, C, OC, accumulate);
+    check_output(test, worst, dev, "dweight", &dweight, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
+                 [&] { matmul_backward_weight(dev, dweight.device, d.device, inp.device, N, C, OC, accumulate); });
+    memcpy(begin, dbias.host, OC * sizeof(float));
+    memcpy(want, begin, OC * sizeof(float));
+    matmul_backward_bias_cpu(want, d.host, N, OC, accumulate);
+    check_output(test, worst, dev, "dbias", &dbias, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
+                 [&] { matmul_backward_bias(dev, dbias.device, scratch, d.device, N, OC, accumulate); });
+    array_free(dev, &d), array_free(dev, &inp), array_free(dev, &dweight), array_free(dev, &dbias);
+    free(begin), free(want);
+    device_free(dev, scratch);
+}
+
+const int MATMUL_SHAPES[][3] = {{1, 64, 64},     {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
+                                {37, 64, 50304}, {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288}};
+
+TEST(matmul_forward_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (auto& s : MATMUL_SHAPES) {
+        matmul_forward_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
+        matmul_forward_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+TEST(matmul_backward_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (auto& s : MATMUL_SHAPES) {
+        matmul_backward_input_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
+        matmul_backward_input_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+        for (int accumulate = 0; accumulate < 2; accumulate++) {
+            matmul_backward_weight_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+            matmul_backward_weight_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+            matmul_backward_weight_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+        }
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+template <typename X, typename G>
+void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int T, int C, int V, int Vp, double skew) {
+    int64_t n = (int64_t)B * T * C, table = (int64_t)Vp * C, places = (int64_t)T * C;
+    Positions p = positions_create(B * T, V, skew);
+    int *tokens = ints_to_device(dev, p.tokens, B * T), *order = ints_to_device(dev, p.order, B * T);
+    int* bucket = ints_to_device(dev, p.bucket, 2 * (p.buckets + 1));
+    Array<X> wte = array_random<X>(dev, table, 1, 1.0f), wpe = array_random<X>(dev, places, 2, 1.0f);
+    Array<X> out = array_of<X>(dev, n, nullptr), d = array_random<X>(dev, n, 3, 1.0f);
+    Array<float> sum = array_random<float>(dev, table, 4, 1.0f);
+    Array<G> dwte = array_random<G>(dev, table, 4, 1.0f), dwpe = array_random<G>(dev, places, 5, 1.0f);
+    float *want = floats(n), *want_token = floats(table), *want_place = floats(places), *begin = floats(places);
+    embedding_forward_cpu(want, p.tokens, wte.host, wpe.host, B, T, C);
+    check_output(test, worst, dev, "out", &out, nullptr, want, EPS32,
+                 [&] { embedding_forward(dev, out.device, tokens, wte.device, wpe.device, B, T, C); });
+    const bool tied = std::is_same_v<G, float>;
+    const float* base = tied ? (const float*)dwte.device : sum.device;
+    memcpy(begin, dwpe.host, places * sizeof(float));
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        memcpy(want_token, sum.host, table * sizeof(float));
+        memcpy(want_place, begin, places * sizeof(float));
+        embedding_backward_cpu(want_token, want_place, want_token, d.host, p.order, p.bucket, p.buckets, B, T, C, Vp,
+                               accumulate);
+        auto run = [&] {
+            embedding_backward(dev, dwte.device, dwpe.device, base, d.device, order, bucket, p.buckets, B, T, C, Vp,
+                               (bool)accumulate);
+        };
+        check_output(test, worst, dev, "dwpe", &dwpe, accumulate ? begin : nullptr, want_place, product_bound(B, 1.0),
+                     run);
+        check_output(test, worst, dev, "dwte", &dwte, tied ? sum.host : nullptr, want_token,
+                     product_bound(p.largest, 1.0), run);
+    }
+    free(want), free(want_token), free(want_place), free(begin);
+    array_free(dev, &wte), array_free(dev, &wpe), array_free(dev, &out), array_free(dev, &d), array_free(dev, &sum);
+    array_free(dev, &dwte), array_free(dev, &dwpe);
+    device_free(dev, tokens), device_free(dev, order), device_free(dev, bucket);
+    positions_free(&p);
+}
+
+TEST(embedding_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    const int shapes[][5] = {{1, 1, 8, 256, 256},         {3, 37, 64, 256, 256},    {16, 256, 768, 256, 256},
+                             {8, 256, 128, 50257, 50304}, {5, 100, 1600, 257, 384}, {2, 64, 5120, 1000, 1024}};
+    for (auto& s : shapes) {
+        embedding_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
+        embedding_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
+        embedding_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 1.0);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+// Against double: the plain C version is compared with it too, and a sum of 50257 terms in fp32 is no oracle.
+template <typename X>
+void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp) {
+    const float dloss = 1.0f / 64;
+    float *values = random_floats(N * Vp, 1, 8.0f), *want = floats(N * Vp), *want_loss = floats(N);
+    double* row = (double*)malloc(V * sizeof(double));
+    int* targets = (int*)malloc(N * sizeof(int));
+    for (int64_t i = 0; i < N * Vp; i++)
+        if (i % Vp >= V) values[i] = NAN;  // what the padding holds is never used
+    Array<X> logits = array_of<X>(dev, N * Vp, values);
+    Array<float> losses = array_of<float>(dev, N, nullptr);
+    for (int64_t i = 0; i < N; i++) {
+        targets[i] = i % 3 == 0 ? V - 1 : i % 3 == 1 ? 0 : (int)(i * 7919 % V);
+        for (int v = 0; v < V; v++) row[v] = logits.host[i * Vp + v];
+        want_loss[i] = (float)cross_entropy_double(row, targets[i], V);
+        double log_sum = cross_entropy_double(row, 0, V) + row[0];
+        for (int v = 0; v < Vp; v++)
+            want[i * Vp + v] = v < V ? (float)((exp(row[v] - log_sum) - (v == targets[i])) * dloss) : 0.0f;
+    }
+    int* device_targets = ints_to_device(dev, targets, N);
+    auto run = [&](bool backward) {
+        classifier(dev, losses.device, logits.device, device_targets, dloss, backward, N, V, Vp);
+    };
+    // e^(x - max): the argument, up to 23 in base 2, is good to fp32's epsilon, and so is each of the V / 1024 sums.
+    double bound = EPS32 * 64;
+    check_output(test, worst, dev, "losses", &losses, nullptr, want_loss, bound, [&] { run(false); });
+    check_output(test, worst, dev, "dlogits", &logits, values, want, bound * dloss / 16, [&] { run(true); });
+    check_output(test, worst, dev, "losses with dlogits", &losses, nullptr, want_loss, bound, [&] {
+        array_set(dev, &logits, values);
+        run(true);
+    });
+    free(values), free(want), free(want_loss), free(row), free(targets);
+    array_free(dev, &logits), array_free(dev, &losses);
+    device_free(dev, device_targets);
+}
+
+TEST(classifier_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    const int shapes[][3] = {{1, 256, 256}, {37, 257, 384}, {1000, 256, 256}, {37, 50257, 50304}, {3, 5, 128}};
+    for (auto& s : shapes) {
+        classifier_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
+        classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+    }
+    for (int64_t N : {1, 37, 1000, 65536}) {
+        Array<float> losses = array_random<float>(&dev, N, 1, 4.0f), mean = array_of<float>(&dev, 1, nullptr);
+        double sum = 0.0;
+        for (int64_t i = 0; i < N; i++) sum += losses.host[i];
+        for (int accumulate = 0; accumulate < 2; accumulate++) {
+            float begin = 3.0f, want = (float)((accumulate ? 3.0 : 0.0) + sum / N);
+            check_output(test, &worst, &dev, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
+                         [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); });
+        }
+        array_free(&dev, &losses), array_free(&dev, &mean);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+template <typename G>
+void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
+    Array<G> grads = array_random<G>(dev, n, 1, 1.0f);
+    float* scratch = (float*)device_alloc(dev, global_norm_scratch_bytes(dev));
+    float* result = (float*)device_alloc(dev, 2 * sizeof(float));
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += (double)grads.host[i] * grads.host[i];
+    auto norm = [&](float got[2], float clip) {
+        float again[2];
+        global_norm(dev, result, scratch, grads.device, n, clip);
+        copy_to_host(dev, again, result, 2 * sizeof(float));
+        global_norm(dev, result, scratch, grads.device, n, clip);
+        copy_to_host(dev, got, result, 2 * sizeof(float));
+        expect(memcmp(again, got, 2 * sizeof(float)) == 0, "two runs differ");
+    };
+    check_norm(test, worst, sqrt(sum), norm, [&](float value) {
+        G element = from_float<G>(value);
+        copy_to_device(dev, grads.device + n - 1, &element, sizeof(G));
+    });
+    array_free(dev, &grads);
+    device_free(dev, scratch), device_free(dev, result);
+}
+
+TEST(global_norm_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (int64_t n : {1, 7, 1000, 1000003, 30000000}) {
+        global_norm_gpu_case<float>(test, &worst, &dev, n);
+        global_norm_gpu_case<bf16>(test, &worst, &dev, n);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+// Arrays of more than 2^31 elements: the last rows, which 32-bit indices would miss.
+TEST(kernels_beyond_2_31_elements_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    if (dev.memory < (int64_t)32 << 30) {
+        device_close(&dev);
+        skip("needs 32 GiB of GPU memory");
+    }
+    const int C = 50304, V = 50257, tail = 8;
+    const int64_t N = ((int64_t)1 << 31) / C + 10, n = N * C;
+    bf16 *a = (bf16*)device_alloc(&dev, n * 2), *b = (bf16*)device_alloc(&dev, n * 2), *got = (bf16*)malloc(C * 2);
+    int *targets = (int*)malloc(N * sizeof(int)), *device_targets;
+    float *losses = (float*)device_alloc(&dev, N * sizeof(float)), loss = NAN;
+    for (int64_t i = 0; i < N; i++) targets[i] = tail;
+    device_targets = ints_to_device(&dev, targets, N);
+    device_zero(&dev, a, n * 2);
+    check(cudaMemsetAsync(b, 0x3f, n * 2, dev.stream));  // every element is 0x3f3f
+    residual_forward(&dev, a, a, b, n);
+    copy_to_host(&dev, got, a + n - tail, tail * 2);
+    copy_to_host(&dev, got + tail, b + n - tail, tail * 2);
+    expect(memcmp(got, got + tail, tail * 2) == 0, "residual: the last elements");
+    gelu_forward(&dev, b, a, n);
+    copy_to_host(&dev, got + tail, b + n - tail, tail * 2);
+    float want = (float)gelu_double(to_float(got[0])), value = to_float(got[tail + tail - 1]);
+    expect(fabsf(value - want) <= want / 256, "gelu: the last element is %g, want %g", value, want);
+    classifier(&dev, losses, a, device_targets, 1.0f, true, N, V, C);
+    copy_to_host(&dev, &loss, losses + N - 1, sizeof(float));
+    copy_to_host(&dev, got, a + n - C, C * 2);
+    expect(fabs(loss - log((double)V)) < 1e-4, "classifier: the last loss is %g, want %g", loss, log((double)V));
+    value = to_float(got[tail]), want = 1.0f / V - 1.0f;
+    expect(fabsf(value - want) < 1.0 / 256, "classifier: the last target's gradient is %g, want %g", value, want);
+    value = to_float(got[V - 1]);
+    expect(fabsf(value * V - 1.0f) < 1.0 / 256, "classifier: the last gradient is %g, want %g", value, 1.0 / V);
+    expect(to_float(got[C - 1]) == 0.0f, "classifier: the padding is %g", to_float(got[C - 1]));
+    device_free(&dev, a), device_free(&dev, b), device_free(&dev, losses), device_free(&dev, device_targets);
+    free(got), free(targets);
+    device_close(&dev);
+}
+
+}  // namespace

@@ -1,0 +1,86 @@
+// The test runner: a case is a function registered by TEST(name); `./test_gpt2` runs all, prints one line per case and
+// ends with `N passed, N failed, N skipped`. `--list` names them, `-k substring` (repeatable) picks.
+// A case whose name ends in _gpu is skipped where there is no GPU. A case fails through expect() or expect_close() and
+// goes on, so that one run shows all that is wrong. Every case runs in the same process unless it forks itself.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct Test {
+    const char* name;
+    void (*run)(Test*);
+    int failures;
+    bool skipped;
+    char note[256];  // printed at the end of the case's line: the figure it measured, or why it was skipped
+    Test* next;
+};
+
+Test** test_list();  // head of the list of registered cases, in order of registration within a file
+
+struct TestRegistration {
+    TestRegistration(Test* test) {
+        Test** tail = test_list();
+        while (*tail) tail = &(*tail)->next;
+        *tail = test;
+    }
+};
+
+#define TEST(NAME)                                                               \
+    static void test_##NAME(Test* test);                                         \
+    static Test test_case_##NAME = {#NAME, test_##NAME, 0, false, {0}, nullptr}; \
+    static TestRegistration test_registration_##NAME(&test_case_##NAME);         \
+    static void test_##NAME([[maybe_unused]] Test* test)
+
+// Fails the case with a printf message when the condition is false.
+#define expect(condition, ...)                                         \
+    do {                                                               \
+        if (!(condition)) {                                            \
+            test->failures++;                                          \
+            printf("    %s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                       \
+            printf("\n");                                              \
+        }                                                              \
+    } while (0)
+
+#define skip(...)                                              \
+    do {                                                       \
+        test->skipped = true;                                  \
+        snprintf(test->note, sizeof(test->note), __VA_ARGS__); \
+        return;                                                \
+    } while (0)
+
+// Compares n values with a bound for each: |got - want| <= bound(i) = absolute + relative * |want|. A NaN fails.
+// Returns the largest error as a multiple of the bound (1.0 = at the bound) and notes it on the case's line.
+inline double expect_close(Test* test, const char* what, const float* got, const float* want, int64_t n,
+                           double absolute, double relative) {
+    double worst = 0.0;
+    int64_t index = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double bound = absolute + relative * fabs((double)want[i]);
+        double multiple = fabs((double)got[i] - (double)want[i]) / bound;
+        if (!(multiple <= worst)) worst = multiple, index = i;
+        if (isnan(multiple)) break;
+    }
+    size_t used = strlen(test->note);
+    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2f of bound", used ? ", " : "", what, worst);
+    if (!(worst <= 1.0)) {
+        test->failures++;
+        printf("    %s: element %lld of %lld is %.9g, want %.9g: %.2f times the bound\n", what, (long long)index,
+               (long long)n, got[index], want[index], worst);
+    }
+    return worst;
+}
+
+// Deterministic test data in [-1, 1): splitmix64 of (seed, i).
+inline float test_uniform(uint64_t seed, int64_t i) {
+    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (uint64_t)(i + 1) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return (float)((double)(z >> 11) / 9007199254740992.0 * 2.0 - 1.0);
+}
+
+bool test_gpu_present();  // a CUDA device answers

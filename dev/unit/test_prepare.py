@@ -1,0 +1,374 @@
+#!/usr/bin/env python3
+"""Tests of data/prepare.py: one line a case, `N passed, N failed, N skipped` last; exit status 1 when a case fails.
+
+    python dev/unit/test_prepare.py [-k SUBSTRING]
+
+Each case runs the script on small generated files in a temporary folder. The vocabulary is a made-up one of 256 bytes
+and a few merges, so nothing is downloaded; one case uses GPT-2's own where ../shared/data has it. Where a library that
+prepare.py needs is missing, all is skipped and the exit status is 0.
+"""
+
+import gzip
+import json
+import lzma
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+MERGES = "Ġ t|h e|i n|r e|Ġt he|o n|Ġ Ġ|Ċ Ċ|e r|Ġ a|n d|Ġa nd|' s".split("|")
+
+
+def byte_names():
+    """GPT-2's printable name of each byte, in the order of its tokens."""
+    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    others = [b for b in range(256) if b not in printable]
+    return {**{b: chr(b) for b in printable}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+
+
+def write_vocabulary(folder, names=("encoder.json", "vocab.bpe")):
+    tokens = {name: i for i, name in enumerate(byte_names().values())}
+    for merge in MERGES:
+        tokens[merge.replace(" ", "")] = len(tokens)
+    tokens["<|endoftext|>"] = len(tokens)
+    folder.mkdir()
+    (folder / names[0]).write_text(json.dumps(tokens), "utf-8")
+    (folder / names[1]).write_text("#version: 0.2\n" + "\n".join(MERGES) + "\n", "utf-8")
+    return len(tokens)
+
+
+class Corpus:
+    """What prepare.py wrote, read back with no help from it."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.meta = json.loads((self.folder / "meta.json").read_text("utf-8"))
+        names = {name: byte for byte, name in byte_names().items()}
+        vocabulary = json.loads((self.folder / "vocab.json").read_text("utf-8"))
+        self.end = vocabulary.pop("<|endoftext|>")
+        self.text = {token: bytes(names[c] for c in name) for name, token in vocabulary.items()}
+
+    def shards(self, part):
+        """The tokens of each shard; checks the header against the file."""
+        result = []
+        paths = sorted(self.folder.glob(part + "_*.bin"))
+        assert [p.name for p in paths] == [f"{part}_{i:06d}.bin" for i in range(len(paths))], paths
+        for path in paths:
+            data = path.read_bytes()
+            header = memoryview(data[:1024]).cast("i")
+            assert header[0] == 20240520 and header[1] == 1, "magic or version"
+            assert len(data) == 1024 + 2 * header[2], (len(data), header[2])
+            assert not any(header[3:]), "the rest of the header is 0"
+            result.append(list(memoryview(data[1024:]).cast("H")))
+        return result
+
+    def tokens(self, part):
+        return [token for shard in self.shards(part) for token in shard]
+
+    def documents(self, part):
+        """The texts of a part; checks that it begins with <|endoftext|>, and its counts in meta.json."""
+        tokens = self.tokens(part)
+        assert tokens and tokens[0] == self.end, "begins with <|endoftext|>"
+        documents = []
+        for token in tokens:
+            if token == self.end:
+                documents.append(bytearray())
+            else:
+                documents[-1] += self.text[token]
+        counted = self.meta[part]["tokens"], self.meta[part]["bytes"]
+        assert counted == (len(tokens), sum(map(len, documents))), (counted, len(tokens))
+        return [document.decode() for document in documents]
+
+
+class Case:
+    """A temporary folder with a vocabulary, and ways to run prepare.py in it."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.vocabulary = write_vocabulary(self.folder / "vocabulary")
+
+    def write(self, name, content):
+        content = content.encode() if isinstance(content, str) else content
+        pack = lzma.compress if name.endswith(".xz") else gzip.compress if name.endswith(".gz") else bytes
+        (self.folder / name).write_bytes(pack(content))
+        return name
+
+    def run(self, *arguments, vocabulary="vocabulary", **environment):
+        command = [sys.executable, str(ROOT / "data" / "prepare.py"), *map(str, arguments)]
+        command += ["--vocab", vocabulary] if vocabulary else []
+        environment = {**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache"), **environment}
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+
+    def prepare(self, *arguments, out="out", **more):
+        done = self.run(*arguments, "--out", out, **more)
+        assert done.returncode == 0, done.stderr
+        assert f"./train --data {out}" in done.stdout, done.stdout
+        assert not (self.folder / (out + ".tmp")).exists()
+        return Corpus(self.folder / out)
+
+    def refuse(self, expected, *arguments, **more):
+        """Expects status 2, one sentence that holds `expected`, and nothing written."""
+        out = [] if "--out" in arguments else ["--out", "refused"]
+        done = self.run(*arguments, *out, **more)
+        assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+        assert done.stderr.startswith("prepare: error: ") and done.stderr.count("\n") == 1, done.stderr
+        assert expected in done.stderr, f"{expected!r} is not in {done.stderr!r}"
+        assert not list(self.folder.glob("refused*")), "wrote something"
+
+
+def sample(seed, size):
+    """Text with what trips a tokenizer: runs of white space, apostrophes, digits, accents, wide characters."""
+    generator = random.Random(seed)
+    words = [
+        "the",
+        " the",
+        "  ",
+        "\n\n",
+        "\n",
+        "\t",
+        "and's",
+        "don't",
+        "1234",
+        "é",
+        "日本",
+        "😀",
+        "\u3000",
+        "\u00a0",
+        "\r\n",
+        ";:",
+        "in",
+    ]
+    text = ""
+    while len(text) < size:
+        text += generator.choice(words) + generator.choice(["", " ", " ", "\n"])
+    return "x" + text + "."
+
+
+def joined(documents):
+    return "".join(f"<|endoftext|>\n{document}\n" for document in documents)
+
+
+def test_round_trip_text(case):
+    documents = [sample(i, 400) for i in range(40)]
+    corpus = case.prepare(case.write("a.txt", joined(documents)), "--val-fraction", 0.2)
+    val, train = corpus.documents("val"), corpus.documents("train")
+    assert val + train == [document + "\n" for document in documents]
+    share = corpus.meta["val"]["bytes"] / (corpus.meta["val"]["bytes"] + corpus.meta["train"]["bytes"])
+    assert 0.17 < share < 0.201, share
+    assert corpus.meta["vocabulary"] == case.vocabulary and corpus.meta["version"] == 1
+    assert corpus.meta["tokenizer"] == "gpt2" and corpus.meta["sources"] == ["a.txt"]
+    assert max(corpus.tokens("train")) < case.vocabulary
+
+
+def test_merges_are_applied(case):
+    corpus = case.prepare(case.write("a.txt", "the the\n"), "--val", case.write("v.txt", "in and\n"))
+    assert [corpus.text.get(t) for t in corpus.tokens("train")] == [None, b"t", b"he", b" the", b"\n"]
+    assert [corpus.text.get(t) for t in corpus.tokens("val")] == [None, b"in", b" and", b"\n"]
+
+
+def test_separator_rules(case):
+    text = "one\n<|endoftext|>\r\ntwo <|endoftext|>\n <|endoftext|>\n<|endoftext|>\n \n<|endoftext|>\nthree"
+    corpus = case.prepare(case.write("a.txt", b"\xef\xbb\xbf" + text.encode()), "--val", case.write("v.txt", "v"))
+    assert corpus.documents("train") == ["one\n", "two <|endoftext|>\n <|endoftext|>\n", "three"]
+
+
+def test_packed_and_jsonl_inputs_agree(case):
+    documents = [sample(i, 300) for i in range(12)]
+    lines = "".join(json.dumps({"text": d, "n": 1}) + "\n\n" for d in documents)
+    val = case.write("v.txt", "validation")
+    want = case.prepare(case.write("a.jsonl", lines), "--val", val, out="o0").documents("train")
+    assert want == documents
+    for name in ("a.jsonl.xz", "a.jsonl.gz"):
+        assert case.prepare(case.write(name, lines), "--val", val, out="o-" + name).documents("train") == want
+    for name in ("a.txt", "a.txt.xz", "a.txt.gz"):
+        got = case.prepare(case.write(name, joined(documents)), "--val", val, out="o-" + name).documents("train")
+        assert got == [document + "\n" for document in documents]
+    other = case.write("b.jsonl", '{"body": "the"}\n{"body": "half a pair: \\ud83d"}\n{"body": ""}')
+    got = case.prepare(other, "--val", val, "--field", "body", out="o1")
+    assert got.documents("val") == ["validation"]
+    assert got.documents("train") == ["the", "half a pair: \ufffd"]
+
+
+def test_parquet(case):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return "skipped: no pyarrow"
+    documents = [sample(i, 300) for i in range(30)]
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(30)), "text": documents}), case.folder / "a.parquet")
+    corpus = case.prepare("a.parquet", "--val-fraction", 0.3)
+    assert corpus.documents("val") + corpus.documents("train") == documents and len(corpus.documents("val")) > 3
+    case.refuse("id, text", "a.parquet", "--field", "body")
+    case.refuse("cannot be read", case.write("b.parquet", "text"))
+
+
+def test_workers_and_shards(case):
+    documents = [sample(i, 30000) for i in range(20)] + [sample(99, 50000) * 22]
+    name = case.write("a.txt", joined(documents))
+    one = case.prepare(name, "--workers", 1, "--shard-tokens", 100000, out="one")
+    many = case.prepare(name, "--workers", 3, "--shard-tokens", 100000, out="many")
+    files = sorted(p.name for p in one.folder.iterdir())
+    assert files == sorted(p.name for p in many.folder.iterdir()) and len(files) > 8
+    for file in files:
+        assert (one.folder / file).read_bytes() == (many.folder / file).read_bytes(), file
+    assert {len(shard) for shard in one.shards("train")[:-1]} == {100000}
+    assert 50000 <= len(one.shards("train")[-1]) < 150000
+    assert one.documents("val") + one.documents("train") == [document + "\n" for document in documents]
+
+
+def test_long_document_in_pieces(case):
+    """A document cut into small pieces has the tokens of the whole."""
+    sys.path.insert(0, str(ROOT / "data"))
+    import prepare
+
+    case.prepare(case.write("v.txt", "the"), "--val", "v.txt")
+    encoder = prepare.Encoder(case.folder / "out")
+    whole, pieces = prepare.PIECE_BYTES, 0
+    try:
+        for seed in range(30):
+            path = case.folder / case.write("a.txt", sample(seed, 3000))
+            prepare.PIECE_BYTES = whole
+            want = encoder.encode(list(prepare.read_text(path)), "text").tolist()
+            prepare.PIECE_BYTES = 50
+            parts = list(prepare.read_text(path))
+            assert b"".join(part.data for part in parts) == path.read_bytes()
+            for part in parts:
+                lines_before = path.read_bytes()[: sum(len(p.data) for p in parts[: parts.index(part)])].count(b"\n")
+                assert part.place == 1 + lines_before, "line number"
+            assert encoder.encode(parts, "text").tolist() == want, seed
+            pieces += len(parts)
+    finally:
+        prepare.PIECE_BYTES = whole
+    assert pieces > 1000, pieces
+
+
+def test_single_document_split(case):
+    text = "".join(f"line {i} and the rest é\n" for i in range(2000))
+    corpus = case.prepare(case.write("a.txt", text), "--val-fraction", 0.1)
+    (val,), (train,) = corpus.documents("val"), corpus.documents("train")
+    assert val + train == text and val.endswith("\n") and abs(len(val) / len(text) - 0.1) < 0.002
+    text = "日本" * 3000
+    corpus = case.prepare(case.write("b.txt", text), "--val-fraction", 0.1, out="b")
+    (val,), (train,) = corpus.documents("val"), corpus.documents("train")
+    assert val + train == text and len(val) == 600
+
+
+def test_default_validation_share(case):
+    corpus = case.prepare(case.write("a.txt", joined(["the " * 500] * 50)))
+    assert len(corpus.documents("val")) == 5 and len(corpus.documents("train")) == 45
+
+
+def test_limit_and_force(case):
+    name = case.write("a.txt", joined([sample(i, 5000) for i in range(300)]))
+    corpus = case.prepare(name, "--limit-tokens", 70000, "--shard-tokens", "3e4", "--workers", 2)
+    corpus.documents("train")
+    assert [len(shard) for shard in corpus.shards("train")] == [30000, 40000]
+    case.refuse("exists already", name, "--out", "out")
+    corpus = case.prepare(name, "--limit-tokens", 50000, "--force")
+    assert corpus.meta["train"]["tokens"] == 50000
+    (corpus.folder / "notes").write_text("mine")
+    case.refuse("left alone", name, "--out", "out", "--force")
+    assert (corpus.folder / "notes").exists()
+
+
+def test_vocabulary_under_hugging_face_names(case):
+    write_vocabulary(case.folder / "hf", ("vocab.json", "merges.txt"))
+    val = case.write("v.txt", "in")
+    text = case.write("a.txt", sample(1, 3000))
+    first = case.prepare(text, "--val", val, out="o0")
+    merges = (case.folder / "hf" / "merges.txt").read_text("utf-8")
+    (case.folder / "hf" / "merges.txt").write_text(merges.split("\n", 1)[1].rstrip("\n"), "utf-8")
+    second = case.prepare(text, "--val", val, out="o1", vocabulary="hf")
+    assert first.tokens("train") == second.tokens("train")
+    again = case.prepare(text, "--val", val, out="o2", vocabulary="o1")
+    assert first.tokens("train") == again.tokens("train")
+    assert (again.folder / "merges.txt").read_text("utf-8") == merges
+
+
+def test_errors(case):
+    good = case.write("good.txt", "the the\n" * 100)
+    case.refuse("none.txt: no such file", "none.txt")
+    case.refuse("no such file", good, "--val", "none.txt")
+    case.refuse("a folder", "vocabulary")
+    case.refuse(".jsonl", case.write("a.csv", "a,b"))
+    case.refuse("empty", case.write("empty.txt", ""))
+    case.refuse("empty", case.write("blank.txt", "\n<|endoftext|>\n \n"))
+    case.refuse("bad.jsonl: line 3: not JSON", case.write("bad.jsonl", '{"text": "a"}\n\n{"text": \n'))
+    case.refuse('line 2: there is no field "text" but body', case.write("f.jsonl", '{"text": "a"}\n{"body": "a"}\n'))
+    case.refuse('field "text" is not a text', case.write("n.jsonl", '{"text": 1}\n'))
+    case.refuse("not a JSON object", case.write("l.jsonl", "[1]\n"))
+    case.refuse("latin.txt: line 3: not UTF-8", case.write("latin.txt", "a\nb\nol\u00e9\n".encode("latin-1")))
+    case.refuse("not UTF-8", case.write("latin.jsonl", '{"text": "ol\u00e9"}\n'.encode("latin-1")), "--workers", 2)
+    (case.folder / "cut.txt.xz").write_bytes(lzma.compress(b"the " * 9999)[:60])
+    case.refuse("cut.txt.xz: cannot be read", "cut.txt.xz")
+    (case.folder / "no.txt.gz").write_bytes(b"not packed")
+    case.refuse("no.txt.gz: cannot be read", "no.txt.gz")
+    case.refuse("--val", case.write("one.jsonl", '{"text": "a"}\n'))
+    case.refuse("vocab.bpe", good, vocabulary="cache")
+    (case.folder / "vocabulary" / "vocab.bpe").write_text("#version: 0.2\nt h\n", "utf-8")
+    case.refuse("byte-pair vocabulary", good)
+    case.refuse("--shard-tokens", good, "--shard-tokens", 10)
+    case.refuse("--workers", good, "--workers", "x")
+    case.refuse("--val-fraction", good, "--val-fraction", 1)
+    case.refuse("INPUT")
+
+
+def test_no_network(case):
+    nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
+    nowhere.update(dict.fromkeys(("no_proxy", "NO_PROXY"), ""))
+    for name, part in (
+        ("tinyshakespeare", "input.txt"),
+        ("tinystories", "train.txt"),
+        ("fineweb-edu-10B", "000_00000"),
+    ):
+        case.refuse(part, name, **nowhere)
+    assert not list((case.folder / "cache").glob("**/*.part"))
+
+
+def test_gpt2_vocabulary(case):
+    if not (SHARED / "tokenizer" / "vocab.bpe").exists():
+        return "skipped: no ../shared/data/tokenizer"
+    val = case.write("v.txt", "Hello world")
+    corpus = case.prepare(case.write("a.txt", sample(1, 20000)), "--val", val, vocabulary=None)
+    assert corpus.tokens("val") == [50256, 15496, 995] and corpus.meta["vocabulary"] == 50257
+    assert corpus.documents("train") == [sample(1, 20000)]
+    text = SHARED / "text" / "tinyshakespeare.txt"
+    if text.exists():
+        corpus = case.prepare(text, "--val", val, vocabulary=None, out="shakespeare")
+        assert corpus.meta["train"]["tokens"] == 338025 + 1, corpus.meta
+        assert corpus.documents("train") == [text.read_text("utf-8")]
+
+
+def main():
+    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
+    cases = [(name[5:], run) for name, run in globals().items() if name.startswith("test_") and picked in name]
+    missing = subprocess.run([sys.executable, "-c", "import numpy, tiktoken, tqdm"], capture_output=True).returncode
+    passed = failed = skipped = 0
+    for name, run in cases:
+        started, note = time.time(), None
+        if missing:
+            note = "skipped: type `pip install -r data/requirements.txt`"
+        else:
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    note = run(Case(folder))
+            except Exception:  # an assertion, or whatever else went wrong in the case
+                traceback.print_exc(file=sys.stdout)
+                note = "FAILED"
+        failed += note == "FAILED"
+        skipped += bool(note) and note != "FAILED"
+        passed += not note
+        print(f"{name:40} {note or 'ok'} ({time.time() - started:.1f} s)")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1054 @@
+// Causal multi-head attention. For each batch b and head h, with q, k, v of shape (T, HS) and scale = 1/sqrt(HS):
+//   s[i][j] = scale * q[i].k[j] for j <= i,  lse[i] = log(sum_j exp(s[i][j])),  p = exp(s - lse),  out[i] = sum_j
+//   p[i][j] v[j]
+// and backward, with D[i] = dout[i].out[i]:
+//   dp[i][j] = dout[i].v[j],  ds = p * (dp - D),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T dout.
+// qkv and dqkv are (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T). The T x T matrix is never in memory.
+// Forward must move 8 B T C bytes (bf16), backward 18 B T C; both are bound by the tensor cores from T = 256 or so.
+//
+// bf16: mma.sync m16n8k16 with fp32 sums (sm_80 on), tiles by cp.async into XOR-swizzled shared memory. Forward: a
+// block owns a tile of queries and walks the keys up to the diagonal. Backward: a block owns a tile of keys and walks
+// the queries from the diagonal down; scores are computed transposed (keys x queries), so that p^T and ds^T come out of
+// the tensor cores in the very layout in which they go back in for dv and dk, and only ds goes through shared memory,
+// for dq. dq of a tile of queries is a sum over blocks. It is added in fp32 in one fixed order, nearest keys first: the
+// block of keys n waits for the flag that block n + 1 sets. That order is also the one in which blocks that start
+// together get there, so nobody waits long. The nearest block stores without reading and block 0 writes the bf16
+// result, so there is neither an atomic on floats nor a pass that clears or converts. Blocks take their work by ticket:
+// the work a block may wait for has an earlier ticket, so its block is running and the wait ends. fp32: the same sums
+// with FFMA, 64 x 64 tiles; dq has a kernel of its own (correct first).
+#pragma once
+
+#include <math.h>
+
+#include "common.cuh"
+
+// Sum of a[i] * b[i] in 16 interleaved partial sums (one vector register's worth), added pairwise: a fixed order.
+inline float attention_dot_cpu(const float* a /*(n)*/, const float* b /*(n)*/, int n) {
+    float lane[16] = {0.0f};
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int l = 0; l < 16; l++) lane[l] = fmaf(a[i + l], b[i + l], lane[l]);
+    for (int l = 0; i + l < n; l++) lane[l] = fmaf(a[i + l], b[i + l], lane[l]);
+    for (int half = 8; half > 0; half /= 2)
+        for (int l = 0; l < half; l++) lane[l] += lane[l + half];
+    return lane[0];
+}
+
+// y += a * x
+inline void attention_axpy_cpu(float* __restrict__ y /*(n)*/, float a, const float* __restrict__ x /*(n)*/, int n) {
+    for (int i = 0; i < n; i++) y[i] = fmaf(a, x[i], y[i]);
+}
+
+// One head of one sequence; `p` holds a row of T scores.
+inline void attention_forward_head_cpu(float* out /*(T,HS), rows C apart*/, float* lse /*(T)*/,
+                                       const float* q /*(T,HS), rows 3C apart; k and v lie C and 2C behind*/,
+                                       float* p /*(T)*/, int T, int C, int HS) {
+    const float *k = q + C, *v = q + 2 * (int64_t)C;
+    const int64_t stride = 3 * (int64_t)C;
+    const float scale = 1.0f / sqrtf((float)HS);
+    for (int i = 0; i < T; i++) {
+        float largest = -INFINITY;
+        for (int j = 0; j <= i; j++) {
+            p[j] = scale * attention_dot_cpu(q + i * stride, k + j * stride, HS);
+            largest = p[j] > largest ? p[j] : largest;
+        }
+        float sum = 0.0f;
+        for (int j = 0; j <= i; j++) {
+            p[j] = expf(p[j] - largest);
+            sum += p[j];
+        }
+        float* row = out + i * (int64_t)C;
+        for (int d = 0; d < HS; d++) row[d] = 0.0f;
+        for (int j = 0; j <= i; j++) attention_axpy_cpu(row, p[j], v + j * stride, HS);
+        for (int d = 0; d < HS; d++) row[d] /= sum;
+        lse[i] = largest + logf(sum);
+    }
+}
+
+inline float* attention_row_cpu(int T) {
+    float* row = (float*)malloc((size_t)T * sizeof(float));
+    if (!row) user_error("attention over %d tokens has no memory for a row of scores; lower --context", T);
+    return row;
+}
+
+inline void attention_forward_cpu(float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const float* qkv /*(B,T,3,NH,HS)*/,
+                                  int B, int T, int C, int NH) {
+    const int HS = C / NH;
+#pragma omp parallel
+    {
+        float* p = attention_row_cpu(T);
+#pragma omp for schedule(static)
+        for (int bh = 0; bh < B * NH; bh++) {
+            int64_t first = (int64_t)(bh / NH) * T;  // row of token 0 of this sequence
+            int64_t column = (int64_t)(bh % NH) * HS;
+            attention_forward_head_cpu(out + first * C + column, lse + (int64_t)bh * T, qkv + first * 3 * C + column, p,
+                                       T, C, HS);
+        }
+        free(p);
+    }
+}
+
+// One head of one sequence: query by query, each adding its share to dk and dv of the keys that it saw.
+inline void attention_backward_head_cpu(float* dq /*(T,HS), rows 3C apart; dk and dv lie C and 2C behind*/,
+                                        const float* dout /*(T,HS), rows C apart*/, const float* q /*as dq*/,
+                                        const float* out /*as dout*/, const float* lse /*(T)*/, int T, int C, int HS) {
+    const float *k = q + C, *v = q + 2 * (int64_t)C;
+    float *dk = dq + C, *dv = dq + 2 * (int64_t)C;
+    const int64_t stride = 3 * (int64_t)C;
+    const float scale = 1.0f / sqrtf((float)HS);
+    for (int i = 0; i < T; i++)
+        for (int d = 0; d < HS; d++) dq[i * stride + d] = dk[i * stride + d] = dv[i * stride + d] = 0.0f;
+    for (int i = 0; i < T; i++) {
+        const float *query = q + i * stride, *dout_row = dout + i * (int64_t)C;
+        const float D = attention_dot_cpu(dout_row, out + i * (int64_t)C, HS);
+        for (int j = 0; j <= i; j++) {
+            float p = expf(scale * attention_dot_cpu(query, k + j * stride, HS) - lse[i]);
+            float ds = scale * p * (attention_dot_cpu(dout_row, v + j * stride, HS) - D);
+            attention_axpy_cpu(dq + i * stride, ds, k + j * stride, HS);
+            attention_axpy_cpu(dk + j * stride, ds, query, HS);
+            attention_axpy_cpu(dv + j * stride, p, dout_row, HS);
+        }
+    }
+}
+
+inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* dout /*(B,T,C)*/,
+                                   const float* qkv /*(B,T,3,NH,HS)*/, const float* out /*(B,T,C)*/,
+                                   const float* lse /*(B,NH,T)*/, int B, int T, int C, int NH) {
+    const int HS = C / NH;
+#pragma omp parallel for schedule(static)
+    for (int bh = 0; bh < B * NH; bh++) {
+        int64_t first = (int64_t)(bh / NH) * T;
+        int64_t column = (int64_t)(bh % NH) * HS;
+        int64_t wide = first * 3 * C + column, narrow = first * C + column;
+        attention_backward_head_cpu(dqkv + wide, dout + narrow, qkv + wide, out + narrow, lse + (int64_t)bh * T, T, C,
+                                    HS);
+    }
+}
+
+// Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
+// shared memory across the waits.
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+__device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) {  // zeros when not valid
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+__device__ inline void copy_4_async(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
+__device__ inline void copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Returns when at most N of this thread's groups of copies are still under way.
+template <int N>
+__device__ inline void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and
+// 2t + 1, c[2..3] the same of row g + 8.
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline float exp2_approximate(float x) {  // relative error 2^-22; exp2(-inf) = 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+__device__ inline void store_shared(uint32_t to, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+__device__ inline int4 load_shared(uint32_t from) {
+    int4 value;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(from)
+                 : "memory");
+    return value;
+}
+
+__device__ inline int load_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline void store_release(int* address, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Tiles of bf16 in shared memory: rows of COLS elements in chunks of 16 bytes, the chunk's index XORed with the row so
+// that 8 consecutive rows of one chunk (an ldmatrix) lie in 8 different groups of banks. COLS is 32, 64 or 128.
+
+// Byte offset of a chunk.
+template <int COLS>
+__device__ inline uint32_t tile_offset(int row, int chunk) {
+    int twist = COLS == 32 ? (row >> 1) & 3 : row & 7;
+    return (uint32_t)(row * COLS * 2 + (chunk ^ twist) * 16);
+}
+
+// Starts the copy of rows first_row .. first_row + ROWS - 1, zeros from row `rows` on.
+template <int ROWS, int COLS, int THREADS>
+__device__ inline void tile_load(uint32_t tile, const bf16* source /*(rows,COLS)*/, int64_t stride, int first_row,
+                                 int rows) {
+    constexpr int CHUNKS = COLS / 8, STEP = THREADS / CHUNKS;
+    static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0);
+    const int row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += STEP) {
+        int row = row0 + r, from = first_row + row;
+        bool valid = from < rows;
+        copy_16_async(tile + tile_offset<COLS>(row, chunk), source + (valid ? from : 0) * stride + chunk * 8, valid);
+    }
+}
+
+// The left operand (MT x 16 rows by COLS) of a product, kept in registers or read again from shared memory.
+template <int MT, int COLS, bool IN_REGISTERS>
+struct LeftOperand {
+    uint32_t address;  // of the tile's first row
+    uint32_t part[IN_REGISTERS ? COLS / 16 : 1][MT][4];
+};
+
+template <int COLS>
+__device__ inline void left_load(uint32_t (&a)[4], uint32_t address, int row, int k) {
+    const int lane = threadIdx.x % 32;
+    load_matrices(a, address + tile_offset<COLS>(row + lane % 16, k * 2 + lane / 16));
+}
+
+template <int MT, int COLS, bool IN_REGISTERS>
+__device__ inline void left_open(LeftOperand<MT, COLS, IN_REGISTERS>& left, uint32_t address) {
+    left.address = address;
+    if constexpr (IN_REGISTERS) {
+#pragma unroll
+        for (int k = 0; k < COLS / 16; k++)
+#pragma unroll
+            for (int m = 0; m < MT; m++) left_load<COLS>(left.part[k][m], address, m * 16, k);
+    }
+}
+
+// c[m] (16 x N each) += left (MT x 16 rows by COLS) * tile^T, where tile is N rows by COLS.
+template <int MT, int N, int COLS, bool IN_REGISTERS>
+__device__ inline void multiply_rows(float (&c)[MT][N / 8][4], LeftOperand<MT, COLS, IN_REGISTERS>& left,
+                                     uint32_t tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < COLS / 16; k++) {
+        uint32_t(&a)[MT][4] = left.part[IN_REGISTERS ? k : 0];
+        if constexpr (!IN_REGISTERS) {
+#pragma unroll
+            for (int m = 0; m < MT; m++) left_load<COLS>(a[m], left.address, m * 16, k);
+        }
+#pragma unroll
+        for (int n = 0; n < N / 16; n++) {
+            uint32_t b[4];
+            load_matrices(b, tile + tile_offset<COLS>(n * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma(c[m][n * 2], a[m], b[0], b[1]);
+                mma(c[m][n * 2 + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// c[m] (16 x COLS each) += a[m] (16 x K) * tile, where tile is K rows by COLS.
+template <int MT, int K, int COLS>
+__device__ inline void multiply_columns(float (&c)[MT][COLS / 8][4], const uint32_t (&a)[MT][K / 16][4],
+                                        uint32_t tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < K / 16; k++)
+#pragma unroll
+        for (int n = 0; n < COLS / 16; n++) {
+            uint32_t b[4];
+            load_matrices_transposed(b, tile + tile_offset<COLS>(k * 16 + lane % 16, n * 2 + lane / 16));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma(c[m][n * 2], a[m][k], b[0], b[1]);
+                mma(c[m][n * 2 + 1], a[m][k], b[2], b[3]);
+            }
+        }
+}
+
+// A product's result (16 x N) as the left operand of the next one.
+template <int N>
+__device__ inline void pack_left(uint32_t (&a)[N / 16][4], const float (&c)[N / 8][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+        a[k][0] = pack_bf16(c[2 * k][0], c[2 * k][1]);
+        a[k][1] = pack_bf16(c[2 * k][2], c[2 * k][3]);
+        a[k][2] = pack_bf16(c[2 * k + 1][0], c[2 * k + 1][1]);
+        a[k][3] = pack_bf16(c[2 * k + 1][2], c[2 * k + 1][3]);
+    }
+}
+
+// Writes a warp's 16 rows to memory in bf16, times a factor for row g and one for row g + 8, 64 columns at a time
+// through 2 KiB of shared memory that are this warp's own, so that whole 16-byte chunks are stored.
+template <int COLS>
+__device__ inline void store_rows(bf16* to /*(16,COLS)*/, int64_t stride, int rows, uint32_t own,
+                                  const float (&c)[COLS / 8][4], float factor0, float factor1) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int first = 0; first < COLS; first += 64) {
+        __syncwarp();
+#pragma unroll
+        for (int chunk = 0; chunk < 8; chunk++) {
+            const float(&from)[4] = c[first / 8 + chunk];
+            store_shared(own + tile_offset<64>(g, chunk) + t * 4, pack_bf16(from[0] * factor0, from[1] * factor0));
+            store_shared(own + tile_offset<64>(g + 8, chunk) + t * 4, pack_bf16(from[2] * factor1, from[3] * factor1));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = i * 4 + lane / 8, chunk = lane % 8;
+            int4 value = load_shared(own + tile_offset<64>(row, chunk));
+            if (row < rows) *reinterpret_cast<int4*>(to + row * stride + first + chunk * 8) = value;
+        }
+    }
+    __syncwarp();
+}
+
+// Forward, bf16.
+
+// Which tile of queries a block works on. Heads come in groups whose keys and values fit in the L2 cache together;
+// within a group the longest rows go first, so that the last blocks to run are short ones.
+__device__ inline void forward_work(int& bh, int& tile, int tiles, int heads, int group) {
+    int g = blockIdx.x / (group * tiles), within = blockIdx.x % (group * tiles);
+    int size = min(group, heads - g * group);
+    bh = g * group + within % size;
+    tile = tiles - 1 - within / size;
+}
+
+// Running softmax of one 16 x N tile of scores: s becomes p, and what was summed so far is rescaled to the new maximum.
+template <int N, int HS>
+__device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4], float (&largest)[2], float (&sum)[2],
+                                    float scale_log2) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float top = largest[r];
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        float shift = top * scale_log2, partial = 0.0f;
+        float factor = exp2_approximate(largest[r] * scale_log2 - shift);
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+            s[n][2 * r] = exp2_approximate(fmaf(s[n][2 * r], scale_log2, -shift));
+            s[n][2 * r + 1] = exp2_approximate(fmaf(s[n][2 * r + 1], scale_log2, -shift));
+            partial += s[n][2 * r] + s[n][2 * r + 1];
+        }
+        sum[r] = sum[r] * factor + partial;
+        largest[r] = top;
+        if (__any_sync(0xffffffffu, factor != 1.0f)) {
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= factor, o[n][2 * r + 1] *= factor;
+        }
+    }
+}
+
+template <int HS_>
+struct ForwardShape {
+    static constexpr int HS = HS_, BM = 128, BN = 64, WARPS = 4, MT = BM / 16 / WARPS, THREADS = WARPS * 32;
+    static constexpr int BLOCKS = 2;  // on a multiprocessor
+    static constexpr bool Q_IN_REGISTERS = HS == 64;
+    static constexpr int Q_BYTES = BM * HS * 2, KV_BYTES = BN * HS * 2;
+    static constexpr int SHARED = Q_BYTES + 4 * KV_BYTES;  // q, then {k, v} of two stages
+};
+
+// grid B * NH * ceil(T / BM), block THREADS, shared SHARED; HS 64 or 128, any T; deterministic.
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
+    attention_forward_kernel(bf16* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const bf16* qkv /*(B,T,3C)*/, int B, int T,
+                             int NH, int group, float scale) {
+    constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN, MT = Shape::MT, THREADS = Shape::THREADS;
+    extern __shared__ __align__(128) char shared[];
+    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(shared), kv_tiles = q_tile + Shape::Q_BYTES;
+    int bh, tile;
+    forward_work(bh, tile, (T + BM - 1) / BM, B * NH, group);
+    const int64_t C = (int64_t)NH * HS, stride = 3 * C, first = (int64_t)(bh / NH) * T;
+    const bf16* q = qkv + first * stride + bh % NH * HS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row0 = tile * BM + warp * 16 * MT;  // this warp's first query
+    const int tiles = (min(tile * BM + BM, T) + BN - 1) / BN;
+    const float scale_log2 = scale * LOG2_E;
+
+    tile_load<BM, HS, THREADS>(q_tile, q, stride, tile * BM, T);
+    tile_load<BN, HS, THREADS>(kv_tiles, q + C, stride, 0, T);
+    tile_load<BN, HS, THREADS>(kv_tiles + Shape::KV_BYTES, q + 2 * C, stride, 0, T);
+    copy_commit();
+    LeftOperand<MT, HS, Shape::Q_IN_REGISTERS> left;
+    float o[MT][HS / 8][4] = {}, largest[MT][2], sum[MT][2] = {};
+    for (int m = 0; m < MT; m++) largest[m][0] = largest[m][1] = -INFINITY;
+    for (int j = 0; j < tiles; j++) {
+        const uint32_t k_tile = kv_tiles + (j % 2) * 2 * Shape::KV_BYTES, v_tile = k_tile + Shape::KV_BYTES;
+        copy_wait<0>();
+        __syncthreads();  // tile j is there, and everybody is done with tile j - 1
+        if (j == 0) left_open(left, q_tile + warp * 16 * MT * HS * 2);
+        if (j + 1 < tiles) {
+            const uint32_t next = kv_tiles + ((j + 1) % 2) * 2 * Shape::KV_BYTES;
+            tile_load<BN, HS, THREADS>(next, q + C, stride, (j + 1) * BN, T);
+            tile_load<BN, HS, THREADS>(next + Shape::KV_BYTES, q + 2 * C, stride, (j + 1) * BN, T);
+            copy_commit();
+        }
+        if (j * BN > row0 + 16 * MT - 1) continue;  // every key lies after this warp's queries
+        float s[MT][BN / 8][4] = {};
+        uint32_t p[MT][BN / 16][4];
+        multiply_rows<MT, BN, HS, Shape::Q_IN_REGISTERS>(s, left, k_tile);
+        if (j * BN + BN - 1 > row0) {
+#pragma unroll
+            for (int i = 0; i < MT * BN / 2; i++) {
+                int m = i / (BN / 2), n = i / 4 % (BN / 8), e = i % 4;
+                if (j * BN + n * 8 + t * 2 + e % 2 > row0 + m * 16 + g + e / 2 * 8) s[m][n][e] = -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            softmax_step<BN, HS>(s[m], o[m], largest[m], sum[m], scale_log2);
+            pack_left<BN>(p[m], s[m]);
+        }
+        multiply_columns<MT, BN, HS>(o, p, v_tile);
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        const int row = row0 + m * 16;
+        for (int r = 0; r < 2; r++) {
+            sum[m][r] += __shfl_xor_sync(0xffffffffu, sum[m][r], 1);
+            sum[m][r] += __shfl_xor_sync(0xffffffffu, sum[m][r], 2);
+            if (t == 0 && row + g + r * 8 < T)
+                lse[(int64_t)bh * T + row + g + r * 8] = largest[m][r] * scale + logf(sum[m][r]);
+        }
+        store_rows<HS>(out + (first + row) * C + bh % NH * HS, C, T - row, q_tile + (warp * MT + m) * 16 * HS * 2, o[m],
+                       1.0f / sum[m][0], 1.0f / sum[m][1]);
+    }
+}
+
+// Backward.
+
+// D[b][h][t] = dout . out over a head. One thread per 16 bytes, HS * sizeof(X) / 16 threads (8, 16 or 32) per row;
+// grid ceil(B * T * NH * HS * sizeof(X) / 16 / 256), block 256; deterministic.
+template <typename X, int HS>
+__global__ void attention_dot_kernel(float* D /*(B,NH,T)*/, const X* dout /*(B,T,NH,HS)*/, const X* out /*(B,T,NH,HS)*/,
+                                     int64_t rows /*B*T*NH*/, int T, int NH) {
+    constexpr int THREADS = HS / Vec<X>::size;
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / THREADS;
+    float sum = 0.0f;
+    if (row < rows) {
+        Vec<X> a = load_vec(dout + i * Vec<X>::size), b = load_vec(out + i * Vec<X>::size);
+#pragma unroll
+        for (int l = 0; l < Vec<X>::size; l++) sum = fmaf(to_float(a.lane[l]), to_float(b.lane[l]), sum);
+    }
+#pragma unroll
+    for (int offset = THREADS / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (row < rows && i % THREADS == 0) {
+        unsigned token = (unsigned)row / NH, head = (unsigned)row % NH;  // 2^32 rows would be 10^12 bytes of qkv
+        D[((int64_t)(token / T) * NH + head) * T + token % T] = sum;
+    }
+}
+
+// BM queries by BN keys. Of the shapes for heads of 128, BM = 64 is faster and needs Hopper's shared memory.
+template <int HS_, int BM_>
+struct BackwardShape {
+    static constexpr int HS = HS_, BM = BM_, BN = 128, WARPS = BN / 16, THREADS = WARPS * 32;
+    static constexpr bool IN_REGISTERS = HS == 64;             // a warp's 16 keys and values
+    static constexpr int DQ_ROWS = BM / 16;                    // dq is spread over the warps as DQ_ROWS x
+    static constexpr int DQ_COLUMNS = HS / (WARPS / DQ_ROWS);  // (WARPS / DQ_ROWS) tiles of 16 x DQ_COLUMNS
+    static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BN * BM * 2;
+    // Offsets into shared memory: k, ds (two buffers), v (when it is kept in registers it only passes through the
+    // first buffer of ds), then three stages {q, dout}, then three stages {lse, D}.
+    static constexpr int DS = KEY_BYTES, V = IN_REGISTERS ? DS : DS + 2 * DS_BYTES;
+    static constexpr int STAGES = DS + 2 * DS_BYTES + (IN_REGISTERS ? 0 : KEY_BYTES);
+    static constexpr int ROWS = STAGES + 3 * 2 * QUERY_BYTES;
+    static constexpr int SHARED = ROWS + 3 * 2 * BM * 4;
+    static_assert(!IN_REGISTERS || KEY_BYTES <= 2 * DS_BYTES);
+    static_assert(THREADS >= 2 * BM && 2 * QUERY_BYTES >= WARPS * 16 * 64 * 2 && BN % BM == 0);
+};
+
+// A tile of keys of one head, and what its work needs.
+struct BackwardWork {
+    const bf16* q;     // (T,HS), rows 3C apart: token 0 of this head
+    const bf16* dout;  // (T,HS), rows C apart
+    const float* lse;  // (T)
+    const float* D;    // (T)
+    bf16* dq;          // (T,HS), rows 3C apart
+    float* dq_sum;     // (tiles of queries, BM * HS), each tile in the order of the threads' registers
+    int* flags;        // (tiles of queries): how many tiles of keys have added their share
+    int64_t C;
+    int T, key_tile;
+    float scale;
+};
+
+// Starts the copy of tile m of queries, their dout, lse and D into a stage.
+template <typename Shape>
+__device__ inline void backward_load(uint32_t shared, const BackwardWork& work, int m) {
+    constexpr int BM = Shape::BM;
+    const int stage = m % 3;
+    const uint32_t q = shared + Shape::STAGES + stage * 2 * Shape::QUERY_BYTES;
+    tile_load<BM, Shape::HS, Shape::THREADS>(q, work.q, 3 * work.C, m * BM, work.T);
+    tile_load<BM, Shape::HS, Shape::THREADS>(q + Shape::QUERY_BYTES, work.dout, work.C, m * BM, work.T);
+    if (threadIdx.x < 2 * BM) {
+        const int row = m * BM + threadIdx.x % BM;
+        const float* from = threadIdx.x < BM ? work.lse : work.D;
+        copy_4_async(shared + Shape::ROWS + (stage * 2 * BM + threadIdx.x) * 4, from + min(row, work.T - 1),
+                     row < work.T);
+    }
+}
+
+// Starts the copies that backward_block finds under way: keys, values and the first tile of queries; then the second.
+template <typename Shape>
+__device__ inline void backward_open(uint32_t shared, const BackwardWork& work) {
+    const int key0 = work.key_tile * Shape::BN, tile0 = key0 / Shape::BM;
+    tile_load<Shape::BN, Shape::HS, Shape::THREADS>(shared, work.q + work.C, 3 * work.C, key0, work.T);
+    tile_load<Shape::BN, Shape::HS, Shape::THREADS>(shared + Shape::V, work.q + 2 * work.C, 3 * work.C, key0, work.T);
+    backward_load<Shape>(shared, work, tile0);
+    copy_commit();
+    if ((tile0 + 1) * Shape::BM < work.T) backward_load<Shape>(shared, work, tile0 + 1);
+    copy_commit();
+}
+
+// From scores s and dp (16 keys x BM queries, C layout) to p and ds, both as left operands. Queries past T have zero
+// q, dout, lse and D, so p = 1 meets dout = 0 and ds = 0.
+template <typename Shape>
+__device__ inline void backward_softmax(uint32_t (&p)[1][Shape::BM / 16][4], uint32_t (&ds)[1][Shape::BM / 16][4],
+                                        float (&s)[1][Shape::BM / 8][4], float (&dp)[1][Shape::BM / 8][4],
+                                        const float* rows /*{lse, D} of BM queries*/, int key, int query,
+                                        float scale_log2) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (key + 15 > query) {
+#pragma unroll
+        for (int i = 0; i < Shape::BM / 2; i++)
+            if (key + g + i / 2 % 2 * 8 > query + i / 4 * 8 + t * 2 + i % 2) s[0][i / 4][i % 4] = -INFINITY;
+    }
+#pragma unroll
+    for (int n = 0; n < Shape::BM / 8; n++) {
+        const float2 lse = *reinterpret_cast<const float2*>(rows + n * 8 + t * 2);
+        const float2 D = *reinterpret_cast<const float2*>(rows + Shape::BM + n * 8 + t * 2);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            s[0][n][e] = exp2_approximate(fmaf(s[0][n][e], scale_log2, -(e % 2 ? lse.y : lse.x) * LOG2_E));
+            dp[0][n][e] = s[0][n][e] * (dp[0][n][e] - (e % 2 ? D.y : D.x));
+        }
+    }
+    pack_left<Shape::BM>(p[0], s[0]);
+    pack_left<Shape::BM>(ds[0], dp[0]);
+}
+
+// Stores a warp's ds (16 keys x BM queries, as a left operand) into the block's tile (BN x BM).
+template <typename Shape>
+__device__ inline void backward_store_ds(uint32_t tile, const uint32_t (&ds)[1][Shape::BM / 16][4]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < Shape::BM / 16 * 4; i++) {
+        const int k = i / 4, e = i % 4;
+        uint32_t to = tile + tile_offset<Shape::BM>(row + e % 2 * 8, k * 2 + e / 2) + lane % 4 * 4;
+        store_shared(to, ds[0][k][e]);
+    }
+}
+
+// dq (16 x DQ_COLUMNS, this warp's part of a tile of queries) = ds^T k over the first `keys` keys.
+template <typename Shape>
+__device__ inline void backward_dq(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t ds_tile, uint32_t k_tile, int keys) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int m = warp % Shape::DQ_ROWS, n0 = warp / Shape::DQ_ROWS * (Shape::DQ_COLUMNS / 8);
+#pragma unroll
+    for (int k = 0; k < Shape::BN / 16; k++) {
+        if (k * 16 >= keys) break;
+        uint32_t a[4], b[4];
+        load_matrices_transposed(
+            a, ds_tile + tile_offset<Shape::BM>(k * 16 + lane % 8 + lane / 16 * 8, m * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int n = 0; n < Shape::DQ_COLUMNS / 16; n++) {
+            load_matrices_transposed(b, k_tile + tile_offset<Shape::HS>(k * 16 + lane % 16, n0 + n * 2 + lane / 16));
+            mma(dq[n * 2], a, b[0], b[1]);
+            mma(dq[n * 2 + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// Adds this warp's part of dq to what the tiles of later keys left (none when `first`) and leaves the sum for the next
+// tile of keys, or writes the result where there is none.
+template <typename Shape>
+__device__ inline void backward_dq_add(uint32_t ds_tile, uint32_t k_tile, const BackwardWork& work, int m, bool first) {
+    constexpr int N = Shape::DQ_COLUMNS / 8;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float4* sum = reinterpret_cast<float4*>(work.dq_sum + (int64_t)m * Shape::BM * Shape::HS) + warp * N * 32 + lane;
+    float dq[N][4] = {};
+    float4 before[N] = {};  // read now, needed after the product
+    if (!first) {
+#pragma unroll
+        for (int n = 0; n < N; n++) before[n] = __ldcg(sum + n * 32);
+    }
+    backward_dq<Shape>(dq, ds_tile, k_tile, (m + 1) * Shape::BM - work.key_tile * Shape::BN);
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
+    if (work.key_tile > 0) {
+#pragma unroll
+        for (int n = 0; n < N; n++) __stcg(sum + n * 32, make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
+        return;
+    }
+    const int row = m * Shape::BM + warp % Shape::DQ_ROWS * 16 + lane / 4;
+    bf16* to = work.dq + row * 3 * work.C + warp / Shape::DQ_ROWS * Shape::DQ_COLUMNS + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2 * N; i++) {
+        const int n = i / 2, r = i % 2;
+        if (row + r * 8 < work.T)
+            *reinterpret_cast<uint32_t*>(to + r * 8 * 3 * work.C + n * 8) =
+                pack_bf16(dq[n][r * 2] * work.scale, dq[n][r * 2 + 1] * work.scale);
+    }
+}
+
+// One tile of keys against all queries from the diagonal on. One barrier a tile of queries: it separates the writing
+// of ds from its reading, shows the next stage to everybody, and frees the stage and the ds buffer of the tile before.
+// It also carries the order of dq to all threads: warp 1 sees the flag of tile m before it, warp 0 sets the flag of
+// tile m - 1 after it.
+template <typename Shape>
+__device__ inline void backward_block(float (&dk)[1][Shape::HS / 8][4], float (&dv)[1][Shape::HS / 8][4], char* base,
+                                      const BackwardWork& work) {
+    constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN;
+    const uint32_t shared = (uint32_t)__cvta_generic_to_shared(base);
+    const int warp = threadIdx.x / 32, key = work.key_tile * BN + warp * 16;
+    const int tiles = (work.T + BM - 1) / BM, tile0 = work.key_tile * BN / BM;
+    copy_wait<1>();
+    __syncthreads();
+    LeftOperand<1, HS, Shape::IN_REGISTERS> k, v;
+    left_open(k, shared + warp * 16 * HS * 2);
+    left_open(v, shared + Shape::V + warp * 16 * HS * 2);
+    if (Shape::IN_REGISTERS) __syncthreads();  // v is read before ds takes its place
+    for (int m = tile0; m < tiles; m++) {
+        const uint32_t q_tile = shared + Shape::STAGES + m % 3 * 2 * Shape::QUERY_BYTES;
+        const uint32_t dout_tile = q_tile + Shape::QUERY_BYTES, ds_tile = shared + Shape::DS + m % 2 * Shape::DS_BYTES;
+        const int before = m * BM / BN - work.key_tile;  // tiles of keys that add to dq of tile m before this one
+        if (threadIdx.x == 32 && before > 0)
+            while (load_acquire(work.flags + m) != before) {
+            }
+        __syncwarp();
+        if (m * BM + BM > key) {  // some query of the tile sees a key of this warp
+            const float* rows = reinterpret_cast<const float*>(base + Shape::ROWS) + m % 3 * 2 * BM;
+            float s[1][BM / 8][4] = {}, dp[1][BM / 8][4] = {};
+            uint32_t p[1][BM / 16][4], ds[1][BM / 16][4];
+            multiply_rows<1, BM, HS, Shape::IN_REGISTERS>(s, k, q_tile);
+            multiply_rows<1, BM, HS, Shape::IN_REGISTERS>(dp, v, dout_tile);
+            backward_softmax<Shape>(p, ds, s, dp, rows, key, m * BM, work.scale * LOG2_E);
+            backward_store_ds<Shape>(ds_tile, ds);
+            multiply_columns<1, BM, HS>(dv, p, dout_tile);
+            multiply_columns<1, BM, HS>(dk, ds, q_tile);
+        }
+        copy_wait<0>();
+        __syncthreads();
+        if (threadIdx.x == 0 && m > tile0 && work.key_tile > 0)
+            store_release(work.flags + m - 1, (m - 1) * BM / BN - work.key_tile + 1);
+        if (m + 2 < tiles) backward_load<Shape>(shared, work, m + 2);
+        copy_commit();
+        backward_dq_add<Shape>(ds_tile, shared, work, m, before == 0);
+    }
+}
+
+// grid: as many blocks as run at a time, block THREADS, shared SHARED; flags and ticket zero before; HS 64 or 128, any
+// T; deterministic (dq is summed in a fixed order).
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::THREADS, 1)
+    attention_backward_kernel(bf16* dqkv /*(B,T,3C)*/, float* dq_sum /*(B*NH, ceil(T/BM)*BM*HS)*/,
+                              int* flags /*(B*NH, ceil(T/BM))*/, int* ticket /*(1)*/, const bf16* dout /*(B,T,C)*/,
+                              const bf16* qkv /*(B,T,3C)*/, const float* lse /*(B,NH,T)*/, const float* D /*(B,NH,T)*/,
+                              int B, int T, int NH, float scale) {
+    constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN;
+    extern __shared__ __align__(128) char shared[];
+    __shared__ int drawn;
+    const uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
+    const int warp = threadIdx.x / 32, key_tiles = (T + BN - 1) / BN, query_tiles = (T + BM - 1) / BM;
+    const int total = B * NH * key_tiles;
+    const int64_t C = (int64_t)NH * HS;
+    auto take = [&](int number) {  // the later keys of a head come first
+        const int64_t bh = number / key_tiles, first = bh / NH * T, column = bh % NH * HS;
+        BackwardWork work = {qkv + first * 3 * C + column,
+                             dout + first * C + column,
+                             lse + bh * T,
+                             D + bh * T,
+                             dqkv + first * 3 * C + column,
+                             dq_sum + bh * query_tiles * BM * HS,
+                             flags + bh * query_tiles,
+                             C,
+                             T,
+                             key_tiles - 1 - number % key_tiles,
+                             scale};
+        return work;
+    };
+    if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1);
+    __syncthreads();
+    int number = drawn, next = 0;
+    if (number < total) backward_open<Shape>(base, take(number));
+    while (number < total) {
+        BackwardWork work = take(number);
+        float dk[1][HS / 8][4] = {}, dv[1][HS / 8][4] = {};
+        if (threadIdx.x == 0) next = atomicAdd(ticket, 1);  // needed only at the end
+        backward_block<Shape>(dk, dv, shared, work);
+        if (threadIdx.x == 0) drawn = next;
+        __syncthreads();
+        if (threadIdx.x == 0 && work.key_tile > 0)
+            store_release(work.flags + query_tiles - 1, (query_tiles - 1) * BM / BN - work.key_tile + 1);
+        number = drawn;
+        const int key = work.key_tile * BN + warp * 16;
+        uint32_t own = base + Shape::STAGES + warp * 16 * 64 * 2;  // in a stage that backward_open leaves alone
+        if (number < total) {
+            BackwardWork following = take(number);
+            backward_open<Shape>(base, following);
+            own += (following.key_tile * BN / BM + 2) % 3 * 2 * Shape::QUERY_BYTES;
+        }
+        bf16* to = work.dq + key * 3 * C;
+        store_rows<HS>(to + C, 3 * C, T - key, own, dk[0], scale, scale);
+        store_rows<HS>(to + 2 * C, 3 * C, T - key, own, dv[0], 1.0f, 1.0f);
+    }
+}
+
+// fp32 on the GPU. 16 x 16 threads own a 64 x 64 tile: thread (x, y) has rows y + 16 i and, of scores, columns x + 16
+// j, of HS-wide results, columns 4 (x + 16 j) .. + 3. Tiles in shared memory have rows of HS + 4 floats (no bank
+// conflict).
+
+constexpr int FP32_TILE = 64, FP32_P_STRIDE = 65;
+
+constexpr int fp32_shared_bytes(int HS, int tiles) {
+    return (tiles * FP32_TILE * (HS + 4) + FP32_TILE * FP32_P_STRIDE) * (int)sizeof(float);
+}
+
+// Copies rows first_row .. first_row + 63, zeros from row `rows` on.
+template <int HS>
+__device__ inline void fp32_load(float* tile /*(64,HS+4)*/, const float* source /*(rows,HS)*/, int64_t stride,
+                                 int first_row, int rows) {
+    for (int i = threadIdx.x; i < FP32_TILE * HS / 4; i += 256) {
+        int row = i / (HS / 4), column = i % (HS / 4) * 4;
+        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first_row + row < rows)
+            value = *reinterpret_cast<const float4*>(source + (first_row + row) * stride + column);
+        *reinterpret_cast<float4*>(tile + row * (HS + 4) + column) = value;
+    }
+}
+
+// s[i][j] = a[row i] . b[row j]
+template <int HS>
+__device__ inline void fp32_multiply_rows(float (&s)[4][4], const float* a /*(64,HS+4)*/,
+                                          const float* b /*(64,HS+4)*/) {
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (int i = 0; i < 16; i++) s[i / 4][i % 4] = 0.0f;
+#pragma unroll 4
+    for (int k = 0; k < HS; k += 4) {
+        float4 right[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) right[j] = *reinterpret_cast<const float4*>(b + (x + 16 * j) * (HS + 4) + k);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float4 left = *reinterpret_cast<const float4*>(a + (y + 16 * i) * (HS + 4) + k);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                s[i][j] = fmaf(left.x, right[j].x, s[i][j]);
+                s[i][j] = fmaf(left.y, right[j].y, s[i][j]);
+                s[i][j] = fmaf(left.z, right[j].z, s[i][j]);
+                s[i][j] = fmaf(left.w, right[j].w, s[i][j]);
+            }
+        }
+    }
+}
+
+// Shares the block's 64 x 64 values through p, then o[row i] += sum over j of p[i][j] * b[row j]. Begins and ends with
+// a barrier, so p and b may be overwritten after it.
+template <int HS>
+__device__ inline void fp32_multiply_columns(float (&o)[4][HS / 16], const float (&s)[4][4], float* p /*(64,65)*/,
+                                             const float* b /*(64,HS+4)*/) {
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+#pragma unroll
+    for (int i = 0; i < 16; i++) p[(y + i / 4 * 16) * FP32_P_STRIDE + x + i % 4 * 16] = s[i / 4][i % 4];
+    __syncthreads();
+#pragma unroll 4
+    for (int k = 0; k < FP32_TILE; k++)
+#pragma unroll
+        for (int n = 0; n < HS / 64; n++) {
+            float4 right = *reinterpret_cast<const float4*>(b + k * (HS + 4) + (x + 16 * n) * 4);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float left = p[(y + 16 * i) * FP32_P_STRIDE + k];
+                o[i][n * 4] = fmaf(left, right.x, o[i][n * 4]);
+                o[i][n * 4 + 1] = fmaf(left, right.y, o[i][n * 4 + 1]);
+                o[i][n * 4 + 2] = fmaf(left, right.z, o[i][n * 4 + 2]);
+                o[i][n * 4 + 3] = fmaf(left, right.w, o[i][n * 4 + 3]);
+            }
+        }
+    __syncthreads();
+}
+
+template <int HS>
+__device__ inline void fp32_store(float* to /*(rows,HS)*/, int64_t stride, int first_row, int rows,
+                                  const float (&o)[4][HS / 16], float factor) {
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = first_row + y + 16 * i;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int n = 0; n < HS / 64; n++)
+            *reinterpret_cast<float4*>(to + row * stride + (x + 16 * n) * 4) = make_float4(
+                o[i][n * 4] * factor, o[i][n * 4 + 1] * factor, o[i][n * 4 + 2] * factor, o[i][n * 4 + 3] * factor);
+    }
+}
+
+// Sum or maximum over the 16 threads of a row.
+__device__ inline float fp32_row_sum(float value) {
+    for (int offset = 8; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+__device__ inline float fp32_row_max(float value) {
+    for (int offset = 8; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+// grid B * NH * ceil(T / 64), block 256, shared fp32_shared_bytes(HS, 3); HS 64 or 128, any T; deterministic.
+template <int HS>
+__global__ void __launch_bounds__(256)
+    attention_forward_fp32_kernel(float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const float* qkv /*(B,T,3C)*/, int B,
+                                  int T, int NH, int group, float scale) {
+    extern __shared__ __align__(128) char shared[];
+    constexpr int TILE = FP32_TILE * (HS + 4);
+    float *q_tile = reinterpret_cast<float*>(shared), *k_tile = q_tile + TILE, *v_tile = k_tile + TILE;
+    float* p_tile = v_tile + TILE;
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    int bh, tile;
+    forward_work(bh, tile, (T + FP32_TILE - 1) / FP32_TILE, B * NH, group);
+    const int64_t C = (int64_t)NH * HS, first = (int64_t)(bh / NH) * T, column = bh % NH * HS;
+    const float* q = qkv + first * 3 * C + column;
+    float o[4][HS / 16] = {}, largest[4], sum[4] = {};
+    for (int i = 0; i < 4; i++) largest[i] = -INFINITY;
+    fp32_load<HS>(q_tile, q, 3 * C, tile * FP32_TILE, T);
+    for (int j = 0; j <= tile; j++) {
+        fp32_load<HS>(k_tile, q + C, 3 * C, j * FP32_TILE, T);
+        fp32_load<HS>(v_tile, q + 2 * C, 3 * C, j * FP32_TILE, T);
+        __syncthreads();
+        float s[4][4];
+        fp32_multiply_rows<HS>(s, q_tile, k_tile);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float top = -INFINITY, partial = 0.0f;
+            for (int e = 0; e < 4; e++) {
+                s[i][e] = j == tile && x + 16 * e > y + 16 * i ? -INFINITY : s[i][e] * scale;
+                top = fmaxf(top, s[i][e]);
+            }
+            top = fmaxf(largest[i], fp32_row_max(top));
+            for (int e = 0; e < 4; e++) partial += s[i][e] = expf(s[i][e] - top);
+            float factor = expf(largest[i] - top);
+            sum[i] = sum[i] * factor + fp32_row_sum(partial);
+            largest[i] = top;
+            for (int n = 0; n < HS / 16; n++) o[i][n] *= factor;
+        }
+        fp32_multiply_columns<HS>(o, s, p_tile, v_tile);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = tile * FP32_TILE + y + 16 * i;
+        for (int n = 0; n < HS / 16; n++) o[i][n] /= sum[i];
+        if (x == 0 && row < T) lse[(int64_t)bh * T + row] = largest[i] + logf(sum[i]);
+    }
+    fp32_store<HS>(out + first * C + column, C, tile * FP32_TILE, T, o, 1.0f);
+}
+
+// FOR_KEYS: a block owns 64 keys, walks the queries from the diagonal on and gives dk and dv, its tiles of scores are
+// keys x queries. Otherwise it owns 64 queries, walks the keys up to the diagonal and gives dq; scores queries x keys.
+// grid B * NH * ceil(T / 64), block 256, shared fp32_shared_bytes(HS, 4); HS 64 or 128, any T; deterministic.
+template <int HS, bool FOR_KEYS>
+__global__ void __launch_bounds__(256)
+    attention_backward_fp32_kernel(float* dqkv /*(B,T,3C)*/, const float* dout /*(B,T,C)*/,
+                                   const float* qkv /*(B,T,3C)*/, const float* lse /*(B,NH,T)*/,
+                                   const float* D /*(B,NH,T)*/, int T, int NH, float scale) {
+    extern __shared__ __align__(128) char shared[];
+    constexpr int TILE = FP32_TILE * (HS + 4);
+    float *own1 = reinterpret_cast<float*>(shared), *own2 = own1 + TILE, *other1 = own2 + TILE, *other2 = other1 + TILE;
+    float* p_tile = other2 + TILE;
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16, tiles = (T + FP32_TILE - 1) / FP32_TILE;
+    const int bh = blockIdx.x / tiles, tile = FOR_KEYS ? blockIdx.x % tiles : tiles - 1 - blockIdx.x % tiles;
+    const int64_t C = (int64_t)NH * HS, first = (int64_t)(bh / NH) * T, column = bh % NH * HS;
+    const float *q = qkv + first * 3 * C + column, *k = q + C, *v = k + C, *d = dout + first * C + column;
+    fp32_load<HS>(own1, FOR_KEYS ? k : q, 3 * C, tile * FP32_TILE, T);
+    fp32_load<HS>(own2, FOR_KEYS ? v : d, FOR_KEYS ? 3 * C : C, tile * FP32_TILE, T);
+    float sum1[4][HS / 16] = {}, sum2[4][HS / 16] = {};  // dk and dv, or dq alone
+    for (int other = FOR_KEYS ? tile : 0; other < (FOR_KEYS ? tiles : tile + 1); other++) {
+        fp32_load<HS>(other1, FOR_KEYS ? q : k, 3 * C, other * FP32_TILE, T);
+        fp32_load<HS>(other2, FOR_KEYS ? d : v, FOR_KEYS ? C : 3 * C, other * FP32_TILE, T);
+        __syncthreads();
+        float s[4][4], dp[4][4];
+        fp32_multiply_rows<HS>(s, own1, other1);
+        fp32_multiply_rows<HS>(dp, own2, other2);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const int own_row = tile * FP32_TILE + y + i / 4 * 16, other_row = other * FP32_TILE + x + i % 4 * 16;
+            const int query = FOR_KEYS ? other_row : own_row, key = FOR_KEYS ? own_row : other_row;
+            float& p = s[i / 4][i % 4];
+            p = query < T && key <= query ? expf(p * scale - lse[(int64_t)bh * T + query]) : 0.0f;
+            dp[i / 4][i % 4] = query < T ? p * (dp[i / 4][i % 4] - D[(int64_t)bh * T + query]) : 0.0f;
+        }
+        if (FOR_KEYS) fp32_multiply_columns<HS>(sum2, s, p_tile, other2);
+        fp32_multiply_columns<HS>(sum1, dp, p_tile, other1);
+    }
+    float* to = dqkv + first * 3 * C + column;
+    fp32_store<HS>(FOR_KEYS ? to + C : to, 3 * C, tile * FP32_TILE, T, sum1, scale);
+    if (FOR_KEYS) fp32_store<HS>(to + 2 * C, 3 * C, tile * FP32_TILE, T, sum2, 1.0f);
+}
+
+// Launchers.
+
+// Heads whose keys and values fill a third of an H100's or A100's L2 cache.
+inline int attention_group(int T, int HS, int element_bytes) {
+    int64_t head = (int64_t)T * HS * 2 * element_bytes, group = (16 << 20) / head;
+    return (int)(group < 1 ? 1 : group > 64 ? 64 : group);
+}
+
+template <typename Kernel>
+inline void attention_set_shared(Kernel* kernel, int bytes) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+template <typename X, int HS>
+inline void attention_forward_launch(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
+                                     const X* qkv /*(B,T,3C)*/, int B, int T, int NH) {
+    const int group = attention_group(T, HS, sizeof(X));
+    const float scale = 1.0f / sqrtf((float)HS);
+    if constexpr (std::is_same_v<X, float>) {
+        const int bytes = fp32_shared_bytes(HS, 3);
+        attention_set_shared(attention_forward_fp32_kernel<HS>, bytes);
+        attention_forward_fp32_kernel<HS><<<(unsigned)(B * NH * ceil_div(T, FP32_TILE)), 256, bytes, dev->stream>>>(
+            out, lse, qkv, B, T, NH, group, scale);
+    } else {
+        using Shape = ForwardShape<HS>;
+        attention_set_shared(attention_forward_kernel<Shape>, Shape::SHARED);
+        attention_forward_kernel<Shape>
+            <<<(unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
+                out, lse, qkv, B, T, NH, group, scale);
+    }
+    check_launch();
+}
+
+// X float or bf16 (on the CPU float alone). On the GPU C / NH must be 64 or 128.
+template <typename X>
+void attention_forward(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const X* qkv /*(B,T,3,NH,HS)*/,
+                       int B, int T, int C, int NH) {
+    if (B == 0 || T == 0) return;
+    if (!dev->gpu) {
+        if constexpr (std::is_same_v<X, float>) return attention_forward_cpu(out, lse, qkv, B, T, C, NH);
+        user_error("attention on the CPU computes in fp32; type --matmul fp32");
+    }
+    if (C == NH * 64) return attention_forward_launch<X, 64>(dev, out, lse, qkv, B, T, NH);
+    if (C == NH * 128) return attention_forward_launch<X, 128>(dev, out, lse, qkv, B, T, NH);
+    user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
+}
+
+// What lies in the scratch memory of the backward pass: {ticket, flags}, D, dq_sum.
+struct AttentionScratch {
+    int64_t flags;   // bytes of the ticket (the first 256) and of the flags, one per 32 queries of a head
+    int64_t D;       // bytes
+    int64_t dq_sum;  // bytes
+};
+
+inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
+    const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 64) * 64;
+    AttentionScratch scratch;
+    scratch.flags = 256 + ceil_div(heads * (padded / 32) * 4, 256) * 256;
+    scratch.D = ceil_div(heads * T * 4, 256) * 256;
+    scratch.dq_sum = heads * padded * (C / NH) * 4;
+    return scratch;
+}
+
+// Whatever X is. fp32 needs less, the CPU none.
+inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
+    if (!dev->gpu) return 0;
+    AttentionScratch scratch = attention_scratch(B, T, C, NH);
+    return scratch.flags + scratch.D + scratch.dq_sum;
+}
+
+template <typename Shape>
+inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch, AttentionScratch sizes,
+                                    const bf16* dout, const bf16* qkv, const float* lse, int B, int T, int NH) {
+    const int64_t total = (int64_t)B * NH * ceil_div(T, Shape::BN);
+    device_zero(dev, scratch, sizes.flags);
+    attention_set_shared(attention_backward_kernel<Shape>, Shape::SHARED);
+    attention_backward_kernel<Shape>
+        <<<(unsigned)(total < dev->sm_count ? total : dev->sm_count), Shape::THREADS, Shape::SHARED, dev->stream>>>(
+            dqkv, (float*)(scratch + sizes.flags + sizes.D), (int*)(scratch + 256), (int*)scratch, dout, qkv, lse,
+            (float*)(scratch + sizes.flags), B, T, NH, 1.0f / sqrtf((float)Shape::HS));
+    check_launch();
+}
+
+template <int HS>
+inline void attention_backward_fp32(const Device* dev, float* dqkv, const float* D, const float* dout, const float* qkv,
+                                    const float* lse, int B, int T, int NH) {
+    const int bytes = fp32_shared_bytes(HS, 4);
+    const unsigned grid = (unsigned)(B * NH * ceil_div(T, FP32_TILE));
+    const float scale = 1.0f / sqrtf((float)HS);
+    attention_set_shared(attention_backward_fp32_kernel<HS, true>, bytes);
+    attention_set_shared(attention_backward_fp32_kernel<HS, false>, bytes);
+    attention_backward_fp32_kernel<HS, true><<<grid, 256, bytes, dev->stream>>>(dqkv, dout, qkv, lse, D, T, NH, scale);
+    check_launch();
+    attention_backward_fp32_kernel<HS, false><<<grid, 256, bytes, dev->stream>>>(dqkv, dout, qkv, lse, D, T, NH, scale);
+    check_launch();
+}
+
+template <typename X, int HS>
+inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
+                                      const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
+                                      const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+    const AttentionScratch sizes = attention_scratch(B, T, NH * HS, NH);
+    float* D = (float*)(scratch + sizes.flags);
+    const int64_t rows = (int64_t)B * T * NH;
+    attention_dot_kernel<X, HS>
+        <<<(unsigned)ceil_div(rows * (HS / Vec<X>::size), 256), 256, 0, dev->stream>>>(D, dout, out, rows, T, NH);
+    check_launch();
+    if constexpr (std::is_same_v<X, float>) {
+        attention_backward_fp32<HS>(dev, dqkv, D, dout, qkv, lse, B, T, NH);
+    } else if constexpr (HS == 64) {
+        attention_backward_bf16<BackwardShape<64, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
+    } else if (dev->compute >= 90 && dev->compute < 120) {  // 227 KiB of shared memory
+        attention_backward_bf16<BackwardShape<128, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
+    } else {
+        attention_backward_bf16<BackwardShape<128, 32>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
+    }
+}
+
+// Writes every element of dqkv. `scratch` has attention_backward_scratch_bytes, 256-byte aligned, contents irrelevant.
+template <typename X>
+void attention_backward(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, void* scratch, const X* dout /*(B,T,C)*/,
+                        const X* qkv /*(B,T,3,NH,HS)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B,
+                        int T, int C, int NH) {
+    if (B == 0 || T == 0) return;
+    if (!dev->gpu) {
+        if constexpr (std::is_same_v<X, float>) return attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
+        user_error("attention on the CPU computes in fp32; type --matmul fp32");
+    }
+    if (C == NH * 64) return attention_backward_launch<X, 64>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T, NH);
+    if (C == NH * 128)
+        return attention_backward_launch<X, 128>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T, NH);
+    user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
+}

@@ -1,0 +1,242 @@
+// What every operator and the trainer share: the device, its memory, the check of library calls, the element types,
+// 16-byte vectors and the few reductions.
+// An operator `op` in kernels/op.cuh has one launcher, `op_forward(dev, ...)`, that runs either the CUDA kernel on
+// dev->stream or, when dev->gpu is false, the plain C version `op_forward_cpu` beside it (fp32 only). X is the element
+// type of activations and weights (float or bf16), G that of parameter gradients (float or bf16); statistics (mean,
+// rstd, lse, losses) are always fp32, and so is every sum.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <type_traits>
+
+typedef __nv_bfloat16 bf16;
+
+// Errors. A failed library call is nobody's typing mistake: print everything and exit 1. A user's mistake is one
+// sentence (what was asked, what was found, what to type) and exit 2.
+
+// The rank of this process for messages: what the launcher put into the environment, 0 when there is none.
+inline int process_rank() {
+    const char* rank = getenv("RANK");
+    return rank ? atoi(rank) : 0;
+}
+
+[[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
+                                      const char* file, int line) {
+    int device = -1;
+    if (cudaGetDevice(&device) != cudaSuccess) device = -1;
+    fprintf(stderr, "%s error %s: %s\n  %s\n  at %s:%d, rank %d, device %d\n", library, name, text, expression, file,
+            line, process_rank(), device);
+    exit(EXIT_FAILURE);
+}
+
+inline void check_status(cudaError_t status, const char* expression, const char* file, int line) {
+    if (status == cudaSuccess) return;
+    check_failed("CUDA", cudaGetErrorName(status), cudaGetErrorString(status), expression, file, line);
+}
+
+inline void check_status(cublasStatus_t status, const char* expression, const char* file, int line) {
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    check_failed("cuBLASLt", cublasLtGetStatusName(status), cublasLtGetStatusString(status), expression, file, line);
+}
+
+// One check for every library: another library adds an overload of check_status beside its first use.
+#define check(expression) check_status((expression), #expression, __FILE__, __LINE__)
+
+// A user's mistake: one sentence on stderr, exit code 2.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void user_error(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("train: error: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    exit(2);
+}
+
+// The device: a GPU, or this machine's cores.
+
+struct Device {
+    bool gpu;        // false: the plain C versions run, and "device memory" is host memory
+    char name[256];  // "NVIDIA H200", or the CPU's
+    int sm_count;    // multiprocessors; 0 on the CPU
+    int compute;     // compute capability times 10: 90 for sm_90; 0 on the CPU
+    int64_t memory;  // bytes of device memory, total
+    cudaStream_t stream;
+    cublasLtHandle_t cublaslt;
+    void* workspace;  // cuBLASLt's, WORKSPACE_BYTES
+};
+
+constexpr int64_t WORKSPACE_BYTES = 32 << 20;  // cuBLASLt's advice for Hopper; its best algorithms need it
+
+// Opens GPU `index`, or the CPU when gpu is false.
+inline void device_open(Device* dev, bool gpu, int index) {
+    memset(dev, 0, sizeof(*dev));
+    dev->gpu = gpu;
+    if (!gpu) {
+        snprintf(dev->name, sizeof(dev->name), "CPU");
+        return;
+    }
+    check(cudaSetDevice(index));
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, index));
+    snprintf(dev->name, sizeof(dev->name), "%s", properties.name);
+    dev->sm_count = properties.multiProcessorCount;
+    dev->compute = properties.major * 10 + properties.minor;
+    dev->memory = (int64_t)properties.totalGlobalMem;
+    check(cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking));
+    check(cublasLtCreate(&dev->cublaslt));
+    check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
+}
+
+inline void device_close(Device* dev) {
+    if (!dev->gpu) return;
+    check(cudaFree(dev->workspace));
+    check(cublasLtDestroy(dev->cublaslt));
+    check(cudaStreamDestroy(dev->stream));
+}
+
+// Device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
+inline void* device_alloc(const Device* dev, int64_t bytes) {
+    void* pointer = nullptr;
+    bytes = (bytes + 255) / 256 * 256;
+    if (bytes == 0) return nullptr;
+    if (dev->gpu) {
+        check(cudaMalloc(&pointer, (size_t)bytes));
+    } else if (posix_memalign(&pointer, 256, (size_t)bytes) != 0) {
+        user_error("%lld bytes of memory were asked for and the machine has no such block free; lower --batch",
+                   (long long)bytes);
+    }
+    return pointer;
+}
+
+inline void device_free(const Device* dev, void* pointer) {
+    if (dev->gpu) {
+        check(cudaFree(pointer));
+    } else {
+        free(pointer);
+    }
+}
+
+inline void device_zero(const Device* dev, void* pointer, int64_t bytes) {
+    if (bytes == 0) return;
+    if (dev->gpu) {
+        check(cudaMemsetAsync(pointer, 0, (size_t)bytes, dev->stream));
+    } else {
+        memset(pointer, 0, (size_t)bytes);
+    }
+}
+
+inline void device_sync(const Device* dev) {
+    if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
+}
+
+// Host <-> device, ordered on the stream and complete on return.
+inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
+    if (bytes == 0) return;
+    if (dev->gpu) {
+        check(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
+        device_sync(dev);
+    } else {
+        memcpy(device, host, (size_t)bytes);
+    }
+}
+
+inline void copy_to_host(const Device* dev, void* host, const void* device, int64_t bytes) {
+    if (bytes == 0) return;
+    if (dev->gpu) {
+        check(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDeviceToHost, dev->stream));
+        device_sync(dev);
+    } else {
+        memcpy(host, device, (size_t)bytes);
+    }
+}
+
+// After every kernel launch: launch errors (bad grid, no kernel image) show here, at the launch.
+#define check_launch() check(cudaGetLastError())
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+// Element types.
+
+template <typename T>
+__host__ __device__ inline float to_float(T value) {
+    if constexpr (std::is_same_v<T, float>) {
+        return value;
+    } else {
+        return __bfloat162float(value);
+    }
+}
+
+// Round to nearest even.
+template <typename T>
+__host__ __device__ inline T from_float(float value) {
+    if constexpr (std::is_same_v<T, float>) {
+        return value;
+    } else {
+        return __float2bfloat16(value);
+    }
+}
+
+// 16 bytes of T: one load or store instruction.
+template <typename T>
+struct alignas(16) Vec {
+    static constexpr int size = 16 / sizeof(T);
+    T lane[size];
+};
+
+template <typename T>
+__device__ inline Vec<T> load_vec(const T* address) {
+    Vec<T> vec;
+    *reinterpret_cast<int4*>(&vec) = *reinterpret_cast<const int4*>(address);
+    return vec;
+}
+
+template <typename T>
+__device__ inline void store_vec(T* address, Vec<T> vec) {
+    *reinterpret_cast<int4*>(address) = *reinterpret_cast<int4*>(&vec);
+}
+
+// Reductions. The order of the sums is fixed by the launch shape, so equal inputs give equal bits.
+
+__device__ inline float warp_sum(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+__device__ inline float warp_max(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+// Sum over the block, the same value returned in every thread. blockDim.x a multiple of 32, at most 1024; every thread
+// takes part. Uses its own shared memory; safe to call again at once.
+__device__ inline float block_sum(float value) {
+    __shared__ float partial[32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    value = warp_sum(value);
+    __syncthreads();  // the last call's reads are done
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return warp_sum(lane < warps ? partial[lane] : 0.0f);
+}
+
+__device__ inline float block_max(float value) {
+    __shared__ float partial[32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    value = warp_max(value);
+    __syncthreads();
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return warp_max(lane < warps ? partial[lane] : -INFINITY);
+}

@@ -1,0 +1,105 @@
+// GELU in the tanh form: gelu(x) = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+// Since 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u), it is computed as x s with s = sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715
+// x^3): one exp and one division, and no cancellation for negative x, where 1 + tanh loses every digit. Then
+//     gelu'(x) = s + x s (1 - s) z',    z' = 2 sqrt(2/pi) (1 + 3 * 0.044715 x^2).
+//
+// Elementwise over n elements; any n, pointers 16-byte aligned. Bytes: forward reads n and writes n, backward reads 2 n
+// and writes n. In the trainer both usually ride in a matmul's epilogue (matmul.cuh); these run where there is none,
+// and when the activation is recomputed.
+#pragma once
+#include <assert.h>
+
+#include "common.cuh"
+#include "cpu_math.h"
+
+constexpr float GELU_LINEAR = 1.59576912160573071f;             // 2 sqrt(2 / pi)
+constexpr float GELU_CUBIC = 0.044715f * 1.59576912160573071f;  // the same times 0.044715
+
+inline void gelu_forward_cpu(float* out, const float* inp, int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        float x = inp[i];
+        out[i] = x * cpu_sigmoid(x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR));
+    }
+}
+
+inline void gelu_backward_inplace_cpu(float* d, const float* inp, int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        float x = inp[i];
+        float z = x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR);
+        float e = cpu_exp(z > -80.0f ? -z : 80.0f);  // below, s is as good as 0, and e would overflow
+        float s = 1.0f / (1.0f + e);
+        d[i] *= fmaf(x * (e * s) * s, fmaf(3.0f * GELU_CUBIC, x * x, GELU_LINEAR), s);
+    }
+}
+
+__device__ inline float gelu_sigmoid(float x) {
+    return 1.0f / (1.0f + expf(-x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR)));
+}
+
+// Grid ceil(n / (256 vectors)), block 256, any n. Deterministic.
+template <typename X>
+__global__ void gelu_forward_kernel(X* out, const X* inp, int64_t n) {
+    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
+    if (i + Vec<X>::size <= n) {
+        Vec<X> x = load_vec(inp + i);
+        for (int j = 0; j < Vec<X>::size; j++) {
+            float value = to_float(x.lane[j]);
+            x.lane[j] = from_float<X>(value * gelu_sigmoid(value));
+        }
+        store_vec(out + i, x);
+    } else {
+        for (; i < n; i++) {
+            float value = to_float(inp[i]);
+            out[i] = from_float<X>(value * gelu_sigmoid(value));
+        }
+    }
+}
+
+// 1 - s is taken as e^-z s, which keeps its digits where s is close to 1; below z = -80, s is as good as 0.
+__device__ inline float gelu_slope(float x) {
+    float e = expf(fminf(-x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR), 80.0f));
+    float s = 1.0f / (1.0f + e);
+    return fmaf(x * (e * s) * s, fmaf(3.0f * GELU_CUBIC, x * x, GELU_LINEAR), s);
+}
+
+// Grid ceil(n / (256 vectors)), block 256, any n, d in place. Deterministic.
+template <typename X>
+__global__ void gelu_backward_inplace_kernel(X* d, const X* inp, int64_t n) {
+    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
+    if (i + Vec<X>::size <= n) {
+        Vec<X> x = load_vec(inp + i), g = load_vec(d + i);
+        for (int j = 0; j < Vec<X>::size; j++)
+            g.lane[j] = from_float<X>(to_float(g.lane[j]) * gelu_slope(to_float(x.lane[j])));
+        store_vec(d + i, g);
+    } else {
+        for (; i < n; i++) d[i] = from_float<X>(to_float(d[i]) * gelu_slope(to_float(inp[i])));
+    }
+}
+
+// out, inp: (n)
+template <typename X>
+void gelu_forward(const Device* dev, X* out, const X* inp, int64_t n) {
+    if (n == 0) return;
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float));
+        gelu_forward_cpu((float*)out, (const float*)inp, n);
+        return;
+    }
+    gelu_forward_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp, n);
+    check_launch();
+}
+
+// d: (n), in: the gradient of gelu(inp), out: that of inp.
+template <typename X>
+void gelu_backward_inplace(const Device* dev, X* d, const X* inp, int64_t n) {
+    if (n == 0) return;
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float));
+        gelu_backward_inplace_cpu((float*)d, (const float*)inp, n);
+        return;
+    }
+    gelu_backward_inplace_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(d, inp, n);
+    check_launch();
+}

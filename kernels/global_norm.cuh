@@ -1,0 +1,104 @@
+// The norm of all gradients, and the factor that clips it: norm = sqrt(sum of g^2), factor = clip / norm where clipping
+// is on (clip > 0) and norm > clip, otherwise 1; NaN when the norm is not finite, which makes the optimizer's step
+// change nothing. Both stay on the device: the step reads the factor there, and nobody waits for it.
+//
+// g: (n) float or bf16, 16-byte aligned. Bytes: reads n once, at the speed of a copy. Every thread sums squares in fp32
+// over a few thousand elements; threads and blocks are combined in double, in a fixed order.
+#pragma once
+#include <assert.h>
+
+#include "common.cuh"
+
+constexpr int GLOBAL_NORM_CPU_PARTS = 1024;  // fixed, so that the result does not depend on the number of threads
+constexpr int GLOBAL_NORM_THREADS = 512;
+
+inline void global_norm_result(float norm[2], double sum, float clip) {
+    double length = sqrt(sum);
+    norm[0] = (float)length;
+    norm[1] = !isfinite(norm[0]) ? NAN : clip > 0.0f && norm[0] > clip ? (float)(clip / length) : 1.0f;
+}
+
+// norm: (2); parts: (GLOBAL_NORM_CPU_PARTS); grads: (n)
+inline void global_norm_cpu(float* norm, double* parts, const float* grads, int64_t n, float clip) {
+    int64_t length = ceil_div(ceil_div(n, GLOBAL_NORM_CPU_PARTS), 8) * 8;
+#pragma omp parallel for schedule(static)
+    for (int part = 0; part < GLOBAL_NORM_CPU_PARTS; part++) {
+        double chain[8] = {};
+        int64_t end = (part + 1) * length < n ? (part + 1) * length : n;
+        for (int64_t i = part * length; i < end; i++) chain[i % 8] += (double)grads[i] * grads[i];
+        parts[part] = 0.0;
+        for (int j = 0; j < 8; j++) parts[part] += chain[j];
+    }
+    double sum = 0.0;
+    for (int part = 0; part < GLOBAL_NORM_CPU_PARTS; part++) sum += parts[part];
+    global_norm_result(norm, sum, clip);
+}
+
+// Sum over the block in double, valid in thread 0. Block GLOBAL_NORM_THREADS.
+__device__ inline double global_norm_block_sum(double value) {
+    __shared__ double partial[GLOBAL_NORM_THREADS / 32];
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0.0;
+    if (threadIdx.x == 0)
+        for (int warp = 0; warp < GLOBAL_NORM_THREADS / 32; warp++) value += partial[warp];
+    return value;
+}
+
+// Grid any (one part each), block GLOBAL_NORM_THREADS, any n. Deterministic for a given grid.
+template <typename G>
+__global__ void __launch_bounds__(GLOBAL_NORM_THREADS) global_norm_kernel(double* parts, const G* grads, int64_t n) {
+    constexpr int size = Vec<G>::size;
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
+    float sum[2] = {0.0f, 0.0f};  // two chains a thread: the additions wait for each other half as long
+#pragma unroll 4
+    for (int64_t i = thread; i < n / size; i += threads) {
+        Vec<G> g = load_vec(grads + i * size);
+        for (int j = 0; j < size; j++) {
+            float value = to_float(g.lane[j]);
+            sum[j % 2] = fmaf(value, value, sum[j % 2]);
+        }
+    }
+    int64_t tail = n / size * size + thread;
+    if (tail < n) sum[0] = fmaf(to_float(grads[tail]), to_float(grads[tail]), sum[0]);
+    double total = global_norm_block_sum((double)sum[0] + (double)sum[1]);
+    if (threadIdx.x == 0) parts[blockIdx.x] = total;
+}
+
+// Grid 1, block GLOBAL_NORM_THREADS. Deterministic.
+__global__ static void __launch_bounds__(GLOBAL_NORM_THREADS)
+    global_norm_finish_kernel(float* norm, const double* parts, int count, float clip) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < count; i += GLOBAL_NORM_THREADS) sum += parts[i];
+    sum = global_norm_block_sum(sum);
+    if (threadIdx.x != 0) return;
+    double length = sqrt(sum);
+    float value = (float)length;
+    norm[0] = value;
+    norm[1] = !isfinite(value) ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
+}
+
+inline int global_norm_blocks(const Device* dev) {
+    return dev->sm_count * (2048 / GLOBAL_NORM_THREADS);
+}
+
+inline int64_t global_norm_scratch_bytes(const Device* dev) {
+    return (dev->gpu ? global_norm_blocks(dev) : GLOBAL_NORM_CPU_PARTS) * (int64_t)sizeof(double);
+}
+
+// norm: (2) in device memory: the norm and the factor; scratch: global_norm_scratch_bytes, 8-byte aligned; grads: (n)
+template <typename G>
+void global_norm(const Device* dev, float* norm, float* scratch, const G* grads, int64_t n, float clip) {
+    double* parts = (double*)scratch;
+    if (!dev->gpu) {
+        assert(sizeof(G) == sizeof(float));
+        global_norm_cpu(norm, parts, (const float*)grads, n, clip);
+        return;
+    }
+    int blocks = global_norm_blocks(dev);
+    global_norm_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, dev->stream>>>(parts, grads, n);
+    check_launch();
+    global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(norm, parts, blocks, clip);
+    check_launch();
+}

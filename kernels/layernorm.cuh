@@ -1,0 +1,410 @@
+// Layer normalisation over the last axis, alone or fused with the residual addition before it. For each row of C:
+//     x = inp1 + inp2 (stored as `residual`), mean = sum(x) / C, rstd = 1 / sqrt(sum((x - mean)^2) / C + 1e-5),
+//     out = (x - mean) * rstd * weight + bias.
+// The statistics are centred (two passes over values that are at hand), since E[x^2] - E[x]^2 cancels. In bf16 they are
+// those of the rounded x, so that backward, which reads the stored x, sees what forward used.
+//
+// Backward, with norm = (x - mean) * rstd and d = dout * weight:
+//     dinp += rstd * (d - sum(d) / C - norm * sum(d * norm) / C)     (the residual branch's gradient is already there)
+//     dweight (+)= sum over rows of dout * norm,   dbias (+)= sum over rows of dout.
+//
+// All of it is memory-bound. Bytes per element of (N, C): forward 2 accesses, residual + forward 4, backward 4 (dout,
+// inp, dinp twice). Forward: a warp holds a row in registers up to 8 vectors a lane; longer rows take a block, which
+// reads them again from the cache. Backward: a block walks over rows; a thread owns the same vectors of channels in all
+// of them, so dweight and dbias stay in its registers, and it asks for the next row before it works on this one.
+// Each block leaves one row of partial sums in scratch memory, and column_sum.cuh adds these up.
+#pragma once
+#include <assert.h>
+
+#include "column_sum.cuh"
+#include "common.cuh"
+#include "cpu_math.h"
+
+constexpr float LAYERNORM_EPS = 1e-5f;
+
+// inp, out: (N, C); weight, bias: (C); mean, rstd: (N); C a multiple of CPU_CHAINS
+inline void layernorm_forward_cpu(float* out, float* mean, float* rstd, const float* inp, const float* weight,
+                                  const float* bias, int64_t N, int C) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        const float* x = inp + i * C;
+        float chain[CPU_CHAINS] = {}, square[CPU_CHAINS] = {};
+        for (int c = 0; c < C; c += CPU_CHAINS)
+            for (int j = 0; j < CPU_CHAINS; j++) chain[j] += x[c + j];
+        float m = cpu_chains_sum(chain) / C;
+        for (int c = 0; c < C; c += CPU_CHAINS)
+            for (int j = 0; j < CPU_CHAINS; j++) square[j] += (x[c + j] - m) * (x[c + j] - m);
+        float r = 1.0f / sqrtf(cpu_chains_sum(square) / C + LAYERNORM_EPS);
+        for (int c = 0; c < C; c++) out[i * C + c] = (x[c] - m) * r * weight[c] + bias[c];
+        mean[i] = m;
+        rstd[i] = r;
+    }
+}
+
+// out, inp1, inp2: (n)
+inline void residual_forward_cpu(float* out, const float* inp1, const float* inp2, int64_t n) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) out[i] = inp1[i] + inp2[i];
+}
+
+inline void residual_layernorm_forward_cpu(float* residual, float* out, float* mean, float* rstd, const float* inp1,
+                                           const float* inp2, const float* weight, const float* bias, int64_t N,
+                                           int C) {
+    residual_forward_cpu(residual, inp1, inp2, N * C);
+    layernorm_forward_cpu(out, mean, rstd, residual, weight, bias, N, C);
+}
+
+// dinp of one row; dinp, dout, x, weight: (C)
+inline void layernorm_backward_row_cpu(float* dinp, const float* dout, const float* x, const float* weight, float mean,
+                                       float rstd, int C) {
+    float chain[CPU_CHAINS] = {}, chain_norm[CPU_CHAINS] = {};
+    for (int c = 0; c < C; c += CPU_CHAINS) {
+        for (int j = 0; j < CPU_CHAINS; j++) {
+            float d = dout[c + j] * weight[c + j];
+            chain[j] += d;
+            chain_norm[j] += d * ((x[c + j] - mean) * rstd);
+        }
+    }
+    float sum = cpu_chains_sum(chain) / C, sum_norm = cpu_chains_sum(chain_norm) / C;
+    for (int c = 0; c < C; c++) dinp[c] += rstd * (dout[c] * weight[c] - sum - (x[c] - mean) * rstd * sum_norm);
+}
+
+// dinp, dout, inp: (N, C); dweight, dbias, weight: (C); mean, rstd: (N)
+inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+                                   const float* weight, const float* mean, const float* rstd, int64_t N, int C,
+                                   bool accumulate) {
+    // A pass of its own, over columns: the sums run over the rows in order whatever the number of threads.
+#pragma omp parallel for schedule(static)
+    for (int c = 0; c < C; c += CPU_CHAINS) {
+        float sum[CPU_CHAINS] = {}, sum_norm[CPU_CHAINS] = {};
+        for (int64_t i = 0; i < N; i++) {
+            for (int j = 0; j < CPU_CHAINS; j++) {
+                sum[j] += dout[i * C + c + j];
+                sum_norm[j] += dout[i * C + c + j] * ((inp[i * C + c + j] - mean[i]) * rstd[i]);
+            }
+        }
+        for (int j = 0; j < CPU_CHAINS; j++) {
+            dweight[c + j] = (accumulate ? dweight[c + j] : 0.0f) + sum_norm[j];
+            dbias[c + j] = (accumulate ? dbias[c + j] : 0.0f) + sum[j];
+        }
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++)
+        layernorm_backward_row_cpu(dinp + i * C, dout + i * C, inp + i * C, weight, mean[i], rstd[i], C);
+}
+
+template <typename X>
+__device__ inline Vec<X> layernorm_add(Vec<X> a, Vec<X> b) {
+    for (int j = 0; j < Vec<X>::size; j++) a.lane[j] = from_float<X>(to_float(a.lane[j]) + to_float(b.lane[j]));
+    return a;
+}
+
+template <typename X>
+__device__ inline float layernorm_vec_sum(Vec<X> x) {
+    float sum = 0.0f;
+    for (int j = 0; j < Vec<X>::size; j++) sum += to_float(x.lane[j]);
+    return sum;
+}
+
+template <typename X>
+__device__ inline float layernorm_vec_square(Vec<X> x, float mean) {
+    float sum = 0.0f;
+    for (int j = 0; j < Vec<X>::size; j++) sum = fmaf(to_float(x.lane[j]) - mean, to_float(x.lane[j]) - mean, sum);
+    return sum;
+}
+
+template <typename X>
+__device__ inline Vec<X> layernorm_vec_out(Vec<X> x, float mean, float rstd, Vec<X> weight, Vec<X> bias) {
+    for (int j = 0; j < Vec<X>::size; j++) {
+        float norm = (to_float(x.lane[j]) - mean) * rstd;
+        x.lane[j] = from_float<X>(fmaf(norm, to_float(weight.lane[j]), to_float(bias.lane[j])));
+    }
+    return x;
+}
+
+// Grid ceil(N / 8), block 256 (a warp per row), C a multiple of 8 and at most 32 * VECS vectors; inp2 may be NULL, and
+// residual is written only when it is not; residual may be inp1. Deterministic.
+template <typename X, int VECS>
+__global__ void __launch_bounds__(256)
+    layernorm_forward_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1, const X* inp2,
+                             const X* weight, const X* bias, int64_t N, int C) {
+    constexpr int size = Vec<X>::size;
+    int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+    if (row >= N) return;
+    int lane = threadIdx.x % 32, vecs = C / size;
+    int64_t base = row * C;
+    Vec<X> x[VECS];
+#pragma unroll
+    for (int v = 0; v < VECS; v++)
+        if (lane + 32 * v < vecs) x[v] = load_vec(inp1 + base + (lane + 32 * v) * size);
+    if (inp2) {
+        Vec<X> y[VECS];
+#pragma unroll
+        for (int v = 0; v < VECS; v++)
+            if (lane + 32 * v < vecs) y[v] = load_vec(inp2 + base + (lane + 32 * v) * size);
+#pragma unroll
+        for (int v = 0; v < VECS; v++) {
+            if (lane + 32 * v >= vecs) continue;
+            x[v] = layernorm_add(x[v], y[v]);
+            store_vec(residual + base + (lane + 32 * v) * size, x[v]);
+        }
+    }
+    float sum = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int v = 0; v < VECS; v++)
+        if (lane + 32 * v < vecs) sum += layernorm_vec_sum(x[v]);
+    float m = warp_sum(sum) / C;
+#pragma unroll
+    for (int v = 0; v < VECS; v++)
+        if (lane + 32 * v < vecs) square += layernorm_vec_square(x[v], m);
+    float r = 1.0f / sqrtf(warp_sum(square) / C + LAYERNORM_EPS);
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        int c = (lane + 32 * v) * size;
+        if (c < C) store_vec(out + base + c, layernorm_vec_out(x[v], m, r, load_vec(weight + c), load_vec(bias + c)));
+    }
+    if (lane == 0) mean[row] = m, rstd[row] = r;
+}
+
+// Grid N (a block per row), block a multiple of 32 up to 1024, any C that is a multiple of 8; inp2 may be NULL, and
+// residual is written only when it is not; residual may be inp1. A thread rereads only what it wrote. Deterministic.
+template <typename X>
+__global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1,
+                                              const X* inp2, const X* weight, const X* bias, int C) {
+    constexpr int size = Vec<X>::size;
+    int64_t row = blockIdx.x, base = row * C;
+    int begin = threadIdx.x * size, step = blockDim.x * size;
+    float sum = 0.0f, square = 0.0f;
+    for (int c = begin; c < C; c += step) {
+        Vec<X> x = load_vec(inp1 + base + c);
+        if (inp2) {
+            x = layernorm_add(x, load_vec(inp2 + base + c));
+            store_vec(residual + base + c, x);
+        }
+        sum += layernorm_vec_sum(x);
+    }
+    float m = block_sum(sum) / C;
+    const X* source = inp2 ? residual : inp1;
+    for (int c = begin; c < C; c += step) square += layernorm_vec_square(load_vec(source + base + c), m);
+    float r = 1.0f / sqrtf(block_sum(square) / C + LAYERNORM_EPS);
+    for (int c = begin; c < C; c += step) {
+        Vec<X> x = load_vec(source + base + c);
+        store_vec(out + base + c, layernorm_vec_out(x, m, r, load_vec(weight + c), load_vec(bias + c)));
+    }
+    if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
+}
+
+// Grid ceil(n / (256 vectors)), block 256, any n; out may be inp1. Deterministic.
+template <typename X>
+__global__ void residual_forward_kernel(X* out, const X* inp1, const X* inp2, int64_t n) {
+    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
+    if (i + Vec<X>::size <= n) {
+        store_vec(out + i, layernorm_add(load_vec(inp1 + i), load_vec(inp2 + i)));
+    } else {
+        for (; i < n; i++) out[i] = from_float<X>(to_float(inp1[i]) + to_float(inp2[i]));
+    }
+}
+
+// What a thread of the backward kernel holds of one row: its vectors, zero beyond C, and the row's statistics.
+template <typename X, int VECS>
+struct LayernormRow {
+    Vec<X> dout[VECS], inp[VECS], dinp[VECS];
+    float mean, rstd;
+};
+
+template <typename X, int VECS>
+__device__ inline LayernormRow<X, VECS> layernorm_load_row(const X* dout, const X* inp, const X* dinp,
+                                                           const float* mean, const float* rstd, int64_t row, int C) {
+    LayernormRow<X, VECS> loaded = {};
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        int c = (threadIdx.x + v * blockDim.x) * Vec<X>::size;
+        if (c >= C) continue;
+        loaded.dout[v] = load_vec(dout + row * C + c);
+        loaded.inp[v] = load_vec(inp + row * C + c);
+        loaded.dinp[v] = load_vec(dinp + row * C + c);
+    }
+    loaded.mean = mean[row];
+    loaded.rstd = rstd[row];
+    return loaded;
+}
+
+// Sums two values over the block: the same in every thread. `partial` must not be the one of the call just before, as a
+// slow thread may still be reading that: two used in turn need one barrier a call.
+__device__ inline float2 layernorm_block_sums(float2 value, float2 partial[16]) {
+    value = make_float2(warp_sum(value.x), warp_sum(value.y));
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = make_float2(0.0f, 0.0f);
+    for (int warp = 0; warp < blockDim.x / 32; warp++) value.x += partial[warp].x, value.y += partial[warp].y;
+    return value;
+}
+
+// Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8). Row
+// blockIdx.x of partial: (grid, 2, C) gets the block's dweight and dbias. Deterministic for a given grid.
+// Only one vector a thread leaves registers for asking for the next row early.
+template <typename X, int VECS>
+__global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
+    layernorm_backward_kernel(X* dinp, float* partial, const X* dout, const X* inp, const X* weight, const float* mean,
+                              const float* rstd, int64_t N, int C) {
+    constexpr int size = Vec<X>::size;
+    __shared__ float2 sums[2][16];
+    Vec<X> w[VECS] = {};
+    float dweight[VECS * size] = {}, dbias[VECS * size] = {};
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        int c = (threadIdx.x + v * blockDim.x) * size;
+        if (c < C) w[v] = load_vec(weight + c);
+    }
+    LayernormRow<X, VECS> row, next;
+    if (VECS == 1) next = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, blockIdx.x, C);
+    int turn = 0;
+    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
+        if (VECS == 1) {
+            row = next;
+            if (i + gridDim.x < N) next = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, i + gridDim.x, C);
+        } else {
+            row = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, i, C);
+        }
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int k = 0; k < VECS * size; k++) {
+            float d = to_float(row.dout[k / size].lane[k % size]);
+            float norm = (to_float(row.inp[k / size].lane[k % size]) - row.mean) * row.rstd;
+            dbias[k] += d;
+            dweight[k] = fmaf(d, norm, dweight[k]);
+            d *= to_float(w[k / size].lane[k % size]);
+            sum.x += d;
+            sum.y = fmaf(d, norm, sum.y);
+        }
+        sum = layernorm_block_sums(sum, sums[turn]);
+        turn ^= 1;
+        sum = make_float2(sum.x / C, sum.y / C);
+#pragma unroll
+        for (int v = 0; v < VECS; v++) {
+            int c = (threadIdx.x + v * blockDim.x) * size;
+            for (int j = 0; j < size; j++) {
+                float d = to_float(row.dout[v].lane[j]) * to_float(w[v].lane[j]);
+                float norm = (to_float(row.inp[v].lane[j]) - row.mean) * row.rstd;
+                float change = row.rstd * (d - sum.x - norm * sum.y);
+                row.dinp[v].lane[j] = from_float<X>(to_float(row.dinp[v].lane[j]) + change);
+            }
+            if (c < C) store_vec(dinp + i * C + c, row.dinp[v]);
+        }
+    }
+    float* own = partial + (int64_t)blockIdx.x * 2 * C;
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        int c = (threadIdx.x + v * blockDim.x) * size;
+        if (c >= C) continue;
+        for (int j = 0; j < size; j++) own[c + j] = dweight[v * size + j], own[C + c + j] = dbias[v * size + j];
+    }
+}
+
+// Vectors a thread, threads, and blocks of the backward kernel: up to 768 threads a multiprocessor are there at once.
+struct LayernormShape {
+    int vecs, threads, blocks;
+};
+
+template <typename X>
+LayernormShape layernorm_backward_shape(const Device* dev, int C) {
+    LayernormShape shape;
+    int vecs = C / Vec<X>::size;
+    shape.vecs = 1;
+    while (vecs > 384 * shape.vecs) shape.vecs *= 2;
+    shape.threads = ceil_div(ceil_div(vecs, shape.vecs), 32) * 32;
+    int blocks = 768 / shape.threads;
+    shape.blocks = dev->sm_count * (blocks < 1 ? 1 : blocks > 8 ? 8 : blocks);
+    return shape;
+}
+
+// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). With inp2: residual: (N, C) = inp1 + inp2 is what is
+// normalised.
+template <typename X>
+void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
+                              const X* inp2, const X* weight, const X* bias, int64_t N, int C) {
+    assert(C % 8 == 0);
+    int vecs = C / Vec<X>::size;
+    if (N == 0) return;
+    if (vecs <= 32 * 4) {
+        layernorm_forward_kernel<X, 4>
+            <<<ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+    } else if (vecs <= 32 * 8) {
+        layernorm_forward_kernel<X, 8>
+            <<<ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+    } else {
+        layernorm_forward_long_kernel<<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
+                                                                  C);
+    }
+    check_launch();
+}
+
+// out, inp: (N, C); mean, rstd: (N); weight, bias: (C)
+template <typename X>
+void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, const X* inp, const X* weight,
+                       const X* bias, int64_t N, int C) {
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float));
+        layernorm_forward_cpu((float*)out, mean, rstd, (const float*)inp, (const float*)weight, (const float*)bias, N,
+                              C);
+        return;
+    }
+    layernorm_forward_launch<X>(dev, nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C);
+}
+
+// residual: (N, C) = inp1 + inp2, may be inp1; out: (N, C) = layernorm(residual); mean, rstd: (N); weight, bias: (C)
+template <typename X>
+void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
+                                const X* inp2, const X* weight, const X* bias, int64_t N, int C) {
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float));
+        residual_layernorm_forward_cpu((float*)residual, (float*)out, mean, rstd, (const float*)inp1,
+                                       (const float*)inp2, (const float*)weight, (const float*)bias, N, C);
+        return;
+    }
+    layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+}
+
+// out, inp1, inp2: (n); out may be inp1
+template <typename X>
+void residual_forward(const Device* dev, X* out, const X* inp1, const X* inp2, int64_t n) {
+    if (n == 0) return;
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float));
+        residual_forward_cpu((float*)out, (const float*)inp1, (const float*)inp2, n);
+        return;
+    }
+    residual_forward_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp1, inp2, n);
+    check_launch();
+}
+
+inline int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
+    if (!dev->gpu) return 0;
+    int a = layernorm_backward_shape<float>(dev, C).blocks, b = layernorm_backward_shape<bf16>(dev, C).blocks;
+    return (int64_t)(a > b ? a : b) * 2 * C * sizeof(float);
+}
+
+// dinp: (N, C), added to; dweight, dbias: (C); scratch: layernorm_backward_scratch_bytes; dout, inp: (N, C);
+// weight: (C); mean, rstd: (N). C at most 12288.
+template <typename X, typename G>
+void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, float* scratch, const X* dout, const X* inp,
+                        const X* weight, const float* mean, const float* rstd, int64_t N, int C, bool accumulate) {
+    assert(C % 8 == 0 && N > 0);
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
+        layernorm_backward_cpu((float*)dinp, (float*)dweight, (float*)dbias, (const float*)dout, (const float*)inp,
+                               (const float*)weight, mean, rstd, N, C, accumulate);
+        return;
+    }
+    LayernormShape shape = layernorm_backward_shape<X>(dev, C);
+    assert(C <= 12288);
+    int blocks = N < shape.blocks ? (int)N : shape.blocks;
+    auto kernel = shape.vecs == 1   ? layernorm_backward_kernel<X, 1>
+                  : shape.vecs == 2 ? layernorm_backward_kernel<X, 2>
+                                    : layernorm_backward_kernel<X, 4>;
+    if constexpr (std::is_same_v<X, float>)
+        if (shape.vecs == 8) kernel = layernorm_backward_kernel<X, 8>;
+    kernel<<<blocks, shape.threads, 0, dev->stream>>>(dinp, scratch, dout, inp, weight, mean, rstd, N, C);
+    check_launch();
+    column_sum(dev, dweight, dbias, scratch, blocks, C, accumulate);
+}

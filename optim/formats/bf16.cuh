@@ -1,0 +1,29 @@
+// bf16: the upper 16 bits of an fp32 (sign, 8 exponent, 7 mantissa bits), 2 bytes. Written with integers, so that it is
+// the same on CPU, GPU and NVRTC and keeps subnormals.
+// To nearest, ties to even: add just under half a step, one more when the kept part is odd, and truncate. Stochastic:
+// add 16 random bits and truncate, which rounds the magnitude up with a probability equal to the fraction cut off, so
+// that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fc0 in both.
+#pragma once
+#include "../float.cuh"
+
+EMBED_SOURCE
+
+struct Bf16 {
+    typedef uint16_t Code;
+    static constexpr const char* DTYPE = "BF16";
+
+    static OPTIM_INLINE float decode(uint16_t code) { return bits_float((uint32_t)code << 16); }
+
+    static OPTIM_INLINE uint16_t encode(float x) {
+        uint32_t bits = float_bits(x);
+        uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        return (uint16_t)(is_nan(x) ? 0x7fc0u : rounded);
+    }
+
+    static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
+        uint32_t bits = float_bits(x);
+        uint32_t rounded = (bits + noise) >> 16;
+        if (!is_finite(x)) rounded = is_nan(x) ? 0x7fc0u : bits >> 16;
+        return (uint16_t)rounded;
+    }
+};

@@ -1,0 +1,392 @@
+// See jit.h. The source reaches the binary through EMBED_SOURCE: each header that says it is put, by the assembler,
+// into the section optim_sources, in the order in which the compiler meets the headers, so the section read from end to
+// end is one program; only its own #include lines must be blanked. The toolkit's Philox goes into a section of its own
+// and is handed to NVRTC as a header. Nothing but the includes below says which files these are, so make's dependencies
+// are right and a new format needs no line here.
+#include "../kernels/common.cuh"
+#include "jit.h"
+
+#ifndef __CUDA_ARCH__
+#define EMBED_SOURCE                                                                                         \
+    asm(".pushsection optim_sources, \"a\"\n.ascii \"#line 1 \\\"" __FILE__ "\\\"\\n\"\n.incbin \"" __FILE__ \
+        "\"\n.popsection\n");
+asm(".pushsection optim_toolkit, \"a\"\n.incbin \"curand_philox4x32_x.h\"\n.popsection\n");
+#endif
+#include "kernel.cuh"
+#include "table.cuh"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+extern "C" const char __start_optim_sources[], __stop_optim_sources[];
+extern "C" const char __start_optim_toolkit[], __stop_optim_toolkit[];
+
+typedef unsigned __int128 Hash;
+
+// FNV-1a in 128 bits: names files and finds damage; nobody is kept out by it.
+static Hash hash_bytes(Hash hash, const void* bytes, int64_t count) {
+    const Hash prime = ((Hash)1 << 88) + 0x13b;
+    for (int64_t i = 0; i < count; i++) hash = (hash ^ ((const unsigned char*)bytes)[i]) * prime;
+    return hash;
+}
+
+static Hash hash_start() {
+    return ((Hash)0x6c62272e07bb0142ull << 64) + 0x62b821756295c58dull;
+}
+
+// The few calls of NVRTC, by hand: the library is opened at run time and its header need not be installed.
+typedef struct NvrtcProgram_* NvrtcProgram;
+struct Nvrtc {
+    void* library;
+    int (*version)(int* major, int* minor);
+    const char* (*error_string)(int);
+    int (*create)(NvrtcProgram*, const char* source, const char* name, int headers, const char* const* header_sources,
+                  const char* const* header_names);
+    int (*destroy)(NvrtcProgram*);
+    int (*add_name)(NvrtcProgram, const char* expression);
+    int (*compile)(NvrtcProgram, int options, const char* const* option);
+    int (*lowered_name)(NvrtcProgram, const char* expression, const char** name);
+    int (*log_size)(NvrtcProgram, size_t*);
+    int (*log)(NvrtcProgram, char*);
+    int (*cubin_size)(NvrtcProgram, size_t*);
+    int (*cubin)(NvrtcProgram, char*);
+    int (*ptx_size)(NvrtcProgram, size_t*);
+    int (*ptx)(NvrtcProgram, char*);
+    int (*arch_count)(int*);
+    int (*archs)(int*);
+};
+
+template <class Function>
+static bool bind(void* library, const char* name, Function* function) {
+    *function = (Function)dlsym(library, name);
+    return *function != nullptr;
+}
+
+// Opens libnvrtc; the loader counts openings, so this may be called again and again.
+static bool nvrtc_open(Nvrtc* nvrtc) {
+    static const char* const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so",
+                                        "/usr/local/cuda/lib64/libnvrtc.so"};
+    nvrtc->library = nullptr;
+    for (const char* name : names) {
+        nvrtc->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+        if (nvrtc->library) break;
+    }
+    void* library = nvrtc->library;
+    return library && bind(library, "nvrtcVersion", &nvrtc->version) &&
+           bind(library, "nvrtcGetErrorString", &nvrtc->error_string) &&
+           bind(library, "nvrtcCreateProgram", &nvrtc->create) &&
+           bind(library, "nvrtcDestroyProgram", &nvrtc->destroy) &&
+           bind(library, "nvrtcAddNameExpression", &nvrtc->add_name) &&
+           bind(library, "nvrtcCompileProgram", &nvrtc->compile) &&
+           bind(library, "nvrtcGetLoweredName", &nvrtc->lowered_name) &&
+           bind(library, "nvrtcGetProgramLogSize", &nvrtc->log_size) &&
+           bind(library, "nvrtcGetProgramLog", &nvrtc->log) && bind(library, "nvrtcGetCUBINSize", &nvrtc->cubin_size) &&
+           bind(library, "nvrtcGetCUBIN", &nvrtc->cubin) && bind(library, "nvrtcGetPTXSize", &nvrtc->ptx_size) &&
+           bind(library, "nvrtcGetPTX", &nvrtc->ptx) &&
+           bind(library, "nvrtcGetNumSupportedArchs", &nvrtc->arch_count) &&
+           bind(library, "nvrtcGetSupportedArchs", &nvrtc->archs);
+}
+
+static bool nvrtc_missing(char* error) {
+    snprintf(error, JIT_ERROR_BYTES,
+             "this combination of formats is compiled at run time, and libnvrtc.so.13 or .12 was not found: install "
+             "cuda-nvrtc (apt-get install cuda-nvrtc-13-0), set LD_LIBRARY_PATH, or take a --preset as it is");
+    return false;
+}
+
+bool jit_available() {
+    Nvrtc nvrtc;
+    return nvrtc_open(&nvrtc);
+}
+
+bool jit_architecture(int compute, char* architecture, size_t bytes, char* error) {
+    Nvrtc nvrtc;
+    if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
+    int count = 0, newest = 0, known[64];
+    if (nvrtc.arch_count(&count) != 0 || count > 64 || nvrtc.archs(known) != 0) count = 0;
+    for (int i = 0; i < count; i++) {
+        if (known[i] == compute) {
+            snprintf(architecture, bytes, "sm_%d", compute);
+            return true;
+        }
+        if (known[i] < compute && known[i] > newest) newest = known[i];
+    }
+    snprintf(architecture, bytes, "compute_%d", newest);
+    if (newest == 0) {
+        snprintf(error, JIT_ERROR_BYTES, "this libnvrtc compiles for no device of compute capability %d.%d or older",
+                 compute / 10, compute % 10);
+    }
+    return newest != 0;
+}
+
+// The headers' own includes are blanked, since what they name stands before them already.
+char* jit_source(int64_t* bytes) {
+    int64_t count = __stop_optim_sources - __start_optim_sources;
+    char* source = (char*)malloc((size_t)count + 1);
+    memcpy(source, __start_optim_sources, (size_t)count);
+    source[count] = 0;
+    for (char* line = source; *line;) {
+        char* end = strchr(line, '\n');
+        if (!end) end = line + strlen(line);
+        if (strncmp(line, "#include \"", 10) == 0 || strncmp(line, "#pragma once", 12) == 0) {
+            memset(line, ' ', (size_t)(end - line));
+        }
+        line = *end ? end + 1 : end;
+    }
+    *bytes = count;
+    return source;
+}
+
+// Options that decide the arithmetic are spelt out, although the source relies on none of them.
+static const char* const jit_options[] = {"--std=c++17",     "-fmad=false",      "--ftz=false",
+                                          "--prec-div=true", "--prec-sqrt=true", "--disable-warnings"};
+constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
+
+// Stands in for the toolkit's <nv/target>: Philox asks it one question only, and this is device code.
+static const char jit_target_header[] = "#define NV_IF_ELSE_TARGET(condition, host, device) device\n";
+
+static void image_set(JitImage* image, const char* symbol, int64_t image_bytes) {
+    size_t length = strlen(symbol) + 1;
+    image->symbol = (char*)malloc(length + (size_t)image_bytes);
+    memcpy(image->symbol, symbol, length);
+    image->image = image->symbol + length;
+    image->image_bytes = image_bytes;
+    image->cached = false;
+}
+
+void jit_free(JitImage* image) {
+    free(image->symbol);
+    memset(image, 0, sizeof(*image));
+}
+
+static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status, const char* expression, char* error) {
+    size_t log_bytes = 0;
+    char* log = nullptr;
+    if (nvrtc->log_size(program, &log_bytes) == 0 && log_bytes > 1) {
+        log = (char*)calloc(1, log_bytes + 1);
+        if (nvrtc->log(program, log) != 0) log[0] = 0;
+    }
+    snprintf(error, JIT_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", expression, nvrtc->error_string(status),
+             log ? log : "");
+    free(log);
+}
+
+bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error) {
+    Nvrtc nvrtc;
+    memset(image, 0, sizeof(*image));
+    if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
+    int64_t philox_bytes = __stop_optim_toolkit - __start_optim_toolkit, source_bytes;
+    char* philox = (char*)calloc(1, (size_t)philox_bytes + 1);
+    memcpy(philox, __start_optim_toolkit, (size_t)philox_bytes);
+    char* source = jit_source(&source_bytes);
+    const char* header_sources[] = {philox, jit_target_header};
+    const char* header_names[] = {"curand_philox4x32_x.h", "nv/target"};
+    char option_arch[64];
+    snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s", architecture);
+    const char* options[JIT_OPTIONS + 1];
+    memcpy(options, jit_options, sizeof(jit_options));
+    options[JIT_OPTIONS] = option_arch;
+
+    NvrtcProgram program = nullptr;
+    const char* symbol = nullptr;
+    bool ptx = strncmp(architecture, "compute_", 8) == 0;
+    size_t bytes = 0;
+    int status = nvrtc.create(&program, source, "optim.cu", 2, header_sources, header_names);
+    if (status == 0) status = nvrtc.add_name(program, expression);
+    if (status == 0) status = nvrtc.compile(program, JIT_OPTIONS + 1, options);
+    if (status == 0) status = nvrtc.lowered_name(program, expression, &symbol);
+    if (status == 0) status = ptx ? nvrtc.ptx_size(program, &bytes) : nvrtc.cubin_size(program, &bytes);
+    if (status == 0) {
+        image_set(image, symbol, (int64_t)bytes);
+        status = ptx ? nvrtc.ptx(program, image->image) : nvrtc.cubin(program, image->image);
+    }
+    if (status != 0) {
+        compile_failed(&nvrtc, program, status, expression, error);
+        jit_free(image);
+    }
+    if (program) nvrtc.destroy(&program);
+    free(source);
+    free(philox);
+    return status == 0;
+}
+
+// The cache's folder; false when the environment names none.
+static bool cache_folder(char* folder, size_t bytes) {
+    const char* own = getenv("NIBBLE_CACHE");
+    const char* xdg = getenv("XDG_CACHE_HOME");
+    const char* home = getenv("HOME");
+    if (own && *own) return snprintf(folder, bytes, "%s", own) < (int)bytes;
+    if (xdg && *xdg) return snprintf(folder, bytes, "%s/nibble", xdg) < (int)bytes;
+    if (home && *home) return snprintf(folder, bytes, "%s/.cache/nibble", home) < (int)bytes;
+    return false;
+}
+
+bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes) {
+    char folder[4096];
+    Nvrtc nvrtc;
+    int version[2] = {0, 0};
+    if (!cache_folder(folder, sizeof(folder)) || !nvrtc_open(&nvrtc)) return false;
+    nvrtc.version(&version[0], &version[1]);
+    Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
+    hash = hash_bytes(hash, __start_optim_toolkit, __stop_optim_toolkit - __start_optim_toolkit);
+    hash = hash_bytes(hash, jit_target_header, sizeof(jit_target_header));
+    for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
+    hash = hash_bytes(hash, architecture, (int64_t)strlen(architecture) + 1);
+    hash = hash_bytes(hash, version, sizeof(version));
+    hash = hash_bytes(hash, expression, (int64_t)strlen(expression) + 1);
+    int length = snprintf(path, bytes, "%s/%016llx%016llx.kernel", folder, (unsigned long long)(hash >> 64),
+                          (unsigned long long)hash);
+    return length > 0 && length < (int)bytes;
+}
+
+// A file of the cache: this header, the symbol with its 0, the image.
+struct CacheHeader {
+    char magic[8];
+    int64_t symbol_bytes;
+    int64_t image_bytes;
+    uint64_t checksum[2];  // of the sizes and all that follows the header
+};
+
+static const char cache_magic[8] = {'n', 'i', 'b', 'b', 'l', 'e', 'k', '1'};
+
+static void cache_checksum(const CacheHeader* header, const char* payload, uint64_t checksum[2]) {
+    Hash hash = hash_bytes(hash_start(), &header->symbol_bytes, 16);
+    hash = hash_bytes(hash, payload, header->symbol_bytes + header->image_bytes);
+    checksum[0] = (uint64_t)(hash >> 64);
+    checksum[1] = (uint64_t)hash;
+}
+
+static bool read_all(int file, void* bytes, int64_t count) {
+    while (count > 0) {
+        ssize_t got = read(file, bytes, (size_t)count);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return false;
+        bytes = (char*)bytes + got, count -= got;
+    }
+    return true;
+}
+
+static bool write_all(int file, const void* bytes, int64_t count) {
+    while (count > 0) {
+        ssize_t put = write(file, bytes, (size_t)count);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return false;
+        bytes = (const char*)bytes + put, count -= put;
+    }
+    return true;
+}
+
+// False when there is no such file or it is not whole.
+static bool cache_read(const char* path, JitImage* image) {
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    CacheHeader header;
+    struct stat info;
+    char* payload = nullptr;
+    const int64_t most = (int64_t)1 << 30;
+    bool good = fstat(file, &info) == 0 && read_all(file, &header, sizeof(header)) &&
+                memcmp(header.magic, cache_magic, sizeof(cache_magic)) == 0 && header.symbol_bytes > 0 &&
+                header.symbol_bytes < most && header.image_bytes > 0 && header.image_bytes < most &&
+                info.st_size == (int64_t)sizeof(header) + header.symbol_bytes + header.image_bytes;
+    if (good) {
+        payload = (char*)malloc((size_t)(header.symbol_bytes + header.image_bytes));
+        uint64_t checksum[2] = {0, 0};
+        good = read_all(file, payload, header.symbol_bytes + header.image_bytes);
+        if (good) cache_checksum(&header, payload, checksum);
+        good =
+            good && memcmp(checksum, header.checksum, sizeof(checksum)) == 0 && payload[header.symbol_bytes - 1] == 0;
+    }
+    close(file);
+    if (good) {
+        *image = {payload, payload + header.symbol_bytes, header.image_bytes, true};
+    } else {
+        free(payload);
+    }
+    return good;
+}
+
+static void folders_make(const char* path) {
+    char folder[4352];
+    snprintf(folder, sizeof(folder), "%s", path);
+    for (char* slash = strchr(folder + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
+        *slash = 0;
+        mkdir(folder, 0777);  // a failure shows when the file is opened
+        *slash = '/';
+    }
+}
+
+static bool cache_write(const char* path, const JitImage* image) {
+    CacheHeader header;
+    memset(&header, 0, sizeof(header));
+    memcpy(header.magic, cache_magic, sizeof(cache_magic));
+    header.symbol_bytes = image->image - image->symbol;
+    header.image_bytes = image->image_bytes;
+    cache_checksum(&header, image->symbol, header.checksum);
+    char temporary[4400];
+    snprintf(temporary, sizeof(temporary), "%s.XXXXXX", path);
+    folders_make(path);
+    int file = mkstemp(temporary);
+    if (file < 0) return false;
+    bool good = write_all(file, &header, sizeof(header)) &&
+                write_all(file, image->symbol, header.symbol_bytes + header.image_bytes) && fsync(file) == 0;
+    int reason = errno;
+    if (close(file) != 0 && good) good = false, reason = errno;
+    if (good && rename(temporary, path) != 0) good = false, reason = errno;
+    if (!good) unlink(temporary);
+    errno = reason;
+    return good;
+}
+
+bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error) {
+    char path[4352];
+    bool cache = jit_cache_path(expression, architecture, path, sizeof(path));
+    if (cache && cache_read(path, image)) return true;
+    if (!jit_compile(expression, architecture, image, error)) return false;
+    if (!cache || !cache_write(path, image)) {
+        fprintf(stderr,
+                "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "
+                "NIBBLE_CACHE names another folder\n",
+                cache ? path : "a cache folder", cache ? strerror(errno) : "neither NIBBLE_CACHE nor HOME is set");
+    }
+    return true;
+}
+
+// The driver's calls, also by name: the trainer starts on machines without a driver.
+static const char* driver_error(void* library, int status) {
+    int (*error_name)(int status, const char** name);
+    const char* name = nullptr;
+    if (!bind(library, "cuGetErrorName", &error_name) || error_name(status, &name) != 0) return "unknown error";
+    return name;
+}
+
+bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
+    int (*module_load)(void** module, const void* image);
+    int (*module_function)(void** function, void* module, const char* name);
+    void* module = nullptr;
+    check(cudaFree(nullptr));  // the runtime's context is current after this
+    memset(kernel, 0, sizeof(*kernel));
+    kernel->driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!kernel->driver || !bind(kernel->driver, "cuModuleLoadData", &module_load) ||
+        !bind(kernel->driver, "cuModuleGetFunction", &module_function) ||
+        !bind(kernel->driver, "cuLaunchKernel", &kernel->launch)) {
+        snprintf(error, JIT_ERROR_BYTES, "libcuda.so.1, the driver's library, could not be opened");
+        return false;
+    }
+    int status = module_load(&module, image->image);
+    if (status == 0) status = module_function(&kernel->function, module, image->symbol);
+    if (status == 0) return true;
+    snprintf(error, JIT_ERROR_BYTES, "the driver refused the compiled kernel %s: %s", image->symbol,
+             driver_error(kernel->driver, status));
+    return false;
+}
+
+void jit_launch(const JitKernel* kernel, int64_t grid, int block, void** arguments, cudaStream_t stream) {
+    int status =
+        kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, 0, stream, arguments, nullptr);
+    if (status == 0) return;
+    const char* name = driver_error(kernel->driver, status);
+    check_failed("CUDA driver", name, "cuLaunchKernel", "jit_launch", __FILE__, __LINE__);
+}

@@ -1,0 +1,55 @@
+// Kernels compiled at run time by NVRTC from the source that is embedded in the binary, and kept in a folder:
+// $NIBBLE_CACHE, else $XDG_CACHE_HOME/nibble, else ~/.cache/nibble. Compiling needs neither a GPU nor the toolkit's
+// headers; it needs libnvrtc, which is opened when it is first wanted.
+//
+// A file of the cache is named by a hash of all that decides its contents (source, options, architecture, NVRTC's
+// version, the kernel asked for) and carries a checksum. It is written under a temporary name, synced and renamed, so
+// several processes and crashes cannot damage it; one that is damaged all the same is compiled again. A folder that
+// cannot be written costs a second at each start and one line that says so. What fails to compile is never kept.
+#pragma once
+#include <cuda_runtime.h>
+#include <stddef.h>
+#include <stdint.h>
+
+constexpr size_t JIT_ERROR_BYTES = 16384;  // a compiler's log may be long; it is cut here
+
+struct JitImage {
+    char* symbol;  // the kernel's mangled name
+    char* image;   // cubin or PTX; allocated together with symbol, freed by jit_free
+    int64_t image_bytes;
+    bool cached;  // read from the cache
+};
+
+// The source that is compiled, caller frees: all of the optimizer's device code.
+char* jit_source(int64_t* bytes);
+
+// Whether libnvrtc can be opened.
+bool jit_available();
+
+// The architecture to compile for, on a device of compute capability `compute` (90 for 9.0): "sm_90", or the newest PTX
+// that NVRTC knows ("compute_90") when it does not know the device.
+bool jit_architecture(int compute, char* architecture, size_t bytes, char* error);
+
+// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>". False with NVRTC's log in
+// `error` (JIT_ERROR_BYTES).
+bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error);
+
+// The same through the cache.
+bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error);
+void jit_free(JitImage* image);
+
+// The path of the cache's file for an expression; false when no folder is named by the environment.
+bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes);
+
+// A kernel in the current device's memory.
+struct JitKernel {
+    void* driver;    // libcuda
+    void* function;  // NULL: there is none
+    int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                  unsigned block_z, unsigned shared_bytes, cudaStream_t stream, void** arguments, void** extra);
+};
+
+// Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver
+// refuses it. A launch's arguments are as cudaLaunchKernel takes them.
+bool jit_load(const JitImage* image, JitKernel* kernel, char* error);
+void jit_launch(const JitKernel* kernel, int64_t grid, int block, void** arguments, cudaStream_t stream);

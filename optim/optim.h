@@ -1,0 +1,113 @@
+// The optimizer as the trainer sees it: a description of the model's tensors goes in, and weights in the matmul's
+// precision, a step, and the stored streams (for checkpoints) come out. Formats, rules and block sizes are names in
+// strings here and nowhere else in the trainer.
+//
+// The parameters of the model live in one arena. optim_layout gives every tensor an offset (in elements, a multiple of
+// OPTIM_ALIGN, so that vectors and blocks of any format start at a tensor's first element). Gradients are written by
+// the trainer into an arena of the same layout; padding between tensors is zero in every arena and stays so.
+//
+// Bit contract: for every combination the step's result is the same on the CPU, on a GPU, for any launch shape, and
+// before and after a resume. Noise is keyed by (seed, step, stream, global element index).
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../kernels/common.cuh"
+
+constexpr int64_t OPTIM_ALIGN = 128;  // elements
+
+struct OptimTensor {
+    const char* name;  // transformers' name, such as "h.0.attn.c_attn.weight"
+    int64_t rows;      // 1 for a vector
+    int64_t cols;
+    bool decay;      // weight decay applies (matrices and embeddings)
+    int64_t offset;  // set by optim_layout: first element in every arena
+};
+
+struct OptimConfig {
+    const char* preset;   // "adamw32", ...; gives the defaults of the five names below
+    const char* rule;     // "adamw"; NULL or "" = the preset's, likewise below
+    const char* weights;  // "fp32", "bf16:sr", "bf16+fp32"
+    const char* grads;    // "fp32", "bf16": the format that the trainer writes
+    const char* m;        // "fp32", "bf16", "bf16:sr"
+    const char* v;
+    float beta1, beta2, eps, weight_decay;
+    uint64_t seed;
+};
+
+// What the combination costs, known before anything is allocated.
+struct OptimBytes {
+    int64_t weights;  // the weights as stored, master and compensation included
+    int64_t compute;  // a decoded copy for the matmul, 0 when the stored weights serve
+    int64_t states;   // m, v and their scales
+    int64_t tables;   // the tile table: 8 bytes every 2048 elements
+};
+
+enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with
+
+// One stored array: what a checkpoint keeps. Its bytes are written as they are, never widened.
+struct OptimStream {
+    const char* name;   // "weights", "master", "m", "v", "m.scales", ...
+    const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
+    void* data;         // device memory, `elements` of `element_bytes` each, in the arena's layout
+    int64_t elements;
+    int element_bytes;
+    bool is_weights;  // the primary weights; model.safetensors holds them when dtype is F32 or BF16
+};
+
+typedef struct Optim Optim;
+
+// Gives each tensor its offset; returns the length of the arena in elements (a multiple of OPTIM_ALIGN).
+int64_t optim_layout(OptimTensor* tensors, int count);
+
+// Checks every name and value of the configuration and fills in what the preset gives. Returns false, with one sentence
+// that names the option, what was found and what to type in `error` (the nearest known name is suggested).
+bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
+
+// Bytes of the combination (a resolved configuration) for an arena of `elements`.
+OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
+
+// One line for the banner: "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param". The figure counts
+// weights and states as allocated, without gradients and the compute copy.
+void optim_describe(const OptimConfig* config, char* line, size_t line_bytes);
+
+// Allocates weights (zero) and states (the encoding of zero). `tensors` are copied. Exits on a CUDA error.
+Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
+                    OptimType compute);
+void optim_free(Optim* optim);
+
+// Sets the weights of one tensor from host values (rows x cols fp32), rounded to nearest; states are untouched. Call
+// optim_decode after the last one.
+void optim_set_weights(Optim* optim, int tensor, const float* values);
+
+// Reads the weights of one tensor, as the model sees them (of bf16+fp32 the bf16 copy; not rounded to the compute
+// type), into host values.
+void optim_get_weights(const Optim* optim, int tensor, float* values);
+
+// The weights in the compute type, arena layout, device memory; the pointer is constant for the optimizer's life.
+void* optim_weights(const Optim* optim);
+
+// Refreshes the compute copy after weights or streams were written from outside (no-op when there is no copy).
+void optim_decode(Optim* optim);
+
+// One step over the whole model in one launch per group: new weights and states from the gradients, in place, on
+// dev->stream, and the compute copy refreshed. `grads` is an arena in the config's grads format. `grad_scale` is a
+// device scalar that multiplies every gradient (the clip factor); when it is NaN or infinite the step changes nothing.
+// `step` counts from 1.
+void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
+
+// The stored streams, in a fixed order.
+int optim_stream_count(const Optim* optim);
+OptimStream optim_stream(const Optim* optim, int index);
+
+// Bytes really allocated: equal to optim_bytes.
+OptimBytes optim_allocated(const Optim* optim);
+
+// Whether the combination's kernel is built in; any other is compiled by NVRTC in optim_create (on a GPU only).
+// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression is the kernel's name for NVRTC (jit.h).
+bool optim_built_in(const OptimConfig* config);
+void optim_expression(const OptimConfig* config, char* expression, size_t expression_bytes);
+
+// For --list-formats, --list-presets and --help: prints a table to the file.
+void optim_list_formats(FILE* file);
+void optim_list_presets(FILE* file);

@@ -1,0 +1,944 @@
+// The tests: `make test`. This file holds the runner and the whole-model tests; dev/unit/ holds those of the operators,
+// the optimizer, the data files and the command line.
+//
+// Gradients are compared tensor by tensor: the norm of the difference over the norm of the tensor, as a multiple of
+// gradient_bound(). The exact values come from PyTorch (dev/reference/golden.safetensors); at other shapes the fp32 CPU
+// path, which that file vouches for, is the reference.
+#define TESTING
+#include "train_gpt2.cu"
+#include "dev/unit/test.h"
+
+#include <malloc.h>
+
+Test** test_list() {
+    static Test* head = nullptr;
+    return &head;
+}
+
+bool test_gpu_present() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
+// What a test's model is made of.
+struct Setup {
+    Config config;
+    int B, T;
+    OptimType type;
+    bool grads_bf16;
+    Recompute recompute;
+    int64_t logit_rows;  // 0: all
+    const char *weights, *m, *v;
+};
+
+static OptimConfig setup_optim(const Setup* s) {
+    OptimConfig config = {"adamw32", "adamw", s->weights, s->grads_bf16 ? "bf16" : "fp32", s->m, s->v, 0.9f, 0.95f,
+                          1e-8f,     0.1f,    7};
+    char error[DATA_ERROR_BYTES];
+    if (!optim_resolve(&config, error, sizeof(error))) user_error("%s", error);
+    return config;
+}
+
+static void model_shape(Model* m, const Device* dev, const Setup* s) {
+    *m = {};
+    m->dev = dev;
+    m->config = s->config;
+    m->B = s->B;
+    m->T = s->T;
+    m->type = s->type;
+    m->grads_bf16 = s->grads_bf16;
+    m->recompute = s->recompute;
+    m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
+    config_tensors(m);
+}
+
+static void model_open(Model* m, const Device* dev, const Setup* s) {
+    OptimConfig config = setup_optim(s);
+    model_shape(m, dev, s);
+    model_allocate(m, &config);
+}
+
+// One micro-batch from host memory, (B, T) each; order and buckets as data/loader.h describes them.
+static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
+    int n = m->B * m->T, buckets = 0, used = 0;
+    int *order = (int*)malloc(n * sizeof(int)), *bucket = (int*)malloc(2 * (n + 1) * sizeof(int));
+    for (int token = 0; token < m->config.V; token++) {
+        int begin = used;
+        for (int i = 0; i < n; i++) {
+            if (tokens[i] == token) order[used++] = i;
+        }
+        if (used > begin) bucket[2 * buckets] = token, bucket[2 * buckets++ + 1] = begin;
+    }
+    bucket[2 * buckets] = -1, bucket[2 * buckets + 1] = n;
+    Input input = input_layout(m, m->input);
+    copy_to_device(m->dev, input.tokens, tokens, n * sizeof(int));
+    copy_to_device(m->dev, input.targets, targets, n * sizeof(int));
+    copy_to_device(m->dev, input.order, order, n * sizeof(int));
+    copy_to_device(m->dev, input.bucket, bucket, 2 * (buckets + 1) * sizeof(int));
+    micro_batch(m, &input, buckets, m->B, m->T, true, first, share);
+    device_sync(m->dev);
+    free(order), free(bucket);
+}
+
+static float scalar(const Model* m, int i) {
+    float value;
+    copy_to_host(m->dev, &value, m->scalars + i, sizeof(value));
+    return value;
+}
+
+// The norm of the gradients and the update, as train_step does them.
+static void update(Model* m, float lr, float clip, int64_t step) {
+    if (m->grads_bf16) {
+        global_norm<bf16>(m->dev, m->scalars + 1, (float*)m->activations, (const bf16*)m->grads, m->elements, clip);
+    } else {
+        global_norm<float>(m->dev, m->scalars + 1, (float*)m->activations, (const float*)m->grads, m->elements, clip);
+    }
+    optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
+}
+
+// The arena of gradients as fp32 in host memory; the caller frees it.
+static float* gradients(const Model* m) {
+    float* values = (float*)malloc(m->elements * sizeof(float));
+    if (!m->grads_bf16) {
+        copy_to_host(m->dev, values, m->grads, m->elements * 4);
+        return values;
+    }
+    bf16* rounded = (bf16*)malloc(m->elements * sizeof(bf16));
+    copy_to_host(m->dev, rounded, m->grads, m->elements * 2);
+    for (int64_t i = 0; i < m->elements; i++) values[i] = to_float(rounded[i]);
+    free(rounded);
+    return values;
+}
+
+// Error of a gradient relative to its tensor's norm. fp32: a sum of n terms is off by about sqrt(n) roundings of 2^-24;
+// n adds up along the longest path, in each block forward and backward the two layernorms and four matrices (9C) and
+// attention (HS + T), then the head and the rows of a weight's gradient. bf16: every activation and its gradient is
+// rounded (2^-9) when it is stored, ten each way in a block and six outside. The roundings do not correlate, hence the
+// root. 4 is for what subtractions (layernorm, softmax minus target) lose.
+static double gradient_bound(const Config* c, int rows, int T, OptimType type) {
+    double sums = 2.0 * c->L * (9.0 * c->C + c->C / c->NH + T) + 2.0 * c->C + c->V + rows;
+    double roundings = 20.0 * c->L + 6.0;
+    return 4.0 * (type == OPTIM_FP32 ? ldexp(sqrt(sums), -24) : ldexp(sqrt(roundings), -9));
+}
+
+// Errors of logits of order 1, independent from row to row, in a mean over the rows; then 2^-22 of the sum itself.
+static double loss_bound(double gradient_bound, int rows, double loss) {
+    return gradient_bound / sqrt((double)rows) + ldexp(loss, -22);
+}
+
+static void note(Test* test, const char* what, double multiple) {
+    size_t used = strlen(test->note);
+    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2f", used ? ", " : "of bound: ", what, multiple);
+}
+
+static double expect_loss(Test* test, const char* what, double got, double want, double bound) {
+    double multiple = fabs(got - want) / bound;
+    expect(multiple <= 1.0, "%s: loss %.9g, want %.9g: %.2f times the bound", what, got, want, multiple);
+    return multiple;
+}
+
+// Norm of the difference over norm of `want`, as a multiple of the bound.
+static double expect_norm(Test* test, const char* what, const char* name, const float* got, const float* want,
+                          int64_t n, double bound) {
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        difference += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
+        norm += (double)want[i] * want[i];
+    }
+    double multiple = sqrt(difference) / (bound * sqrt(norm));
+    expect(norm > 0, "%s: %s is all zeros: nothing is compared", what, name);
+    expect(multiple <= 1.0, "%s: %s differs by %.3g of its norm: %.2f times the bound", what, name,
+           sqrt(difference / norm), multiple);
+    return isnan(multiple) ? INFINITY : multiple;
+}
+
+// Both arenas in fp32; returns and notes the worst tensor's multiple of the bound.
+static void expect_gradients(Test* test, const char* what, const Model* m, const float* got, const float* want,
+                             double bound) {
+    double worst = 0;
+    for (int t = 0; t < m->count; t++) {
+        const OptimTensor* tensor = &m->tensors[t];
+        double multiple = expect_norm(test, what, tensor->name, got + tensor->offset, want + tensor->offset,
+                                      tensor->rows * tensor->cols, bound);
+        if (multiple > worst) worst = multiple;
+    }
+    note(test, what, worst);
+    const OptimTensor* wte = &m->tensors[WTE];
+    double padding = 0;
+    for (int64_t i = (int64_t)m->config.V * wte->cols; i < wte->rows * wte->cols; i++) {
+        padding += fabs(got[wte->offset + i]);
+    }
+    expect(padding == 0, "%s: the padding of the vocabulary has a gradient", what);
+}
+
+// A folder of the test's own, with room for a name behind it.
+static void temporary_folder(char (&path)[PATH_BYTES]) {
+    const char* base = getenv("TMPDIR");
+    snprintf(path, PATH_BYTES, "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
+    if (!mkdtemp(path)) user_error("%s: %s", path, strerror(errno));
+}
+
+static void remove_folder(const char* path) {
+    char error[DATA_ERROR_BYTES];
+    if (!folder_remove(path, error)) printf("    %s\n", error);
+}
+
+// The golden file: a small GPT-2 with loss, gradients and five AdamW steps as PyTorch computes them in float64.
+
+static const char GOLDEN[] = "dev/reference/golden.safetensors";
+static const Config GOLDEN_CONFIG = {2, 128, 2, 32, 250, 256};
+constexpr int GOLDEN_B = 2, GOLDEN_T = 24;
+
+static double golden_double(const Safetensors* file, const char* name, int i) {
+    double value;
+    memcpy(&value, (const char*)safetensors_find(file, name)->data + i * sizeof(double), sizeof(double));
+    return value;
+}
+
+// model_read wants a folder with a model.safetensors: a link to the golden file, which holds weights among the rest.
+static void golden_weights(Model* m) {
+    char folder[PATH_BYTES], path[PATH_BYTES], target[PATH_BYTES];
+    temporary_folder(folder);
+    path_join(path, folder, "model.safetensors");
+    if (!realpath(GOLDEN, target) || symlink(target, path) != 0) user_error("%s: %s", path, strerror(errno));
+    model_read(m, folder);
+    remove_folder(folder);
+}
+
+// The gradient of a tensor as stored in the file, turned to the arena's (out, in). False when the file leaves it out.
+static bool golden_gradient(const Safetensors* file, const Model* m, int t, float* values) {
+    const OptimTensor* tensor = &m->tensors[t];
+    char name[128];
+    snprintf(name, sizeof(name), "grad.transformer.%s", tensor->name);
+    const SafetensorsTensor* found = safetensors_find(file, name);
+    if (!found) return false;
+    int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
+    bool turned = tensor->rows > 1 && strstr(tensor->name, ".c_");
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t at = turned ? i % cols * rows + i / cols : i;
+        memcpy(values + i, (const float*)found->data + at, sizeof(float));
+    }
+    return true;
+}
+
+static void check_golden(Test* test, const Device* dev, OptimType type, bool grads_bf16) {
+    Safetensors file;
+    char error[DATA_ERROR_BYTES];
+    bool opened = safetensors_open(&file, GOLDEN, error);
+    expect(opened, "%s", error);
+    if (!opened) return;
+    Setup setup = {GOLDEN_CONFIG, GOLDEN_B, GOLDEN_T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
+    constexpr int N = GOLDEN_B * GOLDEN_T;
+    int tokens[N], targets[N];
+    memcpy(tokens, safetensors_find(&file, "golden.tokens")->data, sizeof(tokens));
+    memcpy(targets, safetensors_find(&file, "golden.targets")->data, sizeof(targets));
+    Model m;
+    model_open(&m, dev, &setup);
+    golden_weights(&m);
+    const char* what = type == OPTIM_FP32 ? "fp32" : grads_bf16 ? "bf16" : "bf16 with fp32 gradients";
+    double bound = gradient_bound(&m.config, N, GOLDEN_T, type), want = golden_double(&file, "golden.loss", 0),
+           worst = 0;
+    double losses = loss_bound(bound, N, want);
+    feed(&m, tokens, targets, true, 1.0f);
+    note(test, "loss", expect_loss(test, what, scalar(&m, 0), want, losses));
+    float* got = gradients(&m);
+    float* stored = (float*)malloc(m.elements * sizeof(float));
+    int compared = 0;
+    for (int t = 0; t < m.count; t++) {
+        if (!golden_gradient(&file, &m, t, stored)) continue;
+        int64_t n = (t == WTE ? m.config.V : m.tensors[t].rows) * m.tensors[t].cols;
+        double multiple = expect_norm(test, what, m.tensors[t].name, got + m.tensors[t].offset, stored, n, bound);
+        if (multiple > worst) worst = multiple;
+        compared++;
+    }
+    note(test, what, worst);
+    expect(compared == 23, "%d gradients in %s, want 23", compared, GOLDEN);
+    // AdamW's first steps have the size of lr whatever the gradient's, so an error of the gradient is an error of the
+    // direction: each step's share of the fall in loss is off by as much.
+    double first = golden_double(&file, "golden.losses", 0), fall = first - golden_double(&file, "golden.losses", 4);
+    for (int step = 1; step <= 5 && type == OPTIM_FP32; step++) {
+        if (step > 1) feed(&m, tokens, targets, true, 1.0f);
+        double after = golden_double(&file, "golden.losses", step - 1);
+        expect_loss(test, "AdamW", scalar(&m, 0), after, losses + (step - 1) * bound * fall);
+        update(&m, 1e-3f, 1.0f, step);
+        double norm = golden_double(&file, "golden.grad_norm", 0);
+        expect(step > 1 || fabs(scalar(&m, 1) - norm) <= bound * norm, "norm %.9g, want %.9g", scalar(&m, 1), norm);
+    }
+    expect(fall > 0.1, "the golden losses fall by %g", fall);
+    free(got), free(stored);
+    model_free(&m);
+    safetensors_close(&file);
+}
+
+TEST(model_golden) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_golden(test, &dev, OPTIM_FP32, false);
+}
+
+TEST(model_golden_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_golden(test, &dev, OPTIM_FP32, false);
+    check_golden(test, &dev, OPTIM_BF16, false);
+    check_golden(test, &dev, OPTIM_BF16, true);
+    device_close(&dev);
+}
+
+// A small model at the usual initial weights, four sequences of random tokens.
+
+constexpr int SMALL_B = 4;
+struct Small {
+    Config config;
+    int T;
+};
+static const Small SMALL[] = {
+    {{2, 128, 2, 48, 300, 384}, 33}, {{2, 256, 2, 80, 200, 256}, 64}, {{1, 192, 3, 140, 257, 384}, 139}};
+
+// The gradient and, in *loss, the mean loss of SMALL_B sequences in micro-batches of s->B.
+static float* small_gradients(const Device* dev, const Setup* s, double* loss) {
+    int n = SMALL_B * s->T;
+    int *tokens = (int*)malloc(n * sizeof(int)), *targets = (int*)malloc(n * sizeof(int));
+    for (int i = 0; i < n; i++) {
+        // Small tokens often, as in text: some buckets are long, most are empty.
+        float a = test_uniform(3, i), b = test_uniform(4, i);
+        tokens[i] = (int)(fabsf(a * a * a) * (float)s->config.V);
+        targets[i] = (int)((b * 0.5f + 0.5f) * (float)s->config.V);
+    }
+    Model m;
+    model_open(&m, dev, s);
+    model_init(&m, 11);
+    for (int b = 0; b < SMALL_B; b += s->B) {
+        feed(&m, tokens + b * s->T, targets + b * s->T, b == 0, (float)s->B / SMALL_B);
+    }
+    *loss = scalar(&m, 0);
+    float* values = gradients(&m);
+    model_free(&m);
+    free(tokens), free(targets);
+    return values;
+}
+
+static Setup small_setup(const Small* small, OptimType type, bool grads_bf16) {
+    return {small->config, SMALL_B, small->T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
+}
+
+// Loss and gradients of one way to compute against another's.
+static void check_against(Test* test, const char* what, const Device* dev, const Setup* s, const float* want,
+                          double want_loss, double bound) {
+    double loss;
+    Model shape;
+    float* got = small_gradients(dev, s, &loss);
+    model_shape(&shape, dev, s);
+    expect_loss(test, what, loss, want_loss, loss_bound(bound, SMALL_B * s->T, want_loss));
+    expect_gradients(test, what, &shape, got, want, bound);
+    model_free(&shape);
+    free(got);
+}
+
+// Micro-batches, recomputation and rows of logits at a time change the memory and not the result.
+static void check_same_result(Test* test, const Device* dev, OptimType type) {
+    for (const Small& small : SMALL) {
+        Setup setup = small_setup(&small, type, false);
+        double loss, other_loss, bound = gradient_bound(&small.config, SMALL_B * small.T, small.T, type);
+        float* want = small_gradients(dev, &setup, &loss);
+        Model shape;
+        model_shape(&shape, dev, &setup);
+        for (Recompute recompute : {RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
+            Setup other = setup;
+            other.recompute = recompute;
+            float* got = small_gradients(dev, &other, &other_loss);
+            expect(memcmp(got, want, shape.elements * sizeof(float)) == 0 && loss == other_loss,
+                   "recompute %d changes bits at T %d", recompute, small.T);
+            free(got);
+        }
+        for (int B = 2; B >= 1; B--) {
+            Setup other = setup;
+            other.B = B;
+            check_against(test, B == 2 ? "2 micro-batches" : "4", dev, &other, want, loss, bound);
+        }
+        Setup rows = setup;
+        rows.logit_rows = 7;
+        check_against(test, "7 rows", dev, &rows, want, loss, bound);
+        model_free(&shape);
+        free(want);
+    }
+}
+
+TEST(model_same_result) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_same_result(test, &dev, OPTIM_FP32);
+}
+
+TEST(model_same_result_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_same_result(test, &dev, OPTIM_FP32);
+    check_same_result(test, &dev, OPTIM_BF16);
+    device_close(&dev);
+}
+
+TEST(model_cpu_gpu) {
+    Device cpu, gpu;
+    device_open(&cpu, false, 0);
+    device_open(&gpu, true, 0);
+    for (const Small& small : SMALL) {
+        double loss;
+        Setup setup = small_setup(&small, OPTIM_FP32, false);
+        float* want = small_gradients(&cpu, &setup, &loss);
+        int rows = SMALL_B * small.T;
+        check_against(test, "fp32", &gpu, &setup, want, loss, gradient_bound(&small.config, rows, small.T, OPTIM_FP32));
+        for (bool grads_bf16 : {false, true}) {
+            setup = small_setup(&small, OPTIM_BF16, grads_bf16);
+            check_against(test, grads_bf16 ? "bf16" : "bf16 with fp32 gradients", &gpu, &setup, want, loss,
+                          gradient_bound(&small.config, rows, small.T, OPTIM_BF16));
+        }
+        free(want);
+    }
+    device_close(&gpu);
+}
+
+// Every stored stream of the optimizer, one after another, in host memory.
+static char* streams(const Model* m, int64_t* bytes) {
+    char* all = nullptr;
+    *bytes = 0;
+    for (int i = 0; i < optim_stream_count(m->optim); i++) {
+        OptimStream stream = optim_stream(m->optim, i);
+        int64_t size = stream.elements * stream.element_bytes;
+        all = (char*)realloc(all, *bytes + size);
+        copy_to_host(m->dev, all + *bytes, stream.data, size);
+        *bytes += size;
+    }
+    return all;
+}
+
+static const Setup TRAINED = {
+    {2, 128, 2, 32, 256, 256}, 4, 31, OPTIM_FP32, false, RECOMPUTE_NONE, 50, "bf16:sr", "bf16:sr", "bf16:sr"};
+
+// `steps` steps of two micro-batches on a text of random words, through the loader; losses into `losses`.
+static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
+    constexpr int BYTES = 6000;
+    static char text[BYTES];
+    char error[DATA_ERROR_BYTES];
+    for (int i = 0; i < BYTES; i++) text[i] = i % 5 == 4 ? ' ' : (char)('a' + (int)(13 * (1 + test_uniform(9, i / 5))));
+    Dataset data;
+    if (!dataset_open_memory(&data, text, BYTES, DATASET_TRAIN, 0.1, setup->T, error)) user_error("%s", error);
+    model_open(m, dev, setup);
+    model_init(m, 5);
+    Feeder feeder;
+    feeder_open(&feeder, dev, &data, m->B, m->T, 3, true, 0);
+    for (int step = 0; step < steps; step++) {
+        train_step(m, &feeder, setup->grads_bf16 ? 1 : 2, 1e-3f, 1.0f, step + 1);
+        losses[step] = scalar(m, 0);
+    }
+    feeder_close(&feeder);
+    dataset_close(&data);
+}
+
+static void check_determinism(Test* test, const Device* dev, const Setup* setup) {
+    constexpr int STEPS = 6;
+    float losses[2][STEPS];
+    char* state[2];
+    int64_t bytes[2];
+    Model m;
+    for (int run = 0; run < 2; run++) {
+        train_small(&m, dev, setup, STEPS, losses[run]);
+        state[run] = streams(&m, &bytes[run]);
+        if (run == 0) model_free(&m);
+    }
+    expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "losses differ");
+    expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], bytes[0]) == 0, "weights or states differ");
+    expect(losses[0][STEPS - 1] < losses[0][0], "the loss goes from %g to %g", losses[0][0], losses[0][STEPS - 1]);
+    free(state[0]), free(state[1]);
+    model_free(&m);
+}
+
+TEST(model_determinism) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_determinism(test, &dev, &TRAINED);
+}
+
+TEST(model_determinism_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    Setup setup = TRAINED;
+    check_determinism(test, &dev, &setup);
+    setup.type = OPTIM_BF16;
+    check_determinism(test, &dev, &setup);
+    setup.grads_bf16 = true;
+    setup.weights = "bf16+fp32";
+    check_determinism(test, &dev, &setup);
+    device_close(&dev);
+}
+
+// Initial weights.
+
+static float* weights_of(const Model* m) {
+    float* values = (float*)calloc(m->elements, sizeof(float));
+    for (int t = 0; t < m->count; t++) optim_get_weights(m->optim, t, values + m->tensors[t].offset);
+    return values;
+}
+
+static float* initial_weights(Model* m, const Device* dev, const Setup* setup, uint64_t seed) {
+    model_open(m, dev, setup);
+    model_init(m, seed);
+    return weights_of(m);
+}
+
+static const Setup INITIAL = {
+    {2, 128, 2, 64, 300, 384}, 2, 16, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
+
+// Mean 0 and deviation `sigma`, each within 5 deviations of its estimate; no value beyond 6 sigma.
+static void expect_normal(Test* test, const char* name, const float* values, int64_t n, double sigma) {
+    double sum = 0, squares = 0, largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += values[i], squares += (double)values[i] * values[i];
+        if (fabs(values[i]) > largest) largest = fabs(values[i]);
+    }
+    double deviation = sqrt(squares / n);
+    expect(fabs(sum / n) < 5 * sigma / sqrt((double)n), "%s: mean %g", name, sum / n);
+    expect(fabs(deviation / sigma - 1) < 5 / sqrt(2.0 * n), "%s: deviation %g, want %g", name, deviation, sigma);
+    expect(largest > 3 * sigma && largest < 6 * sigma, "%s: largest value %g", name, largest);
+}
+
+TEST(model_init) {
+    Device dev;
+    device_open(&dev, false, 0);
+    Model first, second, other;
+    float *values = initial_weights(&first, &dev, &INITIAL, 1), *again = initial_weights(&second, &dev, &INITIAL, 1);
+    float* seeded = initial_weights(&other, &dev, &INITIAL, 2);
+    expect(memcmp(values, again, first.elements * 4) == 0, "the same seed gives other bits");
+    for (int t = 0; t < first.count; t++) {
+        const OptimTensor* tensor = &first.tensors[t];
+        const float *w = values + tensor->offset, *o = seeded + tensor->offset;
+        int64_t n = (t == WTE ? first.config.V : tensor->rows) * tensor->cols;
+        if (tensor->rows > 1) {
+            bool residual = strstr(tensor->name, "c_proj") != nullptr;
+            expect_normal(test, tensor->name, w, n, residual ? 0.02 / sqrt(2.0 * first.config.L) : 0.02);
+            int64_t same = 0;
+            for (int64_t i = 0; i < n; i++) same += w[i] == o[i];
+            expect(same < n / 1000, "%s: %lld of %lld values do not depend on the seed", tensor->name, (long long)same,
+                   (long long)n);
+            continue;
+        }
+        float want = strstr(tensor->name, "ln_") && strstr(tensor->name, "weight") ? 1.0f : 0.0f;
+        for (int64_t i = 0; i < n; i++) expect(w[i] == want, "%s is %g, want %g", tensor->name, w[i], want);
+    }
+    // Two matrices of one shape have nothing in common.
+    const float* a = values + first.tensors[FIRST_BLOCK + 4].offset;
+    const float* b = values + first.tensors[FIRST_BLOCK + BLOCK_TENSORS + 4].offset;
+    double product = 0, n = 128.0 * 128.0;
+    for (int i = 0; i < 128 * 128; i++) product += (double)a[i] * b[i];
+    expect(fabs(product) < 5 * 0.01 * 0.01 * sqrt(n), "c_proj of two blocks correlate: %g", product);
+    free(values), free(again), free(seeded);
+    model_free(&first), model_free(&second), model_free(&other);
+}
+
+TEST(model_init_gpu) {
+    Device cpu, gpu;
+    device_open(&cpu, false, 0);
+    device_open(&gpu, true, 0);
+    Model on_cpu, on_gpu;
+    float *want = initial_weights(&on_cpu, &cpu, &INITIAL, 1), *got = initial_weights(&on_gpu, &gpu, &INITIAL, 1);
+    expect(memcmp(want, got, on_cpu.elements * 4) == 0, "CPU and GPU begin with other bits");
+    free(want), free(got);
+    model_free(&on_cpu), model_free(&on_gpu);
+    device_close(&gpu);
+}
+
+static void check_padding(Test* test, const Device* dev, const char* weights, OptimType type) {
+    Setup setup = TRAINED;
+    setup.config.V = 250;
+    setup.weights = weights;
+    setup.type = type;
+    float losses[4];
+    Model m;
+    // Bytes of the text are below 250, so the data fits a vocabulary that needs padding.
+    train_small(&m, dev, &setup, 4, losses);
+    float* values = weights_of(&m);
+    int64_t at = m.tensors[WTE].offset + 250 * 128, end = m.tensors[WTE].offset + 256 * 128;
+    for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
+    // What lies between the tensors of the arena is zero in every stream.
+    for (int i = 0; i < optim_stream_count(m.optim); i++) {
+        OptimStream stream = optim_stream(m.optim, i);
+        expect(stream.elements == m.elements, "stream %s has %lld elements", stream.name, (long long)stream.elements);
+    }
+    free(values);
+    model_free(&m);
+}
+
+TEST(model_padding_stays_zero) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_FP32);
+}
+
+TEST(model_padding_stays_zero_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_BF16);
+    device_close(&dev);
+}
+
+// Schedules.
+
+static Options schedule_options(const char* schedule) {
+    Options o = {};
+    char error[DATA_ERROR_BYTES];
+    options_defaults(&TABLE, &o, error);
+    o.schedule = schedule;
+    o.lr = 2.0, o.steps = 110, o.warmup = 10, o.final_lr = 0.1, o.decay_fraction = 0.2;
+    return o;
+}
+
+TEST(learning_rate) {
+    const double eps = 1e-12;
+    struct {
+        const char* name;
+        double middle, late, last;  // at steps 60 (half of the way after warm-up), 99 (half of wsd's decay) and 110
+    } schedules[] = {{"cosine", 1.1, 0.2 + 0.9 * (1 + cos(3.14159265358979 * 0.89)), 0.2},
+                     {"linear", 1.1, 2.0 - 1.8 * 0.89, 0.2},
+                     {"constant", 2.0, 2.0, 2.0},
+                     {"wsd", 2.0, 0.2 + 1.8 * (1 - sqrt(0.5)), 0.2}};
+    for (const auto& s : schedules) {
+        Options o = schedule_options(s.name);
+        for (int step = 0; step < 10; step++) {
+            expect(fabs(learning_rate(&o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
+        }
+        expect(fabs(learning_rate(&o, 10) - 2.0) < eps, "%s begins at %g", s.name, learning_rate(&o, 10));
+        expect(fabs(learning_rate(&o, 60) - s.middle) < eps, "%s: %g at 60", s.name, learning_rate(&o, 60));
+        expect(fabs(learning_rate(&o, 99) - s.late) < eps, "%s: %g at 99", s.name, learning_rate(&o, 99));
+        expect(fabs(learning_rate(&o, 110) - s.last) < eps, "%s ends at %g", s.name, learning_rate(&o, 110));
+        for (int step = 10; step < 110; step++) {
+            double now = learning_rate(&o, step), next = learning_rate(&o, step + 1);
+            expect(next <= now + eps && next >= s.last - eps, "%s rises at %d", s.name, step);
+        }
+        o.warmup = 0;
+        expect(learning_rate(&o, 0) == 2.0, "%s without warm-up begins at %g", s.name, learning_rate(&o, 0));
+        o.warmup = o.steps;
+        expect(fabs(learning_rate(&o, 109) - 2.0) < eps, "%s: warm-up of all steps ends at %g", s.name,
+               learning_rate(&o, 109));
+    }
+}
+
+// Counts over coins that fill [0, 1) evenly: each token's share is its probability to within a coin or two.
+static void expect_shares(Test* test, const float* logits, int V, double temperature, int64_t k, const double* want) {
+    constexpr int COINS = 20000;
+    int count[16] = {};
+    for (int i = 0; i < COINS; i++) {
+        int token = draw_token(logits, V, temperature, k, (i + 0.5) / COINS);
+        expect(token >= 0 && token < V, "token %d", token);
+        count[token & 15]++;
+    }
+    for (int t = 0; t < V; t++) {
+        expect(fabs((double)count[t] / COINS - want[t]) < 2.0 / COINS,
+               "token %d at temperature %g, top %lld: %g, want %g", t, temperature, (long long)k,
+               (double)count[t] / COINS, want[t]);
+    }
+}
+
+TEST(draw_token) {
+    const float logits[] = {logf(2), logf(1), logf(4), logf(1), logf(8)};
+    const double all[] = {2 / 16.0, 1 / 16.0, 4 / 16.0, 1 / 16.0, 8 / 16.0}, top2[] = {0, 0, 1 / 3.0, 0, 2 / 3.0};
+    const double cold[] = {4 / 86.0, 1 / 86.0, 16 / 86.0, 1 / 86.0, 64 / 86.0}, best[] = {0, 0, 0, 0, 1};
+    expect_shares(test, logits, 5, 1.0, 0, all);
+    expect_shares(test, logits, 5, 1.0, 99, all);
+    expect_shares(test, logits, 5, 1.0, 2, top2);
+    expect_shares(test, logits, 5, 0.5, 0, cold);
+    expect_shares(test, logits, 5, 0.0, 0, best);
+    expect_shares(test, logits, 5, 2.0, 1, best);
+    const float tied[] = {1, 3, 3, 2};
+    expect(draw_token(tied, 4, 0.0, 0, 0.99) == 1, "of equal logits the first is the likeliest");
+    const float far[] = {-1e30f, 1e30f, 0};
+    expect(draw_token(far, 3, 0.7, 0, 0.9999999) == 1, "logits far apart");
+}
+
+// The plan against what is allocated.
+
+static const Setup PLANNED[] = {
+    {{3, 128, 2, 64, 300, 384}, 3, 33, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
+    {{3, 128, 2, 64, 300, 384}, 3, 33, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
+    {{3, 128, 2, 64, 300, 384}, 3, 33, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"}};
+
+TEST(memory_plan) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (const Setup& setup : PLANNED) {
+        Model m;
+        model_open(&m, &dev, &setup);
+        OptimConfig config = setup_optim(&setup);
+        MemoryPlan plan = memory_plan(&m, &config);
+        OptimBytes bytes = optim_bytes(&config, m.tensors, m.count, m.type), real = optim_allocated(m.optim);
+        int64_t optimizer = bytes.weights + bytes.compute + bytes.states + bytes.tables;
+        expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
+        // A block of the heap is at least what was asked for, and larger by less than three pages.
+        int64_t sum = 0;
+        for (void* block : {m.grads, m.activations, (void*)m.input, (void*)m.losses}) {
+            sum += (int64_t)malloc_usable_size(block);
+        }
+        int64_t planned = plan.total - optimizer;
+        expect(sum >= planned && sum <= planned + 4 * 3 * 4096, "planned %lld bytes, allocated %lld",
+               (long long)planned, (long long)sum);
+        expect(plan.weights >= bytes.weights + bytes.compute && plan.grads == m.elements * 4, "parts of the plan");
+        model_free(&m);
+    }
+}
+
+TEST(memory_plan_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    const int64_t granularity = 2 << 20;  // of cudaMalloc's pages
+    Setup setups[] = {
+        {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, true, RECOMPUTE_NONE, 0, "bf16+fp32", "fp32", "fp32"},
+        {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, false, RECOMPUTE_BLOCK, 512, "bf16:sr", "bf16", "bf16:sr"},
+        {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_FP32, false, RECOMPUTE_GELU, 0, "fp32", "fp32", "fp32"}};
+    for (const Setup& setup : setups) {
+        Model warm, m;
+        model_open(&warm, &dev, &setup);  // modules load and contexts grow here, not in what is measured
+        model_free(&warm);
+        size_t before, after, total;
+        check(cudaMemGetInfo(&before, &total));
+        model_open(&m, &dev, &setup);
+        check(cudaMemGetInfo(&after, &total));
+        OptimConfig config = setup_optim(&setup);
+        int64_t planned = memory_plan(&m, &config).total - WORKSPACE_BYTES, real = (int64_t)before - (int64_t)after;
+        expect(real >= planned - granularity && real <= planned + 16 * granularity,
+               "planned %lld bytes, allocated %lld", (long long)planned, (long long)real);
+        snprintf(test->note, sizeof(test->note), "planned %.1f MiB, allocated %.1f", planned / 1048576.0,
+                 real / 1048576.0);
+        model_free(&m);
+    }
+    device_close(&dev);
+}
+
+// Checkpoints in this process.
+
+// Saves a trained model, loads it into a fresh one; every stream must be equal.
+static void check_round_trip(Test* test, const Device* dev, const Setup* setup, const char* folder) {
+    float losses[3];
+    char error[DATA_ERROR_BYTES], checkpoint[PATH_BYTES];
+    Model saved, loaded;
+    train_small(&saved, dev, setup, 3, losses);
+    Options options = {};
+    options_defaults(&TABLE, &options, error);
+    Run run = {};
+    run.options = &options;
+    run.model = &saved;
+    run.step = 3, run.sequences = 24, run.best_val = INFINITY;
+    path_join(checkpoint, folder, setup->weights);
+    bool fine = checkpoint_write(&run, checkpoint, error);
+    expect(fine, "%s", error);
+    Json* state = fine ? checkpoint_verify(checkpoint, error) : nullptr;
+    expect(state, "%s", error);
+    if (state) {
+        expect(json_int(state, "step", 0) == 3 && json_int(state, "sequences", 0) == 24, "state.json");
+        expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
+        model_open(&loaded, dev, setup);
+        model_read(&loaded, checkpoint);
+        optimizer_read(&loaded, checkpoint);
+        int64_t bytes, loaded_bytes;
+        char *want = streams(&saved, &bytes), *got = streams(&loaded, &loaded_bytes);
+        expect(bytes == loaded_bytes && memcmp(want, got, bytes) == 0, "%s: streams differ", setup->weights);
+        // The weights that the matmuls read, too.
+        int64_t size = saved.elements * (saved.type == OPTIM_FP32 ? 4 : 2);
+        char *a = (char*)malloc(size), *b = (char*)malloc(size);
+        copy_to_host(dev, a, saved.weights, size);
+        copy_to_host(dev, b, loaded.weights, size);
+        expect(memcmp(a, b, size) == 0, "%s: the decoded weights differ", setup->weights);
+        free(want), free(got), free(a), free(b);
+        model_free(&loaded);
+    }
+    json_free(state);
+    model_free(&saved);
+}
+
+static void check_round_trips(Test* test, const Device* dev, OptimType type) {
+    char folder[PATH_BYTES];
+    temporary_folder(folder);
+    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
+        Setup setup = TRAINED;
+        setup.weights = weights;
+        setup.type = type;
+        check_round_trip(test, dev, &setup, folder);
+    }
+    remove_folder(folder);
+}
+
+TEST(checkpoint_round_trip) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_round_trips(test, &dev, OPTIM_FP32);
+}
+
+TEST(checkpoint_round_trip_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_round_trips(test, &dev, OPTIM_BF16);
+    device_close(&dev);
+}
+
+// A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.
+TEST(model_file_orientation) {
+    Device dev;
+    device_open(&dev, false, 0);
+    Setup setup = INITIAL;
+    setup.config.V = 250, setup.config.Vp = 256;
+    char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
+    temporary_folder(folder);
+    path_join(path, folder, "model.safetensors");
+    Model m;
+    float* values = initial_weights(&m, &dev, &setup, 4);
+    bool written = model_write(&m, path, error);
+    expect(written, "%s", error);
+    Safetensors file;
+    bool opened = written && safetensors_open(&file, path, error);
+    expect(opened, "%s", error);
+    struct {
+        const char* name;
+        int64_t in, out;
+    } matrices[] = {
+        {"attn.c_attn", 128, 384}, {"attn.c_proj", 128, 128}, {"mlp.c_fc", 128, 512}, {"mlp.c_proj", 512, 128}};
+    for (int k = 0; k < 4 && opened; k++) {
+        char name[128];
+        snprintf(name, sizeof(name), "transformer.h.1.%s.weight", matrices[k].name);
+        const SafetensorsTensor* tensor = safetensors_find(&file, name);
+        int64_t in = matrices[k].in, out = matrices[k].out, wrong = 0;
+        bool shaped = tensor && tensor->dims == 2 && tensor->shape[0] == in && tensor->shape[1] == out;
+        expect(shaped, "%s is not of shape (in, out) = (%lld, %lld)", name, (long long)in, (long long)out);
+        const float* ours = values + m.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset;
+        for (int64_t i = 0; shaped && i < in * out; i++) {
+            wrong += ((const float*)tensor->data)[i] != ours[i % out * in + i / out];
+        }
+        expect(wrong == 0, "%s: %lld elements at the wrong place", name, (long long)wrong);
+    }
+    const SafetensorsTensor* wte = opened ? safetensors_find(&file, "transformer.wte.weight") : nullptr;
+    expect(wte && wte->shape[0] == 250 && wte->shape[1] == 128, "wte is stored without its padding");
+    expect(wte && memcmp(wte->data, values + m.tensors[WTE].offset, 250 * 128 * 4) == 0, "wte");
+    if (opened) safetensors_close(&file);
+    free(values);
+    model_free(&m);
+    remove_folder(folder);
+}
+
+// Names as OpenAI's own upload has them, without "transformer.", and values in another type.
+TEST(model_file_names) {
+    Device dev;
+    device_open(&dev, false, 0);
+    char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
+    temporary_folder(folder);
+    path_join(path, folder, "model.safetensors");
+    Model m;
+    model_open(&m, &dev, &INITIAL);
+    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m.count, sizeof(SafetensorsEntry));
+    for (int t = 0; t < m.count; t++) {
+        int64_t rows = t == WTE ? m.config.V : m.tensors[t].rows, cols = m.tensors[t].cols;
+        bool turned = is_transposed(t, m.count);
+        entries[t] = {m.tensors[t].name, "F16", {turned ? cols : rows, turned ? rows : cols}, 2};
+        if (m.tensors[t].rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
+    }
+    SafetensorsWriter* writer = safetensors_begin(path, entries, m.count, nullptr, error);
+    bool fine = writer != nullptr;
+    for (int t = 0; t < m.count && fine; t++) {
+        int64_t n = (t == WTE ? m.config.V : m.tensors[t].rows) * m.tensors[t].cols;
+        uint16_t* half = (uint16_t*)malloc(n * 2);
+        for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)(0x3C00 + t);  // 1 + t / 1024
+        half[0] = 0xC000, half[1] = 0x0001;                                // -2 and 2^-24
+        fine = safetensors_write(writer, half, n * 2, error);
+        free(half);
+    }
+    fine = fine && safetensors_finish(writer, nullptr, nullptr, error);
+    expect(fine, "%s", error);
+    if (fine) model_read(&m, folder);
+    float* values = weights_of(&m);
+    for (int t = 0; t < m.count; t++) {
+        const float* w = values + m.tensors[t].offset;
+        bool turned = is_transposed(t, m.count);
+        expect(w[0] == -2.0f && w[turned ? m.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g", m.tensors[t].name,
+               w[0], w[1]);
+        expect(w[2] == 1.0f + (float)t / 1024, "%s: %g", m.tensors[t].name, w[2]);
+    }
+    free(values), free(entries);
+    model_free(&m);
+    remove_folder(folder);
+}
+
+// For `make sanitize`, whose race checker is slow: attention alone, several tiles, a ragged last one.
+template <typename X>
+static void attention_twice(Test* test, const Device* dev, int T, int C, int NH) {
+    int64_t n = (int64_t)2 * T * C;
+    X* host = (X*)malloc(3 * n * sizeof(X));
+    for (int64_t i = 0; i < 3 * n; i++) host[i] = from_float<X>(test_uniform(6, i));
+    X *qkv = (X*)device_alloc(dev, 3 * n * sizeof(X)), *dqkv = (X*)device_alloc(dev, 3 * n * sizeof(X));
+    X *out = (X*)device_alloc(dev, n * sizeof(X)), *dout = (X*)device_alloc(dev, n * sizeof(X));
+    float* lse = (float*)device_alloc(dev, (int64_t)2 * NH * T * 4);
+    void* scratch = device_alloc(dev, attention_backward_scratch_bytes(dev, 2, T, C, NH));
+    copy_to_device(dev, qkv, host, 3 * n * sizeof(X));
+    copy_to_device(dev, dout, host, n * sizeof(X));
+    X* result[2];
+    for (int run = 0; run < 2; run++) {
+        attention_forward<X>(dev, out, lse, qkv, 2, T, C, NH);
+        attention_backward<X>(dev, dqkv, scratch, dout, qkv, out, lse, 2, T, C, NH);
+        result[run] = (X*)malloc(4 * n * sizeof(X));
+        copy_to_host(dev, result[run], dqkv, 3 * n * sizeof(X));
+        copy_to_host(dev, result[run] + 3 * n, out, n * sizeof(X));
+    }
+    expect(memcmp(result[0], result[1], 4 * n * sizeof(X)) == 0, "T %d, heads of %d: other bits", T, C / NH);
+    for (int64_t i = 0; i < 4 * n; i++) {
+        if (!isfinite(to_float(result[0][i]))) {
+            expect(false, "T %d: element %lld is not finite", T, (long long)i);
+            break;
+        }
+    }
+    for (void* block : {(void*)qkv, (void*)dqkv, (void*)out, (void*)dout, (void*)lse, scratch}) device_free(dev, block);
+    free(host), free(result[0]), free(result[1]);
+}
+
+TEST(attention_race_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    for (int HS = 64; HS <= 128; HS *= 2) {
+        attention_twice<bf16>(test, &dev, 200, 2 * HS, 2);
+        attention_twice<float>(test, &dev, 70, 2 * HS, 2);
+    }
+    device_close(&dev);
+}
+
+static bool name_picked(const char* name, int argc, char** argv) {
+    bool any = false;
+    for (int i = 1; i + 1 < argc; i++) {
+        if (strcmp(argv[i], "-k") != 0) continue;
+        any = true;
+        if (strstr(name, argv[i + 1])) return true;
+    }
+    return !any;
+}
+
+static bool ends_with(const char* text, const char* end) {
+    size_t n = strlen(text), m = strlen(end);
+    return n >= m && strcmp(text + n - m, end) == 0;
+}
+
+int main(int argc, char** argv) {
+    int passed = 0, failed = 0, skipped = 0;
+    bool list = argc > 1 && strcmp(argv[1], "--list") == 0, gpu = test_gpu_present();
+    setvbuf(stdout, nullptr, _IOLBF, 0);
+    for (Test* test = *test_list(); test; test = test->next) {
+        if (list) printf("%s\n", test->name);
+        if (list || !name_picked(test->name, argc, argv)) continue;
+        double begin = seconds_now();
+        if (ends_with(test->name, "_gpu") && !gpu) {
+            test->skipped = true;
+            snprintf(test->note, sizeof(test->note), "no GPU");
+        } else {
+            test->run(test);
+        }
+        const char* word = test->failures ? "FAIL" : test->skipped ? "skip" : "ok";
+        if (test->failures) failed++;
+        if (!test->failures && test->skipped) skipped++;
+        if (!test->failures && !test->skipped) passed++;
+        printf("%-4s  %-44s %6.2f s  %s\n", word, test->name, seconds_now() - begin, test->note);
+    }
+    if (!list) printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed > 0 || (!list && passed == 0);
+}

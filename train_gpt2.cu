@@ -1,0 +1,1919 @@
+// nibble: pre-trains GPT-2-family language models on one GPU, or on this machine's cores.
+//
+// Read from top to bottom: options -> model (its tensors and activations) -> forward -> backward -> schedule ->
+// sampling
+// -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer behind
+// optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device.
+//
+// Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
+// vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
+// the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "data/checkpoint.h"        // checkpoint_commit, checkpoint_verify, ...: whole or not there
+#include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
+#include "data/options.h"           // Option, options_parse, options_help
+#include "data/safetensors.h"       // Safetensors, Json, crc32c, file_write
+#include "data/tokenizer.h"         // Tokenizer: text <-> tokens
+#include "kernels/attention.cuh"    // attention_forward, attention_backward
+#include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
+#include "kernels/common.cuh"       // Device, check, user_error
+#include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
+#include "kernels/gelu.cuh"         // gelu_forward
+#include "kernels/global_norm.cuh"  // global_norm
+#include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
+#include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _weight / _bias
+#include "optim/optim.h"            // Optim: weights, states and the step
+
+extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
+extern "C" const char corpus_end[];
+
+// Options. One table drives parsing, --help, the banner, config.json and what a resume restores and reports.
+
+constexpr int64_t AUTO = OPTION_AUTO;  // an option left to the program; the functions *_resolve replace it
+
+struct Options {
+    // data
+    const char* data;
+    const char* val;
+    double val_fraction;
+    // model
+    const char* model;
+    int64_t layers, channels, heads, seq;
+    // batch and length
+    int64_t batch, tokens_per_step, steps;
+    // optimizer
+    const char *preset, *rule, *weights, *grads, *m, *v;
+    double lr, beta1, beta2, eps, weight_decay, clip;
+    const char* schedule;
+    int64_t warmup;
+    double final_lr, decay_fraction;
+    // precision and memory
+    const char* matmul;
+    const char* recompute;
+    int64_t logit_rows;
+    // validation and samples
+    int64_t val_every, val_batches, sample_every, sample_tokens;
+    const char* prompt;
+    double temperature;
+    int64_t top_k;
+    // run
+    const char* run;
+    int64_t print_every, save_every, keep;
+    const char* resume;
+    const char* device;
+    int64_t seed;
+    // instead of training
+    const char* sample;
+    bool dry_run, list_formats, list_presets, help;
+};
+
+#define FIELD(name) offsetof(Options, name)
+static const Option OPTIONS[] = {
+    {"data", OPTION_TEXT, FIELD(data), "", 0, 0, "PATH", "data",
+     "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
+    {"val", OPTION_TEXT, FIELD(val), "", 0, 0, "PATH", "data",
+     "validation data; none: the folder's, or a part of --data"},
+    {"val-fraction", OPTION_REAL, FIELD(val_fraction), "0.05", 0.0001, 0.5, "F", "data",
+     "share of a single file that is kept for validation"},
+    {"model", OPTION_TEXT, FIELD(model), "auto", 0, 0, "NAME|DIR", "model",
+     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
+    {"layers", OPTION_INT, FIELD(layers), "auto", 1, 256, "L", "model", "instead of the model's"},
+    {"channels", OPTION_INT, FIELD(channels), "auto", 64, 65536, "C", "model",
+     "a multiple of the heads times 64 or 128"},
+    {"heads", OPTION_INT, FIELD(heads), "auto", 1, 1024, "NH", "model", "channels / heads is 64 or 128"},
+    {"seq", OPTION_INT, FIELD(seq), "auto", 1, 65536, "T", "model", "tokens of a training sequence"},
+    {"batch", OPTION_INT, FIELD(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
+    {"tokens-per-step", OPTION_INT, FIELD(tokens_per_step), "auto", 1, 1e12, "N", "batch and length",
+     "total batch of an optimizer step, a multiple of batch x seq"},
+    {"steps", OPTION_INT, FIELD(steps), "auto", 0, 1e12, "N", "batch and length", "optimizer steps; auto: one epoch"},
+    {"preset", OPTION_TEXT, FIELD(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
+    {"rule", OPTION_TEXT, FIELD(rule), "", 0, 0, "NAME", "optimizer", "the update, instead of the preset's"},
+    {"weights", OPTION_TEXT, FIELD(weights), "", 0, 0, "FORMAT", "optimizer",
+     "storage of the weights: see --list-formats"},
+    {"grads", OPTION_TEXT, FIELD(grads), "auto", 0, 0, "FORMAT", "optimizer",
+     "fp32, or bf16 (rounded once; needs a single micro-batch a step)"},
+    {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
+    {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
+    {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer", "largest learning rate"},
+    {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
+    {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.999999, "F", "optimizer", "decay of v"},
+    {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "F", "optimizer", "added to the root of v"},
+    {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
+    {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
+    {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "optimizer",
+     "how the learning rate falls"},
+    {"warmup", OPTION_INT, FIELD(warmup), "auto", 0, 1e12, "N", "optimizer", "steps of linear warm-up"},
+    {"final-lr", OPTION_REAL, FIELD(final_lr), "0.1", 0, 1, "F", "optimizer", "last learning rate as a share of --lr"},
+    {"decay-fraction", OPTION_REAL, FIELD(decay_fraction), "0.2", 0.001, 1, "F", "optimizer",
+     "share of the steps in which wsd decays"},
+    {"matmul", OPTION_CHOICE, FIELD(matmul), "auto", 0, 0, "auto|bf16|fp32", "precision and memory",
+     "precision of the matrix products; sums are fp32"},
+    {"recompute", OPTION_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", "precision and memory",
+     "what the backward pass computes again instead of keeping it"},
+    {"logit-rows", OPTION_INT, FIELD(logit_rows), "auto", 1, 1e9, "N", "precision and memory",
+     "rows of logits in memory at a time"},
+    {"val-every", OPTION_INT, FIELD(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
+    {"val-batches", OPTION_INT, FIELD(val_batches), "20", 1, 1e12, "N", "validation and samples",
+     "micro-batches of one validation, at most"},
+    {"sample-every", OPTION_INT, FIELD(sample_every), "auto", 0, 1e12, "N", "validation and samples",
+     "steps; 0: never; auto: at the end"},
+    {"sample-tokens", OPTION_INT, FIELD(sample_tokens), "128", 1, 65536, "N", "validation and samples",
+     "length of a sample"},
+    {"prompt", OPTION_TEXT, FIELD(prompt), "", 0, 0, "TEXT", "validation and samples", "begins the samples of a run"},
+    {"temperature", OPTION_REAL, FIELD(temperature), "0.8", 0, 100, "F", "validation and samples",
+     "0: the likeliest token"},
+    {"top-k", OPTION_INT, FIELD(top_k), "50", 0, 1e9, "N", "validation and samples",
+     "draw from the k likeliest; 0: all"},
+    {"run", OPTION_TEXT, FIELD(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
+    {"print-every", OPTION_INT, FIELD(print_every), "auto", 1, 1e12, "N", "run",
+     "steps between lines on the terminal; log.jsonl has every step"},
+    {"save-every", OPTION_INT, FIELD(save_every), "1000", 0, 1e12, "N", "run",
+     "steps between checkpoints; one is always written at the end and on a signal"},
+    {"keep", OPTION_INT, FIELD(keep), "2", 1, 1e9, "N", "run", "checkpoints that stay; older ones are removed"},
+    {"resume", OPTION_TEXT, FIELD(resume), "off", 0, 0, "off|auto|DIR", "run",
+     "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
+    {"device", OPTION_CHOICE, FIELD(device), "auto", 0, 0, "auto|gpu|cpu", "run", "auto: a GPU when there is one"},
+    {"seed", OPTION_INT, FIELD(seed), "1", 0, 9e15, "N", "run", "of initial weights, data order and rounding noise"},
+    {"sample", OPTION_TEXT, FIELD(sample), "", 0, 0, "PROMPT", "instead of training",
+     "continue PROMPT with --model DIR"},
+    {"dry-run", OPTION_FLAG, FIELD(dry_run), "", 0, 0, "", "instead of training", "print the plan and stop"},
+    {"list-formats", OPTION_FLAG, FIELD(list_formats), "", 0, 0, "", "instead of training", "storage formats"},
+    {"list-presets", OPTION_FLAG, FIELD(list_presets), "", 0, 0, "", "instead of training", "optimizer presets"},
+    {"help", OPTION_FLAG, FIELD(help), "", 0, 0, "", "instead of training", "this text"},
+};
+#undef FIELD
+constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
+static const OptionTable TABLE = {OPTIONS, OPTION_COUNT};
+
+// The model: GPT-2 as OpenAI and transformers define it. Pre-norm blocks, learned positions, tanh GELU, and the output
+// matrix is the token embedding.
+
+constexpr int MAX_LAYERS = 256;
+
+struct Config {
+    int L, C, NH;
+    int max_T;  // rows of the position embedding
+    int V, Vp;
+};
+
+enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
+
+// The twelve tensors of a block, in arena order. In files a matrix stands as (in, out), transformers' Conv1D; here as
+// (out, in), so that a row is an output's weights.
+struct BlockTensor {
+    const char* name;
+    int rows, cols;  // in multiples of C; rows 0: a vector of cols*C
+    bool transposed;
+    bool residual;  // writes into the residual stream: initialised 1/sqrt(2L) smaller
+};
+static const BlockTensor BLOCK[] = {
+    {"ln_1.weight", 0, 1, false, false},       {"ln_1.bias", 0, 1, false, false},
+    {"attn.c_attn.weight", 3, 1, true, false}, {"attn.c_attn.bias", 0, 3, false, false},
+    {"attn.c_proj.weight", 1, 1, true, true},  {"attn.c_proj.bias", 0, 1, false, false},
+    {"ln_2.weight", 0, 1, false, false},       {"ln_2.bias", 0, 1, false, false},
+    {"mlp.c_fc.weight", 4, 1, true, false},    {"mlp.c_fc.bias", 0, 4, false, false},
+    {"mlp.c_proj.weight", 1, 4, true, true},   {"mlp.c_proj.bias", 0, 1, false, false},
+};
+constexpr int BLOCK_TENSORS = sizeof(BLOCK) / sizeof(BLOCK[0]);
+// Arena order: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
+constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2;
+
+struct Model {
+    const Device* dev;
+    Config config;
+    int B, T;  // of one micro-batch
+    Recompute recompute;
+    int64_t logit_rows;  // rows of logits in memory at a time
+
+    OptimTensor* tensors;
+    int count;
+    int64_t elements;    // length of an arena
+    int64_t parameters;  // sum of the tensors' sizes, padding of the vocabulary included
+
+    OptimType type;     // X: of weights and activations
+    bool grads_bf16;    // G is bf16, otherwise float
+    Optim* optim;       // owns the weights; NULL when the model only runs forward
+    void* weights;      // X, the arena
+    void* grads;        // G, the arena; NULL without optim
+    float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
+    void* activations;  // laid out by activations_layout
+    int* input;         // laid out by input_layout
+    float* losses;      // (N)
+    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor
+};
+
+static void config_tensors(Model* model) {
+    const Config* c = &model->config;
+    model->count = 2 + c->L * BLOCK_TENSORS + 2;
+    model->tensors = (OptimTensor*)calloc(model->count, sizeof(OptimTensor));
+    OptimTensor* t = model->tensors;
+    *t++ = {"wte.weight", c->Vp, c->C, true, 0};
+    *t++ = {"wpe.weight", c->max_T, c->C, true, 0};
+    for (int l = 0; l < c->L; l++) {
+        for (int i = 0; i < BLOCK_TENSORS; i++) {
+            char name[64];
+            snprintf(name, sizeof(name), "h.%d.%s", l, BLOCK[i].name);
+            int64_t rows = BLOCK[i].rows ? (int64_t)BLOCK[i].rows * c->C : 1;
+            *t++ = {strdup(name), rows, (int64_t)BLOCK[i].cols * c->C, BLOCK[i].rows > 0, 0};
+        }
+    }
+    *t++ = {"ln_f.weight", 1, c->C, false, 0};
+    *t++ = {"ln_f.bias", 1, c->C, false, 0};
+    model->elements = optim_layout(model->tensors, model->count);
+    model->parameters = 0;
+    for (int i = 0; i < model->count; i++) model->parameters += model->tensors[i].rows * model->tensors[i].cols;
+}
+
+// An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G).
+template <typename T>
+struct BlockParameters {
+    T *ln1w, *ln1b;          // (C)
+    T *qkvw, *qkvb;          // (3C, C), (3C)
+    T *attprojw, *attprojb;  // (C, C), (C)
+    T *ln2w, *ln2b;          // (C)
+    T *fcw, *fcb;            // (4C, C), (4C)
+    T *fcprojw, *fcprojb;    // (C, 4C), (C)
+};
+
+template <typename T>
+struct Parameters {
+    T* wte;  // (Vp, C)
+    T* wpe;  // (max_T, C)
+    BlockParameters<T> block[MAX_LAYERS];
+    T *lnfw, *lnfb;  // (C)
+};
+
+template <typename T>
+static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
+    static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
+    T* base = (T*)arena;
+    const OptimTensor* tensor = model->tensors;
+    p->wte = base + tensor[WTE].offset;
+    p->wpe = base + tensor[WPE].offset;
+    for (int l = 0; l < model->config.L; l++) {
+        T** pointer = (T**)&p->block[l];
+        for (int i = 0; i < BLOCK_TENSORS; i++) {
+            pointer[i] = base + tensor[FIRST_BLOCK + l * BLOCK_TENSORS + i].offset;
+        }
+    }
+    p->lnfw = base + tensor[model->count - 2].offset;
+    p->lnfb = base + tensor[model->count - 1].offset;
+}
+
+// What the forward pass keeps of a block for the backward pass.
+template <typename X>
+struct BlockActivations {
+    float *ln1_mean, *ln1_rstd;  // (N)
+    X* ln1;                      // (N, C)
+    X* qkv;                      // (N, 3C)
+    float* lse;                  // (B, NH, T)
+    X* attention;                // (N, C)
+    X* residual2;                // (N, C) residual stream after attention
+    float *ln2_mean, *ln2_rstd;  // (N)
+    X* ln2;                      // (N, C)
+    X* fc;                       // (N, 4C) before GELU
+    X* gelu;                     // (N, 4C) after GELU
+};
+
+template <typename X>
+struct Activations {
+    X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
+    BlockActivations<X> block[MAX_LAYERS];
+    float *lnf_mean, *lnf_rstd;  // (N)
+    X* lnf;                      // (N, C)
+    X* branch;                   // (N, C) what a sublayer adds to the residual stream
+    X* logits;                   // (logit_rows, Vp), then their gradient
+    // backward only
+    X* dresidual;   // (N, C) gradient of the residual stream
+    X* dbranch;     // (N, C)
+    X* dwide;       // (N, 4C) gradient of fc; of qkv in its first 3C
+    void* scratch;  // of the operator that runs
+    int64_t bytes;
+};
+
+static int64_t arena_take(int64_t* used, int64_t bytes) {
+    int64_t offset = *used;
+    *used = (*used + bytes + 255) / 256 * 256;
+    return offset;
+}
+
+static int64_t scratch_bytes(const Model* m) {
+    const Config* c = &m->config;
+    int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
+    int64_t others[] = {layernorm_backward_scratch_bytes(m->dev, c->C),
+                        matmul_backward_bias_scratch_bytes(m->dev, 4 * c->C), global_norm_scratch_bytes(m->dev)};
+    for (int64_t other : others) bytes = other > bytes ? other : bytes;
+    return bytes;
+}
+
+// Lays the activations of m->B x m->T tokens out from `base`; with base NULL only a->bytes means anything. This one
+// function is the memory plan, the allocation and the pointers. With recompute=block the blocks share one set of
+// buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
+template <typename X>
+static void activations_layout(const Model* m, void* base, bool backward, Activations<X>* a) {
+    int64_t N = (int64_t)m->B * m->T, C = m->config.C, used = 0;
+    auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
+    auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
+    bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
+    a->residual[0] = values(N * C);
+    for (int l = 0; l < m->config.L; l++) {
+        BlockActivations<X>* b = &a->block[l];
+        // Without backward the stream needs two places: a block's input and output.
+        a->residual[l + 1] = backward || l == 0 ? values(N * C) : a->residual[l - 1];
+        if (l > 0 && !keep) {
+            *b = a->block[0];
+            continue;
+        }
+        b->ln1_mean = floats(N), b->ln1_rstd = floats(N);
+        b->ln1 = values(N * C);
+        b->qkv = values(N * 3 * C);
+        b->lse = floats(N * m->config.NH);
+        b->attention = values(N * C);
+        b->residual2 = values(N * C);
+        b->ln2_mean = floats(N), b->ln2_rstd = floats(N);
+        b->ln2 = values(N * C);
+        b->fc = values(N * 4 * C);
+        b->gelu = l > 0 && !keep_gelu ? a->block[0].gelu : values(N * 4 * C);
+    }
+    a->lnf_mean = floats(N), a->lnf_rstd = floats(N);
+    a->lnf = values(N * C);
+    a->branch = values(N * C);
+    a->logits = values(m->logit_rows * m->config.Vp);
+    if (backward) {
+        a->dresidual = values(N * C);
+        a->dbranch = a->branch;  // the forward pass is over when it is needed; so is the block that is computed again
+        a->dwide = values(N * 4 * C);
+        a->scratch = (char*)base + arena_take(&used, scratch_bytes(m));
+    }
+    a->bytes = used;
+}
+
+// A micro-batch on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in data/loader.h.
+struct Input {
+    int *tokens, *targets, *order, *bucket;
+    int64_t bytes;
+};
+
+static Input input_layout(const Model* m, int* base) {
+    int64_t N = (int64_t)m->B * m->T;
+    return {base, base + N, base + 2 * N, base + 3 * N, (5 * N + 2) * (int64_t)sizeof(int)};
+}
+
+// Forward.
+
+// Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
+template <typename X>
+static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>* a, int l, int B, int T) {
+    const Device* dev = m->dev;
+    const BlockParameters<X>* p = &w->block[l];
+    BlockActivations<X>* b = &a->block[l];
+    int64_t N = (int64_t)B * T;
+    int C = m->config.C;
+    matmul_forward<X>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
+    attention_forward<X>(dev, b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
+    matmul_forward<X>(dev, a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C);
+    residual_layernorm_forward<X>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, a->residual[l], a->branch,
+                                  p->ln2w, p->ln2b, N, C);
+    matmul_forward<X>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
+}
+
+// Tokens (B, T) to lnf (B*T, C).
+template <typename X>
+static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, int B, int T) {
+    const Device* dev = m->dev;
+    Parameters<X> w;
+    parameters_view(m, m->weights, &w);
+    int64_t N = (int64_t)B * T;
+    int L = m->config.L, C = m->config.C;
+    embedding_forward<X>(dev, a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    BlockActivations<X>* first = &a->block[0];
+    layernorm_forward<X>(dev, first->ln1, first->ln1_mean, first->ln1_rstd, a->residual[0], w.block[0].ln1w,
+                         w.block[0].ln1b, N, C);
+    for (int l = 0; l < L; l++) {
+        BlockActivations<X>* b = &a->block[l];
+        block_forward(m, &w, a, l, B, T);
+        matmul_forward<X>(dev, a->branch, nullptr, b->gelu, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C, C);
+        bool last = l == L - 1;
+        BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
+        residual_layernorm_forward<X>(dev, a->residual[l + 1], last ? a->lnf : next->ln1,
+                                      last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
+                                      b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
+                                      last ? w.lnfb : w.block[l + 1].ln1b, N, C);
+    }
+}
+
+// Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
+// become their own gradient in place, and that of lnf (into dbranch) and of wte (into dwte_sum) follow at once; dloss
+// is 1 / (rows of the whole step). `first` micro-batch of a step: sums begin anew.
+template <typename X>
+static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
+                        bool first) {
+    const Device* dev = m->dev;
+    Parameters<X> w;
+    parameters_view(m, m->weights, &w);
+    int C = m->config.C, V = m->config.V, Vp = m->config.Vp;
+    for (int64_t row = 0; row < N; row += m->logit_rows) {
+        int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
+        const X* lnf = a->lnf + row * C;
+        matmul_forward<X>(dev, a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
+        classifier<X>(dev, m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp);
+        if (!backward) continue;
+        matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, nullptr, rows, C, Vp);
+        matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp, !first || row > 0);
+    }
+}
+
+// Backward.
+
+// The gradients of a linear layer's weight and bias.
+template <typename X, typename G>
+static void linear_backward(const Model* m, const Activations<X>* a, G* dweight, G* dbias, const X* dout, const X* inp,
+                            int64_t N, int C, int OC, bool accumulate) {
+    matmul_backward_weight<X, G>(m->dev, dweight, dout, inp, N, C, OC, accumulate);
+    matmul_backward_bias<X, G>(m->dev, dbias, (float*)a->scratch, dout, N, OC, accumulate);
+}
+
+// Block l: dresidual comes in as the gradient of the block's output and goes out as that of its input.
+template <typename X, typename G>
+static void block_backward(const Model* m, const Parameters<X>* w, const Parameters<G>* d, Activations<X>* a, int l,
+                           int B, int T, bool accumulate) {
+    const Device* dev = m->dev;
+    const BlockParameters<X>* p = &w->block[l];
+    const BlockParameters<G>* g = &d->block[l];
+    BlockActivations<X>* b = &a->block[l];
+    int64_t N = (int64_t)B * T;
+    int C = m->config.C;
+    float* scratch = (float*)a->scratch;
+    if (m->recompute == RECOMPUTE_BLOCK) {
+        layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C);
+        block_forward(m, w, a, l, B, T);
+    } else if (m->recompute == RECOMPUTE_GELU) {
+        gelu_forward<X>(dev, b->gelu, b->fc, N * 4 * C);
+    }
+    matmul_backward_input<X>(dev, a->dwide, a->dresidual, p->fcprojw, b->fc, N, 4 * C, C);
+    linear_backward<X, G>(m, a, g->fcprojw, g->fcprojb, a->dresidual, b->gelu, N, 4 * C, C, accumulate);
+    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->fcw, nullptr, N, C, 4 * C);
+    linear_backward<X, G>(m, a, g->fcw, g->fcb, a->dwide, b->ln2, N, C, 4 * C, accumulate);
+    layernorm_backward<X, G>(dev, a->dresidual, g->ln2w, g->ln2b, scratch, a->dbranch, b->residual2, p->ln2w,
+                             b->ln2_mean, b->ln2_rstd, N, C, accumulate);
+
+    matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, nullptr, N, C, C);
+    linear_backward<X, G>(m, a, g->attprojw, g->attprojb, a->dresidual, b->attention, N, C, C, accumulate);
+    attention_backward<X>(dev, a->dwide, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C, m->config.NH);
+    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, nullptr, N, C, 3 * C);
+    linear_backward<X, G>(m, a, g->qkvw, g->qkvb, a->dwide, b->ln1, N, C, 3 * C, accumulate);
+    layernorm_backward<X, G>(dev, a->dresidual, g->ln1w, g->ln1b, scratch, a->dbranch, a->residual[l], p->ln1w,
+                             b->ln1_mean, b->ln1_rstd, N, C, accumulate);
+}
+
+// Every gradient from dbranch (that of lnf). The first micro-batch of a step overwrites, later ones add. Each sum over
+// rows is fp32 and is rounded to G once; G is float wherever a step has several micro-batches, so accumulation loses no
+// more than one fp32 addition a micro-batch.
+template <typename X, typename G>
+static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
+                          bool first) {
+    const Device* dev = m->dev;
+    Parameters<X> w;
+    Parameters<G> d;
+    parameters_view(m, m->weights, &w);
+    parameters_view(m, m->grads, &d);
+    int64_t N = (int64_t)B * T;
+    int L = m->config.L, C = m->config.C;
+    device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
+    layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw,
+                             a->lnf_mean, a->lnf_rstd, N, C, !first);
+    for (int l = L - 1; l >= 0; l--) block_backward<X, G>(m, &w, &d, a, l, B, T, !first);
+    embedding_backward<X, G>(dev, d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order, input->bucket, buckets, B, T,
+                             C, m->config.Vp, !first);
+}
+
+// One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
+// gradients of loss * share to m->grads. `input` is on the device.
+template <typename X, typename G>
+static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
+                             float share) {
+    Activations<X> a;
+    activations_layout(m, m->activations, m->optim != nullptr, &a);
+    int64_t N = (int64_t)B * T;
+    gpt2_forward(m, &a, input->tokens, B, T);
+    gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
+    loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
+    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, T, first);
+}
+
+static void micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
+                        float share) {
+    if (m->type == OPTIM_FP32) {
+        gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
+    } else if (m->grads_bf16) {
+        gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
+    } else {
+        gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
+    }
+}
+
+// Logits of the last of T tokens (B = 1), V of them, to the host.
+template <typename X>
+static void gpt2_next_logits(const Model* m, int T, int last, float* logits) {
+    Activations<X> a;
+    activations_layout(m, m->activations, m->optim != nullptr, &a);
+    Parameters<X> w;
+    parameters_view(m, m->weights, &w);
+    int C = m->config.C, V = m->config.V;
+    gpt2_forward(m, &a, m->input, 1, T);
+    matmul_forward<X>(m->dev, a.logits, nullptr, a.lnf + (int64_t)last * C, w.wte, nullptr, 1, C, m->config.Vp);
+    X* host = (X*)malloc(V * sizeof(X));
+    copy_to_host(m->dev, host, a.logits, V * (int64_t)sizeof(X));
+    for (int i = 0; i < V; i++) logits[i] = to_float(host[i]);
+    free(host);
+}
+
+static void next_logits(const Model* m, int T, int last, float* logits) {
+    if (m->type == OPTIM_FP32) {
+        gpt2_next_logits<float>(m, T, last, logits);
+    } else {
+        gpt2_next_logits<bf16>(m, T, last, logits);
+    }
+}
+
+// Memory. The plan is made of the same figures that are allocated.
+
+struct MemoryPlan {
+    int64_t weights, states, grads, activations, other;
+    int64_t total;
+};
+
+static int64_t activations_bytes(const Model* m, bool backward) {
+    if (m->type == OPTIM_FP32) {
+        Activations<float> a;
+        activations_layout(m, nullptr, backward, &a);
+        return a.bytes;
+    }
+    Activations<bf16> a;
+    activations_layout(m, nullptr, backward, &a);
+    return a.bytes;
+}
+
+static int64_t grads_bytes(const Model* m) {
+    return m->elements * (m->grads_bf16 ? 2 : 4);
+}
+static int64_t wte_sum_bytes(const Model* m) {
+    return m->grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
+}
+
+static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
+    OptimBytes bytes = optim_bytes(config, m->tensors, m->count, m->type);
+    MemoryPlan plan;
+    plan.weights = bytes.weights + bytes.compute;
+    plan.states = bytes.states + bytes.tables;
+    plan.grads = grads_bytes(m) + wte_sum_bytes(m);
+    plan.activations = activations_bytes(m, true);
+    plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0);
+    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other;
+    return plan;
+}
+
+// Bytes that can be allocated now: the GPU's free memory (less a margin for kernels loaded later), or what the kernel
+// calls available on this machine.
+static int64_t memory_available(const Device* dev) {
+    if (dev->gpu) {
+        size_t available, total;
+        check(cudaMemGetInfo(&available, &total));
+        return (int64_t)available + WORKSPACE_BYTES - (512 << 20);  // the workspace is in the plan and allocated
+    }
+    FILE* file = fopen("/proc/meminfo", "r");
+    char line[256];
+    long long kilobytes = 0;
+    while (file && fgets(line, sizeof(line), file)) {
+        if (sscanf(line, "MemAvailable: %lld", &kilobytes) == 1) break;
+    }
+    if (file) fclose(file);
+    return kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
+}
+
+static void model_allocate(Model* m, const OptimConfig* config) {
+    bool train = config != nullptr;
+    int64_t N = (int64_t)m->B * m->T;
+    if (train) {
+        m->optim = optim_create(m->dev, config, m->tensors, m->count, m->type);
+        m->weights = optim_weights(m->optim);
+        m->grads = device_alloc(m->dev, grads_bytes(m));
+        device_zero(m->dev, m->grads, grads_bytes(m));
+        m->dwte_sum =
+            m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m)) : (float*)m->grads + m->tensors[WTE].offset;
+    } else {
+        m->weights = device_alloc(m->dev, m->elements * (m->type == OPTIM_FP32 ? 4 : 2));
+    }
+    m->activations = device_alloc(m->dev, activations_bytes(m, train));
+    m->input = (int*)device_alloc(m->dev, input_layout(m, nullptr).bytes);
+    m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
+    m->scalars = (float*)device_alloc(m->dev, 3 * sizeof(float));
+}
+
+static void model_free(Model* m) {
+    if (m->optim && m->grads_bf16) device_free(m->dev, m->dwte_sum);
+    if (m->optim) {
+        optim_free(m->optim);
+    } else {
+        device_free(m->dev, m->weights);
+    }
+    device_free(m->dev, m->grads);
+    device_free(m->dev, m->activations);
+    device_free(m->dev, m->input);
+    device_free(m->dev, m->losses);
+    device_free(m->dev, m->scalars);
+    for (int i = FIRST_BLOCK; i < m->count - 2; i++) free((void*)m->tensors[i].name);
+    free(m->tensors);
+}
+
+// Gives a tensor its values (rows x cols, fp32).
+static void model_set_tensor(Model* m, int tensor, const float* values) {
+    if (m->optim) {
+        optim_set_weights(m->optim, tensor, values);
+        return;
+    }
+    int64_t n = m->tensors[tensor].rows * m->tensors[tensor].cols, offset = m->tensors[tensor].offset;
+    if (m->type == OPTIM_FP32) {
+        copy_to_device(m->dev, (float*)m->weights + offset, values, n * 4);
+        return;
+    }
+    bf16* rounded = (bf16*)malloc(n * sizeof(bf16));
+    for (int64_t i = 0; i < n; i++) rounded[i] = from_float<bf16>(values[i]);
+    copy_to_device(m->dev, (bf16*)m->weights + offset, rounded, n * 2);
+    free(rounded);
+}
+
+// Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
+// biases 0, layernorms 1 and 0, padding of the vocabulary 0. Computed on the host whatever the device.
+
+// 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer.
+static uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element) {
+    uint64_t z = seed * 0x9E3779B97F4A7C15ull ^ (tensor << 40) ^ element;
+    for (int round = 0; round < 2; round++) {
+        z += 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        z ^= z >> 31;
+    }
+    return z;
+}
+
+// Box-Muller: element 2k takes the cosine, 2k+1 the sine.
+static float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
+    uint64_t bits = random_bits(seed, tensor, element / 2);
+    double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
+    double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
+    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
+}
+
+static void model_init(Model* m, uint64_t seed) {
+    for (int t = 0; t < m->count; t++) {
+        const OptimTensor* tensor = &m->tensors[t];
+        int64_t n = tensor->rows * tensor->cols, used = t == WTE ? (int64_t)m->config.V * m->config.C : n;
+        int in_block = t >= FIRST_BLOCK && t < m->count - 2 ? (t - FIRST_BLOCK) % BLOCK_TENSORS : -1;
+        float deviation = in_block >= 0 && BLOCK[in_block].residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
+        const char* dot = strrchr(tensor->name, '.');
+        bool layernorm_weight = tensor->rows == 1 && strcmp(dot, ".weight") == 0;
+        float* values = (float*)calloc(n, sizeof(float));
+        if (tensor->rows > 1) {
+#pragma omp parallel for
+            for (int64_t i = 0; i < used; i++) values[i] = deviation * random_normal(seed, t, i);
+        }
+        for (int64_t i = 0; layernorm_weight && i < n; i++) values[i] = 1.0f;
+        model_set_tensor(m, t, values);
+        free(values);
+    }
+    if (m->optim) optim_decode(m->optim);
+}
+
+// Choosing: what the options left to the program becomes numbers, and what cannot work is refused.
+
+struct NamedModel {
+    const char* name;
+    int L, C, NH, T;
+};
+static const NamedModel MODELS[] = {
+    {"gpt2", 12, 768, 12, 1024},        {"gpt2-medium", 24, 1024, 16, 1024},
+    {"gpt2-large", 36, 1280, 20, 1024}, {"gpt2-xl", 48, 1600, 25, 1024},
+    {"nano", 4, 128, 2, 64},           {"d6", 6, 384, 6, 1024},
+    {"d12", 12, 768, 12, 1024},         {"d24", 24, 1024, 16, 1024},
+    {"d36", 36, 1280, 20, 1024},        {"d48", 48, 1600, 25, 1024},
+    {"d60", 60, 1920, 30, 1024},        {"d72", 72, 2880, 45, 1024},
+    {"d84", 84, 3456, 54, 1024},
+};
+
+constexpr int PATH_BYTES = 4096;
+
+// FOLDER/NAME, with room left for an ending; a longer path is refused.
+static void path_join(char (&path)[PATH_BYTES], const char* folder, const char* name) {
+    int length = snprintf(path, PATH_BYTES, "%s%s%s", folder, name ? "/" : "", name ? name : "");
+    if (length >= PATH_BYTES - 32)
+        user_error("the path %s/%s is too long; name a shorter one", folder, name ? name : "");
+}
+
+// The shape in DIR/config.json: a GPT-2 of transformers, or a sentence and exit 2.
+static void config_read(Config* config, const char* folder) {
+    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
+    path_join(path, folder, "config.json");
+    int64_t bytes;
+    char* text = file_read(path, &bytes, error);
+    if (!text) user_error("--model %s: %s", folder, error);
+    Json* json = json_parse(text, bytes, path, error);
+    if (!json) user_error("--model %s: %s", folder, error);
+    const char* type = json_string(json, "model_type", "none");
+    if (strcmp(type, "gpt2") != 0) {
+        user_error(
+            "--model %s holds a model of type '%s'; nibble trains GPT-2: give a folder whose config.json says "
+            "\"model_type\": \"gpt2\"",
+            folder, type);
+    }
+    const char* activation = json_string(json, "activation_function", "gelu_new");
+    double epsilon = json_number(json, "layer_norm_epsilon", 1e-5);
+    int64_t C = json_int(json, "n_embd", 768);
+    if (strcmp(activation, "gelu_new") != 0 || fabs(epsilon - 1e-5) > 1e-9 ||
+        json_int(json, "n_inner", 4 * C) != 4 * C || json_number(json, "tie_word_embeddings", 1) == 0) {
+        user_error(
+            "--model %s is a GPT-2 variant (activation_function %s, layer_norm_epsilon %g); nibble has gelu_new, "
+            "1e-05, n_inner 4 x n_embd and a tied head",
+            folder, activation, epsilon);
+    }
+    config->L = (int)json_int(json, "n_layer", 12);
+    config->C = (int)C;
+    config->NH = (int)json_int(json, "n_head", 12);
+    config->max_T = (int)json_int(json, "n_positions", json_int(json, "n_ctx", 1024));
+    config->V = (int)json_int(json, "vocab_size", 50257);
+    json_free(json);
+    free(text);
+    if (config->L < 1 || config->L > MAX_LAYERS || config->C < 1 || config->NH < 1 || config->max_T < 1 ||
+        config->V < 1 || config->V > (1 << 20)) {
+        user_error(
+            "%s has a shape out of range: n_layer %d (at most %d), n_embd %d, n_head %d, n_positions %d, "
+            "vocab_size %d",
+            path, config->L, MAX_LAYERS, config->C, config->NH, config->max_T, config->V);
+    }
+}
+
+// Model and sequence length from the options; `vocabulary` is the data's.
+static void config_resolve(Options* o, const Device* dev, int vocabulary, bool bytes, Config* config) {
+    if (strcmp(o->model, "auto") == 0) o->model = !dev->gpu ? "nano" : bytes ? "d6" : "gpt2";
+    if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
+    const NamedModel* named = nullptr;
+    for (const NamedModel& candidate : MODELS) {
+        if (strcmp(o->model, candidate.name) == 0) named = &candidate;
+    }
+    if (named) {
+        *config = {named->L, named->C, named->NH, named->T, vocabulary, 0};
+        if (o->layers != AUTO) config->L = (int)o->layers;
+        if (o->channels != AUTO) config->C = (int)o->channels;
+        if (o->heads != AUTO) config->NH = (int)o->heads;
+        if (o->channels != AUTO && o->heads == AUTO) config->NH = config->C / 64 > 0 ? config->C / 64 : 1;
+        if (o->seq != AUTO) config->max_T = (int)o->seq;
+    } else if (folder_exists(o->model)) {
+        config_read(config, o->model);
+        if (o->layers != AUTO || o->channels != AUTO || o->heads != AUTO) {
+            user_error("--model %s fixes the shape; leave --layers, --channels and --heads out", o->model);
+        }
+        if (vocabulary > config->V) {
+            user_error(
+                "the data has a vocabulary of %d tokens and --model %s of %d; prepare the data with the model's "
+                "tokenizer",
+                vocabulary, o->model, config->V);
+        }
+    } else {
+        const char* nearest = MODELS[0].name;
+        for (const NamedModel& candidate : MODELS) {
+            if (edit_distance(o->model, candidate.name) < edit_distance(o->model, nearest)) nearest = candidate.name;
+        }
+        user_error("--model '%s' is neither a known name nor a folder; did you mean %s? (--help lists the names)",
+                   o->model, nearest);
+    }
+    if (o->seq == AUTO) o->seq = config->max_T;
+    if (o->seq > config->max_T) {
+        user_error("--seq %lld is longer than the model's %d positions; type --seq %d or less", (long long)o->seq,
+                   config->max_T, config->max_T);
+    }
+    config->Vp = (config->V + 127) / 128 * 128;
+    if (config->C % config->NH != 0 || (config->C / config->NH != 64 && config->C / config->NH != 128)) {
+        user_error("%d channels over %d heads is %.4g channels a head; nibble has 64 and 128: type --heads %d",
+                   config->C, config->NH, (double)config->C / config->NH, config->C / 64 > 0 ? config->C / 64 : 1);
+    }
+    o->layers = config->L, o->channels = config->C, o->heads = config->NH;
+}
+
+// The largest B up to `most` whose plan fits, 0 when not even one sequence does.
+static int64_t largest_batch(Model m, const OptimConfig* config, int64_t most) {
+    int64_t available = memory_available(m.dev);
+    for (m.B = (int)most; m.B > 0; m.B--) {
+        if (memory_plan(&m, config).total <= available) return m.B;
+    }
+    return 0;
+}
+
+static int64_t logit_rows_for(const Options* o, const Model* m) {
+    int64_t N = (int64_t)m->B * m->T;
+    // About a gigabyte of bf16 logits keeps the head's matrix products at full rate; on the CPU a cache-sized piece.
+    int64_t rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 16384 : 1024;
+    return rows < N ? rows : N;
+}
+
+// Batch sizes. Three numbers must agree: batch x seq x micro-batches = tokens-per-step.
+static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
+    int64_t T = m->T;
+    if (o->tokens_per_step != AUTO && o->tokens_per_step % T != 0) {
+        int64_t below = o->tokens_per_step / T * T;
+        user_error("--tokens-per-step %lld is not a multiple of --seq %lld; type --tokens-per-step %lld",
+                   (long long)o->tokens_per_step, (long long)T, (long long)(below > 0 ? below : T));
+    }
+    int64_t sequences = o->tokens_per_step != AUTO ? o->tokens_per_step / T : 0;
+    if (o->batch == AUTO) {
+        int64_t most = !m->dev->gpu ? 8 : bytes ? 32 : 64;
+        if (windows < most) most = windows;
+        m->logit_rows = o->logit_rows != AUTO ? o->logit_rows : 16384;
+        int64_t fits = largest_batch(*m, optim, most), batch = 1;
+        while (batch * 2 <= fits) batch *= 2;
+        while (sequences && sequences % batch != 0) batch /= 2;
+        o->batch = batch;
+    }
+    if (o->tokens_per_step == AUTO) {
+        int64_t usual = bytes || !m->dev->gpu ? o->batch * T : 524288;  // GPT-2's and llm.c's half million
+        int64_t micro_batches = (usual + o->batch * T / 2) / (o->batch * T);
+        o->tokens_per_step = o->batch * T * (micro_batches > 0 ? micro_batches : 1);
+        sequences = o->tokens_per_step / T;
+    }
+    if (sequences % o->batch != 0) {
+        int64_t batch = o->batch < sequences ? o->batch : sequences;
+        while (sequences % batch != 0) batch--;
+        user_error(
+            "--batch %lld x --seq %lld = %lld tokens does not divide --tokens-per-step %lld; type --batch %lld or "
+            "--tokens-per-step %lld",
+            (long long)o->batch, (long long)T, (long long)(o->batch * T), (long long)o->tokens_per_step,
+            (long long)batch, (long long)ceil_div(o->tokens_per_step, o->batch * T) * o->batch * T);
+    }
+    m->B = (int)o->batch;
+    m->logit_rows = logit_rows_for(o, m);
+    o->logit_rows = m->logit_rows;
+}
+
+static void optim_config_from(const Options* o, OptimConfig* config) {
+    *config = {o->preset,
+               o->rule,
+               o->weights,
+               o->grads,
+               o->m,
+               o->v,
+               (float)o->beta1,
+               (float)o->beta2,
+               (float)o->eps,
+               (float)o->weight_decay,
+               (uint64_t)o->seed};
+    char error[DATA_ERROR_BYTES];
+    if (!optim_resolve(config, error, sizeof(error))) user_error("%s", error);
+}
+
+// Steps and what depends on them.
+static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu) {
+    int64_t sequences = o->tokens_per_step / o->seq;
+    if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
+    if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
+    if (o->lr == AUTO)
+        o->lr = o->channels <= 256 ? 3e-3 : o->channels <= 512 ? 1e-3 : o->channels <= 768 ? 6e-4 : o->channels <= 1024 ? 3e-4 : 2e-4;
+    if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
+    if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
+    if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
+    if (o->warmup > o->steps && o->steps > 0) {
+        user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
+                   (long long)o->steps, (long long)o->steps);
+    }
+}
+
+// The learning rate of step 0, 1, ... steps-1.
+static double learning_rate(const Options* o, int64_t step) {
+    double last = o->lr * o->final_lr;
+    if (step < o->warmup) return o->lr * (double)(step + 1) / (double)o->warmup;
+    double done = (double)(step - o->warmup) / (double)(o->steps > o->warmup ? o->steps - o->warmup : 1);
+    if (done > 1) done = 1;
+    if (strcmp(o->schedule, "cosine") == 0) return last + (o->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
+    if (strcmp(o->schedule, "linear") == 0) return o->lr + (last - o->lr) * done;
+    if (strcmp(o->schedule, "constant") == 0) return o->lr;
+    // wsd: flat, then down by 1 - sqrt(share of the decay done).
+    double decay = (double)o->steps * o->decay_fraction, begin = (double)o->steps - decay;
+    if ((double)step < begin) return o->lr;
+    return last + (o->lr - last) * (1.0 - sqrt(((double)step - begin) / decay));
+}
+
+// Samples.
+
+struct Candidate {
+    float logit;
+    int token;
+};
+
+static int candidate_order(const void* a, const void* b) {
+    const Candidate *x = (const Candidate*)a, *y = (const Candidate*)b;
+    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
+    return x->token - y->token;
+}
+
+// Draws a token: softmax of logits / temperature over the k likeliest; `coin` in [0, 1).
+static int draw_token(const float* logits, int V, double temperature, int64_t k, double coin) {
+    Candidate* candidate = (Candidate*)malloc(V * sizeof(Candidate));
+    for (int i = 0; i < V; i++) candidate[i] = {logits[i], i};
+    qsort(candidate, V, sizeof(Candidate), candidate_order);
+    if (k <= 0 || k > V) k = V;
+    if (temperature == 0) k = 1;
+    double sum = 0;
+    for (int64_t i = 0; i < k; i++) sum += exp((candidate[i].logit - candidate[0].logit) / (k > 1 ? temperature : 1));
+    int token = candidate[k - 1].token;
+    double reach = coin * sum;
+    for (int64_t i = 0; i < k; i++) {
+        reach -= exp((candidate[i].logit - candidate[0].logit) / (k > 1 ? temperature : 1));
+        if (reach < 0) {
+            token = candidate[i].token;
+            break;
+        }
+    }
+    free(candidate);
+    return token;
+}
+
+static volatile sig_atomic_t signal_stop,
+    signal_save;  // set by the handler, read at boundaries: a step, a sample's token
+
+// Continues `prompt` by `length` tokens and hands each piece of text to `put`. There is no key-value cache: the whole
+// window is computed again for each token, its length rounded up to 64 so that few matmul shapes occur.
+static void sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, int64_t length, double temperature,
+                   int64_t top_k, uint64_t seed, void (*put)(void*, const char*, int), void* context) {
+    int T = m->T, V = m->config.V, used = 0;
+    int most = (int)strlen(prompt) + 16;
+    int* tokens = (int*)calloc(most + length + 1, sizeof(int));
+    int end = tokenizer_end(tokenizer);
+    if (end >= 0 && end < V) tokens[used++] = end;
+    used += tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + used, most - 1);
+    if (used == 0) tokens[used++] = '\n';
+    put(context, prompt, (int)strlen(prompt));
+    float* logits = (float*)malloc(V * sizeof(float));
+    int* window = (int*)malloc(T * sizeof(int));
+    for (int64_t i = 0; i < length && !signal_stop; i++) {
+        int visible = used < T ? used : T;  // the last T tokens
+        int rounded = (visible + 63) / 64 * 64 < T ? (visible + 63) / 64 * 64 : T;
+        memset(window, 0, T * sizeof(int));
+        memcpy(window, tokens + used - visible, visible * sizeof(int));
+        copy_to_device(m->dev, m->input, window, rounded * (int64_t)sizeof(int));
+        next_logits(m, rounded, visible - 1, logits);
+        double coin = (double)(random_bits(seed, (uint64_t)1 << 20, used) >> 11) / 9007199254740992.0;
+        int token = draw_token(logits, V, temperature, top_k, coin);
+        if (token == end) break;
+        tokens[used++] = token;
+        int bytes = 0;
+        const char* text = tokenizer_decode(tokenizer, token, &bytes);
+        put(context, text, bytes);
+    }
+    free(window);
+    free(logits);
+    free(tokens);
+}
+
+// Model folders in Hugging Face's format. model.safetensors has transformers' names and orientation and no padding of
+// the vocabulary; weights stand there as they are stored (fp32 or bf16), other formats as fp32.
+
+static bool is_transposed(int t, int count) {
+    return t >= FIRST_BLOCK && t < count - 2 && BLOCK[(t - FIRST_BLOCK) % BLOCK_TENSORS].transposed;
+}
+
+// out (cols, rows) = inp (rows, cols) transposed; elements of 2 or 4 bytes.
+static void transpose(void* out, const void* inp, int64_t rows, int64_t cols, int element_bytes) {
+#pragma omp parallel for
+    for (int64_t block = 0; block < ceil_div(rows, 32); block++) {
+        int64_t end = (block + 1) * 32 < rows ? (block + 1) * 32 : rows;
+        for (int64_t j = 0; j < cols; j++) {
+            for (int64_t i = block * 32; i < end; i++) {
+                if (element_bytes == 2) ((uint16_t*)out)[j * rows + i] = ((const uint16_t*)inp)[i * cols + j];
+                if (element_bytes == 4) ((uint32_t*)out)[j * rows + i] = ((const uint32_t*)inp)[i * cols + j];
+            }
+        }
+    }
+}
+
+// The stored weights when a Hugging Face file can hold them as they are; otherwise `data` is NULL.
+static OptimStream weights_stream(const Model* m) {
+    for (int i = 0; i < optim_stream_count(m->optim); i++) {
+        OptimStream stream = optim_stream(m->optim, i);
+        bool plain = strcmp(stream.dtype, "F32") == 0 || strcmp(stream.dtype, "BF16") == 0;
+        if (stream.is_weights && plain) return stream;
+    }
+    OptimStream none = {};
+    none.dtype = "F32";
+    none.element_bytes = 4;
+    return none;
+}
+
+static bool model_write(const Model* m, const char* path, char* error) {
+    OptimStream stream = weights_stream(m);
+    int size = stream.element_bytes;
+    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m->count, sizeof(SafetensorsEntry));
+    int64_t largest = 0;
+    for (int t = 0; t < m->count; t++) {
+        const OptimTensor* tensor = &m->tensors[t];
+        char name[128];
+        snprintf(name, sizeof(name), "transformer.%s", tensor->name);
+        int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
+        entries[t] = {strdup(name), stream.dtype, {rows, cols}, 2};
+        if (is_transposed(t, m->count)) entries[t].shape[0] = cols, entries[t].shape[1] = rows;
+        if (tensor->rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
+        if (tensor->rows * cols > largest) largest = tensor->rows * cols;
+    }
+    SafetensorsWriter* writer = safetensors_begin(path, entries, m->count, "pt", error);
+    bool fine = writer != nullptr;
+    void* values = malloc(largest * size);
+    void* turned = malloc(largest * size);
+    for (int t = 0; t < m->count && fine; t++) {
+        const OptimTensor* tensor = &m->tensors[t];
+        int64_t rows = t == WTE ? m->config.V : tensor->rows, n = rows * tensor->cols;
+        if (stream.data) {
+            copy_to_host(m->dev, values, (char*)stream.data + tensor->offset * size, n * size);
+        } else {
+            optim_get_weights(m->optim, t, (float*)values);
+        }
+        bool turn = is_transposed(t, m->count);
+        if (turn) transpose(turned, values, rows, tensor->cols, size);
+        fine = safetensors_write(writer, turn ? turned : values, n * size, error);
+    }
+    if (fine) {
+        fine = safetensors_finish(writer, nullptr, nullptr, error);
+    } else if (writer) {
+        safetensors_abandon(writer);
+    }
+    for (int t = 0; t < m->count; t++) free((void*)entries[t].name);
+    free(entries);
+    free(values);
+    free(turned);
+    return fine;
+}
+
+static float value_at(const void* data, const char* dtype, int64_t i) {
+    if (strcmp(dtype, "F32") == 0) return ((const float*)data)[i];
+    uint16_t half = ((const uint16_t*)data)[i];
+    if (strcmp(dtype, "BF16") == 0) {
+        uint32_t bits = (uint32_t)half << 16;
+        float value;
+        memcpy(&value, &bits, 4);
+        return value;
+    }
+    int exponent = half >> 10 & 31, mantissa = half & 1023;  // F16
+    float magnitude = exponent == 0    ? ldexpf((float)mantissa, -24)
+                      : exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                       : ldexpf((float)(1024 + mantissa), exponent - 25);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+// The weights of FOLDER/model.safetensors into the model, names with or without "transformer.".
+static void model_read(Model* m, const char* folder) {
+    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
+    path_join(path, folder, "model.safetensors");
+    Safetensors file;
+    if (!safetensors_open(&file, path, error)) user_error("%s", error);
+    for (int t = 0; t < m->count; t++) {
+        const OptimTensor* tensor = &m->tensors[t];
+        char name[128];
+        snprintf(name, sizeof(name), "transformer.%s", tensor->name);
+        const SafetensorsTensor* found = safetensors_find(&file, name);
+        if (!found) found = safetensors_find(&file, tensor->name);
+        if (!found) user_error("%s has no tensor %s; is it a GPT-2 of the shape in config.json?", path, tensor->name);
+        int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols, n = rows * cols;
+        bool turn = is_transposed(t, m->count), vector = tensor->rows == 1;
+        bool shaped = vector ? found->dims == 1 && found->shape[0] == cols
+                             : found->dims == 2 && found->shape[0] == (turn ? cols : rows) &&
+                                   found->shape[1] == (turn ? rows : cols);
+        bool known =
+            strcmp(found->dtype, "F32") == 0 || strcmp(found->dtype, "BF16") == 0 || strcmp(found->dtype, "F16") == 0;
+        if (!shaped || !known) {
+            user_error("%s: tensor %s is %s of shape [%lld, %lld]; want F32, BF16 or F16 of [%lld, %lld]", path,
+                       found->name, found->dtype, (long long)found->shape[0],
+                       (long long)(found->dims > 1 ? found->shape[1] : 1), (long long)(turn || vector ? cols : rows),
+                       (long long)(vector ? 1
+                                   : turn ? rows
+                                          : cols));
+        }
+        float* values = (float*)calloc(tensor->rows * cols, sizeof(float));  // padding of the vocabulary is 0
+        float* turned = turn ? (float*)malloc(n * sizeof(float)) : nullptr;
+        for (int64_t i = 0; i < n; i++) (turn ? turned : values)[i] = value_at(found->data, found->dtype, i);
+        if (turn) transpose(values, turned, cols, rows, 4);
+        model_set_tensor(m, t, values);
+        free(values);
+        free(turned);
+    }
+    safetensors_close(&file);
+    if (m->optim) optim_decode(m->optim);
+}
+
+// Checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as stored) and
+// state.json (step, data position, options, checksums) beside the model. data/checkpoint.h writes and finds them whole.
+
+struct Run {
+    Options* options;
+    Model* model;
+    char folder[PATH_BYTES];
+    FILE* text;  // what the terminal shows, again; in memory until the run folder exists
+    char* banner;
+    size_t banner_bytes;
+    FILE* log;  // log.jsonl
+    char tokenizer_folder[PATH_BYTES];
+    Tokenizer* tokenizer;
+    double bytes_per_token;
+    int64_t step;       // optimizer steps done
+    int64_t sequences;  // consumed so far: the data position
+    double best_val;    // infinite until the first validation
+    char last_checkpoint[PATH_BYTES];
+    double started;  // seconds
+};
+
+__attribute__((format(printf, 2, 3))) static void say(Run* run, const char* format, ...) {
+    FILE* to[2] = {stdout, run->text};
+    for (FILE* file : to) {
+        if (!file) continue;
+        va_list arguments;
+        va_start(arguments, format);
+        vfprintf(file, format, arguments);
+        va_end(arguments);
+        fflush(file);
+    }
+}
+
+static double seconds_now() {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// transformers' config.json of the model.
+static bool write_config(const Model* m, const char* path, char* error) {
+    const Config* c = &m->config;
+    char text[2048];
+    int bytes = snprintf(
+        text, sizeof(text),
+        "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %d,\n  "
+        "\"n_embd\": %d,\n"
+        "  \"n_head\": %d,\n  \"n_positions\": %d,\n  \"n_ctx\": %d,\n  \"vocab_size\": %d,\n"
+        "  \"activation_function\": \"gelu_new\",\n  \"layer_norm_epsilon\": 1e-05,\n  \"initializer_range\": 0.02,\n"
+        "  \"attn_pdrop\": 0.0,\n  \"embd_pdrop\": 0.0,\n  \"resid_pdrop\": 0.0,\n  \"tie_word_embeddings\": true,\n"
+        "  \"bos_token_id\": %d,\n  \"eos_token_id\": %d,\n  \"dtype\": \"%s\"\n}\n",
+        c->L, c->C, c->NH, c->max_T, c->max_T, c->V, c->V == 50257 ? 50256 : 0, c->V == 50257 ? 50256 : 0,
+        strcmp(weights_stream(m).dtype, "BF16") == 0 ? "bfloat16" : "float32");
+    return file_write(path, text, bytes, error);
+}
+
+static bool is_in_model_file(const OptimStream* stream) {
+    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
+}
+
+constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
+
+static bool optimizer_write(const Model* m, const char* path, char* error) {
+    SafetensorsEntry entries[64];
+    OptimStream streams[64];
+    int count = 0;
+    for (int i = 0; i < optim_stream_count(m->optim); i++) {
+        OptimStream stream = optim_stream(m->optim, i);
+        if (is_in_model_file(&stream)) continue;
+        entries[count] = {stream.name, stream.dtype, {stream.elements}, 1};
+        streams[count++] = stream;
+    }
+    SafetensorsWriter* writer = safetensors_begin(path, entries, count, nullptr, error);
+    if (!writer) return false;
+    void* host = malloc(COPY_BYTES);
+    bool fine = true;
+    for (int i = 0; i < count && fine; i++) {
+        int64_t size = streams[i].elements * streams[i].element_bytes;
+        for (int64_t at = 0; at < size && fine; at += COPY_BYTES) {
+            int64_t piece = size - at < COPY_BYTES ? size - at : COPY_BYTES;
+            copy_to_host(m->dev, host, (char*)streams[i].data + at, piece);
+            fine = safetensors_write(writer, host, piece, error);
+        }
+    }
+    free(host);
+    if (fine) return safetensors_finish(writer, nullptr, nullptr, error);
+    safetensors_abandon(writer);
+    return false;
+}
+
+static void optimizer_read(Model* m, const char* folder) {
+    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
+    path_join(path, folder, "optimizer.safetensors");
+    Safetensors file;
+    if (!safetensors_open(&file, path, error)) user_error("%s", error);
+    for (int i = 0; i < optim_stream_count(m->optim); i++) {
+        OptimStream stream = optim_stream(m->optim, i);
+        if (is_in_model_file(&stream)) continue;
+        const SafetensorsTensor* found = safetensors_find(&file, stream.name);
+        if (!found || strcmp(found->dtype, stream.dtype) != 0 ||
+            found->bytes != stream.elements * stream.element_bytes) {
+            user_error(
+                "%s holds no '%s' of %s with %lld elements; resume with the --preset, --weights, --m and --v of the "
+                "saved run",
+                path, stream.name, stream.dtype, (long long)stream.elements);
+        }
+        copy_to_device(m->dev, stream.data, found->data, found->bytes);
+    }
+    safetensors_close(&file);
+    optim_decode(m->optim);
+}
+
+static const char* const CHECKPOINT_FILES[] = {"model.safetensors", "optimizer.safetensors", "config.json",
+                                               "vocab.json", "merges.txt"};
+
+static bool checkpoint_write(Run* run, const char* folder, char* error) {
+    char path[PATH_BYTES];
+    path_join(path, folder, "model.safetensors");
+    if (!folder_make(folder, error) || !model_write(run->model, path, error)) return false;
+    path_join(path, folder, "optimizer.safetensors");
+    if (!optimizer_write(run->model, path, error)) return false;
+    path_join(path, folder, "config.json");
+    if (!write_config(run->model, path, error)) return false;
+    if (run->tokenizer_folder[0] && (!file_copy(run->tokenizer_folder, "vocab.json", folder, error) ||
+                                     !file_copy(run->tokenizer_folder, "merges.txt", folder, error))) {
+        return false;
+    }
+    char* text = nullptr;
+    size_t length = 0;
+    FILE* state = open_memstream(&text, &length);
+    fprintf(state, "{\n\"version\": 1,\n\"step\": %lld,\n\"sequences\": %lld,\n\"best_val\": ", (long long)run->step,
+            (long long)run->sequences);
+    json_write_number(state, run->best_val);
+    fprintf(state, ",\n\"options\": ");
+    options_json(&TABLE, run->options, state);
+    fprintf(state, ",\n");
+    fclose(state);
+    bool fine = checkpoint_seal(folder, text, CHECKPOINT_FILES, sizeof(CHECKPOINT_FILES) / sizeof(char*), error);
+    free(text);
+    return fine;
+}
+
+// Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone.
+static void checkpoint_save(Run* run) {
+    char path[PATH_BYTES], temporary[PATH_BYTES], error[DATA_ERROR_BYTES], ignored[DATA_ERROR_BYTES];
+    double begin = seconds_now();
+    checkpoint_name(run->folder, run->step, path, sizeof(path));
+    path_join(temporary, path, nullptr);
+    strcat(temporary, ".tmp");
+    if (folder_exists(temporary)) folder_remove(temporary, ignored);
+    if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
+        folder_remove(temporary, ignored);
+        user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
+                   (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "off");
+    }
+    memcpy(run->last_checkpoint, path, sizeof(path));
+    say(run, "save %6lld  %s  %.1f s\n", (long long)run->step, path, seconds_now() - begin);
+    if (!checkpoint_prune(run->folder, run->options->keep, run->step, error)) {
+        fprintf(stderr, "train: notice: %s\n", error);
+    }
+}
+
+// Options that belong to one start of the program and are not taken over from a checkpoint.
+static bool is_restored(const Option* option) {
+    static const char* const own[] = {"run", "resume", "device", "sample"};
+    for (const char* name : own) {
+        if (strcmp(option->name, name) == 0) return false;
+    }
+    return option->type != OPTION_FLAG;
+}
+
+// Finds what --resume names. Options that were not typed are taken from the checkpoint; typed ones that differ are
+// listed in `changed`. Returns the checkpoint's state, or NULL to begin anew.
+static Json* resume_find(Options* o, const bool* given, char* folder, size_t folder_bytes, char* changed,
+                         size_t changed_bytes) {
+    changed[0] = 0;
+    if (strcmp(o->resume, "off") == 0) return nullptr;
+    Json* state = nullptr;
+    char error[DATA_ERROR_BYTES], inner[PATH_BYTES];
+    bool automatic = strcmp(o->resume, "auto") == 0;
+    const char* named = automatic ? o->run : o->resume;
+    if (automatic && !o->run[0]) user_error("--resume auto needs the run folder: add --run DIR");
+    path_join(inner, named, "state.json");
+    if (!automatic && !folder_exists(named)) {
+        user_error("--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
+    }
+    if (!automatic && file_exists(inner)) {
+        snprintf(folder, folder_bytes, "%s", named);
+        while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
+        state = checkpoint_verify(folder, error);
+        if (!state)
+            user_error("--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder", named,
+                       error);
+    } else {
+        state = checkpoint_newest(named, folder, folder_bytes);
+        if (!state && !automatic)
+            user_error("--resume %s holds no whole checkpoint (step_*); begin anew with --resume off", named);
+    }
+    if (!state) return nullptr;
+    const Json* saved = json_get(state, "options");
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
+        const char* text = json_string(saved, option->name, nullptr);
+        if (!is_restored(option) || !text) continue;
+        char now[4096];
+        option_text(option, o, now, sizeof(now));
+        if (!given[i] && !option_set(option, o, text, error)) user_error("--resume %s: %s", named, error);
+        if (given[i] && strcmp(now, text) != 0) {
+            size_t used = strlen(changed);
+            snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
+        }
+    }
+    if (!o->run[0]) {
+        char* parent = strdup(folder);
+        char* slash = strrchr(parent, '/');
+        if (slash) *slash = 0;
+        o->run = slash ? parent : strdup(".");
+    }
+    return state;
+}
+
+// The run folder, the banner and the lines.
+
+static void run_folder_make(Run* run, bool resumed) {
+    Options* o = run->options;
+    char error[DATA_ERROR_BYTES], path[PATH_BYTES];
+    if (o->run[0]) {
+        snprintf(run->folder, sizeof(run->folder), "%s", o->run);
+    } else {
+        time_t now = time(nullptr);
+        char date[32];
+        strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
+        const char* slash = strrchr(o->model, '/');
+        snprintf(run->folder, sizeof(run->folder), "runs/%s_%s", date, slash ? slash + 1 : o->model);
+        o->run = strdup(run->folder);
+    }
+    path_join(path, run->folder, "log.jsonl");
+    if (!resumed && file_exists(path)) {
+        user_error("--run %s already holds a run; type --resume %s to go on with it, or name another folder",
+                   run->folder, run->folder);
+    }
+    if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
+    run->log = fopen(path, "a");
+    if (!run->log)
+        user_error("--run %s: log.jsonl cannot be written: %s; name a folder that is writable", run->folder,
+                   strerror(errno));
+    path_join(path, run->folder, "config.json");
+    char* text = nullptr;
+    size_t length = 0;
+    FILE* config = open_memstream(&text, &length);
+    options_json(&TABLE, o, config);
+    fputc('\n', config);
+    fclose(config);
+    if (!file_write(path, text, (int64_t)length, error)) user_error("--run %s: %s", run->folder, error);
+    free(text);
+    path_join(path, run->folder, "log.txt");
+    FILE* file = fopen(path, "a");
+    if (!file) user_error("%s cannot be written: %s", path, strerror(errno));
+    fclose(run->text);  // completes run->banner
+    fwrite(run->banner, 1, run->banner_bytes, file);
+    free(run->banner);
+    run->text = file;
+}
+
+// One line of log.jsonl: {"type": ..., "step": ..., name: value, ...}. A full disk stops the run.
+static void log_line(Run* run, const char* type, int count, const char* const* names, const double* values) {
+    fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
+            (long long)run->step, (long long)(run->sequences * run->options->seq), seconds_now() - run->started);
+    bool finite = true;
+    for (int i = 0; i < count; i++) {
+        fprintf(run->log, ", \"%s\": ", names[i]);
+        json_write_number(run->log, values[i]);
+        finite = finite && isfinite(values[i]);
+    }
+    if (!finite) fputs(", \"nonfinite\": true", run->log);
+    fputs("}\n", run->log);
+    if (fflush(run->log) != 0) {
+        user_error("%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->folder, strerror(errno),
+                   run->last_checkpoint[0] ? run->last_checkpoint : "none");
+    }
+}
+
+static void log_config(Run* run, const char* device) {
+    fputs("{\"type\": \"config\", \"options\": ", run->log);
+    options_json(&TABLE, run->options, run->log);
+    fputs(", \"device\": ", run->log);
+    json_write_string(run->log, device);
+    fprintf(run->log, ", \"parameters\": %lld, \"bytes_per_token\": %.9g}\n", (long long)run->model->parameters,
+            run->bytes_per_token);
+    fflush(run->log);
+}
+
+// Dense peak of the device in FLOP/s by its vendor's figures, 0 when unknown: then MFU is shown as "-".
+static double device_peak(const Device* dev, OptimType type) {
+    struct Peak {
+        const char* name;
+        double bf16, fp32;  // TFLOP/s
+    };
+    static const Peak peaks[] = {{"H200", 989, 67},   {"H100 PCIe", 756, 51},  {"H100 NVL", 835, 60},
+                                 {"H100", 989, 67},   {"A100", 312, 19.5},     {"B200", 2250, 75},
+                                 {"L40S", 362, 91.6}, {"RTX 4090", 165, 82.6}, {"RTX 3090", 71, 35.6}};
+    for (const Peak& peak : peaks) {
+        if (dev->gpu && strstr(dev->name, peak.name)) return 1e12 * (type == OPTIM_FP32 ? peak.fp32 : peak.bf16);
+    }
+    return 0;
+}
+
+// FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
+static double flops_per_token(const Model* m) {
+    return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
+}
+
+static void format_count(double n, char* text, size_t bytes) {
+    const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
+    double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
+    snprintf(text, bytes,
+             scaled < 10 && unit[0]    ? "%.2f%s"
+             : scaled < 100 && unit[0] ? "%.1f%s"
+                                       : "%.0f%s",
+             scaled, unit);
+}
+
+static void format_duration(double seconds, char* text, size_t bytes) {
+    int64_t s = (int64_t)(seconds + 0.5);
+    if (s < 60) snprintf(text, bytes, "%llds", (long long)s);
+    if (s >= 60 && s < 3600) snprintf(text, bytes, "%lldm%02llds", (long long)(s / 60), (long long)(s % 60));
+    if (s >= 3600) snprintf(text, bytes, "%lldh%02lldm", (long long)(s / 3600), (long long)(s / 60 % 60));
+}
+
+static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* plan, const Dataset* train,
+                       const Dataset* val, const char* changed) {
+    const Options* o = run->options;
+    const Model* m = run->model;
+    const Device* dev = m->dev;
+    char line[256], tokens[32], val_tokens[32];
+    say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, (long long)o->layers,
+        (long long)o->channels, (long long)o->heads, (long long)m->parameters);
+    if (dev->gpu) {
+        int driver = 0, runtime = 0;
+        check(cudaDriverGetVersion(&driver));
+        check(cudaRuntimeGetVersion(&runtime));
+        double peak = device_peak(dev, m->type);
+        say(run, " device   %s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d", dev->name,
+            dev->compute, dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+        if (peak > 0) say(run, "  peak %.0f TFLOP/s %s", peak * 1e-12, o->matmul);
+        say(run, "\n");
+    } else {
+        say(run, " device   CPU, %ld cores: the plain C versions, fp32\n", sysconf(_SC_NPROCESSORS_ONLN));
+    }
+    format_count((double)train->tokens, tokens, sizeof(tokens));
+    format_count((double)val->tokens, val_tokens, sizeof(val_tokens));
+    say(run, " data     %s  %s tokens in %d file%s  validation %s  vocabulary %d%s\n", train->path, tokens,
+        train->files, train->files == 1 ? "" : "s", val_tokens, m->config.V, train->bytes ? " (bytes)" : "");
+    int64_t sequences = o->tokens_per_step / o->seq, windows = dataset_windows(train, m->T);
+    say(run, " batch    %lld x %lld x %lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
+        (long long)o->batch, (long long)o->seq, (long long)(sequences / o->batch), sequences == o->batch ? "" : "es",
+        (long long)o->tokens_per_step, (long long)o->steps, (double)o->steps * (double)sequences / (double)windows);
+    optim_describe(config, line, sizeof(line));
+    say(run, " optim    %s\n", line);
+    say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr, o->schedule,
+        strcmp(o->schedule, "constant") == 0 ? 1.0 : o->final_lr, (long long)o->warmup, o->clip, o->weight_decay);
+    double unit = plan->total >= (1ll << 30) ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
+    say(run, " memory   weights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
+        plan->weights * unit, plan->states * unit, plan->grads * unit, plan->activations * unit, plan->other * unit,
+        plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
+    say(run, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)memory_available(dev) / (1 << 30), o->matmul,
+        o->recompute);
+    if (changed[0]) say(run, " changed %s\n", changed);
+}
+
+static void require_memory(const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
+    int64_t available = memory_available(m->dev);
+    if (plan->total <= available) return;
+    int64_t fits = largest_batch(*m, config, m->B);
+    double need = (double)plan->total / (1 << 30), have = (double)available / (1 << 30);
+    if (fits > 0) {
+        user_error(
+            "--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less, or --recompute block",
+            m->B, need, have, m->dev->name, (long long)fits);
+    }
+    user_error(
+        "even --batch 1 needs more than the %.2f GiB that are free on %s; type --recompute block, a shorter --seq, a "
+        "smaller --model or a smaller --preset",
+        have, m->dev->name);
+}
+
+// Training.
+
+static void* pinned_alloc(size_t bytes) {
+    void* pointer;
+    check(cudaMallocHost(&pointer, bytes));
+    return pointer;
+}
+
+static void pinned_free(void* pointer) {
+    check(cudaFreeHost(pointer));
+}
+
+// Copies micro-batches from the loader to the device. The loader's memory is used again two batches later, so before
+// the batch after next is asked for, the copy of the present one must be over: an event each, waited for a whole
+// micro-batch later, by which time it has long passed.
+struct Feeder {
+    const Device* dev;
+    Loader* loader;
+    cudaEvent_t copied[2];
+    int64_t fed;
+};
+
+static void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, int B, int T, uint64_t seed,
+                        bool shuffle, int64_t first_sequence) {
+    char error[DATA_ERROR_BYTES];
+    *feeder = {dev, nullptr, {nullptr, nullptr}, 0};
+    feeder->loader = loader_open(data, B, T, seed, shuffle, first_sequence, dev->gpu ? pinned_alloc : malloc,
+                                 dev->gpu ? pinned_free : free, error);
+    if (!feeder->loader) user_error("--data: %s", error);
+    for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
+}
+
+// The next micro-batch into `input`; returns the number of its distinct tokens.
+static int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
+    const Device* dev = feeder->dev;
+    char error[DATA_ERROR_BYTES];
+    cudaEvent_t event = feeder->copied[feeder->fed % 2];
+    if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
+    const Batch* batch = loader_next(feeder->loader, error);
+    if (!batch) user_error("--data: %s", error);
+    feeder->fed++;
+    const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
+    int* to[] = {input->tokens, input->targets, input->order, input->bucket};
+    for (int i = 0; i < 4; i++) {
+        size_t bytes = (i < 3 ? N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
+        if (dev->gpu) {
+            check(cudaMemcpyAsync(to[i], from[i], bytes, cudaMemcpyHostToDevice, dev->stream));
+        } else {
+            memcpy(to[i], from[i], bytes);
+        }
+    }
+    if (dev->gpu) check(cudaEventRecord(event, dev->stream));
+    return batch->buckets;
+}
+
+static void feeder_close(Feeder* feeder) {
+    device_sync(feeder->dev);
+    loader_close(feeder->loader);
+    for (int i = 0; i < 2 && feeder->dev->gpu; i++) check(cudaEventDestroy(feeder->copied[i]));
+}
+
+// One optimizer step: gradients of `micro_batches`, their norm and clip factor, the update. All of it is queued without
+// waiting for the device; the caller reads the scalars. `step` counts from 1.
+static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
+    Input input = input_layout(m, m->input);
+    for (int64_t i = 0; i < micro_batches; i++) {
+        int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
+        micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)micro_batches);
+    }
+    // The activations are dead by now: their first bytes serve as the norm's scratch.
+    if (m->grads_bf16) {
+        global_norm<bf16>(m->dev, m->scalars + 1, (float*)m->activations, (const bf16*)m->grads, m->elements, clip);
+    } else {
+        global_norm<float>(m->dev, m->scalars + 1, (float*)m->activations, (const float*)m->grads, m->elements, clip);
+    }
+    optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
+}
+
+// Mean loss over the first windows of the validation data, at most `batches` micro-batches; NaN when a signal came.
+static double validate(const Model* m, const Dataset* data, int64_t batches) {
+    int64_t windows = dataset_windows(data, m->T);
+    int B = windows < m->B ? (int)windows : m->B;
+    if (windows / B < batches) batches = windows / B;
+    Feeder feeder;
+    feeder_open(&feeder, m->dev, data, B, m->T, 0, false, 0);
+    Input input = input_layout(m, m->input);
+    for (int64_t i = 0; i < batches && !signal_stop; i++) {
+        int buckets = feeder_next(&feeder, &input, (int64_t)B * m->T);
+        micro_batch(m, &input, buckets, B, m->T, false, i == 0, 1.0f / (float)batches);
+    }
+    float loss;
+    copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
+    feeder_close(&feeder);
+    return signal_stop ? NAN : loss;
+}
+
+static void run_validation(Run* run, const Dataset* data) {
+    double begin = seconds_now(), loss = validate(run->model, data, run->options->val_batches);
+    if (signal_stop) return;
+    if (loss < run->best_val) run->best_val = loss;
+    double bpb = run->bytes_per_token > 0 ? loss / log(2.0) / run->bytes_per_token : NAN;
+    say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)run->step, loss, run->best_val);
+    if (run->bytes_per_token > 0) say(run, "  %.4f bits per byte", bpb);
+    say(run, "  %.1f s\n", seconds_now() - begin);
+    const char* names[] = {"loss", "bpb"};
+    const double values[] = {loss, bpb};
+    log_line(run, "val", run->bytes_per_token > 0 ? 2 : 1, names, values);
+}
+
+static void put_text(void* context, const char* text, int bytes) {
+    FILE** to = (FILE**)context;
+    for (int i = 0; i < 2; i++) {
+        if (to[i]) fwrite(text, 1, bytes, to[i]);
+        if (to[i]) fflush(to[i]);
+    }
+}
+
+static void run_sample(Run* run) {
+    Options* o = run->options;
+    char* text = nullptr;
+    size_t bytes = 0;
+    FILE* memory = open_memstream(&text, &bytes);
+    FILE* to[2] = {memory, nullptr};
+    sample(run->model, run->tokenizer, o->prompt, o->sample_tokens, o->temperature, o->top_k, (uint64_t)o->seed,
+           put_text, to);
+    fclose(memory);
+    say(run, "sample ------------------------------------------------------------\n");
+    FILE* copies[2] = {stdout, run->text};
+    put_text(copies, text, (int)bytes);
+    say(run, "\n-------------------------------------------------------------------\n");
+    free(text);
+}
+
+static void print_step(Run* run, double loss, double norm, double lr, double seconds, double eta, int64_t memory) {
+    const Options* o = run->options;
+    char rate[32], left[32], mfu[32] = "-";
+    double tokens_per_second = (double)o->tokens_per_step / seconds;
+    double peak = device_peak(run->model->dev, run->model->type);
+    if (peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * flops_per_token(run->model) / peak);
+    format_count(tokens_per_second, rate, sizeof(rate));
+    format_duration(eta, left, sizeof(left));
+    say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %.1f GiB  eta %s\n",
+        (long long)run->step, (long long)o->steps, 100.0 * (double)run->step / (double)o->steps, loss, norm, lr,
+        1e3 * seconds, rate, mfu, (double)memory / (1 << 30), left);
+}
+
+static void nonfinite_stop(Run* run, double loss, double norm) {
+    user_error(
+        "step %lld: the loss is %g and the norm of the gradient %g; the last good checkpoint is %s; type a smaller "
+        "--lr (now %g), a longer --warmup or a smaller --clip",
+        (long long)run->step, loss, norm, run->last_checkpoint[0] ? run->last_checkpoint : "none", run->options->lr);
+}
+
+// From run->step to the end, or to a signal.
+static void train(Run* run, const Dataset* train_data, const Dataset* val_data, int64_t memory) {
+    Options* o = run->options;
+    Model* m = run->model;
+    int64_t sequences = o->tokens_per_step / o->seq;
+    Feeder feeder;
+    feeder_open(&feeder, m->dev, train_data, m->B, m->T, (uint64_t)o->seed, true, run->sequences);
+    float* scalars = m->dev->gpu ? (float*)pinned_alloc(3 * sizeof(float)) : (float*)malloc(3 * sizeof(float));
+    int64_t first = run->step, timed_from = first;
+    double timed_since = seconds_now(), step_seconds = 0;
+    int64_t saved_at = -1;
+    if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
+    while (run->step < o->steps && !signal_stop) {
+        double begin = seconds_now(), lr = learning_rate(o, run->step);
+        train_step(m, &feeder, sequences / m->B, (float)lr, (float)o->clip, run->step + 1);
+        copy_to_host(m->dev, scalars, m->scalars, 3 * sizeof(float));
+        run->step++;
+        run->sequences += sequences;
+        double now = seconds_now(), loss = scalars[0], norm = scalars[1];
+        if (run->step - first == 10) timed_from = run->step, timed_since = now, step_seconds = 0;
+        step_seconds += now - begin;
+        double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
+        if (run->step == timed_from) each = now - begin;
+        const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s"};
+        const double values[] = {loss, lr, norm, now - begin, (double)o->tokens_per_step / (now - begin)};
+        log_line(run, "train", 5, names, values);
+        if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
+            print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
+        }
+        if (!isfinite(loss) || !isfinite(norm)) nonfinite_stop(run, loss, norm);
+        bool last = run->step == o->steps;
+        if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
+        if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !signal_stop) run_sample(run);
+        char request[PATH_BYTES];
+        path_join(request, run->folder, "save");
+        bool asked = signal_save || file_exists(request);
+        if (asked) unlink(request);
+        if (asked || (o->save_every > 0 && run->step % o->save_every == 0)) {
+            signal_save = 0;
+            checkpoint_save(run);
+            saved_at = run->step;
+        }
+    }
+    if (saved_at != run->step) checkpoint_save(run);
+    double counted = (double)(run->step - timed_from);
+    if (counted > 0) {
+        char rate[32];
+        format_count(counted * (double)o->tokens_per_step / step_seconds, rate, sizeof(rate));
+        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", signal_stop ? "stopped" : "done   ",
+            1e3 * step_seconds / counted, rate);
+    }
+    feeder_close(&feeder);
+    if (m->dev->gpu) pinned_free(scalars);
+    if (!m->dev->gpu) free(scalars);
+}
+
+static void on_signal(int number) {
+    if (number != SIGUSR1 && signal_stop) _exit(128 + number);  // the second one means now
+    if (number == SIGUSR1) signal_save = 1;
+    if (number != SIGUSR1) signal_stop = 1;
+}
+
+static void signals_catch() {
+    struct sigaction action = {};
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    sigaction(SIGUSR1, &action, nullptr);
+    signal(SIGXFSZ, SIG_IGN);  // a file over the shell's limit is a write error with a sentence, not a death
+}
+
+// The device of --device, and its matmul precision.
+static OptimType device_resolve(Options* o, Device* dev) {
+    int gpus = 0;
+    cudaError_t status = cudaGetDeviceCount(&gpus);
+    if (status != cudaSuccess) gpus = 0;
+    if (strcmp(o->device, "gpu") == 0 && gpus == 0) {
+        user_error("--device gpu: no GPU answers (%s); type --device cpu",
+                   status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
+    }
+    device_open(dev, gpus > 0 && strcmp(o->device, "cpu") != 0, 0);
+    if (dev->gpu && dev->compute < 80) {
+        user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
+                   dev->compute / 10, dev->compute % 10);
+    }
+    if (!dev->gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
+    if (strcmp(o->matmul, "auto") == 0) o->matmul = dev->gpu ? "bf16" : "fp32";
+    return strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
+}
+
+static void data_open(const Options* o, Dataset* data, DatasetPart part, int T) {
+    char error[DATA_ERROR_BYTES];
+    bool fine;
+    if (part == DATASET_VALIDATION && o->val[0]) {
+        fine = dataset_open(data, o->val, DATASET_VALIDATION, 1.0, T, error);
+        if (!fine) user_error("--val %s: %s", o->val, error);
+    } else if (o->data[0]) {
+        if (part == DATASET_TRAIN && o->val[0] && !folder_exists(o->data)) part = DATASET_WHOLE;
+        fine = dataset_open(data, o->data, part, o->val_fraction, T, error);
+        if (!fine) user_error("--data %s: %s", o->data, error);
+    } else {
+        fine = dataset_open_memory(data, corpus_begin, corpus_end - corpus_begin, part, o->val_fraction, T, error);
+        if (!fine) user_error("the built-in text: %s", error);
+    }
+}
+
+static Recompute recompute_from(const char* name) {
+    return strcmp(name, "block") == 0 ? RECOMPUTE_BLOCK : strcmp(name, "gelu") == 0 ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+}
+
+// --sample: continue a prompt with a model folder.
+static int sample_main(Options* o) {
+    char error[DATA_ERROR_BYTES];
+    Device dev;
+    Model m = {};
+    if (!folder_exists(o->model)) {
+        user_error("--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is one)");
+    }
+    m.type = device_resolve(o, &dev);
+    m.dev = &dev;
+    config_resolve(o, &dev, 0, false, &m.config);
+    m.B = 1;
+    m.T = (int)o->seq;
+    m.logit_rows = 1;
+    config_tensors(&m);
+    Tokenizer* tokenizer = tokenizer_open(m.config.V == 256 ? nullptr : o->model, error);
+    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    model_allocate(&m, nullptr);
+    model_read(&m, o->model);
+    FILE* to[2] = {stdout, nullptr};
+    sample(&m, tokenizer, o->sample, o->sample_tokens, o->temperature, o->top_k, (uint64_t)o->seed, put_text, to);
+    printf("\n");
+    tokenizer_close(tokenizer);
+    model_free(&m);
+    device_close(&dev);
+    return 0;
+}
+
+static int train_main(Options* o, const bool* given) {
+    char checkpoint[PATH_BYTES] = "", changed[16384];
+    Json* state = resume_find(o, given, checkpoint, sizeof(checkpoint), changed, sizeof(changed));
+    Device dev;
+    Model m = {};
+    Run run = {};
+    run.options = o;
+    run.model = &m;
+    run.text = open_memstream(&run.banner, &run.banner_bytes);
+    m.type = device_resolve(o, &dev);
+    m.dev = &dev;
+    m.recompute = recompute_from(o->recompute);
+
+    // The data first says its vocabulary, which the model needs, then is opened with the model's sequence length.
+    Dataset train_data, val_data;
+    data_open(o, &train_data, DATASET_TRAIN, 1);
+    if (state && folder_exists(o->model)) {  // the run began from a folder: its checkpoint has the same shape
+        o->model = checkpoint;
+        o->layers = o->channels = o->heads = AUTO;
+    }
+    config_resolve(o, &dev, train_data.vocabulary, train_data.bytes, &m.config);
+    m.T = (int)o->seq;
+    config_tensors(&m);
+    dataset_close(&train_data);
+    data_open(o, &train_data, DATASET_TRAIN, m.T);
+    data_open(o, &val_data, DATASET_VALIDATION, m.T);
+    if (val_data.vocabulary > m.config.V) {
+        user_error("the validation data has a vocabulary of %d tokens and the model of %d; prepare both alike",
+                   val_data.vocabulary, m.config.V);
+    }
+
+    bool auto_grads = strcmp(o->grads, "auto") == 0;
+    OptimConfig config;
+    if (auto_grads) o->grads = "fp32";
+    optim_config_from(o, &config);
+    m.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    batch_resolve(o, &m, &config, train_data.bytes, dataset_windows(&train_data, m.T));
+    int64_t micro_batches = o->tokens_per_step / (o->batch * o->seq);
+    if (auto_grads && micro_batches == 1 && m.type == OPTIM_BF16) o->grads = "bf16";
+    if (strcmp(o->grads, "bf16") == 0 && (micro_batches > 1 || m.type == OPTIM_FP32)) {
+        user_error(
+            "--grads bf16 goes with --matmul bf16 and one micro-batch a step (now %s and %lld): several would be "
+            "rounded at every addition; type --grads fp32",
+            o->matmul, (long long)micro_batches);
+    }
+    m.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    optim_config_from(o, &config);
+    length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu);
+
+    MemoryPlan plan = memory_plan(&m, &config);
+    print_plan(&run, &config, &plan, &train_data, &val_data, changed);
+    require_memory(&m, &config, &plan);
+    if (o->dry_run) return 0;
+
+    run_folder_make(&run, state != nullptr || strcmp(o->resume, "auto") == 0);
+    say(&run, " run      %s\n", run.folder);
+    char error[DATA_ERROR_BYTES];
+    snprintf(run.tokenizer_folder, sizeof(run.tokenizer_folder), "%s",
+             train_data.tokenizer[0]   ? train_data.tokenizer
+             : folder_exists(o->model) ? o->model
+                                       : "");
+    run.tokenizer = tokenizer_open(train_data.bytes ? nullptr : run.tokenizer_folder, error);
+    if (!run.tokenizer || (!train_data.bytes && !run.tokenizer_folder[0])) {
+        say(&run, " notice   no vocab.json and merges.txt beside the data: no samples\n");
+        o->sample_every = 0;
+    }
+    run.bytes_per_token = val_data.bytes_per_token;
+    run.best_val = INFINITY;
+    run.started = seconds_now();
+    signals_catch();
+
+    model_allocate(&m, &config);
+    if (state) {
+        model_read(&m, checkpoint);
+        optimizer_read(&m, checkpoint);
+        run.step = json_int(state, "step", 0);
+        run.sequences = json_int(state, "sequences", 0);
+        run.best_val = json_number(state, "best_val", INFINITY);
+        memcpy(run.last_checkpoint, checkpoint, sizeof(checkpoint));
+        say(&run, " resume   %s, step %lld\n", checkpoint, (long long)run.step);
+    } else if (folder_exists(o->model)) {
+        model_read(&m, o->model);
+    } else {
+        model_init(&m, (uint64_t)o->seed);
+    }
+    log_config(&run, dev.name);
+    if (state) log_line(&run, "resume", 0, nullptr, nullptr);
+    train(&run, &train_data, &val_data, plan.total);
+    say(&run, "next     ./train --sample \"...\" --model %s\n         python dev/plot.py %s\n", run.last_checkpoint,
+        run.folder);
+
+    fclose(run.log);
+    fclose(run.text);
+    json_free(state);
+    if (run.tokenizer) tokenizer_close(run.tokenizer);
+    dataset_close(&train_data);
+    dataset_close(&val_data);
+    model_free(&m);
+    device_close(&dev);
+    return 0;
+}
+
+#ifndef TESTING
+int main(int argc, char** argv) {
+    Options options = {};
+    bool given[OPTION_COUNT] = {};
+    char error[DATA_ERROR_BYTES];
+    if (!options_defaults(&TABLE, &options, error) || !options_parse(&TABLE, &options, given, argc, argv, error)) {
+        user_error("%s", error);
+    }
+    if (options.help) {
+        printf("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n");
+        options_help(&TABLE, stdout);
+    }
+    if (options.list_formats) optim_list_formats(stdout);
+    if (options.list_presets) optim_list_presets(stdout);
+    if (options.help || options.list_formats || options.list_presets) return 0;
+    if (given[option_find(&TABLE, "sample") - OPTIONS]) return sample_main(&options);
+    return train_main(&options, given);
+}
+#endif
