@@ -705,12 +705,18 @@ struct NamedModel {
     int L, C, NH, T;
 };
 static const NamedModel MODELS[] = {
-    {"gpt2", 12, 768, 12, 1024},        {"gpt2-medium", 24, 1024, 16, 1024},
-    {"gpt2-large", 36, 1280, 20, 1024}, {"gpt2-xl", 48, 1600, 25, 1024},
-    {"nano", 4, 128, 2, 64},           {"d6", 6, 384, 6, 1024},
-    {"d12", 12, 768, 12, 1024},         {"d24", 24, 1024, 16, 1024},
-    {"d36", 36, 1280, 20, 1024},        {"d48", 48, 1600, 25, 1024},
-    {"d60", 60, 1920, 30, 1024},        {"d72", 72, 2880, 45, 1024},
+    {"gpt2", 12, 768, 12, 1024},
+    {"gpt2-medium", 24, 1024, 16, 1024},
+    {"gpt2-large", 36, 1280, 20, 1024},
+    {"gpt2-xl", 48, 1600, 25, 1024},
+    {"nano", 4, 128, 2, 64},
+    {"d6", 6, 384, 6, 1024},
+    {"d12", 12, 768, 12, 1024},
+    {"d24", 24, 1024, 16, 1024},
+    {"d36", 36, 1280, 20, 1024},
+    {"d48", 48, 1600, 25, 1024},
+    {"d60", 60, 1920, 30, 1024},
+    {"d72", 72, 2880, 45, 1024},
     {"d84", 84, 3456, 54, 1024},
 };
 
@@ -888,7 +894,11 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu) 
     if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
     if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
     if (o->lr == AUTO)
-        o->lr = o->channels <= 256 ? 3e-3 : o->channels <= 512 ? 1e-3 : o->channels <= 768 ? 6e-4 : o->channels <= 1024 ? 3e-4 : 2e-4;
+        o->lr = o->channels <= 256    ? 3e-3
+                : o->channels <= 512  ? 1e-3
+                : o->channels <= 768  ? 6e-4
+                : o->channels <= 1024 ? 3e-4
+                                      : 2e-4;
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
@@ -960,7 +970,9 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
     int* tokens = (int*)calloc(most + length + 1, sizeof(int));
     int end = tokenizer_end(tokenizer);
     if (end >= 0 && end < V) tokens[used++] = end;
-    used += tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + used, most - 1);
+    int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + used, most - 1);
+    if (encoded < 0) user_error("the prompt cannot be encoded without merges.txt; put it beside vocab.json");
+    used += encoded;
     if (used == 0) tokens[used++] = '\n';
     put(context, prompt, (int)strlen(prompt));
     float* logits = (float*)malloc(V * sizeof(float));
@@ -1063,11 +1075,15 @@ static bool model_write(const Model* m, const char* path, char* error) {
 }
 
 static float value_at(const void* data, const char* dtype, int64_t i) {
-    if (strcmp(dtype, "F32") == 0) return ((const float*)data)[i];
-    uint16_t half = ((const uint16_t*)data)[i];
+    float value;
+    uint16_t half;
+    if (strcmp(dtype, "F32") == 0) {
+        memcpy(&value, (const char*)data + 4 * i, 4);  // another program's file need not be aligned
+        return value;
+    }
+    memcpy(&half, (const char*)data + 2 * i, 2);
     if (strcmp(dtype, "BF16") == 0) {
         uint32_t bits = (uint32_t)half << 16;
-        float value;
         memcpy(&value, &bits, 4);
         return value;
     }
@@ -1341,6 +1357,17 @@ static Json* resume_find(Options* o, const bool* given, char* folder, size_t fol
 
 // The run folder, the banner and the lines.
 
+// A full disk or a crash may have left half a line at the end of a log: it goes, so that every line is whole.
+static void trim_last_line(const char* path) {
+    char error[DATA_ERROR_BYTES];
+    int64_t bytes = 0;
+    char* text = file_exists(path) ? file_read(path, &bytes, error) : nullptr;
+    if (!text) return;
+    while (bytes > 0 && text[bytes - 1] != '\n') bytes--;
+    free(text);
+    if (truncate(path, bytes) != 0) user_error("%s cannot be written: %s", path, strerror(errno));
+}
+
 static void run_folder_make(Run* run, bool resumed) {
     Options* o = run->options;
     char error[DATA_ERROR_BYTES], path[PATH_BYTES];
@@ -1360,6 +1387,7 @@ static void run_folder_make(Run* run, bool resumed) {
                    run->folder, run->folder);
     }
     if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
+    trim_last_line(path);
     run->log = fopen(path, "a");
     if (!run->log)
         user_error("--run %s: log.jsonl cannot be written: %s; name a folder that is writable", run->folder,
@@ -1680,9 +1708,10 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         step_seconds += now - begin;
         double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
         if (run->step == timed_from) each = now - begin;
-        const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s"};
-        const double values[] = {loss, lr, norm, now - begin, (double)o->tokens_per_step / (now - begin)};
-        log_line(run, "train", 5, names, values);
+        double rate = (double)o->tokens_per_step / (now - begin), peak = device_peak(m->dev, m->type);
+        const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s", "mfu"};
+        const double values[] = {loss, lr, norm, now - begin, rate, rate * flops_per_token(m) / peak};
+        log_line(run, "train", peak > 0 ? 6 : 5, names, values);
         if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
             print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
         }
@@ -1752,7 +1781,8 @@ static void data_open(const Options* o, Dataset* data, DatasetPart part, int T) 
     char error[DATA_ERROR_BYTES];
     bool fine;
     if (part == DATASET_VALIDATION && o->val[0]) {
-        fine = dataset_open(data, o->val, DATASET_VALIDATION, 1.0, T, error);
+        DatasetPart whole = folder_exists(o->val) ? DATASET_VALIDATION : DATASET_WHOLE;
+        fine = dataset_open(data, o->val, whole, o->val_fraction, T, error);
         if (!fine) user_error("--val %s: %s", o->val, error);
     } else if (o->data[0]) {
         if (part == DATASET_TRAIN && o->val[0] && !folder_exists(o->data)) part = DATASET_WHOLE;
@@ -1850,23 +1880,8 @@ static int train_main(Options* o, const bool* given) {
     require_memory(&m, &config, &plan);
     if (o->dry_run) return 0;
 
-    run_folder_make(&run, state != nullptr || strcmp(o->resume, "auto") == 0);
-    say(&run, " run      %s\n", run.folder);
-    char error[DATA_ERROR_BYTES];
-    snprintf(run.tokenizer_folder, sizeof(run.tokenizer_folder), "%s",
-             train_data.tokenizer[0]   ? train_data.tokenizer
-             : folder_exists(o->model) ? o->model
-                                       : "");
-    run.tokenizer = tokenizer_open(train_data.bytes ? nullptr : run.tokenizer_folder, error);
-    if (!run.tokenizer || (!train_data.bytes && !run.tokenizer_folder[0])) {
-        say(&run, " notice   no vocab.json and merges.txt beside the data: no samples\n");
-        o->sample_every = 0;
-    }
-    run.bytes_per_token = val_data.bytes_per_token;
+    // The weights come before the run folder: a bad model file leaves nothing behind.
     run.best_val = INFINITY;
-    run.started = seconds_now();
-    signals_catch();
-
     model_allocate(&m, &config);
     if (state) {
         model_read(&m, checkpoint);
@@ -1881,6 +1896,22 @@ static int train_main(Options* o, const bool* given) {
     } else {
         model_init(&m, (uint64_t)o->seed);
     }
+    signals_catch();
+
+    run_folder_make(&run, state != nullptr || strcmp(o->resume, "auto") == 0);
+    say(&run, " run      %s\n", run.folder);
+    char error[DATA_ERROR_BYTES];
+    snprintf(run.tokenizer_folder, sizeof(run.tokenizer_folder), "%s",
+             train_data.tokenizer[0]   ? train_data.tokenizer
+             : folder_exists(o->model) ? o->model
+                                       : "");
+    run.tokenizer = tokenizer_open(train_data.bytes ? nullptr : run.tokenizer_folder, error);
+    if (!run.tokenizer || (!train_data.bytes && !run.tokenizer_folder[0])) {
+        say(&run, " notice   no vocab.json and merges.txt beside the data: no samples\n");
+        o->sample_every = 0;
+    }
+    run.bytes_per_token = val_data.bytes_per_token;
+    run.started = seconds_now();
     log_config(&run, dev.name);
     if (state) log_line(&run, "resume", 0, nullptr, nullptr);
     train(&run, &train_data, &val_data, plan.total);

@@ -120,7 +120,7 @@ inline void cpu_gemm(const CpuGemm* gemm) {
         int64_t cols = cpu_gemm_min(CPU_GEMM_WIDTH, gemm->cols - n0);
         for (int64_t k0 = 0; k0 < gemm->depth; k0 += CPU_GEMM_DEPTH) {
             int64_t depth = cpu_gemm_min(CPU_GEMM_DEPTH, gemm->depth - k0);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
             for (int64_t n = 0; n < cols; n += CPU_GEMM_COLS) {
                 const float* source = gemm->b + (n0 + n) * gemm->b_col + k0 * gemm->b_depth;
                 cpu_gemm_pack<CPU_GEMM_COLS>(b_panels + n * depth, source, gemm->b_col, gemm->b_depth, cols - n, depth);

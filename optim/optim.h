@@ -71,7 +71,8 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
 // weights and states as allocated, without gradients and the compute copy.
 void optim_describe(const OptimConfig* config, char* line, size_t line_bytes);
 
-// Allocates weights (zero) and states (the encoding of zero). `tensors` are copied. Exits on a CUDA error.
+// Allocates weights (zero) and states (the encoding of zero). `tensors` are copied; `dev` must outlive the optimizer.
+// Exits on a CUDA error, and with a sentence when a kernel that is not built in cannot be compiled.
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
                     OptimType compute);
 void optim_free(Optim* optim);

@@ -590,8 +590,8 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
     array_free(dev, &out), array_free(dev, &mean), array_free(dev, &rstd);
 }
 
-const int LAYERNORM_SHAPES[][2] = {{1, 8},    {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
-                                   {37, 768}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192}};
+const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
+                                   {40, 1032}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192}};
 
 TEST(layernorm_forward_gpu) {
     Device dev;
@@ -716,7 +716,15 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
     memcpy(begin, dweight.host, n * sizeof(float));
     memcpy(want, begin, n * sizeof(float));
     matmul_backward_weight_cpu(want, d.host, inp.host, N, C, OC, accumulate);
-    check_output(test, worst, dev, "dweight", &dweight, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
+    double bound = product_bound(N, 1.0);
+    // cuBLASLt rounds a product to bf16 before it adds it to bf16: half a step of the largest product more.
+    if (accumulate && sizeof(G) == 2) {
+        float* product = floats(n);
+        for (int64_t i = 0; i < n; i++) product[i] = want[i] - begin[i];
+        bound += largest(product, n) / 512;
+        free(product);
+    }
+    check_output(test, worst, dev, "dweight", &dweight, accumulate ? begin : nullptr, want, bound,
                  [&] { matmul_backward_weight(dev, dweight.device, d.device, inp.device, N, C, OC, accumulate); });
     memcpy(begin, dbias.host, OC * sizeof(float));
     memcpy(want, begin, OC * sizeof(float));

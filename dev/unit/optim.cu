@@ -274,6 +274,50 @@ TEST(optim_stochastic_rounding_is_unbiased) {
     expect(worst < 4.0, "%.2f standard errors", worst);
 }
 
+// The correlation of two streams' roundings over n elements: near 0 when independent, near 1 when the noise is shared.
+static double correlation(const uint16_t* a, const uint16_t* b, int n) {
+    double mean_a = 0.0, mean_b = 0.0, ab = 0.0, aa = 0.0, bb = 0.0;
+    for (int i = 0; i < n; i++) mean_a += (double)a[i] / n, mean_b += (double)b[i] / n;
+    for (int i = 0; i < n; i++) {
+        ab += (a[i] - mean_a) * (b[i] - mean_b);
+        aa += (a[i] - mean_a) * (a[i] - mean_a);
+        bb += (b[i] - mean_b) * (b[i] - mean_b);
+    }
+    return ab / sqrt(aa * bb);
+}
+
+TEST(optim_noise_of_a_step_is_independent) {
+    // With both betas 0, m = g and v = g^2 are stored anew in each step, the same values for all elements: what differs
+    // is the noise alone. Standard error of a correlation of independent samples: 1 / sqrt(n).
+    Device dev = cpu_device();
+    const int n = 65536;
+    const int64_t length = n;
+    Model model = make_model(&length, 1);
+    OptimConfig config = make_config("bf16:sr", "fp32", "bf16:sr", "bf16:sr");
+    config.beta1 = config.beta2 = 0.0f;
+    Optim* optim = optim_create(&dev, &config, model.tensor, 1, OPTIM_BF16);
+    Gradients grads = gradients_create(&dev, &model);
+    for (int i = 0; i < n; i++) ((float*)grads.arena)[i] = 1.0033f;
+    *grads.scale = 1.0f;
+    static uint16_t kept[2][3][n];  // after each of two steps: weights, m, v
+    for (int step = 1; step <= 2; step++) {
+        optim_step(optim, grads.arena, grads.scale, 1.0033f, step);
+        for (int s = 0; s < 3; s++) memcpy(kept[step - 1][s], optim_stream(optim, s).data, n * 2);
+    }
+    const uint16_t *p = kept[0][0], *m = kept[0][1], *v = kept[0][2];
+    const uint16_t* const pairs[][2] = {{p, m},          {p, v},     {m, v},     {m, kept[1][1]},
+                                        {v, kept[1][2]}, {p, p + 1}, {m, m + 8}, {v, v + 1}};
+    double worst = 0.0;
+    for (const auto& pair : pairs) {
+        double errors = fabs(correlation(pair[0], pair[1], n - 8)) * sqrt(n);
+        if (!(errors <= worst)) worst = errors;
+    }
+    snprintf(test->note, sizeof(test->note), "%.1f standard errors of 4", worst);
+    expect(worst < 4.0, "%.1f standard errors", worst);
+    gradients_free(&dev, &grads);
+    optim_free(optim);
+}
+
 // One element in double beside a bound on the fp32 error, to first order, u = 2^-24 for each rounding: constants are
 // rounded once, and each operation's own rounding is added to what it inherits.
 struct Reference {

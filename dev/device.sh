@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# What only a GPU can prove, in one call each; logs go to $OUT (default: build/device).
+#   dev/device.sh test       build, make test
+#   dev/device.sh bench      make bench, attention's table
+#   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
+#   dev/device.sh sanitize   make sanitize
+# `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-build/device}
+mkdir -p "$OUT"
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
+
+build() { (time make -j16 "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }; tail -n 3 "$OUT/make.log"; }
+
+for step in "$@"; do
+    case $step in
+    test)
+        build train test_gpt2
+        make test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' ;;
+    bench)
+        build train build/bench build/attention
+        ./build/attention 2>&1 | tee "$OUT/attention.log"
+        ./build/bench 2>&1 | tee "$OUT/bench.log" ;;
+    default)
+        build train
+        rm -rf build/default && ./train --run build/default 2>&1 | tee "$OUT/default.log" | tail -n 40 ;;
+    train)
+        build train
+        [ -d build/wiki ] || python3 data/prepare.py .carry/wiki_train_a.txt.xz --val .carry/wiki_val.txt.xz \
+            --vocab .carry/tokenizer --out build/wiki 2>&1 | tail -n 5
+        rm -rf build/gpt2
+        ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --save-every 150 --keep 3 \
+            --print-every 10 --prompt "The city of" --run build/gpt2 2>&1 | tee "$OUT/train.log"
+        cp build/gpt2/log.jsonl "$OUT/log.jsonl"
+        # Resumed from step 150, the same bytes at step 300.
+        cp -r build/gpt2/step_00000150 build/resume_from
+        ./train --resume build/resume_from --run build/resumed --sample-every 0 2>&1 | tail -n 6 | tee "$OUT/resume.log"
+        for file in model.safetensors optimizer.safetensors; do
+            cmp build/gpt2/step_00000300/$file build/resumed/step_00000300/$file && echo "$file: resumed == uninterrupted"
+        done | tee -a "$OUT/resume.log"
+        # transformers loads the checkpoint and finds our validation loss: one batch of 8 windows on both sides.
+        ours=$(./train --resume build/gpt2/step_00000300 --run build/check --steps 300 --val-batches 20 --dry-run > /dev/null 2>&1;
+            grep '"type": "val"' build/gpt2/log.jsonl | tail -n 1 | sed 's/.*"loss": \([0-9.]*\).*/\1/')
+        python3 dev/reference/check_export.py build/gpt2/step_00000300 --tokens build/wiki/val_000000.bin --windows 1280 \
+            --expect "$ours" --tolerance 0.01 2>&1 | tail -n 3 | tee "$OUT/export.log"
+        ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
+    sanitize)
+        build test_gpt2
+        make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 ;;
+    *) echo "device.sh: unknown step $step; type test, bench, default, train or sanitize" >&2; exit 2 ;;
+    esac
+done

@@ -1,0 +1,685 @@
+// Unit tests of data/loader.h and data/tokenizer.h.
+//
+// Shards hold tokens that are a function of their position, so a window tells where it was read. The expected token
+// numbers of GPT-2's encoding are those of the tiktoken library (encode_ordinary over the same two vocabulary files);
+// the case that needs these files is skipped where ../shared/data/tokenizer is absent.
+#include <fcntl.h>
+#include "../../data/loader.h"
+#include "../../data/tokenizer.h"
+#include "data.h"
+
+// A shard whose header says `claimed` tokens and that holds `tokens`: token i is value(first + i).
+typedef int (*TokenValue)(int64_t i);
+
+static int token_of(int64_t i) {
+    return (int)((i * 7919 + i / 257) % 50257);
+}
+
+static void put_shard(Test* test, const char* path, int64_t first, int64_t tokens, TokenValue value,
+                      int64_t claimed = -1, int magic = 20240520, int version = 1) {
+    char* file = (char*)calloc(1, (size_t)(1024 + 2 * tokens));
+    int32_t header[3] = {magic, version, (int32_t)(claimed < 0 ? tokens : claimed)};
+    memcpy(file, header, sizeof(header));
+    for (int64_t i = 0; i < tokens; i++) {
+        uint16_t token = (uint16_t)value(first + i);
+        memcpy(file + 1024 + 2 * i, &token, 2);
+    }
+    put(test, path, file, 1024 + 2 * tokens);
+    free(file);
+}
+
+TEST(data_shuffle) {
+    const int64_t sizes[] = {1, 2, 3, 10, 1000, 65537};
+    static unsigned char seen[65537];
+    for (int64_t n : sizes) {
+        for (int variant = 0; variant < 6; variant++) {
+            uint64_t seed = variant < 3 ? 1337 : UINT64_MAX - (uint64_t)variant;
+            int64_t wrong = 0;
+            memset(seen, 0, sizeof(seen));
+            for (int64_t i = 0; i < n; i++) {
+                int64_t to = shuffle_index(seed, variant, i, n);
+                wrong += to < 0 || to >= n || seen[to]++;
+            }
+            expect(wrong == 0, "n %lld, variant %d: %lld are no permutation", (long long)n, variant, (long long)wrong);
+        }
+    }
+    // Two permutations that have nothing to do with each other agree in one place on average (Poisson), and so does one
+    // with the identity; neighbours stay neighbours in 2 places.
+    const int64_t n = 65537;
+    int seeds = 0, epochs = 0, fixed = 0, neighbours = 0;
+    double distance = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t to = shuffle_index(1, 0, i, n);
+        seeds += to == shuffle_index(2, 0, i, n);
+        epochs += to == shuffle_index(1, 1, i, n);
+        fixed += to == i;
+        neighbours += i + 1 < n && llabs(shuffle_index(1, 0, i + 1, n) - to) == 1;
+        distance += (double)llabs(to - i) / (double)n;
+    }
+    expect(seeds < 12 && epochs < 12 && fixed < 12 && neighbours < 12, "%d %d %d %d", seeds, epochs, fixed, neighbours);
+    // |to - i| / n of independent uniforms: mean 1/3, deviation sqrt(1/18 / n) = 0.0009.
+    expect(fabs(distance / (double)n - 1.0 / 3.0) < 0.006, "mean distance %g", distance / (double)n);
+    int swapped = 0;
+    for (uint64_t seed = 0; seed < 1000; seed++) swapped += shuffle_index(seed, 0, 0, 2) == 1;
+    expect(swapped > 400 && swapped < 600, "of two, %d in 1000 seeds are swapped", swapped);
+    // Sizes that no table could hold.
+    const int64_t huge = (1ll << 61) + 12345;
+    for (int64_t i = 0; i < 1000; i++) {
+        int64_t to = shuffle_index(3, i, huge - 1 - i, huge);
+        expect(to >= 0 && to < huge, "%lld of %lld", (long long)to, (long long)huge);
+    }
+}
+
+// Opens, or fails the case. T is part of what is checked on opening.
+static bool open_data(Test* test, Dataset* data, const char* path, DatasetPart part, double fraction, int T) {
+    char error[DATA_ERROR_BYTES] = "";
+    bool open = dataset_open(data, path, part, fraction, T, error);
+    expect(open, "%s", error);
+    return open;
+}
+
+// The first `count` sequences from `first` on, T+1 tokens each, through batches of B.
+static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count,
+                   int* out) {
+    char error[DATA_ERROR_BYTES] = "";
+    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, malloc, free, error);
+    expect(loader, "%s", error);
+    for (int64_t done = 0; loader && done < count; done += B) {
+        const Batch* batch = loader_next(loader, error);
+        expect(batch, "%s", error);
+        if (!batch) break;
+        for (int b = 0; b < B && done + b < count; b++) {
+            memcpy(out + (done + b) * (T + 1), batch->tokens + b * T, (size_t)T * sizeof(int));
+            out[(done + b) * (T + 1) + T] = batch->targets[b * T + T - 1];
+            int same = memcmp(batch->tokens + b * T + 1, batch->targets + b * T, (size_t)(T - 1) * sizeof(int));
+            expect(same == 0, "targets are not the tokens moved by one");
+        }
+    }
+    loader_close(loader);
+}
+
+TEST(data_loader_order) {
+    enum { T = 8, TOKENS = 8 * 37 + 5, SEQUENCES = 37 * 2 + 10 };
+    Folder folder = folder_new(test);
+    Dataset data;
+    put_shard(test, in(folder, "train.bin"), 0, TOKENS, token_of);
+    if (!open_data(test, &data, in(folder, "train.bin"), DATASET_WHOLE, 0, T)) return;
+    expect(dataset_windows(&data, T) == 37 && data.tokens == TOKENS && !data.bytes, "windows");
+    static int want[SEQUENCES * (T + 1)], got[SEQUENCES * (T + 1)];
+    // The order by definition: sequence n is window permutation(seed, n / windows, n mod windows).
+    int moved = 0;
+    for (int n = 0; n < SEQUENCES; n++) {
+        int64_t window = shuffle_index(1337, n / 37, n % 37, 37);
+        moved += window != n % 37;
+        for (int t = 0; t <= T; t++) want[n * (T + 1) + t] = token_of(window * T + t);
+    }
+    expect(moved > SEQUENCES / 2, "%d of %d windows moved", moved, SEQUENCES);
+    const int batches[] = {1, 2, 4, 8, 64};
+    for (int B : batches) {
+        memset(got, 0xFF, sizeof(got));
+        stream(test, &data, B, T, true, 0, SEQUENCES, got);
+        expect(memcmp(got, want, sizeof(got)) == 0, "B = %d", B);
+    }
+    const int resumed[] = {1, 5, 36, 37, 38, 74};
+    for (int first : resumed) {
+        int count = SEQUENCES - first;
+        memset(got, 0xFF, sizeof(got));
+        stream(test, &data, 4, T, true, first, count, got);
+        size_t bytes = (size_t)(count * (T + 1)) * sizeof(int);
+        expect(memcmp(got, want + first * (T + 1), bytes) == 0, "resumed at %d", first);
+    }
+    stream(test, &data, 4, T, false, 3, 80, got);
+    for (int n = 0; n < 80; n++) {
+        expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
+    }
+    dataset_close(&data);
+    folder_end(test, folder);
+}
+
+// A batch keeps its contents through the next call, while the thread fills the buffers ahead.
+TEST(data_loader_two_batches_in_use) {
+    enum { T = 64, B = 16, N = B * T };
+    char error[DATA_ERROR_BYTES] = "";
+    static char text[100000];
+    uint64_t state = 4;
+    for (char& c : text) c = (char)random_next(&state);
+    Dataset data;
+    expect(dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error), "%s", error);
+    Loader* loader = loader_open(&data, B, T, 1, true, 0, malloc, free, error);
+    expect(loader, "%s", error);
+    static int kept[N];
+    const Batch* last = NULL;
+    for (int i = 0; i < 300; i++) {
+        const Batch* batch = loader_next(loader, error);
+        if (i % 50 == 0) usleep(3000);
+        if (last) expect(memcmp(last->tokens, kept, sizeof(kept)) == 0, "batch %d changed", i - 1);
+        memcpy(kept, batch->tokens, sizeof(kept));
+        last = batch;
+    }
+    loader_close(loader);
+    // Closing at once, with the thread at work, and a thread that waits.
+    for (int i = 0; i < 20; i++) {
+        loader = loader_open(&data, B, T, 1, true, 0, malloc, free, error);
+        if (i % 2) usleep(500);
+        loader_close(loader);
+    }
+    dataset_close(&data);
+}
+
+static int sparse_token(int64_t i) {
+    return i % 3 ? (int)(i * i % 50257) : 50256;
+}
+
+TEST(data_loader_buckets) {
+    enum { T = 32, B = 8, N = B * T };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    Dataset data;
+    put_shard(test, in(folder, "x.bin"), 0, 10000, sparse_token);
+    if (!open_data(test, &data, in(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
+    Loader* loader = loader_open(&data, B, T, 1, true, 0, malloc, free, error);
+    expect(loader, "%s", error);
+    for (int i = 0; loader && i < 20; i++) {
+        const Batch* batch = loader_next(loader, error);
+        bool seen[N] = {false};
+        int distinct = 0, wrong = 0;
+        for (int j = 0; j < N; j++) {
+            int at = batch->order[j], before = j ? batch->order[j - 1] : -1;
+            wrong += at < 0 || at >= N || seen[at];
+            seen[at] = true;
+            int token = batch->tokens[at], token_before = j ? batch->tokens[before] : -1;
+            wrong += token < token_before || (token == token_before && at < before);
+            if (token == token_before) continue;
+            wrong += batch->bucket[2 * distinct] != token || batch->bucket[2 * distinct + 1] != j;
+            distinct++;
+        }
+        expect(wrong == 0 && distinct == batch->buckets, "%d wrong, %d buckets of %d", wrong, batch->buckets, distinct);
+        expect(batch->bucket[2 * distinct] == -1 && batch->bucket[2 * distinct + 1] == N, "the last row");
+    }
+    loader_close(loader);
+    dataset_close(&data);
+    folder_end(test, folder);
+}
+
+TEST(data_loader_bytes) {
+    enum { T = 4 };
+    Folder folder = folder_new(test);
+    const char* text = "abcdefghijklmnopqrs\xFFtuvwxyz";  // 27 bytes
+    put_text(test, in(folder, "x.txt"), text);
+    char error[DATA_ERROR_BYTES] = "";
+    Dataset data;
+    if (!open_data(test, &data, in(folder, "x.txt"), DATASET_WHOLE, 0, T)) return;
+    expect(data.bytes && data.vocabulary == 256 && data.bytes_per_token == 1.0 && !data.tokenizer[0], "bytes");
+    expect(dataset_windows(&data, T) == 6 && data.tokens == 27, "27 bytes make 6 windows of 4 and a target each");
+    int tokens[T], targets[T];
+    for (int w = 0; w < 6; w++) {
+        expect(dataset_window(&data, T, w, tokens, targets, error), "%s", error);
+        for (int t = 0; t < T; t++) {
+            bool same = tokens[t] == (unsigned char)text[w * T + t] && targets[t] == (unsigned char)text[w * T + t + 1];
+            expect(same, "window %d position %d", w, t);
+        }
+    }
+    expect_refused(dataset_window(&data, T, 6, tokens, targets, error), error, "no window 6");
+    expect_refused(dataset_window(&data, T, -1, tokens, targets, error), error, "no window -1");
+    expect_refused(loader_open(&data, 1, 27, 1, true, 0, malloc, free, error), error, "no window of T = 27");
+    expect_refused(loader_open(&data, 0, T, 1, true, 0, malloc, free, error), error, "impossible");
+    dataset_close(&data);
+    // The last target needs a token of its own: 24 bytes make 5 windows and not 6.
+    expect(dataset_open_memory(&data, text, 24, DATASET_WHOLE, 0, T, error), "%s", error);
+    expect(dataset_windows(&data, T) == 5, "%lld windows", (long long)dataset_windows(&data, T));
+    expect_refused(dataset_window(&data, T, 5, tokens, targets, error), error, "no window 5");
+    dataset_close(&data);
+    folder_end(test, folder);
+}
+
+// The parts of one file share no token, and together they are the file.
+TEST(data_loader_split) {
+    enum { T = 10 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    Dataset train, validation;
+    put_shard(test, in(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
+    if (!open_data(test, &train, in(folder, "x.bin"), DATASET_TRAIN, 0.1, T)) return;
+    if (!open_data(test, &validation, in(folder, "x.bin"), DATASET_VALIDATION, 0.1, T)) return;
+    expect(train.tokens == 900 && validation.tokens == 100, "%lld and %lld", (long long)train.tokens,
+           (long long)validation.tokens);
+    int tokens[T], targets[T], largest = -1, least = 1 << 20;
+    for (int64_t w = 0; w < dataset_windows(&train, T); w++) {
+        dataset_window(&train, T, w, tokens, targets, error);
+        if (targets[T - 1] > largest) largest = targets[T - 1];
+    }
+    for (int64_t w = 0; w < dataset_windows(&validation, T); w++) {
+        dataset_window(&validation, T, w, tokens, targets, error);
+        if (tokens[0] < least) least = tokens[0];
+    }
+    expect(largest < least && least == 900 && largest == 890, "training to %d, validation from %d", largest, least);
+    dataset_close(&train);
+    dataset_close(&validation);
+    // A fraction below a window is raised to one; 0 leaves all to training; the smallest file that can be split.
+    if (open_data(test, &validation, in(folder, "x.bin"), DATASET_VALIDATION, 1e-6, T)) {
+        expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld",
+               (long long)validation.tokens);
+        dataset_close(&validation);
+    }
+    if (open_data(test, &train, in(folder, "x.bin"), DATASET_TRAIN, 0, T)) {
+        expect(train.tokens == 1000, "%lld", (long long)train.tokens);
+        dataset_close(&train);
+    }
+    char text[64] = "0123456789012345678901234567890";
+    expect(dataset_open_memory(&train, text, 2 * T + 2, DATASET_TRAIN, 0.1, T, error), "%s", error);
+    expect(train.tokens == T + 1 && train.vocabulary == 256, "%lld", (long long)train.tokens);
+    dataset_close(&train);
+    expect_refused(dataset_open_memory(&train, text, 2 * T + 1, DATASET_TRAIN, 0.1, T, error), error, "too few");
+    expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
+                   "a window of T = 10 needs 11");
+    const char* path = in(folder, "x.bin");
+    expect_refused(dataset_open(&train, path, DATASET_VALIDATION, 0, T, error), error, "not between 0 and 1");
+    expect_refused(dataset_open(&train, path, DATASET_TRAIN, 1.5, T, error), error, "not between 0 and 1");
+    expect_refused(dataset_open(&train, path, DATASET_TRAIN, NAN, T, error), error, "not between 0 and 1");
+    expect_refused(dataset_open(&train, path, DATASET_WHOLE, 0, 0, error), error, "T = 0");
+    folder_end(test, folder);
+}
+
+// The first token of every window, to tell which files were taken and in which order.
+static void expect_firsts(Test* test, const char* path, DatasetPart part, int T, int64_t windows, const int* first) {
+    char error[DATA_ERROR_BYTES] = "";
+    Dataset data;
+    int tokens[64], targets[64];
+    if (!open_data(test, &data, path, part, 0.25, T)) return;
+    expect(dataset_windows(&data, T) == windows, "%lld windows", (long long)dataset_windows(&data, T));
+    for (int64_t w = 0; w < windows && w < dataset_windows(&data, T); w++) {
+        expect(dataset_window(&data, T, w, tokens, targets, error), "%s", error);
+        expect(tokens[0] == first[w], "window %lld begins with %d, not %d", (long long)w, tokens[0], first[w]);
+    }
+    dataset_close(&data);
+}
+
+static int identity(int64_t i) {
+    return (int)i;
+}
+
+TEST(data_loader_glob) {
+    enum { T = 10 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    put_shard(test, in(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
+    put_shard(test, in(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
+    put_shard(test, in(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
+    const int all[] = {0, 10, 20, 100, 110, 200, 210, 220, 230};
+    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_WHOLE, T, 9, all);
+    // No c_val_*: a quarter of the last shard, 10 tokens, raised to a window of 11, leaving 30 (two windows).
+    const int tail[] = {230};
+    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_TRAIN, T, 7, all);
+    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 1, tail);
+    put_shard(test, in(folder, "c_val_0.bin"), 300, 21, identity);
+    const int validation[] = {300, 310};
+    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_TRAIN, T, 9, all);
+    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 2, validation);
+    // A pattern whose validation twin would catch training files falls back to the tail.
+    expect_firsts(test, in(folder, "*train*.bin"), DATASET_VALIDATION, T, 2, validation);
+    put_shard(test, in(folder, "interval_train_9.bin"), 400, 31, identity);
+    const int last[] = {420};
+    expect_firsts(test, in(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
+    Dataset data;
+    expect_refused(dataset_open(&data, in(folder, "none*"), DATASET_TRAIN, 0.1, T, error), error, "no file matches");
+    put_text(test, in(folder, "c_train_3.txt"), "some text, long enough for a window");
+    expect_refused(dataset_open(&data, in(folder, "c_train_*"), DATASET_WHOLE, 0.1, T, error), error, "name one kind");
+    put_text(test, in(folder, "d.txt"), "some more text, long enough for a window");
+    if (open_data(test, &data, in(folder, "*.txt"), DATASET_WHOLE, 0, T)) {
+        expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
+        dataset_close(&data);
+    }
+    folder_end(test, folder);
+}
+
+TEST(data_loader_folder) {
+    enum { T = 10 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    Dataset data;
+    put_text(test, in(folder, "notes.txt"), "notes");
+    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error, "holds no train_*.bin");
+    put_shard(test, in(folder, "val_000000.bin"), 300, 21, identity);
+    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error, "no train_*.bin to train on");
+    put_shard(test, in(folder, "train_000000.bin"), 0, 31, identity);
+    put_shard(test, in(folder, "train_000001.bin"), 100, 25, identity);
+    const int train[] = {0, 10, 20, 100, 110, 300, 310}, validation[] = {300, 310};
+    expect_firsts(test, folder.path, DATASET_TRAIN, T, 5, train);
+    expect_firsts(test, folder.path, DATASET_VALIDATION, T, 2, validation);
+    expect_firsts(test, folder.path, DATASET_WHOLE, T, 7, train);
+    if (open_data(test, &data, folder.path, DATASET_TRAIN, 0.1, T)) {
+        expect(data.vocabulary == 50257 && data.bytes_per_token == 0 && !data.tokenizer[0], "without meta.json");
+        dataset_close(&data);
+    }
+    put_text(
+        test, in(folder, "meta.json"),
+        "{\"vocabulary\": 320, \"train\": {\"tokens\": 56, \"bytes\": 224}, \"val\": {\"tokens\": 20, \"bytes\": 100}, "
+        "\"tokenizer\": \"gpt2\"}");
+    put_text(test, in(folder, "vocab.json"), "{}");
+    put_text(test, in(folder, "merges.txt"), "");
+    const struct {
+        const char* path;
+        DatasetPart part;
+        double ratio;
+    } opened[] = {{folder.path, DATASET_TRAIN, 4},
+                  {folder.path, DATASET_VALIDATION, 5},
+                  {folder.path, DATASET_WHOLE, 324.0 / 76.0},
+                  {in(folder, "train_*.bin"), DATASET_WHOLE, 4},
+                  {in(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
+    for (auto& item : opened) {
+        if (!open_data(test, &data, item.path, item.part, 0.1, T)) continue;
+        expect(data.vocabulary == 320 && data.bytes_per_token == item.ratio, "%s: %g", item.path, data.bytes_per_token);
+        expect(strcmp(data.tokenizer, folder.path) == 0, "tokenizer %s", data.tokenizer);
+        dataset_close(&data);
+    }
+    put_text(test, in(folder, "meta.json"), "{\"vocabulary\": 70000}");
+    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error,
+                   "no vocabulary between 1 and");
+    put_text(test, in(folder, "meta.json"), "{\"vocabulary\": ");
+    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error,
+                   "meta.json is not valid JSON");
+    folder_end(test, folder);
+}
+
+TEST(data_loader_bad_files) {
+    enum { T = 10 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    Dataset data;
+    const char* path = in(folder, "x.bin");
+#define refused(piece)                                                                         \
+    do {                                                                                       \
+        expect_refused(dataset_open(&data, path, DATASET_WHOLE, 0.1, T, error), error, piece); \
+        expect(strstr(error, "x.bin"), "%s does not name the file", error);                    \
+        expect(data.file == NULL && data.files == 0, "the dataset is left half open");         \
+    } while (0)
+    refused("No such file");
+    put_text(test, path, "");
+    refused("is empty");
+    put_text(test, path, "ab");
+    refused("not a shard of tokens");
+    put_text(test, path, "Once upon a time there was a text in a file called .bin");
+    refused("rename it without .bin");
+    put_shard(test, path, 0, 100, token_of, -1, 20240522);
+    refused("an evaluation set of llm.c");
+    put_shard(test, path, 0, 100, token_of, -1, 20240326);
+    refused("a model of llm.c");
+    put_shard(test, path, 0, 100, token_of, -1, 20240801, 7);
+    refused("Llama 3");
+    put_shard(test, path, 0, 100, token_of, -1, 20240520, 2);
+    refused("version 2 and version 1 can be read");
+    put_shard(test, path, 0, 100, token_of, 101);
+    refused("truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224");
+    put_shard(test, path, 0, 100, token_of, 99);
+    refused("corrupted: its header says 99 tokens");
+    put_shard(test, path, 0, 100, token_of, 2000000000);
+    refused("truncated");
+    put_shard(test, path, 0, 100, token_of);
+    const int lengths[] = {1023, 600, 12, 8, 7, 4};
+    for (int length : lengths) {
+        expect(truncate(path, length) == 0, "%s", strerror(errno));
+        refused("truncated");
+    }
+    put_shard(test, path, 0, T, token_of);
+    refused("has 10 tokens and a window of T = 10 needs 11");
+    put_shard(test, path, 0, 0, token_of);
+    refused("has 0 tokens");
+    path = in(folder, "x.bin/y");
+    refused("Not a directory");
+#undef refused
+    expect_refused(dataset_open(&data, "", DATASET_WHOLE, 0.1, T, error), error, "empty");
+    expect_refused(dataset_open(&data, "/dev/null", DATASET_WHOLE, 0.1, T, error), error, "not a regular file");
+    static char longest[5000];
+    memset(longest, 'a', 4999);
+    expect_refused(dataset_open(&data, longest, DATASET_WHOLE, 0.1, T, error), error, "over 4000 characters");
+    // A name of any length must fit the sentence's buffer.
+    longest[3999] = 0;
+    expect_refused(dataset_open(&data, longest, DATASET_WHOLE, 0.1, T, error), error, "cannot open aaa");
+    folder_end(test, folder);
+}
+
+TEST(data_loader_token_above_vocabulary) {
+    enum { T = 10 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    Dataset data;
+    put_shard(test, in(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
+    put_shard(test, in(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
+    if (!open_data(test, &data, in(folder, "?.bin"), DATASET_WHOLE, 0, T)) return;
+    int tokens[T], targets[T];
+    const char* wanted = "x.bin holds token 50257 at position 70 and the vocabulary has 50257 tokens";
+    expect(dataset_window(&data, T, 5, tokens, targets, error), "%s", error);
+    expect_refused(dataset_window(&data, T, 6, tokens, targets, error), error, wanted);  // as the last target
+    expect_refused(dataset_window(&data, T, 7, tokens, targets, error), error, wanted);
+    expect(dataset_window(&data, T, 8, tokens, targets, error), "%s", error);
+    expect(dataset_window(&data, T, 11, tokens, targets, error), "50256 is a token: %s", error);
+    expect_refused(dataset_window(&data, T, 12, tokens, targets, error), error,
+                   "y.bin holds token 65535 at position 30");
+    // Through the loader: the batches before come, then NULL, again and again.
+    Loader* loader = loader_open(&data, 2, T, 1, false, 0, malloc, free, error);
+    for (int i = 0; i < 3; i++) expect(loader_next(loader, error), "batch %d: %s", i, error);
+    for (int i = 0; i < 3; i++) expect_refused(loader_next(loader, error), error, wanted);
+    loader_close(loader);
+    dataset_close(&data);
+    folder_end(test, folder);
+}
+
+// Files over 2 GiB, sparse: a shard and bytes whose last window holds what was written there.
+TEST(data_loader_over_2_gib) {
+    enum { T = 64 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    const int64_t tokens = 64 * (20ll << 20) + 1;  // 1.34e9 tokens, 2.5 GiB
+    const char* names[] = {"x.bin", "x.dat"};
+    for (int bytes = 0; bytes < 2; bytes++) {
+        const char* path = in(folder, names[bytes]);
+        int width = bytes ? 1 : 2;
+        int64_t count = bytes ? 2 * tokens - 1 : tokens, start = bytes ? 0 : 1024, size = start + count * width;
+        int descriptor = open(path, O_RDWR | O_CREAT, 0600);
+        int32_t header[3] = {20240520, 1, (int32_t)tokens};
+        unsigned char last[(T + 1) * 2];
+        for (int i = 0; i < (T + 1) * 2; i++) last[i] = (unsigned char)(i % 2 && !bytes ? 1 : i + 3);
+        bool fine = ftruncate(descriptor, size) == 0 && (bytes || pwrite(descriptor, header, 12, 0) == 12);
+        fine = fine && pwrite(descriptor, last, (size_t)((T + 1) * width), size - (T + 1) * width) == (T + 1) * width;
+        close(descriptor);
+        if (!fine) {
+            folder_end(test, folder);
+            skip("no sparse files of 2.5 GiB here: %s", strerror(errno));
+        }
+        Dataset data;
+        if (!open_data(test, &data, path, DATASET_WHOLE, 0, T)) continue;
+        int64_t windows = dataset_windows(&data, T);
+        expect(data.tokens == count && windows == (count - 1) / T, "%lld tokens", (long long)data.tokens);
+        int in_window[T], targets[T];
+        expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
+        for (int t = 0; t <= T; t++) {
+            int want = bytes ? last[t] : last[2 * t] | last[2 * t + 1] << 8,
+                got = t < T ? in_window[t] : targets[T - 1];
+            expect(got == want, "%s: position %d is %d, not %d", names[bytes], t, got, want);
+        }
+        expect(dataset_window(&data, T, windows / 2, in_window, targets, error) && in_window[0] == 0, "the middle");
+        dataset_close(&data);
+        if (open_data(test, &data, path, DATASET_VALIDATION, 0.001, T)) {
+            expect(data.tokens == (int64_t)(0.001 * (double)count), "%lld", (long long)data.tokens);
+            windows = dataset_windows(&data, T);
+            expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
+            dataset_close(&data);
+        }
+    }
+    folder_end(test, folder);
+}
+
+TEST(data_tokenizer_bytes) {
+    char error[DATA_ERROR_BYTES] = "";
+    const char* folders[] = {NULL, ""};
+    for (const char* folder : folders) {
+        Tokenizer* tokenizer = tokenizer_open(folder, error);
+        expect(tokenizer, "%s", error);
+        expect(tokenizer_vocabulary(tokenizer) == 256 && tokenizer_end(tokenizer) == -1, "size");
+        int tokens[4] = {-1, -1, -1, -1}, bytes = 0;
+        expect(tokenizer_encode(tokenizer, "a\0\xFF", 3, tokens, 4) == 3, "count");
+        expect(tokens[0] == 'a' && tokens[1] == 0 && tokens[2] == 255 && tokens[3] == -1, "tokens");
+        expect(tokenizer_encode(tokenizer, "bcd", 3, tokens, 1) == 3 && tokens[0] == 'b' && tokens[1] == 0,
+               "at most 1");
+        for (int b = 0; b < 256; b++) {
+            const char* text = tokenizer_decode(tokenizer, b, &bytes);
+            expect(bytes == 1 && (unsigned char)text[0] == b, "byte %d", b);
+        }
+        tokenizer_decode(tokenizer, 256, &bytes);
+        expect(bytes == 0, "no token 256");
+        tokenizer_close(tokenizer);
+    }
+}
+
+TEST(data_tokenizer_files) {
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    expect_refused(tokenizer_open(folder.path, error), error, "holds no vocab.json");
+    const char* vocabulary = in(folder, "vocab.json");
+    put_text(test, vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");
+    Tokenizer* tokenizer = tokenizer_open(folder.path, error);
+    expect(tokenizer, "%s", error);
+    const struct {
+        int token;
+        const char* text;
+    } decoded[] = {{0, "a"}, {1, ""}, {2, " b"}, {3, "\n"}, {4, "<|endoftext|>"}, {5, "two words"}, {6, ""}, {-1, ""}};
+    int tokens[8], bytes = 0;
+    for (auto& item : decoded) {
+        const char* text = tokenizer_decode(tokenizer, item.token, &bytes);
+        bool same = bytes == (int)strlen(item.text) && memcmp(text, item.text, (size_t)bytes) == 0;
+        expect(same, "token %d is \"%.*s\"", item.token, bytes, text);
+    }
+    expect(tokenizer_vocabulary(tokenizer) == 6 && tokenizer_end(tokenizer) == 4, "size");
+    expect(tokenizer_encode(tokenizer, "a", 1, tokens, 8) == -1, "there are no merges");
+    tokenizer_close(tokenizer);
+    put_text(test, in(folder, "merges.txt"), "#version: 0.2\na b\n");
+    expect_refused(tokenizer_open(folder.path, error), error, "line 2 is no pair");
+    put_text(test, in(folder, "merges.txt"), "#version: 0.2\n");
+    expect_refused(tokenizer_open(folder.path, error), error, "no token for byte 0");
+    const char* bad[] = {"[]", "{}", "{\"a\":\"b\"}", "{\"a\":-1}", "{\"a\":1.5}", "{\"a\":1e9}"};
+    for (const char* text : bad) {
+        put_text(test, vocabulary, text);
+        expect_refused(tokenizer_open(folder.path, error), error, "is no vocabulary");
+    }
+    put_text(test, vocabulary, "{\"a\":1,\"b\":1}");
+    expect_refused(tokenizer_open(folder.path, error), error, "token 1 to two texts");
+    put_text(test, vocabulary, "{\"a\":1");
+    expect_refused(tokenizer_open(folder.path, error), error, "vocab.json is not valid JSON");
+    folder_end(test, folder);
+}
+
+// The last one is the number of tokens. One line each, as long as it takes.
+// clang-format off
+static const struct {
+    const char* text;
+    int bytes;
+    int token[64];
+    int count;
+} encoded[] = {
+    {"Hello world", 11, {15496, 995}, 2},
+    {"Hello, world!", 13, {15496, 11, 995, 0}, 4},
+    {" leading space", 14, {3756, 2272}, 2},
+    {"trailing space ", 15, {9535, 4386, 2272, 220}, 4},
+    {"two  spaces", 11, {11545, 220, 9029}, 3},
+    {"three   spaces   here", 21, {15542, 220, 220, 9029, 220, 220, 994}, 7},
+    {"tab\tseparated\tvalues", 20, {8658, 197, 25512, 515, 197, 27160}, 6},
+    {"line\nbreak", 10, {1370, 198, 9032}, 3},
+    {"\n\nparagraph\n\n", 13, {198, 198, 20360, 628}, 4},
+    {"  \n  mixed \t whitespace \n", 25, {220, 220, 198, 220, 7668, 220, 197, 13216, 10223, 220, 198}, 11},
+    {"\r\nwindows\r\n", 11, {201, 198, 28457, 201, 198}, 5},
+    {"I'm you're we've he'll she'd it's can't", 39, {40, 1101, 345, 821, 356, 1053, 339, 1183, 673, 1549, 340, 338, 460, 470}, 14},
+    {"I'M YOU'RE", 10, {40, 6, 44, 7013, 6, 2200}, 6},
+    {"'tis 's''t", 10, {470, 271, 705, 82, 7061, 83}, 6},
+    {"'", 1, {6}, 1},
+    {"''s", 3, {7061, 82}, 2},
+    {"''''", 4, {39115}, 1},
+    {"don''t", 6, {9099, 7061, 83}, 3},
+    {"1234567890", 10, {10163, 2231, 30924, 3829}, 4},
+    {"3.14159 -2.5e-10", 16, {18, 13, 1415, 19707, 532, 17, 13, 20, 68, 12, 940}, 11},
+    {"2024-01-31", 10, {1238, 1731, 12, 486, 12, 3132}, 6},
+    {"$1,000.00!!!", 12, {3, 16, 11, 830, 13, 405, 10185}, 7},
+    {"a1b2c3", 6, {64, 16, 65, 17, 66, 18}, 6},
+    {"snake_case_name", 15, {16184, 539, 62, 7442, 62, 3672}, 6},
+    {"camelCaseName", 13, {66, 17983, 20448, 5376}, 4},
+    {"#include <stdio.h>\nint main(void) {\n    return 0;\n}\n", 52, {2, 17256, 1279, 19282, 952, 13, 71, 29, 198, 600, 1388, 7, 19382, 8, 1391, 198, 220, 220, 220, 1441, 657, 26, 198, 92, 198}, 25},
+    {"https://example.com/path?q=1&r=2", 32, {5450, 1378, 20688, 13, 785, 14, 6978, 30, 80, 28, 16, 5, 81, 28, 17}, 15},
+    {"e-mail: a.b@c.org", 17, {68, 12, 4529, 25, 257, 13, 65, 31, 66, 13, 2398}, 11},
+    {"....... ------- ======", 22, {25780, 35656, 29335, 28}, 4},
+    {"<|endoftext|>", 13, {27, 91, 437, 1659, 5239, 91, 29}, 7},
+    {"antidisestablishmentarianism", 28, {415, 29207, 44390, 3699, 1042}, 5},
+    {"SolidGoldMagikarp", 17, {46933, 42202}, 2},
+    {" attRot externalToEVA", 21, {35207, 30212}, 2},
+    {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 40, {24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794}, 10},
+    {"The quick brown fox jumps over the lazy dog.", 44, {464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290, 13}, 10},
+    {"caf\303\251 na\303\257ve Z\303\274rich", 20, {66, 1878, 2634, 41492, 1168, 9116, 7527}, 7},
+    {"\320\237\321\200\320\270\320\262\320\265\321\202, \320\274\320\270\321\200!", 21, {140, 253, 21169, 18849, 38857, 16843, 20375, 11, 12466, 120, 18849, 21169, 0}, 13},
+    {"\316\225\316\273\316\273\316\267\316\275\316\271\316\272\316\254", 16, {138, 243, 39377, 39377, 138, 115, 26180, 29945, 43000, 138, 105}, 11},
+    {"\346\227\245\346\234\254\350\252\236\343\201\256\343\203\206\343\202\255\343\202\271\343\203\210", 24, {33768, 98, 17312, 105, 45739, 252, 5641, 24336, 25084, 43302}, 10},
+    {"\344\270\255\346\226\207\345\255\227\347\254\246\357\274\214\346\240\207\347\202\271\343\200\202", 24, {40792, 23877, 229, 27764, 245, 163, 105, 99, 171, 120, 234, 43718, 229, 163, 224, 117, 16764}, 17},
+    {"\355\225\234\352\265\255\354\226\264", 9, {47991, 250, 166, 113, 255, 168, 244, 112}, 8},
+    {"emoji \360\237\230\200\360\237\221\215 end", 18, {368, 31370, 30325, 222, 41840, 235, 886}, 7},
+    {"\342\200\234quoted\342\200\235 \342\200\224 dash\342\200\246 \342\200\230single\342\200\231", 37, {447, 250, 421, 5191, 447, 251, 851, 14470, 1399, 564, 246, 29762, 447, 247}, 14},
+    {"x\302\262 + y\302\263 = \302\275", 14, {87, 31185, 1343, 331, 126, 111, 796, 25208}, 8},
+    {"non\302\240breaking\302\240space", 20, {13159, 1849, 13395, 1849, 13200}, 5},
+    {"\342\202\2545 \302\2436 \302\2457 \302\251\302\256\342\204\242", 20, {26391, 20, 4248, 21, 38221, 22, 10673, 7461, 8151}, 9},
+    {"em\342\200\203space", 10, {368, 447, 225, 13200}, 4},
+    {"a\343\200\200b", 5, {64, 5099, 222, 65}, 4},
+    {"x", 1, {87}, 1},
+    {"", 0, {0}, 0},
+    {" ", 1, {220}, 1},
+    {"   ", 3, {220, 220, 220}, 3},
+    {"\n", 1, {198}, 1},
+    {"\000\001\002", 3, {188, 189, 190}, 3},
+    {"a\177b", 3, {64, 221, 65}, 3},
+    {"\\\"/", 3, {7879, 14}, 2},
+    {"\302\252\302\265\302\272 letters", 14, {126, 103, 126, 113, 36165, 7475}, 6},
+    {"12\331\243\331\24456", 8, {1065, 149, 96, 149, 97, 3980}, 6},
+    {" 's", 3, {705, 82}, 2},
+    {"x 's", 4, {87, 705, 82}, 3},
+    {"\342\200\231s it\342\200\231s", 11, {447, 247, 82, 340, 447, 247, 82}, 7},
+};
+// clang-format on
+
+// Decodes tokens into `text`; returns the number of bytes.
+static int64_t decode_all(const Tokenizer* tokenizer, const int* tokens, int count, char* text) {
+    int64_t used = 0;
+    for (int i = 0; i < count; i++) {
+        int bytes = 0;
+        const char* piece = tokenizer_decode(tokenizer, tokens[i], &bytes);
+        memcpy(text + used, piece, (size_t)bytes);
+        used += bytes;
+    }
+    return used;
+}
+
+TEST(data_tokenizer_gpt2) {
+    char error[DATA_ERROR_BYTES] = "";
+    const char* folder = "../shared/data/tokenizer";
+    if (access("../shared/data/tokenizer/encoder.json", R_OK) != 0) skip("no %s", folder);
+    Tokenizer* tokenizer = tokenizer_open(folder, error);
+    expect(tokenizer, "%s", error);
+    if (!tokenizer) return;
+    expect(tokenizer_vocabulary(tokenizer) == 50257 && tokenizer_end(tokenizer) == 50256, "size");
+    int tokens[4096], bytes = 0;
+    for (auto& item : encoded) {
+        int count = tokenizer_encode(tokenizer, item.text, item.bytes, tokens, 64);
+        bool same = count == item.count && memcmp(tokens, item.token, (size_t)item.count * sizeof(int)) == 0;
+        expect(same, "\"%s\": %d tokens, not %d", item.text, count, item.count);
+    }
+    const char* end = tokenizer_decode(tokenizer, 50256, &bytes);
+    expect(bytes == 13 && memcmp(end, "<|endoftext|>", 13) == 0, "the end token is \"%.*s\"", bytes, end);
+    // Any bytes come back, of whatever script or none at all.
+    uint64_t state = 7;
+    for (int i = 0; i < 300; i++) {
+        char text[256], back[4096];
+        int64_t length = (int64_t)(random_next(&state) % 200);
+        for (int64_t b = 0; b < length; b++) {
+            uint64_t r = random_next(&state);
+            text[b] = i % 2 ? (char)r : " etaoin'st\n\t1,\xC3\xA9"[r % 16];
+        }
+        int count = tokenizer_encode(tokenizer, text, length, tokens, 4096);
+        expect(decode_all(tokenizer, tokens, count, back) == length && memcmp(text, back, (size_t)length) == 0,
+               "text %d does not come back", i);
+    }
+    tokenizer_close(tokenizer);
+}
