@@ -1,21 +1,16 @@
-// Causal multi-head attention. For each batch b and head h, with q, k, v of shape (T, HS) and scale = 1/sqrt(HS):
-//   s[i][j] = scale * q[i].k[j] for j <= i,  lse[i] = log(sum_j exp(s[i][j])),  p = exp(s - lse),  out[i] = sum_j
-//   p[i][j] v[j]
+// Causal multi-head attention. For each batch and head, with q, k, v of shape (T, HS), scale = 1/sqrt(HS) and j <= i:
+//   s[i][j] = scale * q[i].k[j],  lse[i] = log(sum_j exp(s[i][j])),  p = exp(s - lse),  out[i] = sum_j p[i][j] v[j]
 // and backward, with D[i] = dout[i].out[i]:
 //   dp[i][j] = dout[i].v[j],  ds = p * (dp - D),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T dout.
-// qkv and dqkv are (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T). The T x T matrix is never in memory.
-// Forward must move 8 B T C bytes (bf16), backward 18 B T C; both are bound by the tensor cores from T = 256 or so.
-//
+// qkv and dqkv are (B,T,3,NH,HS), out and dout (B,T,NH,HS), lse (B,NH,T). The T x T matrix is never in memory.
+// In bf16 the forward pass must move 8 B T C bytes, backward 18 B T C (4 of them for D); long before T = 1024 both are
+// bound by the tensor cores instead.
 // bf16: mma.sync m16n8k16 with fp32 sums (sm_80 on), tiles by cp.async into XOR-swizzled shared memory. Forward: a
 // block owns a tile of queries and walks the keys up to the diagonal. Backward: a block owns a tile of keys and walks
 // the queries from the diagonal down; scores are computed transposed (keys x queries), so that p^T and ds^T come out of
 // the tensor cores in the very layout in which they go back in for dv and dk, and only ds goes through shared memory,
-// for dq. dq of a tile of queries is a sum over blocks. It is added in fp32 in one fixed order, nearest keys first: the
-// block of keys n waits for the flag that block n + 1 sets. That order is also the one in which blocks that start
-// together get there, so nobody waits long. The nearest block stores without reading and block 0 writes the bf16
-// result, so there is neither an atomic on floats nor a pass that clears or converts. Blocks take their work by ticket:
-// the work a block may wait for has an earlier ticket, so its block is running and the wait ends. fp32: the same sums
-// with FFMA, 64 x 64 tiles; dq has a kernel of its own (correct first).
+// for dq (see backward_block).
+// fp32: the same sums with FFMA in 64 x 64 tiles; dq has a kernel of its own.
 #pragma once
 
 #include <math.h>
@@ -39,52 +34,39 @@ inline void attention_axpy_cpu(float* __restrict__ y /*(n)*/, float a, const flo
     for (int i = 0; i < n; i++) y[i] = fmaf(a, x[i], y[i]);
 }
 
-// One head of one sequence; `p` holds a row of T scores.
+// One head of one sequence.
 inline void attention_forward_head_cpu(float* out /*(T,HS), rows C apart*/, float* lse /*(T)*/,
-                                       const float* q /*(T,HS), rows 3C apart; k and v lie C and 2C behind*/,
-                                       float* p /*(T)*/, int T, int C, int HS) {
+                                       const float* q /*(T,HS), rows 3C apart; k and v lie C and 2C behind*/, int T,
+                                       int C, int HS) {
     const float *k = q + C, *v = q + 2 * (int64_t)C;
     const int64_t stride = 3 * (int64_t)C;
     const float scale = 1.0f / sqrtf((float)HS);
+    float* p = (float*)malloc((size_t)T * sizeof(float));  // a row of scores
+    if (!p) user_error("attention over %d tokens has no memory for a row of scores; lower --context", T);
     for (int i = 0; i < T; i++) {
-        float largest = -INFINITY;
+        float largest = -INFINITY, sum = 0.0f, *row = out + i * (int64_t)C;
         for (int j = 0; j <= i; j++) {
             p[j] = scale * attention_dot_cpu(q + i * stride, k + j * stride, HS);
             largest = p[j] > largest ? p[j] : largest;
         }
-        float sum = 0.0f;
-        for (int j = 0; j <= i; j++) {
-            p[j] = expf(p[j] - largest);
-            sum += p[j];
-        }
-        float* row = out + i * (int64_t)C;
+        for (int j = 0; j <= i; j++) sum += p[j] = expf(p[j] - largest);
         for (int d = 0; d < HS; d++) row[d] = 0.0f;
         for (int j = 0; j <= i; j++) attention_axpy_cpu(row, p[j], v + j * stride, HS);
         for (int d = 0; d < HS; d++) row[d] /= sum;
         lse[i] = largest + logf(sum);
     }
-}
-
-inline float* attention_row_cpu(int T) {
-    float* row = (float*)malloc((size_t)T * sizeof(float));
-    if (!row) user_error("attention over %d tokens has no memory for a row of scores; lower --context", T);
-    return row;
+    free(p);
 }
 
 inline void attention_forward_cpu(float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const float* qkv /*(B,T,3,NH,HS)*/,
                                   int B, int T, int C, int NH) {
     const int HS = C / NH;
-#pragma omp parallel
-    {
-        float* p = attention_row_cpu(T);
-#pragma omp for schedule(static)
-        for (int bh = 0; bh < B * NH; bh++) {
-            int64_t first = (int64_t)(bh / NH) * T;  // row of token 0 of this sequence
-            int64_t column = (int64_t)(bh % NH) * HS;
-            attention_forward_head_cpu(out + first * C + column, lse + (int64_t)bh * T, qkv + first * 3 * C + column, p,
-                                       T, C, HS);
-        }
-        free(p);
+#pragma omp parallel for schedule(static)
+    for (int bh = 0; bh < B * NH; bh++) {
+        int64_t first = (int64_t)(bh / NH) * T;  // row of token 0 of this sequence
+        int64_t column = (int64_t)(bh % NH) * HS;
+        attention_forward_head_cpu(out + first * C + column, lse + (int64_t)bh * T, qkv + first * 3 * C + column, T, C,
+                                   HS);
     }
 }
 
@@ -279,10 +261,9 @@ __device__ inline void multiply_rows(float (&c)[MT][N / 8][4], LeftOperand<MT, C
     }
 }
 
-// c[m] (16 x COLS each) += a[m] (16 x K) * tile, where tile is K rows by COLS.
-template <int MT, int K, int COLS>
-__device__ inline void multiply_columns(float (&c)[MT][COLS / 8][4], const uint32_t (&a)[MT][K / 16][4],
-                                        uint32_t tile) {
+// c (16 x COLS) += a (16 x K) * tile, where tile is K rows by COLS.
+template <int K, int COLS>
+__device__ inline void multiply_columns(float (&c)[COLS / 8][4], const uint32_t (&a)[K / 16][4], uint32_t tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < K / 16; k++)
@@ -290,17 +271,14 @@ __device__ inline void multiply_columns(float (&c)[MT][COLS / 8][4], const uint3
         for (int n = 0; n < COLS / 16; n++) {
             uint32_t b[4];
             load_matrices_transposed(b, tile + tile_offset<COLS>(k * 16 + lane % 16, n * 2 + lane / 16));
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                mma(c[m][n * 2], a[m][k], b[0], b[1]);
-                mma(c[m][n * 2 + 1], a[m][k], b[2], b[3]);
-            }
+            mma(c[n * 2], a[k], b[0], b[1]);
+            mma(c[n * 2 + 1], a[k], b[2], b[3]);
         }
 }
 
 // A product's result (16 x N) as the left operand of the next one.
 template <int N>
-__device__ inline void pack_left(uint32_t (&a)[N / 16][4], const float (&c)[N / 8][4]) {
+__device__ inline void pack_left(uint32_t (*a)[4] /*(N/16)*/, const float (&c)[N / 8][4]) {
 #pragma unroll
     for (int k = 0; k < N / 16; k++) {
         a[k][0] = pack_bf16(c[2 * k][0], c[2 * k][1]);
@@ -336,8 +314,6 @@ __device__ inline void store_rows(bf16* to /*(16,COLS)*/, int64_t stride, int ro
     __syncwarp();
 }
 
-// Forward, bf16.
-
 // Which tile of queries a block works on. Heads come in groups whose keys and values fit in the L2 cache together;
 // within a group the longest rows go first, so that the last blocks to run are short ones.
 __device__ inline void forward_work(int& bh, int& tile, int tiles, int heads, int group) {
@@ -368,11 +344,18 @@ __device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4],
         }
         sum[r] = sum[r] * factor + partial;
         largest[r] = top;
-        if (__any_sync(0xffffffffu, factor != 1.0f)) {
 #pragma unroll
-            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= factor, o[n][2 * r + 1] *= factor;
-        }
+        for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= factor, o[n][2 * r + 1] *= factor;
     }
+}
+
+// Takes the keys after a query out of a 16 x N tile of scores.
+template <int N>
+__device__ inline void forward_mask(float (&s)[N / 8][4], int key, int query) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        if (key + i / 4 * 8 + t * 2 + i % 2 > query + g + i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
 }
 
 template <int HS_>
@@ -421,21 +404,18 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
         }
         if (j * BN > row0 + 16 * MT - 1) continue;  // every key lies after this warp's queries
         float s[MT][BN / 8][4] = {};
-        uint32_t p[MT][BN / 16][4];
         multiply_rows<MT, BN, HS, Shape::Q_IN_REGISTERS>(s, left, k_tile);
         if (j * BN + BN - 1 > row0) {
 #pragma unroll
-            for (int i = 0; i < MT * BN / 2; i++) {
-                int m = i / (BN / 2), n = i / 4 % (BN / 8), e = i % 4;
-                if (j * BN + n * 8 + t * 2 + e % 2 > row0 + m * 16 + g + e / 2 * 8) s[m][n][e] = -INFINITY;
-            }
+            for (int m = 0; m < MT; m++) forward_mask<BN>(s[m], j * BN, row0 + m * 16);
         }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
+            uint32_t p[BN / 16][4];
             softmax_step<BN, HS>(s[m], o[m], largest[m], sum[m], scale_log2);
-            pack_left<BN>(p[m], s[m]);
+            pack_left<BN>(p, s[m]);
+            multiply_columns<BN, HS>(o[m], p, v_tile);  // v is read MT times, to work on while the other softmax runs
         }
-        multiply_columns<MT, BN, HS>(o, p, v_tile);
     }
 #pragma unroll
     for (int m = 0; m < MT; m++) {
@@ -450,8 +430,6 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
                        1.0f / sum[m][0], 1.0f / sum[m][1]);
     }
 }
-
-// Backward.
 
 // D[b][h][t] = dout . out over a head. One thread per 16 bytes, HS * sizeof(X) / 16 threads (8, 16 or 32) per row;
 // grid ceil(B * T * NH * HS * sizeof(X) / 16 / 256), block 256; deterministic.
@@ -474,13 +452,14 @@ __global__ void attention_dot_kernel(float* D /*(B,NH,T)*/, const X* dout /*(B,T
     }
 }
 
-// BM queries by BN keys. Of the shapes for heads of 128, BM = 64 is faster and needs Hopper's shared memory.
-template <int HS_, int BM_>
+// BM queries by BN keys. Of the shapes for heads of 128, BM = 64 is faster and needs Hopper's shared memory. UNEVEN is
+// for the test of the order of dq: it slows down every other tile of keys.
+template <int HS_, int BM_, bool UNEVEN_ = false>
 struct BackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128, WARPS = BN / 16, THREADS = WARPS * 32;
-    static constexpr bool IN_REGISTERS = HS == 64;             // a warp's 16 keys and values
-    static constexpr int DQ_ROWS = BM / 16;                    // dq is spread over the warps as DQ_ROWS x
-    static constexpr int DQ_COLUMNS = HS / (WARPS / DQ_ROWS);  // (WARPS / DQ_ROWS) tiles of 16 x DQ_COLUMNS
+    static constexpr bool UNEVEN = UNEVEN_, IN_REGISTERS = HS == 64;  // a warp's 16 keys and values
+    static constexpr int DQ_ROWS = BM / 16;                           // dq is spread over the warps as DQ_ROWS x
+    static constexpr int DQ_COLUMNS = HS / (WARPS / DQ_ROWS);         // (WARPS / DQ_ROWS) tiles of 16 x DQ_COLUMNS
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BN * BM * 2;
     // Offsets into shared memory: k, ds (two buffers), v (when it is kept in registers it only passes through the
     // first buffer of ds), then three stages {q, dout}, then three stages {lse, D}.
@@ -489,7 +468,7 @@ struct BackwardShape {
     static constexpr int ROWS = STAGES + 3 * 2 * QUERY_BYTES;
     static constexpr int SHARED = ROWS + 3 * 2 * BM * 4;
     static_assert(!IN_REGISTERS || KEY_BYTES <= 2 * DS_BYTES);
-    static_assert(THREADS >= 2 * BM && 2 * QUERY_BYTES >= WARPS * 16 * 64 * 2 && BN % BM == 0);
+    static_assert(THREADS >= 2 * BM && BN % BM == 0);
 };
 
 // A tile of keys of one head, and what its work needs.
@@ -522,58 +501,41 @@ __device__ inline void backward_load(uint32_t shared, const BackwardWork& work, 
     }
 }
 
-// Starts the copies that backward_block finds under way: keys, values and the first tile of queries; then the second.
-template <typename Shape>
-__device__ inline void backward_open(uint32_t shared, const BackwardWork& work) {
-    const int key0 = work.key_tile * Shape::BN, tile0 = key0 / Shape::BM;
-    tile_load<Shape::BN, Shape::HS, Shape::THREADS>(shared, work.q + work.C, 3 * work.C, key0, work.T);
-    tile_load<Shape::BN, Shape::HS, Shape::THREADS>(shared + Shape::V, work.q + 2 * work.C, 3 * work.C, key0, work.T);
-    backward_load<Shape>(shared, work, tile0);
-    copy_commit();
-    if ((tile0 + 1) * Shape::BM < work.T) backward_load<Shape>(shared, work, tile0 + 1);
-    copy_commit();
-}
-
-// From scores s and dp (16 keys x BM queries, C layout) to p and ds, both as left operands. Queries past T have zero
-// q, dout, lse and D, so p = 1 meets dout = 0 and ds = 0.
-template <typename Shape>
-__device__ inline void backward_softmax(uint32_t (&p)[1][Shape::BM / 16][4], uint32_t (&ds)[1][Shape::BM / 16][4],
-                                        float (&s)[1][Shape::BM / 8][4], float (&dp)[1][Shape::BM / 8][4],
-                                        const float* rows /*{lse, D} of BM queries*/, int key, int query,
-                                        float scale_log2) {
+// From scores s and dp (16 keys x 32 queries) to p in place of s and ds in place of dp. Queries past T have zero q,
+// dout, lse and D, so p = 1 meets dout = 0 and ds = 0.
+__device__ inline void backward_softmax(float (&s)[4][4], float (&dp)[4][4], const float* lse /*(32)*/,
+                                        const float* D /*(32)*/, int key, int query, float scale_log2) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (key + 15 > query) {
 #pragma unroll
-        for (int i = 0; i < Shape::BM / 2; i++)
-            if (key + g + i / 2 % 2 * 8 > query + i / 4 * 8 + t * 2 + i % 2) s[0][i / 4][i % 4] = -INFINITY;
+        for (int i = 0; i < 16; i++)
+            if (key + g + i / 2 % 2 * 8 > query + i / 4 * 8 + t * 2 + i % 2) s[i / 4][i % 4] = -INFINITY;
     }
 #pragma unroll
-    for (int n = 0; n < Shape::BM / 8; n++) {
-        const float2 lse = *reinterpret_cast<const float2*>(rows + n * 8 + t * 2);
-        const float2 D = *reinterpret_cast<const float2*>(rows + Shape::BM + n * 8 + t * 2);
+    for (int n = 0; n < 4; n++) {
+        const float2 l = *reinterpret_cast<const float2*>(lse + n * 8 + t * 2);
+        const float2 d = *reinterpret_cast<const float2*>(D + n * 8 + t * 2);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[0][n][e] = exp2_approximate(fmaf(s[0][n][e], scale_log2, -(e % 2 ? lse.y : lse.x) * LOG2_E));
-            dp[0][n][e] = s[0][n][e] * (dp[0][n][e] - (e % 2 ? D.y : D.x));
+            s[n][e] = exp2_approximate(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x) * LOG2_E));
+            dp[n][e] = s[n][e] * (dp[n][e] - (e % 2 ? d.y : d.x));
         }
     }
-    pack_left<Shape::BM>(p[0], s[0]);
-    pack_left<Shape::BM>(ds[0], dp[0]);
 }
 
 // Stores a warp's ds (16 keys x BM queries, as a left operand) into the block's tile (BN x BM).
 template <typename Shape>
-__device__ inline void backward_store_ds(uint32_t tile, const uint32_t (&ds)[1][Shape::BM / 16][4]) {
+__device__ inline void backward_store_ds(uint32_t tile, const uint32_t (&ds)[Shape::BM / 16][4]) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < Shape::BM / 16 * 4; i++) {
         const int k = i / 4, e = i % 4;
         uint32_t to = tile + tile_offset<Shape::BM>(row + e % 2 * 8, k * 2 + e / 2) + lane % 4 * 4;
-        store_shared(to, ds[0][k][e]);
+        store_shared(to, ds[k][e]);
     }
 }
 
-// dq (16 x DQ_COLUMNS, this warp's part of a tile of queries) = ds^T k over the first `keys` keys.
+// dq (16 x DQ_COLUMNS, this warp's part of a tile of queries) += ds^T k over the first `keys` keys.
 template <typename Shape>
 __device__ inline void backward_dq(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t ds_tile, uint32_t k_tile, int keys) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -626,17 +588,28 @@ __device__ inline void backward_dq_add(uint32_t ds_tile, uint32_t k_tile, const 
     }
 }
 
-// One tile of keys against all queries from the diagonal on. One barrier a tile of queries: it separates the writing
-// of ds from its reading, shows the next stage to everybody, and frees the stage and the ds buffer of the tile before.
-// It also carries the order of dq to all threads: warp 1 sees the flag of tile m before it, warp 0 sets the flag of
-// tile m - 1 after it.
+// One tile of keys against all queries from the diagonal on.
+// dq of a tile of queries is a sum over blocks, added in fp32 in one fixed order, nearest keys first: the block of keys
+// n waits for the flag that block n + 1 sets. Blocks that start together get there in that same order, so nobody waits
+// long. The nearest block stores without reading and block 0 writes the bf16 result, so there is neither an atomic on
+// floats nor a pass that clears or converts. Blocks take their work by ticket: the work that a block may wait for has
+// an earlier ticket, so its block is running and the wait ends.
+// There is one barrier a tile of queries: it separates the writing of ds from its reading, shows the next stage to
+// everybody, and frees the stage and the ds buffer of the tile before. It also carries the order of dq to all threads:
+// warp 1 sees the flag of tile m before it, warp 0 sets the flag of tile m - 1 after it.
 template <typename Shape>
-__device__ inline void backward_block(float (&dk)[1][Shape::HS / 8][4], float (&dv)[1][Shape::HS / 8][4], char* base,
+__device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)[Shape::HS / 8][4], char* base,
                                       const BackwardWork& work) {
     constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN;
     const uint32_t shared = (uint32_t)__cvta_generic_to_shared(base);
-    const int warp = threadIdx.x / 32, key = work.key_tile * BN + warp * 16;
-    const int tiles = (work.T + BM - 1) / BM, tile0 = work.key_tile * BN / BM;
+    const int warp = threadIdx.x / 32, key0 = work.key_tile * BN, key = key0 + warp * 16;
+    const int tiles = (work.T + BM - 1) / BM, tile0 = key0 / BM;
+    tile_load<BN, HS, Shape::THREADS>(shared, work.q + work.C, 3 * work.C, key0, work.T);
+    tile_load<BN, HS, Shape::THREADS>(shared + Shape::V, work.q + 2 * work.C, 3 * work.C, key0, work.T);
+    backward_load<Shape>(shared, work, tile0);
+    copy_commit();
+    if (tile0 + 1 < tiles) backward_load<Shape>(shared, work, tile0 + 1);
+    copy_commit();
     copy_wait<1>();
     __syncthreads();
     LeftOperand<1, HS, Shape::IN_REGISTERS> k, v;
@@ -650,17 +623,25 @@ __device__ inline void backward_block(float (&dk)[1][Shape::HS / 8][4], float (&
         if (threadIdx.x == 32 && before > 0)
             while (load_acquire(work.flags + m) != before) {
             }
+        if (Shape::UNEVEN && work.key_tile % 2 == 1)
+            for (long long start = clock64(); clock64() - start < 50000;) {
+            }
         __syncwarp();
         if (m * BM + BM > key) {  // some query of the tile sees a key of this warp
             const float* rows = reinterpret_cast<const float*>(base + Shape::ROWS) + m % 3 * 2 * BM;
-            float s[1][BM / 8][4] = {}, dp[1][BM / 8][4] = {};
-            uint32_t p[1][BM / 16][4], ds[1][BM / 16][4];
-            multiply_rows<1, BM, HS, Shape::IN_REGISTERS>(s, k, q_tile);
-            multiply_rows<1, BM, HS, Shape::IN_REGISTERS>(dp, v, dout_tile);
-            backward_softmax<Shape>(p, ds, s, dp, rows, key, m * BM, work.scale * LOG2_E);
+            uint32_t p[BM / 16][4], ds[BM / 16][4];
+#pragma unroll
+            for (int i = 0; i < BM; i += 32) {  // 32 queries at a time, which saves registers
+                float s[1][4][4] = {}, dp[1][4][4] = {};
+                multiply_rows<1, 32, HS, Shape::IN_REGISTERS>(s, k, q_tile + i * HS * 2);
+                multiply_rows<1, 32, HS, Shape::IN_REGISTERS>(dp, v, dout_tile + i * HS * 2);
+                backward_softmax(s[0], dp[0], rows + i, rows + BM + i, key, m * BM + i, work.scale * LOG2_E);
+                pack_left<32>(p + i / 16, s[0]);
+                pack_left<32>(ds + i / 16, dp[0]);
+            }
             backward_store_ds<Shape>(ds_tile, ds);
-            multiply_columns<1, BM, HS>(dv, p, dout_tile);
-            multiply_columns<1, BM, HS>(dk, ds, q_tile);
+            multiply_columns<BM, HS>(dv, p, dout_tile);
+            multiply_columns<BM, HS>(dk, ds, q_tile);
         }
         copy_wait<0>();
         __syncthreads();
@@ -670,68 +651,51 @@ __device__ inline void backward_block(float (&dk)[1][Shape::HS / 8][4], float (&
         copy_commit();
         backward_dq_add<Shape>(ds_tile, shared, work, m, before == 0);
     }
+    __syncthreads();
+    if (threadIdx.x == 0 && work.key_tile > 0)
+        store_release(work.flags + tiles - 1, (tiles - 1) * BM / BN - work.key_tile + 1);
 }
 
-// grid: as many blocks as run at a time, block THREADS, shared SHARED; flags and ticket zero before; HS 64 or 128, any
-// T; deterministic (dq is summed in a fixed order).
+// grid B * NH * ceil(T / BN), block THREADS, shared SHARED; flags and ticket zero before; HS 64 or 128, any T;
+// deterministic (dq is summed in a fixed order).
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     attention_backward_kernel(bf16* dqkv /*(B,T,3C)*/, float* dq_sum /*(B*NH, ceil(T/BM)*BM*HS)*/,
                               int* flags /*(B*NH, ceil(T/BM))*/, int* ticket /*(1)*/, const bf16* dout /*(B,T,C)*/,
                               const bf16* qkv /*(B,T,3C)*/, const float* lse /*(B,NH,T)*/, const float* D /*(B,NH,T)*/,
-                              int B, int T, int NH, float scale) {
+                              int T, int NH, float scale) {
     constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN;
     extern __shared__ __align__(128) char shared[];
     __shared__ int drawn;
-    const uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
-    const int warp = threadIdx.x / 32, key_tiles = (T + BN - 1) / BN, query_tiles = (T + BM - 1) / BM;
-    const int total = B * NH * key_tiles;
-    const int64_t C = (int64_t)NH * HS;
-    auto take = [&](int number) {  // the later keys of a head come first
-        const int64_t bh = number / key_tiles, first = bh / NH * T, column = bh % NH * HS;
-        BackwardWork work = {qkv + first * 3 * C + column,
-                             dout + first * C + column,
-                             lse + bh * T,
-                             D + bh * T,
-                             dqkv + first * 3 * C + column,
-                             dq_sum + bh * query_tiles * BM * HS,
-                             flags + bh * query_tiles,
-                             C,
-                             T,
-                             key_tiles - 1 - number % key_tiles,
-                             scale};
-        return work;
-    };
     if (threadIdx.x == 0) drawn = atomicAdd(ticket, 1);
     __syncthreads();
-    int number = drawn, next = 0;
-    if (number < total) backward_open<Shape>(base, take(number));
-    while (number < total) {
-        BackwardWork work = take(number);
-        float dk[1][HS / 8][4] = {}, dv[1][HS / 8][4] = {};
-        if (threadIdx.x == 0) next = atomicAdd(ticket, 1);  // needed only at the end
-        backward_block<Shape>(dk, dv, shared, work);
-        if (threadIdx.x == 0) drawn = next;
-        __syncthreads();
-        if (threadIdx.x == 0 && work.key_tile > 0)
-            store_release(work.flags + query_tiles - 1, (query_tiles - 1) * BM / BN - work.key_tile + 1);
-        number = drawn;
-        const int key = work.key_tile * BN + warp * 16;
-        uint32_t own = base + Shape::STAGES + warp * 16 * 64 * 2;  // in a stage that backward_open leaves alone
-        if (number < total) {
-            BackwardWork following = take(number);
-            backward_open<Shape>(base, following);
-            own += (following.key_tile * BN / BM + 2) % 3 * 2 * Shape::QUERY_BYTES;
-        }
-        bf16* to = work.dq + key * 3 * C;
-        store_rows<HS>(to + C, 3 * C, T - key, own, dk[0], scale, scale);
-        store_rows<HS>(to + 2 * C, 3 * C, T - key, own, dv[0], 1.0f, 1.0f);
-    }
+    const int warp = threadIdx.x / 32, key_tiles = (T + BN - 1) / BN, query_tiles = (T + BM - 1) / BM;
+    const int64_t bh = drawn / key_tiles, first = bh / NH * T, column = bh % NH * HS, C = (int64_t)NH * HS;
+    BackwardWork work;
+    work.q = qkv + first * 3 * C + column;
+    work.dout = dout + first * C + column;
+    work.lse = lse + bh * T;
+    work.D = D + bh * T;
+    work.dq = dqkv + first * 3 * C + column;
+    work.dq_sum = dq_sum + bh * query_tiles * BM * HS;
+    work.flags = flags + bh * query_tiles;
+    work.C = C;
+    work.T = T;
+    work.key_tile = key_tiles - 1 - drawn % key_tiles;  // the later keys of a head come first
+    work.scale = scale;
+    float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
+    backward_block<Shape>(dk, dv, shared, work);
+
+    const int key = work.key_tile * BN + warp * 16;
+    const uint32_t own = (uint32_t)__cvta_generic_to_shared(shared) + warp * 16 * 64 * 2;  // in place of k
+    bf16* to = work.dq + key * 3 * C;
+    store_rows<HS>(to + C, 3 * C, T - key, own, dk, scale, scale);
+    store_rows<HS>(to + 2 * C, 3 * C, T - key, own, dv, 1.0f, 1.0f);
 }
 
-// fp32 on the GPU. 16 x 16 threads own a 64 x 64 tile: thread (x, y) has rows y + 16 i and, of scores, columns x + 16
-// j, of HS-wide results, columns 4 (x + 16 j) .. + 3. Tiles in shared memory have rows of HS + 4 floats (no bank
-// conflict).
+// fp32 on the GPU. 16 x 16 threads own a 64 x 64 tile: thread (x, y) has the rows y + 16 i; of scores it has the
+// columns x + 16 j, of results (HS columns) 4 (x + 16 j) to + 3. Tiles in shared memory have rows of HS + 4 floats,
+// which keeps 16-byte reads down a column free of bank conflicts.
 
 constexpr int FP32_TILE = 64, FP32_P_STRIDE = 65;
 
@@ -745,10 +709,9 @@ __device__ inline void fp32_load(float* tile /*(64,HS+4)*/, const float* source 
                                  int first_row, int rows) {
     for (int i = threadIdx.x; i < FP32_TILE * HS / 4; i += 256) {
         int row = i / (HS / 4), column = i % (HS / 4) * 4;
-        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (first_row + row < rows)
-            value = *reinterpret_cast<const float4*>(source + (first_row + row) * stride + column);
-        *reinterpret_cast<float4*>(tile + row * (HS + 4) + column) = value;
+        Vec<float> value = {};
+        if (first_row + row < rows) value = load_vec(source + (first_row + row) * stride + column);
+        store_vec(tile + row * (HS + 4) + column, value);
     }
 }
 
@@ -760,25 +723,20 @@ __device__ inline void fp32_multiply_rows(float (&s)[4][4], const float* a /*(64
     for (int i = 0; i < 16; i++) s[i / 4][i % 4] = 0.0f;
 #pragma unroll 4
     for (int k = 0; k < HS; k += 4) {
-        float4 right[4];
+        Vec<float> right[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) right[j] = *reinterpret_cast<const float4*>(b + (x + 16 * j) * (HS + 4) + k);
+        for (int j = 0; j < 4; j++) right[j] = load_vec(b + (x + 16 * j) * (HS + 4) + k);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float4 left = *reinterpret_cast<const float4*>(a + (y + 16 * i) * (HS + 4) + k);
+            Vec<float> left = load_vec(a + (y + 16 * i) * (HS + 4) + k);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                s[i][j] = fmaf(left.x, right[j].x, s[i][j]);
-                s[i][j] = fmaf(left.y, right[j].y, s[i][j]);
-                s[i][j] = fmaf(left.z, right[j].z, s[i][j]);
-                s[i][j] = fmaf(left.w, right[j].w, s[i][j]);
-            }
+            for (int j = 0; j < 16; j++) s[i][j / 4] = fmaf(left.lane[j % 4], right[j / 4].lane[j % 4], s[i][j / 4]);
         }
     }
 }
 
-// Shares the block's 64 x 64 values through p, then o[row i] += sum over j of p[i][j] * b[row j]. Begins and ends with
-// a barrier, so p and b may be overwritten after it.
+// Shares the block's 64 x 64 values through p, then o[row i] += sum over j of p[i][j] * b[row j]. Ends with a
+// barrier, so p and b may be overwritten after it.
 template <int HS>
 __device__ inline void fp32_multiply_columns(float (&o)[4][HS / 16], const float (&s)[4][4], float* p /*(64,65)*/,
                                              const float* b /*(64,HS+4)*/) {
@@ -790,14 +748,11 @@ __device__ inline void fp32_multiply_columns(float (&o)[4][HS / 16], const float
     for (int k = 0; k < FP32_TILE; k++)
 #pragma unroll
         for (int n = 0; n < HS / 64; n++) {
-            float4 right = *reinterpret_cast<const float4*>(b + k * (HS + 4) + (x + 16 * n) * 4);
+            Vec<float> right = load_vec(b + k * (HS + 4) + (x + 16 * n) * 4);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float left = p[(y + 16 * i) * FP32_P_STRIDE + k];
-                o[i][n * 4] = fmaf(left, right.x, o[i][n * 4]);
-                o[i][n * 4 + 1] = fmaf(left, right.y, o[i][n * 4 + 1]);
-                o[i][n * 4 + 2] = fmaf(left, right.z, o[i][n * 4 + 2]);
-                o[i][n * 4 + 3] = fmaf(left, right.w, o[i][n * 4 + 3]);
+            for (int i = 0; i < 16; i++) {
+                float& sum = o[i / 4][n * 4 + i % 4];
+                sum = fmaf(p[(y + i / 4 * 16) * FP32_P_STRIDE + k], right.lane[i % 4], sum);
             }
         }
     __syncthreads();
@@ -816,17 +771,6 @@ __device__ inline void fp32_store(float* to /*(rows,HS)*/, int64_t stride, int f
             *reinterpret_cast<float4*>(to + row * stride + (x + 16 * n) * 4) = make_float4(
                 o[i][n * 4] * factor, o[i][n * 4 + 1] * factor, o[i][n * 4 + 2] * factor, o[i][n * 4 + 3] * factor);
     }
-}
-
-// Sum or maximum over the 16 threads of a row.
-__device__ inline float fp32_row_sum(float value) {
-    for (int offset = 8; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-}
-
-__device__ inline float fp32_row_max(float value) {
-    for (int offset = 8; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    return value;
 }
 
 // grid B * NH * ceil(T / 64), block 256, shared fp32_shared_bytes(HS, 3); HS 64 or 128, any T; deterministic.
@@ -859,10 +803,12 @@ __global__ void __launch_bounds__(256)
                 s[i][e] = j == tile && x + 16 * e > y + 16 * i ? -INFINITY : s[i][e] * scale;
                 top = fmaxf(top, s[i][e]);
             }
-            top = fmaxf(largest[i], fp32_row_max(top));
+            for (int lanes = 8; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+            top = fmaxf(largest[i], top);
             for (int e = 0; e < 4; e++) partial += s[i][e] = expf(s[i][e] - top);
+            for (int lanes = 8; lanes > 0; lanes /= 2) partial += __shfl_xor_sync(0xffffffffu, partial, lanes);
             float factor = expf(largest[i] - top);
-            sum[i] = sum[i] * factor + fp32_row_sum(partial);
+            sum[i] = sum[i] * factor + partial;
             largest[i] = top;
             for (int n = 0; n < HS / 16; n++) o[i][n] *= factor;
         }
@@ -918,8 +864,6 @@ __global__ void __launch_bounds__(256)
     fp32_store<HS>(FOR_KEYS ? to + C : to, 3 * C, tile * FP32_TILE, T, sum1, scale);
     if (FOR_KEYS) fp32_store<HS>(to + 2 * C, 3 * C, tile * FP32_TILE, T, sum2, 1.0f);
 }
-
-// Launchers.
 
 // Heads whose keys and values fill a third of an H100's or A100's L2 cache.
 inline int attention_group(int T, int HS, int element_bytes) {
@@ -992,13 +936,12 @@ inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T,
 template <typename Shape>
 inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch, AttentionScratch sizes,
                                     const bf16* dout, const bf16* qkv, const float* lse, int B, int T, int NH) {
-    const int64_t total = (int64_t)B * NH * ceil_div(T, Shape::BN);
     device_zero(dev, scratch, sizes.flags);
     attention_set_shared(attention_backward_kernel<Shape>, Shape::SHARED);
     attention_backward_kernel<Shape>
-        <<<(unsigned)(total < dev->sm_count ? total : dev->sm_count), Shape::THREADS, Shape::SHARED, dev->stream>>>(
+        <<<(unsigned)(B * NH * ceil_div(T, Shape::BN)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
             dqkv, (float*)(scratch + sizes.flags + sizes.D), (int*)(scratch + 256), (int*)scratch, dout, qkv, lse,
-            (float*)(scratch + sizes.flags), B, T, NH, 1.0f / sqrtf((float)Shape::HS));
+            (float*)(scratch + sizes.flags), T, NH, 1.0f / sqrtf((float)Shape::HS));
     check_launch();
 }
 
