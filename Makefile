@@ -106,7 +106,7 @@ bench: build/bench
 
 # Memory errors in every GPU test, races in the attention kernels' shared memory.
 sanitize: test_gpt2
-	compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 -k _gpu $(SANITIZE)
+	NIBBLE_SANITIZE=1 compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 -k _gpu $(SANITIZE)
 	compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 -k attention_race
 
 VENV_PYTHON := .venv/bin/python

@@ -114,11 +114,11 @@ static float* gradients(const Model* m) {
 // n adds up along the longest path, in each block forward and backward the two layernorms and four matrices (9C) and
 // attention (HS + T), then the head and the rows of a weight's gradient. bf16: every activation and its gradient is
 // rounded (2^-9) when it is stored, ten each way in a block and six outside. The roundings do not correlate, hence the
-// root. 4 is for what subtractions (layernorm, softmax minus target) lose.
+// root. The factors are for what subtractions (layernorm, softmax minus target) lose.
 static double gradient_bound(const Config* c, int rows, int T, OptimType type) {
     double sums = 2.0 * c->L * (9.0 * c->C + c->C / c->NH + T) + 2.0 * c->C + c->V + rows;
     double roundings = 20.0 * c->L + 6.0;
-    return 4.0 * (type == OPTIM_FP32 ? ldexp(sqrt(sums), -24) : ldexp(sqrt(roundings), -9));
+    return type == OPTIM_FP32 ? 2.0 * ldexp(sqrt(sums), -24) : 4.0 * ldexp(sqrt(roundings), -9);
 }
 
 // Errors of logits of order 1, independent from row to row, in a mean over the rows; then 2^-22 of the sum itself.
@@ -253,13 +253,15 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
     }
     note(test, what, worst);
     expect(compared == 23, "%d gradients in %s, want 23", compared, GOLDEN);
-    // AdamW's first steps have the size of lr whatever the gradient's, so an error of the gradient is an error of the
-    // direction: each step's share of the fall in loss is off by as much.
+    // AdamW's first steps have the size of lr whatever the gradient's, so an error of the gradient turns a step's
+    // direction. The errors of the parameters do not correlate and change the loss less than those of the logits do:
+    // each step adds at most as much as the first loss may be off by.
     double first = golden_double(&file, "golden.losses", 0), fall = first - golden_double(&file, "golden.losses", 4);
     for (int step = 1; step <= 5 && type == OPTIM_FP32; step++) {
         if (step > 1) feed(&m, tokens, targets, true, 1.0f);
         double after = golden_double(&file, "golden.losses", step - 1);
-        expect_loss(test, "AdamW", scalar(&m, 0), after, losses + (step - 1) * bound * fall);
+        double multiple = expect_loss(test, "AdamW", scalar(&m, 0), after, step * losses);
+        if (step == 5) note(test, "AdamW", multiple);
         update(&m, 1e-3f, 1.0f, step);
         double norm = golden_double(&file, "golden.grad_norm", 0);
         expect(step > 1 || fabs(scalar(&m, 1) - norm) <= bound * norm, "norm %.9g, want %.9g", scalar(&m, 1), norm);
@@ -346,6 +348,11 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
         for (Recompute recompute : {RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
             Setup other = setup;
             other.recompute = recompute;
+            // In bf16 the forward pass takes GELU from cuBLASLt's epilogue and recomputation from gelu.cuh.
+            if (dev->gpu && type == OPTIM_BF16 && recompute == RECOMPUTE_GELU) {
+                check_against(test, "gelu again", dev, &other, want, loss, bound);
+                continue;
+            }
             float* got = small_gradients(dev, &other, &other_loss);
             expect(memcmp(got, want, shape.elements * sizeof(float)) == 0 && loss == other_loss,
                    "recompute %d changes bits at T %d", recompute, small.T);
@@ -656,36 +663,43 @@ TEST(draw_token) {
 
 // The plan against what is allocated.
 
-static const Setup PLANNED[] = {
-    {{3, 128, 2, 64, 300, 384}, 3, 33, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
-    {{3, 128, 2, 64, 300, 384}, 3, 33, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
-    {{3, 128, 2, 64, 300, 384}, 3, 33, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"}};
+// A block of the heap is at least what was asked for, and larger by less than two pages.
+static void expect_allocated(Test* test, const char* what, int64_t planned, void* const* blocks, int count) {
+    int64_t sum = 0;
+    for (int i = 0; i < count; i++) sum += (int64_t)malloc_usable_size(blocks[i]);
+    expect(sum >= planned && sum < planned + count * 8192, "%s: planned %lld bytes, allocated %lld", what,
+           (long long)planned, (long long)sum);
+}
 
 TEST(memory_plan) {
+    // Rows enough for the smallest of the buffers to show; nothing touches the memory.
+    const Config config = {3, 128, 2, 64, 300, 384};
+    const Setup setups[] = {{config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
+                            {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
+                            {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"}};
     Device dev;
     device_open(&dev, false, 0);
-    for (const Setup& setup : PLANNED) {
+    for (const Setup& setup : setups) {
         Model m;
         model_open(&m, &dev, &setup);
         OptimConfig config = setup_optim(&setup);
         MemoryPlan plan = memory_plan(&m, &config);
         OptimBytes bytes = optim_bytes(&config, m.tensors, m.count, m.type), real = optim_allocated(m.optim);
-        int64_t optimizer = bytes.weights + bytes.compute + bytes.states + bytes.tables;
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        // A block of the heap is at least what was asked for, and larger by less than three pages.
-        int64_t sum = 0;
-        for (void* block : {m.grads, m.activations, (void*)m.input, (void*)m.losses}) {
-            sum += (int64_t)malloc_usable_size(block);
-        }
-        int64_t planned = plan.total - optimizer;
-        expect(sum >= planned && sum <= planned + 4 * 3 * 4096, "planned %lld bytes, allocated %lld",
-               (long long)planned, (long long)sum);
-        expect(plan.weights >= bytes.weights + bytes.compute && plan.grads == m.elements * 4, "parts of the plan");
+        int64_t optimizer = bytes.weights + bytes.compute + bytes.states + bytes.tables;
+        expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
+               (long long)plan.states);
+        expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
+        void* other[] = {m.input, m.losses};
+        expect_allocated(test, "gradients", plan.grads, &m.grads, 1);
+        expect_allocated(test, "activations", plan.activations, &m.activations, 1);
+        expect_allocated(test, "input and losses", plan.other, other, 2);
         model_free(&m);
     }
 }
 
 TEST(memory_plan_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer pads allocations");
     Device dev;
     device_open(&dev, true, 0);
     const int64_t granularity = 2 << 20;  // of cudaMalloc's pages

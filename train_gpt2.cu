@@ -1287,7 +1287,7 @@ static void checkpoint_save(Run* run) {
     if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
         folder_remove(temporary, ignored);
         user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
-                   (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "off");
+                   (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "auto");
     }
     memcpy(run->last_checkpoint, path, sizeof(path));
     say(run, "save %6lld  %s  %.1f s\n", (long long)run->step, path, seconds_now() - begin);
@@ -1330,7 +1330,8 @@ static Json* resume_find(Options* o, const bool* given, char* folder, size_t fol
     } else {
         state = checkpoint_newest(named, folder, folder_bytes);
         if (!state && !automatic)
-            user_error("--resume %s holds no whole checkpoint (step_*); begin anew with --resume off", named);
+            user_error("--resume %s holds no whole checkpoint (step_*); begin anew with --run %s --resume auto", named,
+                       named);
     }
     if (!state) return nullptr;
     const Json* saved = json_get(state, "options");

@@ -15,9 +15,6 @@ struct Variant {
 };
 
 static const Variant VARIANTS[] = {
-#ifdef EXTRA_VARIANTS
-    EXTRA_VARIANTS
-#endif
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
 };
 
