@@ -63,7 +63,7 @@ struct Options {
     const char* recompute;
     int64_t logit_rows;
     // validation and samples
-    int64_t val_every, val_batches, sample_every, sample_tokens;
+    int64_t val_every, val_tokens, sample_every, sample_tokens;
     const char* prompt;
     double temperature;
     int64_t top_k;
@@ -89,7 +89,7 @@ static const Option OPTIONS[] = {
     {"model", OPTION_TEXT, FIELD(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
     {"layers", OPTION_INT, FIELD(layers), "auto", 1, 256, "L", "model", "instead of the model's"},
-    {"channels", OPTION_INT, FIELD(channels), "auto", 64, 65536, "C", "model",
+    {"channels", OPTION_INT, FIELD(channels), "auto", 64, 12288, "C", "model",
      "a multiple of the heads times 64 or 128"},
     {"heads", OPTION_INT, FIELD(heads), "auto", 1, 1024, "NH", "model", "channels / heads is 64 or 128"},
     {"seq", OPTION_INT, FIELD(seq), "auto", 1, 65536, "T", "model", "tokens of a training sequence"},
@@ -124,8 +124,8 @@ static const Option OPTIONS[] = {
     {"logit-rows", OPTION_INT, FIELD(logit_rows), "auto", 1, 1e9, "N", "precision and memory",
      "rows of logits in memory at a time"},
     {"val-every", OPTION_INT, FIELD(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
-    {"val-batches", OPTION_INT, FIELD(val_batches), "20", 1, 1e12, "N", "validation and samples",
-     "micro-batches of one validation, at most"},
+    {"val-tokens", OPTION_INT, FIELD(val_tokens), "auto", 1, 1e12, "N", "validation and samples",
+     "tokens of one validation, at most: the first windows of the validation data"},
     {"sample-every", OPTION_INT, FIELD(sample_every), "auto", 0, 1e12, "N", "validation and samples",
      "steps; 0: never; auto: at the end"},
     {"sample-tokens", OPTION_INT, FIELD(sample_tokens), "128", 1, 65536, "N", "validation and samples",
@@ -160,6 +160,7 @@ static const OptionTable TABLE = {OPTIONS, OPTION_COUNT};
 // matrix is the token embedding.
 
 constexpr int MAX_LAYERS = 256;
+constexpr int MAX_CHANNELS = 12288;  // what layernorm_backward keeps in shared memory
 
 struct Config {
     int L, C, NH;
@@ -585,24 +586,6 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     return plan;
 }
 
-// Bytes that can be allocated now: the GPU's free memory (less a margin for kernels loaded later), or what the kernel
-// calls available on this machine.
-static int64_t memory_available(const Device* dev) {
-    if (dev->gpu) {
-        size_t available, total;
-        check(cudaMemGetInfo(&available, &total));
-        return (int64_t)available + WORKSPACE_BYTES - (512 << 20);  // the workspace is in the plan and allocated
-    }
-    FILE* file = fopen("/proc/meminfo", "r");
-    char line[256];
-    long long kilobytes = 0;
-    while (file && fgets(line, sizeof(line), file)) {
-        if (sscanf(line, "MemAvailable: %lld", &kilobytes) == 1) break;
-    }
-    if (file) fclose(file);
-    return kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
-}
-
 static void model_allocate(Model* m, const OptimConfig* config) {
     bool train = config != nullptr;
     int64_t N = (int64_t)m->B * m->T;
@@ -755,31 +738,47 @@ static void config_read(Config* config, const char* folder) {
             "1e-05, n_inner 4 x n_embd and a tied head",
             folder, activation, epsilon);
     }
-    config->L = (int)json_int(json, "n_layer", 12);
-    config->C = (int)C;
-    config->NH = (int)json_int(json, "n_head", 12);
-    config->max_T = (int)json_int(json, "n_positions", json_int(json, "n_ctx", 1024));
-    config->V = (int)json_int(json, "vocab_size", 50257);
+    static const struct {
+        const char* flag;
+        int needed;
+    } flags[] = {{"scale_attn_weights", 1}, {"scale_attn_by_inverse_layer_idx", 0}, {"add_cross_attention", 0}};
+    for (auto& f : flags) {
+        if (json_number(json, f.flag, f.needed) != f.needed) {
+            user_error("--model %s is a GPT-2 variant with %s %s, which nibble has not", folder, f.flag,
+                       f.needed ? "false" : "true");
+        }
+    }
+    int64_t shape[] = {json_int(json, "n_layer", 12), C, json_int(json, "n_head", 12),
+                       json_int(json, "n_positions", json_int(json, "n_ctx", 1024)),
+                       json_int(json, "vocab_size", 50257)};
+    const int64_t most[] = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
+    bool in_range = true;
+    for (int i = 0; i < 5; i++) in_range = in_range && shape[i] >= 1 && shape[i] <= most[i];
+    *config = {(int)shape[0], (int)shape[1], (int)shape[2], (int)shape[3], (int)shape[4], 0};
     json_free(json);
     free(text);
-    if (config->L < 1 || config->L > MAX_LAYERS || config->C < 1 || config->NH < 1 || config->max_T < 1 ||
-        config->V < 1 || config->V > (1 << 20)) {
+    if (!in_range) {
         user_error(
-            "%s has a shape out of range: n_layer %d (at most %d), n_embd %d, n_head %d, n_positions %d, "
-            "vocab_size %d",
-            path, config->L, MAX_LAYERS, config->C, config->NH, config->max_T, config->V);
+            "%s has a shape out of range: n_layer %lld (at most %d), n_embd %lld (at most %d), n_head %lld, "
+            "n_positions "
+            "%lld, vocab_size %lld",
+            path, (long long)shape[0], MAX_LAYERS, (long long)shape[1], MAX_CHANNELS, (long long)shape[2],
+            (long long)shape[3], (long long)shape[4]);
     }
 }
 
-// Model and sequence length from the options; `vocabulary` is the data's.
-static void config_resolve(Options* o, const Device* dev, int vocabulary, bool bytes, Config* config) {
+// Model and sequence length from the options, or from `checkpoint` unless it is NULL; `vocabulary` is the data's.
+static void config_resolve(Options* o, const Device* dev, int vocabulary, bool bytes, const char* checkpoint,
+                           Config* config) {
     if (strcmp(o->model, "auto") == 0) o->model = !dev->gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     const NamedModel* named = nullptr;
     for (const NamedModel& candidate : MODELS) {
         if (strcmp(o->model, candidate.name) == 0) named = &candidate;
     }
-    if (named) {
+    if (checkpoint) {
+        config_read(config, checkpoint);
+    } else if (named) {
         *config = {named->L, named->C, named->NH, named->T, vocabulary, 0};
         if (o->layers != AUTO) config->L = (int)o->layers;
         if (o->channels != AUTO) config->C = (int)o->channels;
@@ -791,12 +790,6 @@ static void config_resolve(Options* o, const Device* dev, int vocabulary, bool b
         if (o->layers != AUTO || o->channels != AUTO || o->heads != AUTO) {
             user_error("--model %s fixes the shape; leave --layers, --channels and --heads out", o->model);
         }
-        if (vocabulary > config->V) {
-            user_error(
-                "the data has a vocabulary of %d tokens and --model %s of %d; prepare the data with the model's "
-                "tokenizer",
-                vocabulary, o->model, config->V);
-        }
     } else {
         const char* nearest = MODELS[0].name;
         for (const NamedModel& candidate : MODELS) {
@@ -805,26 +798,27 @@ static void config_resolve(Options* o, const Device* dev, int vocabulary, bool b
         user_error("--model '%s' is neither a known name nor a folder; did you mean %s? (--help lists the names)",
                    o->model, nearest);
     }
+    if (vocabulary > config->V || (bytes && config->V != 256)) {
+        user_error(
+            "the data has a vocabulary of %d tokens and --model %s of %d; prepare the data with the model's "
+            "tokenizer (data/prepare.py)",
+            vocabulary, o->model, config->V);
+    }
     if (o->seq == AUTO) o->seq = config->max_T;
     if (o->seq > config->max_T) {
         user_error("--seq %lld is longer than the model's %d positions; type --seq %d or less", (long long)o->seq,
                    config->max_T, config->max_T);
     }
     config->Vp = (config->V + 127) / 128 * 128;
+    if (config->C % 64 != 0) {
+        user_error("%d channels are not a multiple of a head's 64; type --channels %d", config->C,
+                   (config->C + 63) / 64 * 64);
+    }
     if (config->C % config->NH != 0 || (config->C / config->NH != 64 && config->C / config->NH != 128)) {
         user_error("%d channels over %d heads is %.4g channels a head; nibble has 64 and 128: type --heads %d",
-                   config->C, config->NH, (double)config->C / config->NH, config->C / 64 > 0 ? config->C / 64 : 1);
+                   config->C, config->NH, (double)config->C / config->NH, config->C / 64);
     }
     o->layers = config->L, o->channels = config->C, o->heads = config->NH;
-}
-
-// The largest B up to `most` whose plan fits, 0 when not even one sequence does.
-static int64_t largest_batch(Model m, const OptimConfig* config, int64_t most) {
-    int64_t available = memory_available(m.dev);
-    for (m.B = (int)most; m.B > 0; m.B--) {
-        if (memory_plan(&m, config).total <= available) return m.B;
-    }
-    return 0;
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -832,6 +826,15 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
     // About a gigabyte of bf16 logits keeps the head's matrix products at full rate; on the CPU a cache-sized piece.
     int64_t rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 16384 : 1024;
     return rows < N ? rows : N;
+}
+
+// The largest B up to `most` whose plan fits, 0 when not even one sequence does.
+static int64_t largest_batch(const Options* o, Model m, const OptimConfig* config, int64_t most, int64_t available) {
+    for (m.B = (int)most; m.B > 0; m.B--) {
+        m.logit_rows = logit_rows_for(o, &m);
+        if (memory_plan(&m, config).total <= available) return m.B;
+    }
+    return 0;
 }
 
 // Batch sizes. Three numbers must agree: batch x seq x micro-batches = tokens-per-step.
@@ -846,8 +849,9 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
     if (o->batch == AUTO) {
         int64_t most = !m->dev->gpu ? 8 : bytes ? 32 : 64;
         if (windows < most) most = windows;
-        m->logit_rows = o->logit_rows != AUTO ? o->logit_rows : 16384;
-        int64_t fits = largest_batch(*m, optim, most), batch = 1;
+        // Of the whole memory, not of what happens to be free: the same command takes the same batch.
+        int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) : INT64_MAX;
+        int64_t fits = largest_batch(o, *m, optim, most, usable), batch = 1;
         while (batch * 2 <= fits) batch *= 2;
         while (sequences && sequences % batch != 0) batch /= 2;
         o->batch = batch;
@@ -872,7 +876,7 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
     o->logit_rows = m->logit_rows;
 }
 
-static void optim_config_from(const Options* o, OptimConfig* config) {
+static void optim_config_from(Options* o, OptimConfig* config) {
     *config = {o->preset,
                o->rule,
                o->weights,
@@ -886,10 +890,11 @@ static void optim_config_from(const Options* o, OptimConfig* config) {
                (uint64_t)o->seed};
     char error[DATA_ERROR_BYTES];
     if (!optim_resolve(config, error, sizeof(error))) user_error("%s", error);
+    o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
 }
 
 // Steps and what depends on them.
-static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu) {
+static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, bool warmup_typed) {
     int64_t sequences = o->tokens_per_step / o->seq;
     if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
     if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
@@ -901,7 +906,9 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu) 
                                       : 2e-4;
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
+    if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
+    if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
     if (o->warmup > o->steps && o->steps > 0) {
         user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
                    (long long)o->steps, (long long)o->steps);
@@ -958,8 +965,8 @@ static int draw_token(const float* logits, int V, double temperature, int64_t k,
     return token;
 }
 
-static volatile sig_atomic_t signal_stop,
-    signal_save;  // set by the handler, read at boundaries: a step, a sample's token
+static volatile sig_atomic_t signal_stop, signal_save,
+    signal_seconds;  // set by the handler, read at boundaries: a step, a sample's token
 
 // Continues `prompt` by `length` tokens and hands each piece of text to `put`. There is no key-value cache: the whole
 // window is computed again for each token, its length rounded up to 64 so that few matmul shapes occur.
@@ -1002,20 +1009,6 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
 
 static bool is_transposed(int t, int count) {
     return t >= FIRST_BLOCK && t < count - 2 && BLOCK[(t - FIRST_BLOCK) % BLOCK_TENSORS].transposed;
-}
-
-// out (cols, rows) = inp (rows, cols) transposed; elements of 2 or 4 bytes.
-static void transpose(void* out, const void* inp, int64_t rows, int64_t cols, int element_bytes) {
-#pragma omp parallel for
-    for (int64_t block = 0; block < ceil_div(rows, 32); block++) {
-        int64_t end = (block + 1) * 32 < rows ? (block + 1) * 32 : rows;
-        for (int64_t j = 0; j < cols; j++) {
-            for (int64_t i = block * 32; i < end; i++) {
-                if (element_bytes == 2) ((uint16_t*)out)[j * rows + i] = ((const uint16_t*)inp)[i * cols + j];
-                if (element_bytes == 4) ((uint32_t*)out)[j * rows + i] = ((const uint32_t*)inp)[i * cols + j];
-            }
-        }
-    }
 }
 
 // The stored weights when a Hugging Face file can hold them as they are; otherwise `data` is NULL.
@@ -1074,26 +1067,6 @@ static bool model_write(const Model* m, const char* path, char* error) {
     return fine;
 }
 
-static float value_at(const void* data, const char* dtype, int64_t i) {
-    float value;
-    uint16_t half;
-    if (strcmp(dtype, "F32") == 0) {
-        memcpy(&value, (const char*)data + 4 * i, 4);  // another program's file need not be aligned
-        return value;
-    }
-    memcpy(&half, (const char*)data + 2 * i, 2);
-    if (strcmp(dtype, "BF16") == 0) {
-        uint32_t bits = (uint32_t)half << 16;
-        memcpy(&value, &bits, 4);
-        return value;
-    }
-    int exponent = half >> 10 & 31, mantissa = half & 1023;  // F16
-    float magnitude = exponent == 0    ? ldexpf((float)mantissa, -24)
-                      : exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                       : ldexpf((float)(1024 + mantissa), exponent - 25);
-    return half & 0x8000 ? -magnitude : magnitude;
-}
-
 // The weights of FOLDER/model.safetensors into the model, names with or without "transformer.".
 static void model_read(Model* m, const char* folder) {
     char path[PATH_BYTES], error[DATA_ERROR_BYTES];
@@ -1124,7 +1097,7 @@ static void model_read(Model* m, const char* folder) {
         }
         float* values = (float*)calloc(tensor->rows * cols, sizeof(float));  // padding of the vocabulary is 0
         float* turned = turn ? (float*)malloc(n * sizeof(float)) : nullptr;
-        for (int64_t i = 0; i < n; i++) (turn ? turned : values)[i] = value_at(found->data, found->dtype, i);
+        safetensors_floats(found, turn ? turned : values);
         if (turn) transpose(values, turned, cols, rows, 4);
         model_set_tensor(m, t, values);
         free(values);
@@ -1145,12 +1118,12 @@ struct Run {
     char* banner;
     size_t banner_bytes;
     FILE* log;  // log.jsonl
-    char tokenizer_folder[PATH_BYTES];
     Tokenizer* tokenizer;
     double bytes_per_token;
-    int64_t step;       // optimizer steps done
-    int64_t sequences;  // consumed so far: the data position
-    double best_val;    // infinite until the first validation
+    int64_t step;         // optimizer steps done
+    int64_t sequences;    // consumed so far: the data position
+    int64_t data_tokens;  // of the training data: their number decides the order
+    double best_val;      // infinite until the first validation
     char last_checkpoint[PATH_BYTES];
     double started;  // seconds
 };
@@ -1197,8 +1170,9 @@ static bool is_in_model_file(const OptimStream* stream) {
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
 static bool optimizer_write(const Model* m, const char* path, char* error) {
-    SafetensorsEntry entries[64];
-    OptimStream streams[64];
+    int most = optim_stream_count(m->optim);
+    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(most, sizeof(*entries));
+    OptimStream* streams = (OptimStream*)calloc(most, sizeof(*streams));
     int count = 0;
     for (int i = 0; i < optim_stream_count(m->optim); i++) {
         OptimStream stream = optim_stream(m->optim, i);
@@ -1207,9 +1181,9 @@ static bool optimizer_write(const Model* m, const char* path, char* error) {
         streams[count++] = stream;
     }
     SafetensorsWriter* writer = safetensors_begin(path, entries, count, nullptr, error);
-    if (!writer) return false;
+    free(entries);
     void* host = malloc(COPY_BYTES);
-    bool fine = true;
+    bool fine = writer != nullptr;
     for (int i = 0; i < count && fine; i++) {
         int64_t size = streams[i].elements * streams[i].element_bytes;
         for (int64_t at = 0; at < size && fine; at += COPY_BYTES) {
@@ -1219,8 +1193,9 @@ static bool optimizer_write(const Model* m, const char* path, char* error) {
         }
     }
     free(host);
+    free(streams);
     if (fine) return safetensors_finish(writer, nullptr, nullptr, error);
-    safetensors_abandon(writer);
+    if (writer) safetensors_abandon(writer);
     return false;
 }
 
@@ -1228,6 +1203,7 @@ static void optimizer_read(Model* m, const char* folder) {
     char path[PATH_BYTES], error[DATA_ERROR_BYTES];
     path_join(path, folder, "optimizer.safetensors");
     Safetensors file;
+    int consumed = 0;
     if (!safetensors_open(&file, path, error)) user_error("%s", error);
     for (int i = 0; i < optim_stream_count(m->optim); i++) {
         OptimStream stream = optim_stream(m->optim, i);
@@ -1241,6 +1217,13 @@ static void optimizer_read(Model* m, const char* folder) {
                 path, stream.name, stream.dtype, (long long)stream.elements);
         }
         copy_to_device(m->dev, stream.data, found->data, found->bytes);
+        consumed++;
+    }
+    if (consumed != file.count) {
+        user_error(
+            "%s holds %d arrays and these formats take %d; resume with the --preset, --weights, --m and --v of the "
+            "saved run",
+            path, file.count, consumed);
     }
     safetensors_close(&file);
     optim_decode(m->optim);
@@ -1257,15 +1240,14 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     if (!optimizer_write(run->model, path, error)) return false;
     path_join(path, folder, "config.json");
     if (!write_config(run->model, path, error)) return false;
-    if (run->tokenizer_folder[0] && (!file_copy(run->tokenizer_folder, "vocab.json", folder, error) ||
-                                     !file_copy(run->tokenizer_folder, "merges.txt", folder, error))) {
+    if (!file_copy(run->folder, "vocab.json", folder, error) || !file_copy(run->folder, "merges.txt", folder, error)) {
         return false;
     }
     char* text = nullptr;
     size_t length = 0;
     FILE* state = open_memstream(&text, &length);
-    fprintf(state, "{\n\"version\": 1,\n\"step\": %lld,\n\"sequences\": %lld,\n\"best_val\": ", (long long)run->step,
-            (long long)run->sequences);
+    fprintf(state, "{\n\"version\": 1,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"best_val\": ",
+            (long long)run->step, (long long)run->sequences, (long long)run->data_tokens);
     json_write_number(state, run->best_val);
     fprintf(state, ",\n\"options\": ");
     options_json(&TABLE, run->options, state);
@@ -1305,69 +1287,66 @@ static bool is_restored(const Option* option) {
     return option->type != OPTION_FLAG;
 }
 
-// Finds what --resume names. Options that were not typed are taken from the checkpoint; typed ones that differ are
-// listed in `changed`. Returns the checkpoint's state, or NULL to begin anew.
-static Json* resume_find(Options* o, const bool* given, char* folder, size_t folder_bytes, char* changed,
-                         size_t changed_bytes) {
-    changed[0] = 0;
-    if (strcmp(o->resume, "off") == 0) return nullptr;
-    Json* state = nullptr;
+// The checkpoint that --resume names into `folder`, its state returned; NULL: begin anew.
+static Json* resume_locate(const Options* o, char (&folder)[PATH_BYTES], bool* named_itself) {
     char error[DATA_ERROR_BYTES], inner[PATH_BYTES];
+    *named_itself = false;
+    if (strcmp(o->resume, "off") == 0) return nullptr;
     bool automatic = strcmp(o->resume, "auto") == 0;
     const char* named = automatic ? o->run : o->resume;
     if (automatic && !o->run[0]) user_error("--resume auto needs the run folder: add --run DIR");
-    path_join(inner, named, "state.json");
     if (!automatic && !folder_exists(named)) {
         user_error("--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
     }
-    if (!automatic && file_exists(inner)) {
-        snprintf(folder, folder_bytes, "%s", named);
+    path_join(inner, named, "state.json");
+    *named_itself = !automatic && file_exists(inner);
+    Json* state;
+    if (*named_itself) {
+        path_join(folder, named, nullptr);
         while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
         state = checkpoint_verify(folder, error);
-        if (!state)
+        if (!state) {
             user_error("--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder", named,
                        error);
+        }
     } else {
-        state = checkpoint_newest(named, folder, folder_bytes);
-        if (!state && !automatic)
+        state = checkpoint_newest(named, folder, sizeof(folder));
+        if (!state && !automatic) {
             user_error("--resume %s holds no whole checkpoint (step_*); begin anew with --run %s --resume auto", named,
                        named);
+        }
     }
-    if (!state) return nullptr;
-    const Json* saved = json_get(state, "options");
+    if (state && json_int(state, "version", 0) != 1) {
+        user_error("%s was written by another version of nibble (%lld); resume with that one", folder,
+                   (long long)json_int(state, "version", 0));
+    }
+    return state;
+}
+
+// Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
+// where the model's shape hangs on them.
+static void resume_options(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
+    static const char* const fixed[] = {"model", "layers", "channels", "heads", "seq"};
+    char error[DATA_ERROR_BYTES];
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
         char now[4096];
         option_text(option, o, now, sizeof(now));
-        if (!given[i] && !option_set(option, o, text, error)) user_error("--resume %s: %s", named, error);
-        if (given[i] && strcmp(now, text) != 0) {
-            size_t used = strlen(changed);
-            snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
+        if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
+        if (!given[i] || strcmp(now, text) == 0) continue;
+        for (const char* name : fixed) {
+            if (strcmp(option->name, name) != 0) continue;
+            user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or begin anew without --resume", name,
+                       now, text, name);
         }
+        size_t used = strlen(changed);
+        snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
     }
-    if (!o->run[0]) {
-        char* parent = strdup(folder);
-        char* slash = strrchr(parent, '/');
-        if (slash) *slash = 0;
-        o->run = slash ? parent : strdup(".");
-    }
-    return state;
 }
 
 // The run folder, the banner and the lines.
-
-// A full disk or a crash may have left half a line at the end of a log: it goes, so that every line is whole.
-static void trim_last_line(const char* path) {
-    char error[DATA_ERROR_BYTES];
-    int64_t bytes = 0;
-    char* text = file_exists(path) ? file_read(path, &bytes, error) : nullptr;
-    if (!text) return;
-    while (bytes > 0 && text[bytes - 1] != '\n') bytes--;
-    free(text);
-    if (truncate(path, bytes) != 0) user_error("%s cannot be written: %s", path, strerror(errno));
-}
 
 static void run_folder_make(Run* run, bool resumed) {
     Options* o = run->options;
@@ -1388,7 +1367,7 @@ static void run_folder_make(Run* run, bool resumed) {
                    run->folder, run->folder);
     }
     if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
-    trim_last_line(path);
+    if (!file_trim(path, error)) user_error("--run %s: %s", run->folder, error);
     run->log = fopen(path, "a");
     if (!run->log)
         user_error("--run %s: log.jsonl cannot be written: %s; name a folder that is writable", run->folder,
@@ -1409,6 +1388,37 @@ static void run_folder_make(Run* run, bool resumed) {
     fwrite(run->banner, 1, run->banner_bytes, file);
     free(run->banner);
     run->text = file;
+}
+
+// Keeps the tokenizer's files in the run folder, under Hugging Face's names, whatever becomes of where they came from,
+// and opens it. Without one that fits there are no samples.
+static void run_tokenizer_open(Run* run, const char* data_folder, const char* checkpoint, bool bytes) {
+    static const char* const names[][2] = {{"vocab.json", "vocab.json"},
+                                           {"merges.txt", "merges.txt"},
+                                           {"encoder.json", "vocab.json"},
+                                           {"vocab.bpe", "merges.txt"}};
+    const char* sources[] = {run->folder, checkpoint, data_folder, run->options->model};
+    char error[DATA_ERROR_BYTES], from[PATH_BYTES], to[PATH_BYTES];
+    for (const char* source : sources) {
+        for (int i = 0; i < 4 && !bytes && source[0] && folder_exists(source); i++) {
+            path_join(from, source, names[i][0]);
+            path_join(to, run->folder, names[i][1]);
+            if (!file_exists(from) || file_exists(to)) continue;
+            int64_t size;
+            char* text = file_read(from, &size, error);
+            if (!text || !file_write(to, text, size, error)) user_error("--run %s: %s", run->folder, error);
+            free(text);
+        }
+    }
+    path_join(to, run->folder, "vocab.json");
+    bool there = bytes || file_exists(to);
+    run->tokenizer = there ? tokenizer_open(bytes ? nullptr : run->folder, error) : nullptr;
+    int token;
+    bool fits = run->tokenizer && tokenizer_encode(run->tokenizer, "a", 1, &token, 1) >= 0 &&
+                tokenizer_vocabulary(run->tokenizer) <= run->model->config.V;
+    if (fits) return;
+    say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", run->model->config.V);
+    run->options->sample_every = 0;
 }
 
 // One line of log.jsonl: {"type": ..., "step": ..., name: value, ...}. A full disk stops the run.
@@ -1439,41 +1449,9 @@ static void log_config(Run* run, const char* device) {
     fflush(run->log);
 }
 
-// Dense peak of the device in FLOP/s by its vendor's figures, 0 when unknown: then MFU is shown as "-".
-static double device_peak(const Device* dev, OptimType type) {
-    struct Peak {
-        const char* name;
-        double bf16, fp32;  // TFLOP/s
-    };
-    static const Peak peaks[] = {{"H200", 989, 67},   {"H100 PCIe", 756, 51},  {"H100 NVL", 835, 60},
-                                 {"H100", 989, 67},   {"A100", 312, 19.5},     {"B200", 2250, 75},
-                                 {"L40S", 362, 91.6}, {"RTX 4090", 165, 82.6}, {"RTX 3090", 71, 35.6}};
-    for (const Peak& peak : peaks) {
-        if (dev->gpu && strstr(dev->name, peak.name)) return 1e12 * (type == OPTIM_FP32 ? peak.fp32 : peak.bf16);
-    }
-    return 0;
-}
-
 // FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
 static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
-}
-
-static void format_count(double n, char* text, size_t bytes) {
-    const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
-    double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
-    snprintf(text, bytes,
-             scaled < 10 && unit[0]    ? "%.2f%s"
-             : scaled < 100 && unit[0] ? "%.1f%s"
-                                       : "%.0f%s",
-             scaled, unit);
-}
-
-static void format_duration(double seconds, char* text, size_t bytes) {
-    int64_t s = (int64_t)(seconds + 0.5);
-    if (s < 60) snprintf(text, bytes, "%llds", (long long)s);
-    if (s >= 60 && s < 3600) snprintf(text, bytes, "%lldm%02llds", (long long)(s / 60), (long long)(s % 60));
-    if (s >= 3600) snprintf(text, bytes, "%lldh%02lldm", (long long)(s / 3600), (long long)(s / 60 % 60));
 }
 
 static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* plan, const Dataset* train,
@@ -1488,7 +1466,7 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
         int driver = 0, runtime = 0;
         check(cudaDriverGetVersion(&driver));
         check(cudaRuntimeGetVersion(&runtime));
-        double peak = device_peak(dev, m->type);
+        double peak = device_peak(dev, m->type == OPTIM_FP32);
         say(run, " device   %s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d", dev->name,
             dev->compute, dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
         if (peak > 0) say(run, "  peak %.0f TFLOP/s %s", peak * 1e-12, o->matmul);
@@ -1517,10 +1495,11 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
     if (changed[0]) say(run, " changed %s\n", changed);
 }
 
-static void require_memory(const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
+static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
     int64_t available = memory_available(m->dev);
     if (plan->total <= available) return;
-    int64_t fits = largest_batch(*m, config, m->B);
+    int64_t fits = largest_batch(o, *m, config, m->B, available), sequences = o->tokens_per_step / o->seq;
+    while (fits > 0 && sequences % fits != 0) fits--;
     double need = (double)plan->total / (1 << 30), have = (double)available / (1 << 30);
     if (fits > 0) {
         user_error(
@@ -1553,26 +1532,26 @@ struct Feeder {
     Loader* loader;
     cudaEvent_t copied[2];
     int64_t fed;
+    char error[DATA_ERROR_BYTES];
 };
 
 static void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, int B, int T, uint64_t seed,
                         bool shuffle, int64_t first_sequence) {
-    char error[DATA_ERROR_BYTES];
-    *feeder = {dev, nullptr, {nullptr, nullptr}, 0};
+    memset(feeder, 0, sizeof(*feeder));
+    feeder->dev = dev;
     feeder->loader = loader_open(data, B, T, seed, shuffle, first_sequence, dev->gpu ? pinned_alloc : malloc,
-                                 dev->gpu ? pinned_free : free, error);
-    if (!feeder->loader) user_error("--data: %s", error);
+                                 dev->gpu ? pinned_free : free, feeder->error);
+    if (!feeder->loader) user_error("--data: %s", feeder->error);
     for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
 }
 
-// The next micro-batch into `input`; returns the number of its distinct tokens.
+// The next micro-batch into `input`; returns the number of its distinct tokens, -1 with feeder->error on bad data.
 static int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
     const Device* dev = feeder->dev;
-    char error[DATA_ERROR_BYTES];
     cudaEvent_t event = feeder->copied[feeder->fed % 2];
     if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
-    const Batch* batch = loader_next(feeder->loader, error);
-    if (!batch) user_error("--data: %s", error);
+    const Batch* batch = loader_next(feeder->loader, feeder->error);
+    if (!batch) return -1;
     feeder->fed++;
     const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
     int* to[] = {input->tokens, input->targets, input->order, input->bucket};
@@ -1595,11 +1574,12 @@ static void feeder_close(Feeder* feeder) {
 }
 
 // One optimizer step: gradients of `micro_batches`, their norm and clip factor, the update. All of it is queued without
-// waiting for the device; the caller reads the scalars. `step` counts from 1.
-static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
+// waiting for the device; the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed.
+static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     for (int64_t i = 0; i < micro_batches; i++) {
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
+        if (buckets < 0) return false;
         micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)micro_batches);
     }
     // The activations are dead by now: their first bytes serve as the norm's scratch.
@@ -1609,19 +1589,22 @@ static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         global_norm<float>(m->dev, m->scalars + 1, (float*)m->activations, (const float*)m->grads, m->elements, clip);
     }
     optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
+    return true;
 }
 
-// Mean loss over the first windows of the validation data, at most `batches` micro-batches; NaN when a signal came.
-static double validate(const Model* m, const Dataset* data, int64_t batches) {
+// Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN when a signal
+// came.
+static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     int64_t windows = dataset_windows(data, m->T);
-    int B = windows < m->B ? (int)windows : m->B;
-    if (windows / B < batches) batches = windows / B;
+    if (tokens / m->T < windows) windows = tokens / m->T > 0 ? tokens / m->T : 1;
     Feeder feeder;
-    feeder_open(&feeder, m->dev, data, B, m->T, 0, false, 0);
+    feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, 0);
     Input input = input_layout(m, m->input);
-    for (int64_t i = 0; i < batches && !signal_stop; i++) {
-        int buckets = feeder_next(&feeder, &input, (int64_t)B * m->T);
-        micro_batch(m, &input, buckets, B, m->T, false, i == 0, 1.0f / (float)batches);
+    for (int64_t done = 0; done < windows && !signal_stop; done += m->B) {
+        int B = windows - done < m->B ? (int)(windows - done) : m->B;  // of the last batch only the first rows count
+        int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
+        if (buckets < 0) user_error("validation data: %s", feeder.error);
+        micro_batch(m, &input, buckets, B, m->T, false, done == 0, (float)B / (float)windows);
     }
     float loss;
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
@@ -1630,7 +1613,7 @@ static double validate(const Model* m, const Dataset* data, int64_t batches) {
 }
 
 static void run_validation(Run* run, const Dataset* data) {
-    double begin = seconds_now(), loss = validate(run->model, data, run->options->val_batches);
+    double begin = seconds_now(), loss = validate(run->model, data, run->options->val_tokens);
     if (signal_stop) return;
     if (loss < run->best_val) run->best_val = loss;
     double bpb = run->bytes_per_token > 0 ? loss / log(2.0) / run->bytes_per_token : NAN;
@@ -1670,7 +1653,7 @@ static void print_step(Run* run, double loss, double norm, double lr, double sec
     const Options* o = run->options;
     char rate[32], left[32], mfu[32] = "-";
     double tokens_per_second = (double)o->tokens_per_step / seconds;
-    double peak = device_peak(run->model->dev, run->model->type);
+    double peak = device_peak(run->model->dev, run->model->type == OPTIM_FP32);
     if (peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * flops_per_token(run->model) / peak);
     format_count(tokens_per_second, rate, sizeof(rate));
     format_duration(eta, left, sizeof(left));
@@ -1696,20 +1679,25 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     float* scalars = m->dev->gpu ? (float*)pinned_alloc(3 * sizeof(float)) : (float*)malloc(3 * sizeof(float));
     int64_t first = run->step, timed_from = first;
     double timed_since = seconds_now(), step_seconds = 0;
-    int64_t saved_at = -1;
+    int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
     while (run->step < o->steps && !signal_stop) {
         double begin = seconds_now(), lr = learning_rate(o, run->step);
-        train_step(m, &feeder, sequences / m->B, (float)lr, (float)o->clip, run->step + 1);
+        if (!train_step(m, &feeder, sequences / m->B, (float)lr, (float)o->clip, run->step + 1)) {
+            if (run->step > saved_at) checkpoint_save(run);
+            user_error("--data: %s; the last checkpoint is %s", feeder.error, run->last_checkpoint);
+        }
         copy_to_host(m->dev, scalars, m->scalars, 3 * sizeof(float));
         run->step++;
         run->sequences += sequences;
         double now = seconds_now(), loss = scalars[0], norm = scalars[1];
+        if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
+        if (isnan(norm)) norm = fabs(norm);
         if (run->step - first == 10) timed_from = run->step, timed_since = now, step_seconds = 0;
         step_seconds += now - begin;
         double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
         if (run->step == timed_from) each = now - begin;
-        double rate = (double)o->tokens_per_step / (now - begin), peak = device_peak(m->dev, m->type);
+        double rate = (double)o->tokens_per_step / (now - begin), peak = device_peak(m->dev, m->type == OPTIM_FP32);
         const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s", "mfu"};
         const double values[] = {loss, lr, norm, now - begin, rate, rate * flops_per_token(m) / peak};
         log_line(run, "train", peak > 0 ? 6 : 5, names, values);
@@ -1719,18 +1707,18 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         if (!isfinite(loss) || !isfinite(norm)) nonfinite_stop(run, loss, norm);
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
-        if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !signal_stop) run_sample(run);
         char request[PATH_BYTES];
         path_join(request, run->folder, "save");
         bool asked = signal_save || file_exists(request);
         if (asked) unlink(request);
-        if (asked || (o->save_every > 0 && run->step % o->save_every == 0)) {
+        if (asked || last || signal_stop || (o->save_every > 0 && run->step % o->save_every == 0)) {
             signal_save = 0;
             checkpoint_save(run);
             saved_at = run->step;
         }
+        if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !signal_stop) run_sample(run);
     }
-    if (saved_at != run->step) checkpoint_save(run);
+    if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
     double counted = (double)(run->step - timed_from);
     if (counted > 0) {
         char rate[32];
@@ -1744,9 +1732,16 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
 }
 
 static void on_signal(int number) {
-    if (number != SIGUSR1 && signal_stop) _exit(128 + number);  // the second one means now
-    if (number == SIGUSR1) signal_save = 1;
-    if (number != SIGUSR1) signal_stop = 1;
+    if (number == SIGUSR1) {
+        signal_save = 1;
+        return;
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    // A second one means now; but launchers deliver one signal twice, to the program and to its group.
+    if (signal_stop && now.tv_sec - signal_seconds >= 2) _exit(128 + number);
+    if (!signal_stop) signal_seconds = (sig_atomic_t)now.tv_sec;
+    signal_stop = 1;
 }
 
 static void signals_catch() {
@@ -1799,23 +1794,41 @@ static Recompute recompute_from(const char* name) {
     return strcmp(name, "block") == 0 ? RECOMPUTE_BLOCK : strcmp(name, "gelu") == 0 ? RECOMPUTE_GELU : RECOMPUTE_NONE;
 }
 
+// --model DIR may be a run folder: then its newest checkpoint is meant.
+static void model_folder_resolve(Options* o) {
+    char path[PATH_BYTES], newest[PATH_BYTES];
+    if (!folder_exists(o->model)) return;
+    path_join(path, o->model, nullptr);
+    while (strlen(path) > 1 && path[strlen(path) - 1] == '/') path[strlen(path) - 1] = 0;
+    o->model = strdup(path);
+    path_join(path, o->model, "model.safetensors");
+    Json* state = file_exists(path) ? nullptr : checkpoint_newest(o->model, newest, sizeof(newest));
+    if (state) o->model = strdup(newest);
+    json_free(state);
+}
+
 // --sample: continue a prompt with a model folder.
 static int sample_main(Options* o) {
     char error[DATA_ERROR_BYTES];
     Device dev;
     Model m = {};
+    model_folder_resolve(o);
     if (!folder_exists(o->model)) {
         user_error("--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is one)");
     }
     m.type = device_resolve(o, &dev);
     m.dev = &dev;
-    config_resolve(o, &dev, 0, false, &m.config);
+    config_resolve(o, &dev, 0, false, nullptr, &m.config);
     m.B = 1;
     m.T = (int)o->seq;
     m.logit_rows = 1;
     config_tensors(&m);
     Tokenizer* tokenizer = tokenizer_open(m.config.V == 256 ? nullptr : o->model, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    if (tokenizer_vocabulary(tokenizer) > m.config.V) {
+        user_error("--model %s: its tokenizer has %d tokens and its vocab_size is %d; they do not belong together",
+                   o->model, tokenizer_vocabulary(tokenizer), m.config.V);
+    }
     model_allocate(&m, nullptr);
     model_read(&m, o->model);
     FILE* to[2] = {stdout, nullptr};
@@ -1827,97 +1840,122 @@ static int sample_main(Options* o) {
     return 0;
 }
 
-static int train_main(Options* o, const bool* given) {
-    char checkpoint[PATH_BYTES] = "", changed[16384];
-    Json* state = resume_find(o, given, checkpoint, sizeof(checkpoint), changed, sizeof(changed));
-    Device dev;
-    Model m = {};
-    Run run = {};
-    run.options = o;
-    run.model = &m;
-    run.text = open_memstream(&run.banner, &run.banner_bytes);
-    m.type = device_resolve(o, &dev);
-    m.dev = &dev;
-    m.recompute = recompute_from(o->recompute);
-
-    // The data first says its vocabulary, which the model needs, then is opened with the model's sequence length.
-    Dataset train_data, val_data;
-    data_open(o, &train_data, DATASET_TRAIN, 1);
-    if (state && folder_exists(o->model)) {  // the run began from a folder: its checkpoint has the same shape
-        o->model = checkpoint;
-        o->layers = o->channels = o->heads = AUTO;
-    }
-    config_resolve(o, &dev, train_data.vocabulary, train_data.bytes, &m.config);
-    m.T = (int)o->seq;
-    config_tensors(&m);
-    dataset_close(&train_data);
-    data_open(o, &train_data, DATASET_TRAIN, m.T);
-    data_open(o, &val_data, DATASET_VALIDATION, m.T);
-    if (val_data.vocabulary > m.config.V) {
+// Data and model, from the options. The data first says its vocabulary, which the model needs, then is opened with the
+// model's sequence length.
+static void data_and_model_resolve(Options* o, const char* checkpoint, Dataset* train, Dataset* val, Model* m) {
+    data_open(o, train, DATASET_TRAIN, 1);
+    config_resolve(o, m->dev, train->vocabulary, train->bytes, checkpoint, &m->config);
+    m->T = (int)o->seq;
+    m->recompute = recompute_from(o->recompute);
+    config_tensors(m);
+    dataset_close(train);
+    data_open(o, train, DATASET_TRAIN, m->T);
+    data_open(o, val, DATASET_VALIDATION, m->T);
+    if (val->vocabulary > m->config.V) {
         user_error("the validation data has a vocabulary of %d tokens and the model of %d; prepare both alike",
-                   val_data.vocabulary, m.config.V);
+                   val->vocabulary, m->config.V);
     }
+}
 
-    bool auto_grads = strcmp(o->grads, "auto") == 0;
-    OptimConfig config;
-    if (auto_grads) o->grads = "fp32";
-    optim_config_from(o, &config);
-    m.grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    batch_resolve(o, &m, &config, train_data.bytes, dataset_windows(&train_data, m.T));
+// Batches and the optimizer's formats: gradients are bf16 where a step has one micro-batch of bf16 and fp32 elsewhere.
+static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, OptimConfig* config) {
+    bool automatic = strcmp(o->grads, "auto") == 0;
+    if (automatic) o->grads = "fp32";
+    optim_config_from(o, config);
+    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    batch_resolve(o, m, config, train->bytes, dataset_windows(train, m->T));
     int64_t micro_batches = o->tokens_per_step / (o->batch * o->seq);
-    if (auto_grads && micro_batches == 1 && m.type == OPTIM_BF16) o->grads = "bf16";
-    if (strcmp(o->grads, "bf16") == 0 && (micro_batches > 1 || m.type == OPTIM_FP32)) {
+    if (automatic && micro_batches == 1 && m->type == OPTIM_BF16) o->grads = "bf16";
+    if (strcmp(o->grads, "bf16") == 0 && (micro_batches > 1 || m->type == OPTIM_FP32)) {
         user_error(
             "--grads bf16 goes with --matmul bf16 and one micro-batch a step (now %s and %lld): several would be "
             "rounded at every addition; type --grads fp32",
             o->matmul, (long long)micro_batches);
     }
-    m.grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    optim_config_from(o, &config);
-    length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu);
+    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    optim_config_from(o, config);
+}
+
+// Weights and states: from the checkpoint, from --model DIR, or drawn.
+static void model_begin(Run* run, const char* checkpoint) {
+    Model* m = run->model;
+    if (checkpoint) {
+        model_read(m, checkpoint);
+        optimizer_read(m, checkpoint);
+        snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", checkpoint);
+        say(run, " resume   %s, step %lld\n", checkpoint, (long long)run->step);
+    } else if (folder_exists(run->options->model)) {
+        model_read(m, run->options->model);
+    } else {
+        model_init(m, (uint64_t)run->options->seed);
+    }
+}
+
+static int train_main(Options* o, const bool* given) {
+    char folder[PATH_BYTES] = "", changed[16384] = "";
+    bool named_itself;
+    Json* state = resume_locate(o, folder, &named_itself);
+    const char* checkpoint = state ? folder : nullptr;
+    if (state) resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
+    if (state) {
+        char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
+        if (!o->run[0]) o->run = strdup(folder_parent(checkpoint, parent, sizeof(parent)));
+        if (!checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) user_error("%s", error);
+    }
+    model_folder_resolve(o);
+    Device dev;
+    Model m = {};
+    Run run = {};
+    Dataset train_data, val_data;
+    OptimConfig config;
+    run.options = o;
+    run.model = &m;
+    run.text = open_memstream(&run.banner, &run.banner_bytes);
+    m.type = device_resolve(o, &dev);
+    m.dev = &dev;
+    data_and_model_resolve(o, checkpoint, &train_data, &val_data, &m);
+    batch_and_optim_resolve(o, &m, &train_data, &config);
+    length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu,
+                   given[option_find(&TABLE, "warmup") - OPTIONS]);
+    run.step = state ? json_int(state, "step", 0) : 0;
+    run.sequences = state ? json_int(state, "sequences", 0) : 0;
+    run.best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;
+    run.data_tokens = train_data.tokens;
+    int64_t tokens_before = state ? json_int(state, "data_tokens", train_data.tokens) : train_data.tokens;
+    if (tokens_before != train_data.tokens) {
+        sprintf(changed + strlen(changed), " the data: %lld tokens (were %lld), so the order from here on is another",
+                (long long)train_data.tokens, (long long)tokens_before);
+    }
 
     MemoryPlan plan = memory_plan(&m, &config);
     print_plan(&run, &config, &plan, &train_data, &val_data, changed);
-    require_memory(&m, &config, &plan);
+    if (state && run.step >= o->steps) {
+        say(&run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint, (long long)run.step,
+            (long long)o->steps);
+        return 0;
+    }
+    require_memory(o, &m, &config, &plan);
     if (o->dry_run) return 0;
 
     // The weights come before the run folder: a bad model file leaves nothing behind.
-    run.best_val = INFINITY;
     model_allocate(&m, &config);
-    if (state) {
-        model_read(&m, checkpoint);
-        optimizer_read(&m, checkpoint);
-        run.step = json_int(state, "step", 0);
-        run.sequences = json_int(state, "sequences", 0);
-        run.best_val = json_number(state, "best_val", INFINITY);
-        memcpy(run.last_checkpoint, checkpoint, sizeof(checkpoint));
-        say(&run, " resume   %s, step %lld\n", checkpoint, (long long)run.step);
-    } else if (folder_exists(o->model)) {
-        model_read(&m, o->model);
-    } else {
-        model_init(&m, (uint64_t)o->seed);
-    }
+    model_begin(&run, checkpoint);
     signals_catch();
-
+    // Paths as they are found from any folder, so that the run can be resumed from anywhere.
+    if (o->data[0]) o->data = path_absolute(o->data);
+    if (o->val[0]) o->val = path_absolute(o->val);
+    if (folder_exists(o->model)) o->model = path_absolute(o->model);
     run_folder_make(&run, state != nullptr || strcmp(o->resume, "auto") == 0);
     say(&run, " run      %s\n", run.folder);
-    char error[DATA_ERROR_BYTES];
-    snprintf(run.tokenizer_folder, sizeof(run.tokenizer_folder), "%s",
-             train_data.tokenizer[0]   ? train_data.tokenizer
-             : folder_exists(o->model) ? o->model
-                                       : "");
-    run.tokenizer = tokenizer_open(train_data.bytes ? nullptr : run.tokenizer_folder, error);
-    if (!run.tokenizer || (!train_data.bytes && !run.tokenizer_folder[0])) {
-        say(&run, " notice   no vocab.json and merges.txt beside the data: no samples\n");
-        o->sample_every = 0;
-    }
+    run_tokenizer_open(&run, train_data.tokenizer, checkpoint ? checkpoint : "", train_data.bytes);
     run.bytes_per_token = val_data.bytes_per_token;
     run.started = seconds_now();
     log_config(&run, dev.name);
     if (state) log_line(&run, "resume", 0, nullptr, nullptr);
     train(&run, &train_data, &val_data, plan.total);
-    say(&run, "next     ./train --sample \"...\" --model %s\n         python dev/plot.py %s\n", run.last_checkpoint,
-        run.folder);
+    if (signal_stop) say(&run, "next     ./train --resume %s\n", run.folder);
+    if (!signal_stop) say(&run, "next     ./train --sample \"...\" --model %s\n", run.last_checkpoint);
+    say(&run, "         .venv/bin/python dev/plot.py %s\n", run.folder);
 
     fclose(run.log);
     fclose(run.text);

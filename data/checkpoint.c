@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #define PATH_BYTES 4500
 #define PIECE_BYTES (8 << 20)
@@ -48,6 +49,29 @@ bool file_copy(const char* from_folder, const char* name, const char* to_folder,
     bool fine = text && file_write(to, text, bytes, error);
     free(text);
     return fine;
+}
+
+bool file_trim(const char* path, char* error) {
+    int64_t bytes = 0;
+    if (!file_exists(path)) return true;
+    char* text = file_read(path, &bytes, error);
+    if (!text) return false;
+    while (bytes > 0 && text[bytes - 1] != '\n') bytes--;
+    free(text);
+    return truncate(path, bytes) == 0 || data_error(error, "%s cannot be written: %s", path, strerror(errno));
+}
+
+char* path_absolute(const char* path) {
+    char folder[PATH_BYTES], whole[2 * PATH_BYTES];
+    if (path[0] == '/' || !getcwd(folder, sizeof(folder))) return strdup(path);
+    snprintf(whole, sizeof(whole), "%s/%s", folder, path);
+    return strdup(whole);
+}
+
+const char* folder_parent(const char* path, char* parent, size_t bytes) {
+    const char* slash = strrchr(path, '/');
+    snprintf(parent, bytes, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+    return parent;
 }
 
 void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes) {
@@ -106,13 +130,18 @@ bool checkpoint_seal(const char* folder, const char* text, const char* const* fi
 }
 
 bool checkpoint_commit(const char* folder, char* error) {
-    char temporary[PATH_BYTES], parent[PATH_BYTES];
+    char temporary[PATH_BYTES], parent[PATH_BYTES], old[PATH_BYTES];
     snprintf(temporary, sizeof(temporary), "%s.tmp", folder);
     snprintf(parent, sizeof(parent), "%s", folder);
-    bool swapped = folder_exists(folder) && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
+    bool there = folder_exists(folder);
+    bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
+    if (there &&
+        !swapped) {  // a file system that cannot exchange: the old one stays beside until the new one is in place
+        snprintf(old, sizeof(old), "%s.old.tmp", folder);
+        rename(folder, old);
+    }
     if (!swapped && rename(temporary, folder) != 0) {
-        snprintf(error, DATA_ERROR_BYTES, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
-        return false;
+        return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
     char* slash = strrchr(parent, '/');
     if (slash) *slash = 0;
@@ -176,6 +205,37 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
     }
     free(steps);
     return state;
+}
+
+bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
+                         char* error) {
+    char path[PATH_BYTES], aside[PATH_BYTES + 16];
+    char *own = realpath(folder_parent(checkpoint, path, sizeof(path)), NULL), *chosen = realpath(run_folder, NULL);
+    bool same = own && chosen && strcmp(own, chosen) == 0;
+    free(own);
+    free(chosen);
+    snprintf(path, sizeof(path), "%s/log.jsonl", run_folder);
+    if (!same && file_exists(path)) {
+        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run_folder,
+                          checkpoint);
+    }
+    const char* slash = strrchr(checkpoint, '/');
+    int64_t *steps = NULL, step = step_of(slash ? slash + 1 : checkpoint);
+    int count = same ? checkpoint_list(run_folder, &steps) : 0;
+    bool fine = true;
+    for (int i = 0; i < count && steps[i] > step && fine; i++) {
+        checkpoint_name(run_folder, steps[i], path, sizeof(path));
+        snprintf(aside, sizeof(aside), "%s.damaged", path);
+        if (named_itself) {
+            fine = data_error(error,
+                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
+                              path, checkpoint);
+        } else if (put_aside && ((folder_exists(aside) && !folder_remove(aside, error)) || rename(path, aside) != 0)) {
+            fine = data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
+        }
+    }
+    free(steps);
+    return fine;
 }
 
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {

@@ -16,6 +16,13 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
 // FROM/NAME to TO/NAME; fine when there is no such file.
 bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error);
 
+// Cuts a half-written last line (a full disk, a crash) off a log, so that every line is whole. Fine without the file.
+bool file_trim(const char* path, char* error);
+// The path from the root; glob patterns stay what they are. The caller owns it.
+char* path_absolute(const char* path);
+// The folder that holds `path`, "." when none is named; returns `parent`.
+const char* folder_parent(const char* path, char* parent, size_t bytes);
+
 // The steps of all checkpoints in a run folder, newest first; returns how many. Caller frees *steps.
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // The name of a step's folder: RUN/step_%08lld.
@@ -30,6 +37,11 @@ bool checkpoint_commit(const char* folder, char* error);
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
 Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
+// May a run go on from `checkpoint` in `run_folder`? That is the checkpoint's own folder, in which it is the newest, or
+// one without a run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged
+// when `put_aside`. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
+bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
+                         char* error);
 // Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
 

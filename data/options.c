@@ -173,3 +173,20 @@ void options_json(const OptionTable* table, const void* fields, FILE* file) {
     }
     fputc('}', file);
 }
+
+void format_count(double n, char* text, size_t bytes) {
+    const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
+    double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
+    snprintf(text, bytes,
+             scaled < 10 && unit[0]    ? "%.2f%s"
+             : scaled < 100 && unit[0] ? "%.1f%s"
+                                       : "%.0f%s",
+             scaled, unit);
+}
+
+void format_duration(double seconds, char* text, size_t bytes) {
+    int64_t s = (int64_t)(seconds + 0.5);
+    if (s < 60) snprintf(text, bytes, "%llds", (long long)s);
+    if (s >= 60 && s < 3600) snprintf(text, bytes, "%lldm%02llds", (long long)(s / 60), (long long)(s % 60));
+    if (s >= 3600) snprintf(text, bytes, "%lldh%02lldm", (long long)(s / 3600), (long long)(s / 60 % 60));
+}

@@ -45,6 +45,10 @@ void options_help(const OptionTable* table, FILE* file);
 // {"name": "value as typed", ...}, flags left out.
 void options_json(const OptionTable* table, const void* fields, FILE* file);
 
+// For people: 124475904 as "124M", 3725 seconds as "1h02m".
+void format_count(double n, char* text, size_t bytes);
+void format_duration(double seconds, char* text, size_t bytes);
+
 #ifdef __cplusplus
 }
 #endif

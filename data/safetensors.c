@@ -11,6 +11,7 @@
 // The host is little-endian, as the format is.
 #include <dirent.h>
 #include <errno.h>
+#include <math.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -545,6 +546,42 @@ const SafetensorsTensor* safetensors_find(const Safetensors* file, const char* n
         if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i];
     }
     return NULL;
+}
+
+void transpose(void* out, const void* inp, int64_t rows, int64_t cols, int element_bytes) {
+#pragma omp parallel for
+    for (int64_t block = 0; block < (rows + 31) / 32; block++) {
+        int64_t end = (block + 1) * 32 < rows ? (block + 1) * 32 : rows;
+        for (int64_t j = 0; j < cols; j++) {
+            for (int64_t i = block * 32; i < end; i++) {
+                if (element_bytes == 2) ((uint16_t*)out)[j * rows + i] = ((const uint16_t*)inp)[i * cols + j];
+                if (element_bytes == 4) ((uint32_t*)out)[j * rows + i] = ((const uint32_t*)inp)[i * cols + j];
+            }
+        }
+    }
+}
+
+static float half_to_float(uint16_t half) {
+    int exponent = half >> 10 & 31, mantissa = half & 1023;
+    float magnitude = exponent == 0    ? ldexpf((float)mantissa, -24)
+                      : exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                       : ldexpf((float)(1024 + mantissa), exponent - 25);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+bool safetensors_floats(const SafetensorsTensor* tensor, float* values) {
+    const char* data = tensor->data;
+    bool f32 = strcmp(tensor->dtype, "F32") == 0, bf16 = strcmp(tensor->dtype, "BF16") == 0;
+    if (f32) memcpy(values, data, tensor->bytes);
+    if (!f32 && !bf16 && strcmp(tensor->dtype, "F16") != 0) return false;
+    for (int64_t i = 0; !f32 && i < tensor->bytes / 2; i++) {
+        uint16_t half;
+        memcpy(&half, data + 2 * i, 2);
+        uint32_t bits = (uint32_t)half << 16;
+        if (bf16) memcpy(&values[i], &bits, 4);
+        if (!bf16) values[i] = half_to_float(half);
+    }
+    return true;
 }
 
 uint32_t safetensors_crc(const Safetensors* file) {

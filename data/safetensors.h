@@ -91,7 +91,11 @@ typedef struct {
 } Safetensors;
 bool safetensors_open(Safetensors* file, const char* path, char* error);
 const SafetensorsTensor* safetensors_find(const Safetensors* file, const char* name);  // NULL when absent
-uint32_t safetensors_crc(const Safetensors* file);                                     // of the whole file
+// All elements of an F32, BF16 or F16 tensor as floats; false for another type. Data may be unaligned.
+bool safetensors_floats(const SafetensorsTensor* tensor, float* values);
+// out (cols, rows) = inp (rows, cols) transposed; elements of 2 or 4 bytes.
+void transpose(void* out, const void* inp, int64_t rows, int64_t cols, int element_bytes);
+uint32_t safetensors_crc(const Safetensors* file);  // of the whole file
 void safetensors_close(Safetensors* file);
 
 #ifdef __cplusplus

@@ -192,7 +192,7 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     Model m = {};
     m.dev = dev;
     m.type = OPTIM_BF16;
-    config_resolve(&o, dev, 50257, false, &m.config);
+    config_resolve(&o, dev, 50257, false, nullptr, &m.config);
     m.T = (int)o.seq;
     config_tensors(&m);
     int64_t micro_batches = tokens_per_step / (batch * m.T);
@@ -226,7 +226,7 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     }
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
-    double median = ms[steps / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, OPTIM_BF16);
+    double median = ms[steps / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
         "\n%s  batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), %.0f tokens/s",
         name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[steps - 1], steps, rate);

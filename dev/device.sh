@@ -30,7 +30,7 @@ for step in "$@"; do
         [ -d build/wiki ] || python3 data/prepare.py .carry/wiki_train_a.txt.xz --val .carry/wiki_val.txt.xz \
             --vocab .carry/tokenizer --out build/wiki 2>&1 | tail -n 5
         rm -rf build/gpt2
-        ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --val-batches 10 --save-every 250 --keep 3 \
+        ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --val-tokens 655360 --save-every 250 --keep 3 \
             --print-every 10 --prompt "The city of" --run build/gpt2 2>&1 | tee "$OUT/train.log"
         cp build/gpt2/log.jsonl "$OUT/log.jsonl"
         # Resumed from step 250, the same bytes at step 300.

@@ -42,7 +42,7 @@ inline void attention_forward_head_cpu(float* out /*(T,HS), rows C apart*/, floa
     const int64_t stride = 3 * (int64_t)C;
     const float scale = 1.0f / sqrtf((float)HS);
     float* p = (float*)malloc((size_t)T * sizeof(float));  // a row of scores
-    if (!p) user_error("attention over %d tokens has no memory for a row of scores; lower --context", T);
+    if (!p) user_error("attention over %d tokens has no memory for a row of scores; lower --seq", T);
     for (int i = 0; i < T; i++) {
         float largest = -INFINITY, sum = 0.0f, *row = out + i * (int64_t)C;
         for (int j = 0; j <= i; j++) {

@@ -62,6 +62,14 @@ inline void check_status(cublasStatus_t status, const char* expression, const ch
 
 // The device: a GPU, or this machine's cores.
 
+struct MatmulPlan;
+
+// A table that grows; see matmul_plan in kernels/matmul.cuh.
+struct MatmulPlans {
+    MatmulPlan* plan;
+    int count, capacity;
+};
+
 struct Device {
     bool gpu;        // false: the plain C versions run, and "device memory" is host memory
     char name[256];  // "NVIDIA H200", or the CPU's
@@ -70,7 +78,8 @@ struct Device {
     int64_t memory;  // bytes of device memory, total
     cudaStream_t stream;
     cublasLtHandle_t cublaslt;
-    void* workspace;  // cuBLASLt's, WORKSPACE_BYTES
+    void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
+    MatmulPlans* matmul_plans;  // what kernels/matmul.cuh has chosen so far on this device
 };
 
 constexpr int64_t WORKSPACE_BYTES = 32 << 20;  // cuBLASLt's advice for Hopper; its best algorithms need it
@@ -93,10 +102,13 @@ inline void device_open(Device* dev, bool gpu, int index) {
     check(cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking));
     check(cublasLtCreate(&dev->cublaslt));
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
+    dev->matmul_plans = (MatmulPlans*)calloc(1, sizeof(MatmulPlans));
 }
 
 inline void device_close(Device* dev) {
     if (!dev->gpu) return;
+    free(dev->matmul_plans->plan);
+    free(dev->matmul_plans);
     check(cudaFree(dev->workspace));
     check(cublasLtDestroy(dev->cublaslt));
     check(cudaStreamDestroy(dev->stream));
@@ -156,6 +168,47 @@ inline void copy_to_host(const Device* dev, void* host, const void* device, int6
     } else {
         memcpy(host, device, (size_t)bytes);
     }
+}
+
+// Bytes that can be allocated now: the GPU's free memory (less a margin for kernels loaded later), or what the kernel
+// calls available on this machine.
+inline int64_t memory_available(const Device* dev) {
+    if (dev->gpu) {
+        size_t available, total;
+        check(cudaMemGetInfo(&available, &total));
+        return (int64_t)available + WORKSPACE_BYTES - (512 << 20);  // the workspace is in the plan and allocated
+    }
+    FILE* file = fopen("/proc/meminfo", "r");
+    char line[256];
+    long long kilobytes = 0;
+    while (file && fgets(line, sizeof(line), file)) {
+        if (sscanf(line, "MemAvailable: %lld", &kilobytes) == 1) break;
+    }
+    if (file) fclose(file);
+    int64_t available = kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
+    // A container's limit is lower than the machine's.
+    long long limit = 0, current = 0;
+    FILE* most = fopen("/sys/fs/cgroup/memory.max", "r");
+    FILE* now = fopen("/sys/fs/cgroup/memory.current", "r");
+    bool limited = most && now && fscanf(most, "%lld", &limit) == 1 && fscanf(now, "%lld", &current) == 1;
+    if (most) fclose(most);
+    if (now) fclose(now);
+    return limited && limit - current < available ? limit - current : available;
+}
+
+// Dense peak of the device in FLOP/s by its vendor's figures, 0 when unknown: then MFU is shown as "-".
+inline double device_peak(const Device* dev, bool fp32) {
+    struct Peak {
+        const char* name;
+        double bf16, fp32;  // TFLOP/s
+    };
+    static const Peak peaks[] = {{"H200", 989, 67},   {"H100 PCIe", 756, 51},  {"H100 NVL", 835, 60},
+                                 {"H100", 989, 67},   {"A100", 312, 19.5},     {"B200", 2250, 75},
+                                 {"L40S", 362, 91.6}, {"RTX 4090", 165, 82.6}, {"RTX 3090", 71, 35.6}};
+    for (const Peak& peak : peaks) {
+        if (dev->gpu && strstr(dev->name, peak.name)) return 1e12 * (fp32 ? peak.fp32 : peak.bf16);
+    }
+    return 0;
 }
 
 // After every kernel launch: launch errors (bad grid, no kernel image) show here, at the launch.

@@ -194,17 +194,6 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
 }
 
-// Grid ceil(n / (256 vectors)), block 256, any n; out may be inp1. Deterministic.
-template <typename X>
-__global__ void residual_forward_kernel(X* out, const X* inp1, const X* inp2, int64_t n) {
-    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
-    if (i + Vec<X>::size <= n) {
-        store_vec(out + i, layernorm_add(load_vec(inp1 + i), load_vec(inp2 + i)));
-    } else {
-        for (; i < n; i++) out[i] = from_float<X>(to_float(inp1[i]) + to_float(inp2[i]));
-    }
-}
-
 // What a thread of the backward kernel holds of one row: its vectors, zero beyond C, and the row's statistics.
 template <typename X, int VECS>
 struct LayernormRow {
@@ -363,19 +352,6 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
         return;
     }
     layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
-}
-
-// out, inp1, inp2: (n); out may be inp1
-template <typename X>
-void residual_forward(const Device* dev, X* out, const X* inp1, const X* inp2, int64_t n) {
-    if (n == 0) return;
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        residual_forward_cpu((float*)out, (const float*)inp1, (const float*)inp2, n);
-        return;
-    }
-    residual_forward_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp1, inp2, n);
-    check_launch();
 }
 
 inline int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {

@@ -145,17 +145,16 @@ inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape
 
 // The plan of a shape, from the table of those that were made: a training run has a few dozen.
 inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
-    static MatmulPlan* plans = nullptr;
-    static int count = 0, capacity = 0;
-    for (int i = 0; i < count; i++)
-        if (memcmp(&plans[i].shape, shape, sizeof(*shape)) == 0) return &plans[i];
-    if (count == capacity) {
-        capacity = capacity ? 2 * capacity : 64;
-        plans = (MatmulPlan*)realloc(plans, capacity * sizeof(*plans));
-        if (!plans) user_error("out of host memory for %d matmul plans", capacity);
+    MatmulPlans* plans = dev->matmul_plans;
+    for (int i = 0; i < plans->count; i++)
+        if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
+    if (plans->count == plans->capacity) {
+        plans->capacity = plans->capacity ? 2 * plans->capacity : 64;
+        plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
+        if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
     }
-    plans[count] = matmul_plan_create(dev, shape, pointers);
-    return &plans[count++];
+    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers);
+    return &plans->plan[plans->count++];
 }
 
 inline uint32_t matmul_alignment(const MatmulPointers* pointers) {

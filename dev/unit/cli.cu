@@ -455,9 +455,9 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--tokens-per-step 100", "--tokens-per-step 100", "--tokens-per-step 96"},
     {ALL, "--tokens-per-step 192 --batch 4", "--tokens-per-step 192", "--batch 3"},
     {ALL, "--channels 256 --heads 1", "256", "--heads 4"},
-    {ALL, "--channels 100 --heads 1", "100", "--heads"},
+    {ALL, "--channels 100 --heads 1", "100", "--channels 128"},
     {ALL, "--channels 192 --heads 5", "192", "--heads 3"},
-    {ALL, "--layers 256 --channels 65536 --heads 1024 --batch 4", "--batch", "smaller --model"},
+    {ALL, "--layers 256 --channels 12288 --heads 192 --seq 4096 --batch 4", "--batch", "smaller --model"},
     {DATA_AND_RUN, "--model gpt3", "gpt3", "gpt2"},
     {NOTHING, "--sample hello", "--sample", "--model"},
     {NOTHING, "--sample hello --model @/nowhere", "--model", "--sample"},
@@ -696,7 +696,7 @@ static void check_resume(Test* test, const char* options, bool gpu) {
     snprintf(whole, sizeof(whole), "%s/whole", work);
     snprintf(halves, sizeof(halves), "%s/halves", work);
     const char* device = gpu ? "gpu" : "cpu";
-    const char* common = SHAPE " --batch 2 --tokens-per-step 128 --val-every 3 --val-batches 2 --warmup 2 --keep 9";
+    const char* common = SHAPE " --batch 2 --tokens-per-step 128 --val-every 3 --val-tokens 128 --warmup 2 --keep 9";
     Child child[4];
     for (Child& c : child) c = new_child(), c.gpu = gpu;
     start(&child[0], "%s --data %s/text.txt --run %s --steps 12 --schedule constant --device %s %s", common, work,
@@ -943,7 +943,7 @@ TEST(cli_shards) {
     write_shard(work, "train_000001.bin", 20240520, 1, 1000, 1000, 3);
     write_shard(work, "val_000000.bin", 20240520, 1, 400, 400, 3);
     snprintf(run, sizeof(run), "%s/run", work);
-    run_train(child, "%s --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-batches 2", SHAPE, work,
+    run_train(child, "%s --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-tokens 256", SHAPE, work,
               run);
     expect_code(child, 0);
     expect(strstr(OUT(child), "2 files") && strstr(OUT(child), "vocabulary 300"), "the banner: %.600s", OUT(child));
