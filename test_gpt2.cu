@@ -934,6 +934,7 @@ static bool ends_with(const char* text, const char* end) {
 }
 
 int main(int argc, char** argv) {
+    openmp_wait_asleep(argv);
     int passed = 0, failed = 0, skipped = 0;
     bool list = argc > 1 && strcmp(argv[1], "--list") == 0, gpu = test_gpu_present();
     setvbuf(stdout, nullptr, _IOLBF, 0);

@@ -1651,15 +1651,17 @@ static void run_sample(Run* run) {
 
 static void print_step(Run* run, double loss, double norm, double lr, double seconds, double eta, int64_t memory) {
     const Options* o = run->options;
-    char rate[32], left[32], mfu[32] = "-";
+    char rate[32], left[32], size[32], mfu[32] = "-";
     double tokens_per_second = (double)o->tokens_per_step / seconds;
     double peak = device_peak(run->model->dev, run->model->type == OPTIM_FP32);
     if (peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * flops_per_token(run->model) / peak);
     format_count(tokens_per_second, rate, sizeof(rate));
     format_duration(eta, left, sizeof(left));
-    say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %.1f GiB  eta %s\n",
+    bool small = memory < (1ll << 30);
+    snprintf(size, sizeof(size), small ? "%.0f MiB" : "%.1f GiB", (double)memory / (small ? 1 << 20 : 1 << 30));
+    say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %s  eta %s\n",
         (long long)run->step, (long long)o->steps, 100.0 * (double)run->step / (double)o->steps, loss, norm, lr,
-        1e3 * seconds, rate, mfu, (double)memory / (1 << 30), left);
+        1e3 * seconds, rate, mfu, size, left);
 }
 
 static void nonfinite_stop(Run* run, double loss, double norm) {
@@ -1970,6 +1972,7 @@ static int train_main(Options* o, const bool* given) {
 
 #ifndef TESTING
 int main(int argc, char** argv) {
+    openmp_wait_asleep(argv);
     Options options = {};
     bool given[OPTION_COUNT] = {};
     char error[DATA_ERROR_BYTES];
