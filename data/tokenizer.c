@@ -216,7 +216,8 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     int64_t bytes = 0;
     alphabet(byte_of);
     if (!find_file(folder, "vocab.json", "encoder.json", path)) {
-        return data_error(error, "%s holds no vocab.json (or encoder.json); put them there, or name a folder that has them", folder);
+        return data_error(
+            error, "%s holds no vocab.json (or encoder.json); put them there, or name a folder that has them", folder);
     }
     char* text = file_read(path, &bytes, error);
     if (!text) return false;
