@@ -54,7 +54,7 @@ train: build/train_gpt2.o $(SHARED_OBJECTS)
 test_gpt2: build/test_gpt2.o $(UNIT_OBJECTS) $(SHARED_OBJECTS)
 	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
 
-build/%: build/dev/%.o $(SHARED_OBJECTS)
+build/dev/%: build/dev/%.o $(SHARED_OBJECTS)
 	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
 
 build/%.o: %.cu build/found
@@ -101,8 +101,8 @@ build/found: FORCE
 test: train test_gpt2
 	./test_gpt2 $(TEST)
 
-bench: build/bench
-	./build/bench $(BENCH)
+bench: build/dev/bench
+	./build/dev/bench $(BENCH)
 
 # Memory errors in every GPU test, races in the attention kernels' shared memory.
 sanitize: test_gpt2

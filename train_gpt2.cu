@@ -54,7 +54,9 @@ struct Options {
     int64_t batch, tokens_per_step, steps;
     // optimizer
     const char *preset, *rule, *weights, *grads, *m, *v;
-    double lr, beta1, beta2, eps, weight_decay, clip;
+    double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
+    const char *decay_mode, *overrides;
+    int64_t ramp;
     const char* schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
@@ -105,11 +107,20 @@ static const Option OPTIONS[] = {
      "fp32, or bf16 (rounded once; needs a single micro-batch a step)"},
     {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
     {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
+    {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
+     "by tensor name, such as \"wpe|ln*: m=fp32 v=fp32 lr=0.5; *.bias: wd=0\""},
     {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer", "largest learning rate"},
     {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
     {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.999999, "F", "optimizer", "decay of v"},
     {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "F", "optimizer", "added to the root of v"},
     {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
+    {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
+     "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
+    {"beta3", OPTION_REAL, FIELD(beta3), "0.9999", 0, 0.9999999, "F", "optimizer",
+     "ademamix: decay of the slow average"},
+    {"alpha", OPTION_REAL, FIELD(alpha), "5", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
+    {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
+     "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
     {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "optimizer",
      "how the learning rate falls"},
@@ -887,7 +898,13 @@ static void optim_config_from(Options* o, OptimConfig* config) {
                (float)o->beta2,
                (float)o->eps,
                (float)o->weight_decay,
-               (uint64_t)o->seed};
+               (uint64_t)o->seed,
+               o->decay_mode,
+               (float)o->lr,
+               (float)o->beta3,
+               (float)o->alpha,
+               o->ramp,
+               o->overrides};
     char error[DATA_ERROR_BYTES];
     if (!optim_resolve(config, error, sizeof(error))) user_error("%s", error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
@@ -908,6 +925,7 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, 
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
+    if (o->ramp == AUTO) o->ramp = o->steps;
     if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
     if (o->warmup > o->steps && o->steps > 0) {
         user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
@@ -1212,8 +1230,8 @@ static void optimizer_read(Model* m, const char* folder) {
         if (!found || strcmp(found->dtype, stream.dtype) != 0 ||
             found->bytes != stream.elements * stream.element_bytes) {
             user_error(
-                "%s holds no '%s' of %s with %lld elements; resume with the --preset, --weights, --m and --v of the "
-                "saved run",
+                "%s holds no '%s' of %s with %lld elements; resume with the --preset, --weights, --m, --v and "
+                "--override of the saved run",
                 path, stream.name, stream.dtype, (long long)stream.elements);
         }
         copy_to_device(m->dev, stream.data, found->data, found->bytes);
@@ -1864,6 +1882,7 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
     bool automatic = strcmp(o->grads, "auto") == 0;
     if (automatic) o->grads = "fp32";
     optim_config_from(o, config);
+    m->elements = optim_layout(m->tensors, m->count, config);
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
     batch_resolve(o, m, config, train->bytes, dataset_windows(train, m->T));
     int64_t micro_batches = o->tokens_per_step / (o->batch * o->seq);
@@ -1875,7 +1894,6 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
             o->matmul, (long long)micro_batches);
     }
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    optim_config_from(o, config);
 }
 
 // Weights and states: from the checkpoint, from --model DIR, or drawn.
@@ -1919,6 +1937,7 @@ static int train_main(Options* o, const bool* given) {
     batch_and_optim_resolve(o, &m, &train_data, &config);
     length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu,
                    given[option_find(&TABLE, "warmup") - OPTIONS]);
+    optim_config_from(o, &config);  // with the steps and learning rate that are known by now
     run.step = state ? json_int(state, "step", 0) : 0;
     run.sequences = state ? json_int(state, "sequences", 0) : 0;
     run.best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;

@@ -3,7 +3,7 @@
 // FLOPs are the causal ones: 4 B NH T T HS / 2 forward (two products over half the square), 2.5 times that backward.
 // Median of 20 runs by CUDA events after 3 for warm-up, random data.
 //   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
-//        -lcublasLt -o build/attention && build/attention
+//        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"
 
 // Each argument as in attention_forward and attention_backward, in bf16.

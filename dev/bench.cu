@@ -3,7 +3,7 @@
 // share, and its rate against the ceilings measured in the same run (a device-to-device copy of 4 GiB, read + written;
 // an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data.
 //
-//   ./build/bench [MODEL BATCH TOKENS_PER_STEP]...    default: gpt2 64 524288  gpt2-xl 16 262144
+//   ./build/dev/bench [MODEL BATCH TOKENS_PER_STEP]...    default: gpt2 64 524288  gpt2-xl 16 262144
 #define TESTING
 #include "../train_gpt2.cu"
 

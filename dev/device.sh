@@ -2,6 +2,7 @@
 # What only a GPU can prove, in one call each; logs go to $OUT (default: build/device).
 #   dev/device.sh test       build, make test
 #   dev/device.sh bench      make bench, attention's table
+#   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh sanitize   make sanitize
 # `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
@@ -19,9 +20,17 @@ for step in "$@"; do
         build train test_gpt2
         make test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' ;;
     bench)
-        build train build/bench build/attention
-        ./build/attention 2>&1 | tee "$OUT/attention.log"
-        ./build/bench 2>&1 | tee "$OUT/bench.log" ;;
+        build train build/dev/bench build/dev/attention build/dev/optim
+        ./build/dev/attention 2>&1 | tee "$OUT/attention.log"
+        ./build/dev/bench 2>&1 | tee "$OUT/bench.log" ;;
+    optim)
+        build train build/dev/optim
+        ./build/dev/optim --csv "$OUT/optim.csv" 2>&1 | tee "$OUT/optim.log"
+        for preset in $(./train --list-presets | awk 'NR > 1 { print $1 }'); do
+            rm -rf build/preset
+            printf '%-12s ' "$preset"
+            ./train --preset "$preset" --run build/preset --sample-every 0 2>&1 | grep '^val    400'
+        done | tee "$OUT/presets.log" ;;
     default)
         build train
         rm -rf build/default && ./train --run build/default 2>&1 | tee "$OUT/default.log" | tail -n 40 ;;

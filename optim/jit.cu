@@ -383,6 +383,14 @@ bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     return false;
 }
 
+int jit_resident(const JitKernel* kernel, int block) {
+    int (*occupancy)(int* blocks, void* function, int block_size, size_t shared_bytes);
+    int blocks = 0;
+    bool known = bind(kernel->driver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", &occupancy) &&
+                 occupancy(&blocks, kernel->function, block, 0) == 0;
+    return known && blocks > 0 ? blocks : 1;
+}
+
 void jit_launch(const JitKernel* kernel, int64_t grid, int block, void** arguments, cudaStream_t stream) {
     int status =
         kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, 0, stream, arguments, nullptr);

@@ -14,12 +14,13 @@ EMBED_SOURCE
 
 constexpr int NOISE_ELEMENTS = 8;  // served by one call
 
-enum NoiseStream { NOISE_WEIGHTS, NOISE_M, NOISE_V };
+enum NoiseStream { NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW };
 
 struct NoiseKey {
     uint64_t seed;
     uint32_t step;
     uint32_t stream;
+    const float* roots = nullptr;  // on a GPU: the roots of the values to store, where the update has taken them
 };
 
 struct Noise {

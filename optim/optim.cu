@@ -4,22 +4,30 @@
 // update some four times faster; the bits are the same).
 // Bytes a parameter: what the storages' STREAM say, and 8 bytes of tile table every 2048 elements.
 #include "optim.h"
+
+#include <assert.h>
+
 #include "jit.h"
+#include "constants.h"
 #include "kernel.cuh"
+#include "override.h"
 #include "table.cuh"
 
-static_assert(TILE_UNIT == OPTIM_ALIGN, "tiles are counted in units of the tensors' alignment");
+static_assert(TILE_ELEMENTS == OPTIM_ALIGN, "a tile is of one tensor, and so is a block");
 
 // Rows of the tables. A FormatRow is also what update_elements takes for a storage on the CPU.
 struct FormatRow {
     const char* name;
     const char* note;
-    const char* type;  // as NVRTC is told it
-    StreamInfo stream[2];
+    const char* type;      // as NVRTC is told it
+    StreamInfo stream[3];  // codes, extra and more; those that there are not have no bits
     void (*load)(const Streams& streams, int64_t first, float* x, int n);
     void (*store)(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key);
     void (*set)(const Streams& streams, int64_t first, const float* x, int n);
     void (*view)(const Streams& streams, int64_t first, float* x, int n);
+    int table_bytes;  // of constants that the format looks up, which fill makes
+    void (*fill)(void* table);
+    bool has_sign;
 };
 
 struct WeightsRow {
@@ -31,7 +39,9 @@ struct RuleRow {
     const char* name;
     const char* note;
     const char* type;
-    void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, int n);
+    bool keeps_v, keeps_slow, decoupled;
+    static constexpr bool adaptive = false;  // what it leaves in root is for GPUs
+    void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 
 struct PresetRow {
@@ -45,10 +55,41 @@ struct BuiltInRow {
     const void* kernel;
 };
 
+// T::fill, or null for a storage that has none.
+template <class T>
+constexpr auto fill_function(int) -> decltype(&T::fill) {
+    return &T::fill;
+}
+template <class T>
+constexpr void (*fill_function(long))(void*) {
+    return nullptr;
+}
+
+template <class T, class = void>
+constexpr bool HAS_SIGN = true;
+template <class T>
+constexpr bool HAS_SIGN<T, decltype((void)T::SIGNED)> = T::SIGNED;
+
+template <class T>
+constexpr StreamInfo third_stream() {
+    if constexpr (sizeof(T::STREAM) == 3 * sizeof(StreamInfo)) return T::STREAM[2];
+    return {"", "", 0, 1};
+}
+
 // What a template's function pointers make of a type: T::load and its sisters, copied into a row.
 template <class T>
 constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
-    return {name, note, type, {T::STREAM[0], T::STREAM[1]}, T::load, T::store, T::set, T::view};
+    return {name,
+            note,
+            type,
+            {T::STREAM[0], T::STREAM[1], third_stream<T>()},
+            T::load,
+            T::store,
+            T::set,
+            T::view,
+            SHARED_BYTES<T>,
+            fill_function<T>(0),
+            HAS_SIGN<T>};
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
@@ -56,7 +97,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
     {format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),                          \
      {(const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
       (const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
-#define RULE_ROW(NAME, NOTE, TYPE) {NAME, NOTE, #TYPE, EachElement<TYPE>::update},
+#define RULE_ROW(NAME, NOTE, TYPE) \
+    {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, TYPE::DECOUPLED, EachElement<TYPE>::update},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
 #define BUILT_IN_ROW(...) {#__VA_ARGS__, (const void*)optim_step_kernel<__VA_ARGS__>},
 
@@ -64,11 +106,21 @@ static const RuleRow rule_rows[] = {OPTIM_RULES(RULE_ROW)};
 static const WeightsRow weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
 static const FormatRow grads_rows[] = {OPTIM_GRADS(FORMAT_ROW)};
 static const FormatRow state_rows[] = {OPTIM_STATES(FORMAT_ROW)};
+static const FormatRow none_row = format_row<None>("none", "", "None");  // of a state that a rule does not keep
 static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const BuiltInRow built_in_rows[] = {OPTIM_BUILT_IN(BUILT_IN_ROW)};
 // The types that the matmuls read, by OptimType.
 static const FormatRow compute_rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
                                          format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "")};
+
+// Rows without a note are variants of the one before them: found, but not listed.
+static const char* row_note(const WeightsRow& row) {
+    return row.format.note;
+}
+template <class Row>
+static const char* row_note(const Row& row) {
+    return row.note;
+}
 
 static const char* row_name(const WeightsRow& row) {
     return row.format.name;
@@ -78,12 +130,24 @@ static const char* row_name(const Row& row) {
     return row.name;
 }
 
+// The row of a name. A format in blocks may be named without its block: "dyn8:sr" is the first row of "dyn8/...:sr".
 template <class Row, int COUNT>
 static const Row* find(const Row (&rows)[COUNT], const char* name) {
     for (const Row& row : rows) {
         if (name && strcmp(row_name(row), name) == 0) return &row;
     }
+    if (!name || !*name || strchr(name, '/')) return nullptr;
+    size_t length = strcspn(name, ":@");
+    for (const Row& row : rows) {
+        const char* full = row_name(row);
+        bool same = strncmp(full, name, length) == 0 && full[length] == '/';
+        if (same && strcmp(full + strcspn(full, ":@"), name + length) == 0) return &row;
+    }
     return nullptr;
+}
+
+static const FormatRow* find_state(const char* name) {
+    return name && strcmp(name, none_row.name) == 0 ? &none_row : find(state_rows, name);
 }
 
 struct Rows {
@@ -94,7 +158,7 @@ struct Rows {
 
 static Rows config_rows(const OptimConfig* config) {
     Rows rows = {find(rule_rows, config->rule), find(weights_rows, config->weights), find(grads_rows, config->grads),
-                 find(state_rows, config->m), find(state_rows, config->v)};
+                 find(state_rows, config->m), find_state(config->v)};
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }
@@ -132,7 +196,9 @@ static bool resolve_name(const Row (&rows)[COUNT], const char* option, const cha
     char known[1024] = "";
     for (const Row& other : rows) {
         size_t used = strlen(known);
-        snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", row_name(other));
+        if (row_note(other)[0]) {
+            snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", row_name(other));
+        }
         if (edit_distance(*name, row_name(other)) < edit_distance(*name, nearest)) nearest = row_name(other);
     }
     snprintf(error, bytes, "%s: \"%s\" is not known; did you mean %s? (known: %s)", option, *name, nearest, known);
@@ -149,6 +215,64 @@ static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
 
+// v, whose name depends on the rule: "none" when it keeps none.
+static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
+    bool kept = find(rule_rows, config->rule)->keeps_v, none = config->v && strcmp(config->v, none_row.name) == 0;
+    if (!kept && config->v && *config->v && !none) {
+        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment; leave --v out", config->v,
+                 config->rule);
+        return false;
+    }
+    config->v = kept ? config->v : none_row.name;
+    take_default(&config->v, preset);
+    if (!kept) return true;
+    if (strcmp(config->v, none_row.name) == 0) {
+        snprintf(error, bytes, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
+                 config->rule);
+        return false;
+    }
+    return resolve_name(state_rows, "--v", &config->v, error, bytes);
+}
+
+// m has both signs.
+static bool resolve_sign(const char* m, char* error, size_t bytes) {
+    if (find(state_rows, m)->has_sign) return true;
+    snprintf(error, bytes, "--m: \"%s\" was found, which holds no negative numbers; it is for --v, type --m dyn8, say",
+             m);
+    return false;
+}
+
+static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t bytes) {
+    bool independent = strcmp(config->decay_mode, "independent") == 0;
+    if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
+        snprintf(error, bytes, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
+        return false;
+    }
+    if (independent && !find(rule_rows, config->rule)->decoupled) {
+        snprintf(error, bytes,
+                 "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
+                 config->rule);
+        return false;
+    }
+    return true;
+}
+
+static bool resolve_overrides(const OptimConfig* config, char* error, size_t bytes) {
+    Override overrides[OVERRIDES];
+    int count;
+    if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
+    for (int i = 0; i < count; i++) {
+        const char *m = overrides[i].m, *v = overrides[i].v;
+        if (*m && !resolve_name(state_rows, "--override m", &m, error, bytes)) return false;
+        if (*v && !resolve_name(state_rows, "--override v", &v, error, bytes)) return false;
+        if (*v && !find(rule_rows, config->rule)->keeps_v) {
+            snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
+            return false;
+        }
+    }
+    return true;
+}
+
 bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     take_default(&config->preset, preset_rows[0].name);
     if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
@@ -157,38 +281,155 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");
     take_default(&config->m, preset->m);
-    take_default(&config->v, preset->v);
+    take_default(&config->decay_mode, "coupled");
     float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
+    float beta3 = config->beta3, alpha = config->alpha;
     const char* unit = "a number from 0 to below 1";
     return resolve_name(rule_rows, "--rule", &config->rule, error, bytes) &&
            resolve_name(weights_rows, "--weights", &config->weights, error, bytes) &&
            resolve_name(grads_rows, "--grads", &config->grads, error, bytes) &&
-           resolve_name(state_rows, "--m", &config->m, error, bytes) &&
-           resolve_name(state_rows, "--v", &config->v, error, bytes) &&
+           resolve_name(state_rows, "--m", &config->m, error, bytes) && resolve_sign(config->m, error, bytes) &&
+           resolve_v(config, preset->v, error, bytes) && resolve_decay_mode(config, error, bytes) &&
+           resolve_overrides(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
            resolve_number("--eps", eps, eps > 0.0f && eps < INFINITY, "a number above 0", error, bytes) &&
+           resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error, bytes) &&
+           resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error, bytes) &&
            resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error,
                           bytes);
 }
 
 // Sizes.
 
-int64_t optim_layout(OptimTensor* tensors, int count) {
-    int64_t offset = 0;
-    for (int i = 0; i < count; i++) {
-        tensors[i].offset = offset;
-        offset += ceil_div(tensors[i].rows * tensors[i].cols, OPTIM_ALIGN) * OPTIM_ALIGN;
-    }
-    return offset;
-}
-
 static int64_t tensor_padded(const OptimTensor* tensor) {
     return ceil_div(tensor->rows * tensor->cols, OPTIM_ALIGN) * OPTIM_ALIGN;
 }
 
+// What overrides make of a configuration: tensors whose moments are stored alike share a launch, and those with the
+// same learning rate and decay a group of constants.
+constexpr int LAUNCHES = 4;
+
+struct LaunchPlan {
+    OptimConfig config;   // with the launch's m and v
+    const char* pattern;  // of the override that asked for it
+    int64_t begin, end;   // its part of the arena
+    int64_t tiles;
+};
+
+struct Plan {
+    Override overrides[OVERRIDES];
+    int override_count;
+    LaunchPlan launch[LAUNCHES];  // the first is the configuration's own
+    int launches;
+    Settings group[STEP_GROUPS];  // the first two without and with decay
+    int groups;
+    int *launch_of, *group_of;  // (tensors)
+};
+
+static int plan_launch(Plan* plan, const char* m, const char* v, const char* pattern) {
+    for (int i = 0; i < plan->launches; i++) {
+        const OptimConfig* known = &plan->launch[i].config;
+        if (strcmp(known->m, m) == 0 && strcmp(known->v, v) == 0) return i;
+    }
+    if (plan->launches == LAUNCHES) user_error("--override asks for more than %d pairs of m and v", LAUNCHES);
+    LaunchPlan* launch = &plan->launch[plan->launches];
+    *launch = {plan->launch[0].config, pattern, 0, 0, 0};
+    launch->config.m = m;
+    launch->config.v = v;
+    return plan->launches++;
+}
+
+static int plan_group(Plan* plan, double lr, double decay) {
+    for (int i = 0; i < plan->groups; i++) {
+        if (plan->group[i].lr == lr && plan->group[i].decay == decay) return i;
+    }
+    if (plan->groups == STEP_GROUPS) user_error("--override asks for more than %d pairs of lr and wd", STEP_GROUPS);
+    plan->group[plan->groups] = {lr, decay};
+    return plan->groups++;
+}
+
+// Offsets of the tensors need not be set yet: begin and end are for plan_ranges.
+static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    Plan* plan = (Plan*)calloc(1, sizeof(Plan));
+    char error[1024];
+    if (!overrides_parse(config->overrides, plan->overrides, &plan->override_count, error, sizeof(error))) {
+        user_error("%s", error);
+    }
+    plan->launch[0] = {*config, "", 0, 0, 0};
+    plan->launches = 1;
+    plan->group[0] = {1.0, 0.0};
+    plan->group[1] = {1.0, (double)config->weight_decay};
+    plan->groups = 2;
+    plan->launch_of = (int*)calloc((size_t)count + 1, sizeof(int));
+    plan->group_of = (int*)calloc((size_t)count + 1, sizeof(int));
+    int matched[OVERRIDES] = {};
+    for (int t = 0; t < count; t++) {
+        const char *m = config->m, *v = config->v, *pattern = "";
+        double lr = 1.0, decay = tensors[t].decay ? (double)config->weight_decay : 0.0;
+        for (int i = 0; i < plan->override_count; i++) {
+            const Override* change = &plan->overrides[i];
+            if (!override_matches(change, tensors[t].name)) continue;
+            matched[i]++;
+            if (*change->m) m = change->m, pattern = change->patterns;
+            if (*change->v) v = change->v, pattern = change->patterns;
+            if (change->decay >= 0.0) decay = change->decay;
+            lr *= change->lr;
+        }
+        plan->launch_of[t] = plan_launch(plan, find_state(m)->name, find_state(v)->name, pattern);
+        plan->group_of[t] =
+            lr == 1.0 && decay == plan->group[1].decay && tensors[t].decay ? 1 : plan_group(plan, lr, decay);
+        plan->launch[plan->launch_of[t]].tiles += tensor_padded(&tensors[t]) / TILE_ELEMENTS;
+    }
+    for (int i = 0; i < plan->override_count; i++) {
+        if (!matched[i]) user_error("--override: \"%s\" matches no tensor", plan->overrides[i].patterns);
+    }
+    return plan;
+}
+
+static void plan_free(Plan* plan) {
+    free(plan->launch_of);
+    free(plan->group_of);
+    free(plan);
+}
+
+int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {
+    Plan* plan = config ? plan_create(config, tensors, count) : nullptr;
+    int64_t offset = 0;
+    for (int launch = 0; launch < (plan ? plan->launches : 1); launch++) {
+        for (int i = 0; i < count; i++) {
+            if (plan && plan->launch_of[i] != launch) continue;
+            tensors[i].offset = offset;
+            offset += tensor_padded(&tensors[i]);
+        }
+    }
+    if (plan) plan_free(plan);
+    return offset;
+}
+
+// The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
+static Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    Plan* plan = plan_create(config, tensors, count);
+    for (int t = 0; t < count; t++) {
+        LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
+        int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
+        if (launch->end == 0 || tensors[t].offset < launch->begin) launch->begin = tensors[t].offset;
+        if (end > launch->end) launch->end = end;
+    }
+    for (int i = 0; i < plan->launches; i++) {
+        const LaunchPlan* launch = &plan->launch[i];
+        assert(launch->end - launch->begin == launch->tiles * TILE_ELEMENTS);
+    }
+    return plan;
+}
+
 static int64_t arena_elements(const OptimTensor* tensors, int count) {
-    return count ? tensors[count - 1].offset + tensor_padded(&tensors[count - 1]) : 0;
+    int64_t elements = 0;
+    for (int i = 0; i < count; i++) {
+        int64_t end = tensors[i].offset + tensor_padded(&tensors[i]);
+        if (end > elements) elements = end;
+    }
+    return elements;
 }
 
 static int64_t arena_tiles(const OptimTensor* tensors, int count) {
@@ -208,14 +449,19 @@ static int64_t allocated_bytes(int64_t bytes) {
 }
 
 static int64_t format_bytes(const FormatRow* format, int64_t elements) {
-    return allocated_bytes(stream_bytes(format->stream[0], elements)) +
-           allocated_bytes(stream_bytes(format->stream[1], elements));
+    int64_t bytes = 0;
+    for (const StreamInfo& stream : format->stream) bytes += allocated_bytes(stream_bytes(stream, elements));
+    return bytes;
 }
 
 static double format_bytes_each(const FormatRow* format) {
     double bits = 0.0;
     for (const StreamInfo& stream : format->stream) bits += (double)stream.bits / stream.run;
     return bits / 8.0;
+}
+
+static double rows_bytes_each(const RuleRow* rule, const FormatRow* weights, const FormatRow* m, const FormatRow* v) {
+    return format_bytes_each(weights) + format_bytes_each(m) * (rule->keeps_slow ? 2 : 1) + format_bytes_each(v);
 }
 
 static bool serves_directly(const FormatRow* weights, OptimType compute) {
@@ -229,19 +475,45 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
     bytes.weights = format_bytes(&rows.weights->format, elements);
     bytes.compute =
         serves_directly(&rows.weights->format, compute) ? 0 : format_bytes(&compute_rows[compute], elements);
-    bytes.states = format_bytes(rows.m, elements) + format_bytes(rows.v, elements);
-    bytes.tables = allocated_bytes(arena_tiles(tensors, count) * (int64_t)sizeof(Tile));
+    bytes.states = 0;
+    bytes.tables = allocated_bytes(arena_tiles(tensors, count) * (int64_t)sizeof(Tile)) +
+                   allocated_bytes(rows.weights->format.table_bytes);
+    Plan* plan = plan_ranges(config, tensors, count);
+    for (int i = 0; i < plan->launches; i++) {
+        Rows launch = config_rows(&plan->launch[i].config);
+        int64_t part = plan->launch[i].end - plan->launch[i].begin, kept = rows.rule->keeps_slow ? 2 : 1;
+        bytes.states += format_bytes(launch.m, part) * kept + format_bytes(launch.v, part);
+        bytes.tables += allocated_bytes(launch.m->table_bytes) * kept + allocated_bytes(launch.v->table_bytes);
+    }
+    plan_free(plan);
     return bytes;
 }
 
 void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
     Rows rows = config_rows(config);
-    double each = format_bytes_each(&rows.weights->format) + format_bytes_each(rows.m) + format_bytes_each(rows.v);
-    snprintf(line, bytes, "%s  weights %s  grads %s  m %s  v %s  %.4g B/param", rows.rule->name,
-             rows.weights->format.name, rows.grads->name, rows.m->name, rows.v->name, each);
+    int used = snprintf(line, bytes, "%s  weights %s  grads %s  m %s", rows.rule->name, rows.weights->format.name,
+                        rows.grads->name, rows.m->name);
+    if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
+    if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
+    snprintf(line + used, bytes - used, "  %.4g B/param",
+             rows_bytes_each(rows.rule, &rows.weights->format, rows.m, rows.v));
 }
 
 // The optimizer itself.
+
+// One kernel launch: the tensors whose moments are stored in these formats.
+struct Launch {
+    OptimConfig config;
+    Rows rows;
+    int64_t begin, elements;  // the part of the arena; m, v and slow hold no more
+    Streams m, v, slow;
+    const Tile* tiles;  // (tile_count)
+    int64_t tile_count;
+    int64_t grid;
+    int threads;
+    const void* built_in;  // the step's kernel on a GPU: this one or jit
+    JitKernel jit;
+};
 
 struct Optim {
     const Device* dev;
@@ -251,15 +523,16 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     int64_t elements;  // of the arena
-    Streams weights, m, v;
+    Streams weights;
     Streams copy;  // of the weights in the compute type; codes null when the stored weights serve
-    Tile* tiles;   // (tile_count), device memory
+    Launch launch[LAUNCHES];
+    int launches;
+    Settings group[STEP_GROUPS];
+    Tile* tiles;  // (tile_count), device memory; a launch after the other
     int64_t tile_count;
-    const void* built_in;  // the step's kernel on a GPU: this one or jit
-    JitKernel jit;
     OptimBytes allocated;
-    OptimStream stream[6];  // codes and extra of weights, m and v
-    char stream_name[6][32];
+    OptimStream stream[3 + 9 * LAUNCHES];  // the arrays of the weights, and of each launch's m, v and slow
+    char stream_name[3 + 9 * LAUNCHES][160];
     int stream_count;
 };
 
@@ -270,15 +543,30 @@ static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-static Streams allocate_streams(Optim* optim, const FormatRow* format, int64_t* total) {
-    return {allocate_zero(optim->dev, stream_bytes(format->stream[0], optim->elements), total),
-            allocate_zero(optim->dev, stream_bytes(format->stream[1], optim->elements), total)};
+// The constants that a format looks up; null when there are none.
+static void* table_create(Optim* optim, const FormatRow* format) {
+    if (format->table_bytes == 0) return nullptr;
+    void* host = malloc((size_t)format->table_bytes);
+    void* table = allocate_zero(optim->dev, format->table_bytes, &optim->allocated.tables);
+    format->fill(host);
+    copy_to_device(optim->dev, table, host, format->table_bytes);
+    free(host);
+    return table;
+}
+
+static Streams allocate_streams(Optim* optim, const FormatRow* format, int64_t elements, int64_t* total) {
+    void* data[3];
+    for (int i = 0; i < 3; i++) {
+        data[i] = allocate_zero(optim->dev, stream_bytes(format->stream[i], elements), total);
+    }
+    return {data[0], data[1], table_create(optim, format), data[2]};
 }
 
 // Adds a storage's arrays to the list that checkpoints write. A name with a leading dot follows the slot's.
-static void list_streams(Optim* optim, const char* slot, const FormatRow* format, const Streams* streams) {
-    void* data[2] = {streams->codes, streams->extra};
-    for (int i = 0; i < 2; i++) {
+static void list_streams(Optim* optim, const char* slot, const FormatRow* format, const Streams* streams,
+                         int64_t elements) {
+    void* data[3] = {streams->codes, streams->extra, streams->more};
+    for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
         if (info.bits == 0) continue;
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
@@ -286,31 +574,35 @@ static void list_streams(Optim* optim, const char* slot, const FormatRow* format
         bool own_name = info.name[0] && info.name[0] != '.';
         snprintf(name, sizeof(optim->stream_name[index]), "%s%s", own_name ? "" : slot, info.name);
         optim->stream[index] = {name,          info.dtype,
-                                data[i],       stream_bytes(info, optim->elements) / element_bytes,
+                                data[i],       stream_bytes(info, elements) / element_bytes,
                                 element_bytes, i == 0 && streams == &optim->weights};
     }
 }
 
 static void free_streams(const Device* dev, Streams* streams) {
+    device_free(dev, (void*)streams->table);
     device_free(dev, streams->codes);
     device_free(dev, streams->extra);
+    device_free(dev, streams->more);
 }
 
-static void tiles_create(Optim* optim) {
+static void tiles_create(Optim* optim, const Plan* plan) {
     optim->tile_count = arena_tiles(optim->tensors, optim->count);
     int64_t bytes = optim->tile_count * (int64_t)sizeof(Tile);
     Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
     int64_t t = 0;
-    for (int i = 0; i < optim->count; i++) {
-        const OptimTensor* tensor = &optim->tensors[i];
-        int64_t padded = tensor_padded(tensor);
-        for (int64_t start = 0; start < padded; start += TILE_ELEMENTS) {
-            int64_t length = padded - start < TILE_ELEMENTS ? padded - start : TILE_ELEMENTS;
-            tiles[t++] = {(uint32_t)((tensor->offset + start) / TILE_UNIT), (uint16_t)(length / TILE_UNIT),
-                          (uint16_t)(tensor->decay ? 1 : 0)};
+    optim->tiles = (Tile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
+    for (int l = 0; l < plan->launches; l++) {
+        optim->launch[l].tiles = optim->tiles + t;
+        optim->launch[l].tile_count = plan->launch[l].tiles;
+        for (int i = 0; i < optim->count; i++) {
+            const OptimTensor* tensor = &optim->tensors[i];
+            if (plan->launch_of[i] != l) continue;
+            for (int64_t start = 0; start < tensor_padded(tensor); start += TILE_ELEMENTS) {
+                tiles[t++] = {(uint32_t)((tensor->offset + start) / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
+            }
         }
     }
-    optim->tiles = (Tile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
     copy_to_device(optim->dev, optim->tiles, tiles, bytes);
     free(tiles);
 }
@@ -341,21 +633,65 @@ void optim_expression(const OptimConfig* config, char* expression, size_t bytes)
 }
 
 // The kernel of the step: built in or, failing that or when NIBBLE_JIT=1 asks for it, from NVRTC.
-static void kernel_create(Optim* optim) {
+static void kernel_create(const Device* dev, Launch* launch) {
     const char* always = getenv("NIBBLE_JIT");
-    optim->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&optim->config);
-    if (optim->built_in) return;
+    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config);
+    if (launch->built_in) return;
     char expression[1200], architecture[32];
     char* error = (char*)calloc(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
-    optim_expression(&optim->config, expression, sizeof(expression));
-    if (!jit_architecture(optim->dev->compute, architecture, sizeof(architecture), error) ||
-        !jit_get(expression, architecture, &image, error) || !jit_load(&image, &optim->jit, error)) {
+    optim_expression(&launch->config, expression, sizeof(expression));
+    if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
+        !jit_get(expression, architecture, &image, error) || !jit_load(&image, &launch->jit, error)) {
         user_error("%s", error);
     }
     jit_free(&image);
     free(error);
+}
+
+// Thread blocks of the step: one a tile, or, where a thread block first fills tables in shared memory, what fits on the
+// device, for which an equal share of the tiles each is best.
+static void launch_shape(const Device* dev, Launch* launch, int64_t tiles) {
+    const FormatRow *m = launch->rows.m, *v = launch->rows.v;
+    launch->threads = TILE_ELEMENTS / thread_elements(m->stream[0].bits, v->stream[0].bits);
+    int64_t most = INT32_MAX;
+    if (m->table_bytes > 0 || v->table_bytes > 0) {
+        int resident = 1;
+        if (launch->built_in) {
+            check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, launch->built_in, launch->threads, 0));
+        } else {
+            resident = jit_resident(&launch->jit, launch->threads);
+        }
+        most = (int64_t)dev->sm_count * (resident > 0 ? resident : 1);
+    }
+    launch->grid = tiles < most ? tiles : most;
+}
+
+// Moments of launch `index`, their names and the kernel. Streams of launches after the first are named by its pattern
+// too.
+static void launch_create(Optim* optim, const Plan* plan, int index) {
+    Launch* launch = &optim->launch[index];
+    const LaunchPlan* planned = &plan->launch[index];
+    launch->config = planned->config;
+    launch->rows = config_rows(&launch->config);
+    launch->begin = planned->begin;
+    launch->elements = planned->end - planned->begin;
+    struct {
+        const char* slot;
+        const FormatRow* format;
+        Streams* streams;
+    } kept[] = {
+        {"m", launch->rows.m, &launch->m}, {"v", launch->rows.v, &launch->v}, {"slow", launch->rows.m, &launch->slow}};
+    for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
+        char slot[128];
+        snprintf(slot, sizeof(slot), index ? "%s.%d[%s]" : "%s", kept[i].slot, index, planned->pattern);
+        *kept[i].streams = allocate_streams(optim, kept[i].format, launch->elements, &optim->allocated.states);
+        if (launch->elements > 0) list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements);
+    }
+    if (!optim->dev->gpu || launch->elements == 0) return;
+    kernel_create(optim->dev, launch);
+    launch_shape(optim->dev, launch, planned->tiles);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -363,6 +699,9 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     Optim* optim = (Optim*)calloc(1, sizeof(Optim));
     optim->dev = dev;
     optim->config = *config;
+    if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
+        user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
+    }
     optim->rows = config_rows(config);
     optim->compute = compute;
     optim->tensors = (OptimTensor*)malloc((size_t)count * sizeof(OptimTensor) + 1);
@@ -372,25 +711,29 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
         optim->tensors[i].name = strdup(tensors[i].name);
     }
     optim->elements = arena_elements(tensors, count);
-    optim->weights = allocate_streams(optim, &optim->rows.weights->format, &optim->allocated.weights);
-    optim->m = allocate_streams(optim, optim->rows.m, &optim->allocated.states);
-    optim->v = allocate_streams(optim, optim->rows.v, &optim->allocated.states);
-    if (!serves_directly(&optim->rows.weights->format, compute)) {
-        optim->copy = allocate_streams(optim, &compute_rows[compute], &optim->allocated.compute);
+    const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[compute];
+    optim->weights = allocate_streams(optim, weights, optim->elements, &optim->allocated.weights);
+    list_streams(optim, "weights", weights, &optim->weights, optim->elements);
+    if (!serves_directly(weights, compute)) {
+        optim->copy = allocate_streams(optim, copy, optim->elements, &optim->allocated.compute);
     }
-    list_streams(optim, "weights", &optim->rows.weights->format, &optim->weights);
-    list_streams(optim, "m", optim->rows.m, &optim->m);
-    list_streams(optim, "v", optim->rows.v, &optim->v);
-    tiles_create(optim);
-    if (dev->gpu) kernel_create(optim);
+    Plan* plan = plan_ranges(config, tensors, count);
+    optim->launches = plan->launches;
+    memcpy(optim->group, plan->group, sizeof(plan->group));
+    for (int i = 0; i < plan->launches; i++) launch_create(optim, plan, i);
+    tiles_create(optim, plan);
+    plan_free(plan);
     return optim;
 }
 
 void optim_free(Optim* optim) {
     if (!optim) return;
     free_streams(optim->dev, &optim->weights);
-    free_streams(optim->dev, &optim->m);
-    free_streams(optim->dev, &optim->v);
+    for (int i = 0; i < optim->launches; i++) {
+        free_streams(optim->dev, &optim->launch[i].m);
+        free_streams(optim->dev, &optim->launch[i].v);
+        free_streams(optim->dev, &optim->launch[i].slow);
+    }
     free_streams(optim->dev, &optim->copy);
     device_free(optim->dev, optim->tiles);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
@@ -414,13 +757,15 @@ struct Piece {
 static Piece piece_create(const FormatRow* format) {
     return {(float*)calloc(PIECE_ELEMENTS, sizeof(float)),
             {calloc(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS)),
-             calloc(1, (size_t)stream_bytes(format->stream[1], PIECE_ELEMENTS) + 1)}};
+             calloc(1, (size_t)stream_bytes(format->stream[1], PIECE_ELEMENTS) + 1), nullptr,
+             calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1)}};
 }
 
 static void piece_free(Piece* piece) {
     free(piece->values);
     free(piece->streams.codes);
     free(piece->streams.extra);
+    free(piece->streams.more);
 }
 
 static char* stream_at(void* base, const StreamInfo& stream, int64_t element) {
@@ -447,6 +792,8 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
                        stream_bytes(format->stream[0], n));
         copy_to_device(optim->dev, stream_at(optim->weights.extra, format->stream[1], first), piece.streams.extra,
                        stream_bytes(format->stream[1], n));
+        copy_to_device(optim->dev, stream_at(optim->weights.more, format->stream[2], first), piece.streams.more,
+                       stream_bytes(format->stream[2], n));
     }
     piece_free(&piece);
 }
@@ -464,6 +811,8 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
                      stream_bytes(format->stream[0], n));
         copy_to_host(optim->dev, piece.streams.extra, stream_at(optim->weights.extra, format->stream[1], first),
                      stream_bytes(format->stream[1], n));
+        copy_to_host(optim->dev, piece.streams.more, stream_at(optim->weights.more, format->stream[2], first),
+                     stream_bytes(format->stream[2], n));
 #pragma omp parallel for schedule(static)
         for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
             int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
@@ -483,7 +832,7 @@ void optim_decode(Optim* optim) {
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[optim->compute];
     if (optim->dev->gpu) {
         void* arguments[] = {&optim->weights, &optim->copy, &optim->elements};
-        dim3 grid((unsigned)ceil_div(optim->elements, 256 * THREAD_ELEMENTS));
+        dim3 grid((unsigned)ceil_div(optim->elements, 256 * DECODE_ELEMENTS));
         check(cudaLaunchKernel(optim->rows.weights->decode[optim->compute], grid, dim3(256), arguments, 0,
                                optim->dev->stream));
         return;
@@ -491,44 +840,48 @@ void optim_decode(Optim* optim) {
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < optim->tile_count; t++) {
         float x[TILE_ELEMENTS];
-        int64_t first = (int64_t)optim->tiles[t].first * TILE_UNIT;
-        weights->view(optim->weights, first, x, optim->tiles[t].units * TILE_UNIT);
-        copy->set(optim->copy, first, x, optim->tiles[t].units * TILE_UNIT);
+        int64_t first = (int64_t)optim->tiles[t].index * TILE_ELEMENTS;
+        weights->view(optim->weights, first, x, TILE_ELEMENTS);
+        copy->set(optim->copy, first, x, TILE_ELEMENTS);
     }
 }
 
 // The step.
 
-// base^exponent by squaring: products alone, so the same bits on every machine, which a library's pow does not promise.
-static double power(double base, int64_t exponent) {
-    double result = 1.0;
-    for (; exponent > 0; exponent /= 2, base *= base) {
-        if (exponent % 2) result *= base;
-    }
-    return result;
-}
-
-static Hyper hyper_create(const OptimConfig* config, double lr, bool decay, int64_t step) {
-    double beta1 = config->beta1, beta2 = config->beta2;
-    Hyper hyper;
-    hyper.keep = decay ? (float)(1.0 - lr * (double)config->weight_decay) : 1.0f;
-    hyper.step_size = (float)(lr / (1.0 - power(beta1, step)));
-    hyper.beta1 = config->beta1;
-    hyper.rest1 = (float)(1.0 - beta1);
-    hyper.beta2 = config->beta2;
-    hyper.rest2 = (float)(1.0 - beta2);
-    hyper.root2 = (float)(1.0 / sqrt(1.0 - power(beta2, step)));
-    hyper.eps = config->eps;
-    return hyper;
-}
-
 static void step_cpu(const Rows* rows, const StepArguments* arguments) {
+    if (!is_finite(*arguments->grad_scale)) return;  // changes nothing
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < arguments->tile_count; t++) {
         Tile tile = arguments->tiles[t];
         update_elements<TILE_ELEMENTS>(*rows->rule, rows->weights->format, *rows->grads, *rows->m, *rows->v, *arguments,
-                                       arguments->group[tile.group], (int64_t)tile.first * TILE_UNIT,
-                                       tile.units * TILE_UNIT);
+                                       arguments->group[tile.group], *arguments->grad_scale,
+                                       (int64_t)tile.index * TILE_ELEMENTS, TILE_ELEMENTS);
+    }
+}
+
+// Arrays that begin at element `begin` of the arena, addressed as if they began at its first.
+static Streams from_begin(const FormatRow* format, Streams streams, int64_t begin) {
+    streams.codes = (char*)streams.codes - stream_bytes(format->stream[0], begin);
+    streams.extra = (char*)streams.extra - stream_bytes(format->stream[1], begin);
+    streams.more = (char*)streams.more - stream_bytes(format->stream[2], begin);
+    return streams;
+}
+
+static void launch_step(const Device* dev, const Launch* launch, StepArguments* arguments) {
+    if (launch->tile_count == 0) return;
+    arguments->m = from_begin(launch->rows.m, launch->m, launch->begin);
+    arguments->v = from_begin(launch->rows.v, launch->v, launch->begin);
+    arguments->slow = from_begin(launch->rows.m, launch->slow, launch->begin);
+    arguments->tiles = launch->tiles;
+    arguments->tile_count = launch->tile_count;
+    void* pointers[] = {arguments};
+    if (!dev->gpu) {
+        step_cpu(&launch->rows, arguments);
+    } else if (launch->built_in) {
+        check(cudaLaunchKernel(launch->built_in, dim3((unsigned)launch->grid), dim3((unsigned)launch->threads),
+                               pointers, 0, dev->stream));
+    } else {
+        jit_launch(&launch->jit, launch->grid, launch->threads, pointers, dev->stream);
     }
 }
 
@@ -536,27 +889,13 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     StepArguments arguments;
     arguments.weights = optim->weights;
     arguments.grads = {(void*)grads, nullptr};
-    arguments.m = optim->m;
-    arguments.v = optim->v;
     arguments.grad_scale = grad_scale;
-    arguments.tiles = optim->tiles;
-    arguments.tile_count = optim->tile_count;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
     for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&optim->config, (double)lr, group == 1, step);
+        arguments.group[group] = hyper_create(&optim->config, &optim->group[group], (double)lr, step);
     }
-    if (optim->tile_count == 0) return;
-    int64_t grid = optim->tile_count < INT32_MAX ? optim->tile_count : INT32_MAX;
-    void* pointers[] = {&arguments};
-    if (!optim->dev->gpu) {
-        step_cpu(&optim->rows, &arguments);
-    } else if (optim->built_in) {
-        check(cudaLaunchKernel(optim->built_in, dim3((unsigned)grid), dim3(STEP_THREADS), pointers, 0,
-                               optim->dev->stream));
-    } else {
-        jit_launch(&optim->jit, grid, STEP_THREADS, pointers, optim->dev->stream);
-    }
+    for (int i = 0; i < optim->launches; i++) launch_step(optim->dev, &optim->launch[i], &arguments);
     optim_decode(optim);
 }
 
@@ -590,7 +929,12 @@ void optim_list_formats(FILE* file) {
     list_heading(file, "--grads", "the gradients");
     for (const FormatRow& row : grads_rows) list_row(file, &row);
     list_heading(file, "--m, --v", "the first and the second moment");
-    for (const FormatRow& row : state_rows) list_row(file, &row);
+    for (const FormatRow& row : state_rows) {
+        if (row.note[0]) list_row(file, &row);
+    }
+    fprintf(
+        file,
+        "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n");
     fprintf(file, "--rule\n");
     for (const RuleRow& row : rule_rows) fprintf(file, "  %-12s %s\n", row.name, row.note);
 }
@@ -598,8 +942,8 @@ void optim_list_formats(FILE* file) {
 void optim_list_presets(FILE* file) {
     fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
     for (const PresetRow& row : preset_rows) {
-        double each = format_bytes_each(&find(weights_rows, row.weights)->format) +
-                      format_bytes_each(find(state_rows, row.m)) + format_bytes_each(find(state_rows, row.v));
+        double each = rows_bytes_each(find(rule_rows, row.rule), &find(weights_rows, row.weights)->format,
+                                      find(state_rows, row.m), find_state(row.v));
         fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8.4g   %s\n", row.name, row.rule, row.weights, row.m, row.v,
                 each, row.note);
     }

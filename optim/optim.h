@@ -14,7 +14,7 @@
 
 #include "../kernels/common.cuh"
 
-constexpr int64_t OPTIM_ALIGN = 128;  // elements
+constexpr int64_t OPTIM_ALIGN = 2048;  // elements: the longest block, and a tile of the step
 
 struct OptimTensor {
     const char* name;  // transformers' name, such as "h.0.attn.c_attn.weight"
@@ -27,20 +27,25 @@ struct OptimTensor {
 struct OptimConfig {
     const char* preset;   // "adamw32", ...; gives the defaults of the five names below
     const char* rule;     // "adamw"; NULL or "" = the preset's, likewise below
-    const char* weights;  // "fp32", "bf16:sr", "bf16+fp32"
-    const char* grads;    // "fp32", "bf16": the format that the trainer writes
-    const char* m;        // "fp32", "bf16", "bf16:sr"
-    const char* v;
+    const char* weights;  // "fp32", "bf16:sr", "bf16+fp32", ...
+    const char* grads;    // "fp32", "bf16", ...: the format that the trainer writes
+    const char* m;        // "fp32", "bf16:sr", ...
+    const char* v;        // likewise; "none" when the rule keeps no second moment
     float beta1, beta2, eps, weight_decay;
     uint64_t seed;
+    const char* decay_mode = "coupled";   // to the learning rate: p *= 1 - lr * wd; "independent": 1 - wd * lr / lr_max
+    float lr_max = 0.0f;                  // the largest learning rate of the schedule; needed by "independent"
+    float beta3 = 0.9999f, alpha = 5.0f;  // ademamix: decay of the slow average, and its weight
+    int64_t ramp = 0;                     // steps over which both rise to these values; 0: from the start
+    const char* overrides = "";           // formats, learning rate or decay by tensor name: see override.h
 };
 
 // What the combination costs, known before anything is allocated.
 struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
     int64_t compute;  // a decoded copy for the matmul, 0 when the stored weights serve
-    int64_t states;   // m, v and their scales
-    int64_t tables;   // the tile table: 8 bytes every 2048 elements
+    int64_t states;   // m, v, what else the rule keeps, and their scales
+    int64_t tables;   // the tile table, 8 bytes every 2048 elements, and the formats' constants
 };
 
 enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with
@@ -57,8 +62,10 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
-// Gives each tensor its offset; returns the length of the arena in elements (a multiple of OPTIM_ALIGN).
-int64_t optim_layout(OptimTensor* tensors, int count);
+// Gives each tensor its offset; returns the length of the arena in elements (a multiple of OPTIM_ALIGN). With a
+// resolved configuration, tensors that its overrides give formats of their own come last, together, for a launch of
+// their own.
+int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config = nullptr);
 
 // Checks every name and value of the configuration and fills in what the preset gives. Returns false, with one sentence
 // that names the option, what was found and what to type in `error` (the nearest known name is suggested).

@@ -5,41 +5,173 @@
 #include "formats/elementwise.cuh"
 #include "formats/fp32.cuh"
 #include "formats/bf16.cuh"
+#include "formats/blocksplit.cuh"
+#include "formats/de4.cuh"
+#include "formats/dyn8.cuh"
+#include "formats/fp16.cuh"
+#include "formats/kahan.cuh"
 #include "formats/master.cuh"
+#include "formats/minifloat.cuh"
+#include "formats/nf4.cuh"
+#include "formats/none.cuh"
+#include "formats/soft8.cuh"
+#include "formats/split.cuh"
+#include "formats/uniform.cuh"
+#include "rules/adam.cuh"
 #include "rules/adamw.cuh"
+#include "rules/ademamix.cuh"
+#include "rules/lion.cuh"
+#include "rules/sgd.cuh"
 
-#define OPTIM_RULES(ROW) ROW("adamw", "Adam with decoupled weight decay", AdamW)
+#define OPTIM_RULES(ROW)                                                                                         \
+    ROW("adamw", "Adam with decoupled weight decay", AdamW)                                                      \
+    ROW("adam", "the weight decay is added to the gradient (L2)", Adam)                                          \
+    ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", Lion) \
+    ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", Sgd)                                             \
+    ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", AdEMAMix)
 
 #define OPTIM_WEIGHTS(ROW)                                                                                          \
     ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>) \
+    ROW("bf16", "stands still when an update is below half a step, 2^-9 of a weight", Elementwise<Bf16, NEAREST>)   \
     ROW("bf16:sr", "2 bytes in all; stochastic rounding keeps small updates alive", Elementwise<Bf16, STOCHASTIC>)  \
-    ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update", WithMaster<Bf16>)
+    ROW("bf16:kahan", "what was rounded off is kept in a bf16 of its own: about 17 bits, no noise", Kahan<Bf16>)    \
+    ROW("bf16+8", "bf16 and 8 bits more: 16 significant bits in 3 bytes", Split<int8_t, NEAREST>)                   \
+    ROW("bf16+8:sr", "the same, never stalling; noise of 1/256 of bf16:sr's", Split<int8_t, STOCHASTIC>)            \
+    ROW("bf16+16", "fp32 to the last bit with the matmul's bf16 inside it, 2 bytes below bf16+fp32",                \
+        Split<int16_t, NEAREST>)                                                                                    \
+    ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",               \
+        WithMaster<Elementwise<Bf16, NEAREST>>)                                                                     \
+    ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)         \
+    ROW("fp16:sr", "likewise, keeping small updates alive", Elementwise<Fp16, STOCHASTIC>)                          \
+    ROW("fp16:kahan", "with what was rounded off in bf16", Kahan<Fp16>)                                             \
+    ROW("fp16+fp32", "with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                                 \
+    ROW("e4m3", "fp8, a power of two as scale every 128; stands still below 2^-5 of a weight",                      \
+        Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                      \
+    ROW("e4m3:sr", "1 byte in all, updated in place", Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>)                     \
+    ROW("e4m3+8", "e4m3 and 8 bits more: 12 significant bits in 2 bytes", BlockSplit<E4m3, 3, -6, 128, NEAREST>)    \
+    ROW("e4m3+8:sr", "the same, never stalling; noise of 1/256 of e4m3:sr's",                                       \
+        BlockSplit<E4m3, 3, -6, 128, STOCHASTIC>)                                                                   \
+    ROW("e4m3+fp32", "e4m3 with an fp32 master", WithMaster<Blocks<E4m3, 128, ScaleE8m0, NEAREST>>)                 \
+    ROW("e5m2", "as e4m3, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, NEAREST>)                      \
+    ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)             \
+    ROW("e5m2+8", "as e4m3+8, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, NEAREST>)                 \
+    ROW("e5m2+8:sr", "as e4m3+8:sr, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, STOCHASTIC>)        \
+    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)
 
 #define OPTIM_GRADS(ROW)                                                                         \
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \
     ROW("bf16", "half the memory; right with few micro-batches a step", Elementwise<Bf16, NEAREST>)
 
-#define OPTIM_STATES(ROW)                                                                                  \
-    ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                               \
-    ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>) \
-    ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>)
+// Rows of a format in blocks: its default block, which the lists show, all others, and other scales with the default,
+// each to nearest and stochastic.
+#define OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)                       \
+    ROW(NAME "/" #BLOCK, NOTE, Blocks<FORMAT, BLOCK, ScaleFp32, NEAREST>) \
+    ROW(NAME "/" #BLOCK ":sr", "", Blocks<FORMAT, BLOCK, ScaleFp32, STOCHASTIC>)
+#define OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, SUFFIX, SCALE)               \
+    ROW(NAME "/" #BLOCK SUFFIX, "", Blocks<FORMAT, BLOCK, SCALE, NEAREST>) \
+    ROW(NAME "/" #BLOCK SUFFIX ":sr", "", Blocks<FORMAT, BLOCK, SCALE, STOCHASTIC>)
+#define OPTIM_BLOCKS(ROW, NAME, NOTE, FORMAT, BLOCK)          \
+    OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)               \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 32)                    \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 64)                    \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 128)                   \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 256)                   \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 512)                   \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 1024)                  \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 2048)                  \
+    OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@bf16", ScaleBf16) \
+    OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@fp16", ScaleFp16) \
+    OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@e8m0", ScaleE8m0)
+
+#define OPTIM_STATES(ROW)                                                                                             \
+    ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
+    ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)            \
+    ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>) \
+    ROW("fp16", "for m of no less than 1e-7; more digits than bf16", Elementwise<Fp16, NEAREST>)                      \
+    ROW("fp16:sr", "likewise, unbiased", Elementwise<Fp16, STOCHASTIC>)                                               \
+    OPTIM_BLOCKS(ROW, "dyn8", "for m, as torchao and bitsandbytes: seven decades a block", Dyn8, 256)                 \
+    OPTIM_BLOCKS(ROW, "udyn8", "for v, likewise", Udyn8, 256)                                                         \
+    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as torchao", E4m3, 256)                       \
+    OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                        \
+    OPTIM_BLOCKS(ROW, "soft8", "for m, as FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)        \
+    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as FlashOptim: linear in the root", Sqrt8, 32)                                 \
+    OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                               \
+    OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)               \
+    OPTIM_BLOCKS(ROW, "de4", "for m, as lpmm and torchao: three decades in 4 bits", De4, 128)                         \
+    OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)        \
+    OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                             \
+    OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                    \
+    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)
 
 // ROW(name, rule, weights, m, v, when to use). --grads is the trainer's choice.
-#define OPTIM_PRESETS(ROW)                                                                                    \
-    ROW("adamw32", "adamw", "bf16+fp32", "fp32", "fp32", "the baseline: fp32 master weights and fp32 states") \
-    ROW("adamw16", "adamw", "bf16:sr", "bf16:sr", "bf16:sr", "6 bytes a parameter in place of 14")            \
-    ROW("fp32", "adamw", "fp32", "fp32", "fp32", "everything in fp32, also where the matmuls are")
+#define OPTIM_PRESETS(ROW)                                                                                           \
+    ROW("adamw32", "adamw", "bf16+fp32", "fp32", "fp32", "the baseline: fp32 master weights and fp32 states")        \
+    ROW("adamw16", "adamw", "bf16:sr", "bf16:sr", "bf16:sr", "6 bytes a parameter in place of 14")                   \
+    ROW("fp32", "adamw", "fp32", "fp32", "fp32", "everything in fp32, also where the matmuls are")                   \
+    ROW("lion16", "lion", "bf16:sr", "bf16:sr", "none", "one state: 4 bytes a parameter")                            \
+    ROW("ademamix16", "ademamix", "bf16:sr", "bf16:sr", "bf16:sr", "a memory of 10,000 steps: 8 bytes a parameter")  \
+    ROW("adamw8", "adamw", "bf16:sr", "dyn8/256", "udyn8/256", "8-bit states as torchao and bitsandbytes keep them") \
+    ROW("adamw8c", "adamw", "bf16:sr", "soft8/32", "sqrt8/32", "8-bit states as FlashOptim keeps them")              \
+    ROW("adamwfp8", "adamw", "bf16:sr", "e4m3/256", "e4m3/256", "fp8 states as torchao keeps them")                  \
+    ROW("adamw4", "adamw", "bf16:sr", "de4/128", "lin4/128", "4-bit states as lpmm and torchao keep them")           \
+    ROW("adamw4s", "adamw", "bf16:sr", "de4/128", "sqrt4/128", "4-bit states, v by its root: closer than adamw4")    \
+    ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
+    ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
+    ROW("fp8w4", "adamw", "e4m3:sr", "de4/128", "sqrt4/128", "2 bytes a parameter in all")                           \
+    ROW("lion8", "lion", "bf16:sr", "soft8/32", "none", "3 bytes a parameter")
 
 // Kernels compiled ahead of time: the presets with each kind of gradient. Every other combination is compiled by NVRTC
 // when it is first asked for. ROW(rule, weights, grads, m, v).
-#define OPTIM_BUILT_IN(ROW)                                                                                          \
-    ROW(AdamW, WithMaster<Bf16>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>) \
-    ROW(AdamW, WithMaster<Bf16>, Elementwise<Bf16, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>) \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Elementwise<Bf16, STOCHASTIC>,             \
-        Elementwise<Bf16, STOCHASTIC>)                                                                               \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Elementwise<Bf16, STOCHASTIC>,             \
-        Elementwise<Bf16, STOCHASTIC>)                                                                               \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                   \
-        Elementwise<Fp32, NEAREST>)                                                                                  \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Bf16, NEAREST>, Elementwise<Fp32, NEAREST>,                   \
-        Elementwise<Fp32, NEAREST>)
+#define OPTIM_BUILT_IN(ROW)                                                                                           \
+    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,        \
+        Elementwise<Fp32, NEAREST>)                                                                                   \
+    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Bf16, NEAREST>, Elementwise<Fp32, NEAREST>,        \
+        Elementwise<Fp32, NEAREST>)                                                                                   \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Elementwise<Bf16, STOCHASTIC>,              \
+        Elementwise<Bf16, STOCHASTIC>)                                                                                \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Elementwise<Bf16, STOCHASTIC>,              \
+        Elementwise<Bf16, STOCHASTIC>)                                                                                \
+    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                    \
+        Elementwise<Fp32, NEAREST>)                                                                                   \
+    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Bf16, NEAREST>, Elementwise<Fp32, NEAREST>,                    \
+        Elementwise<Fp32, NEAREST>)                                                                                   \
+    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Elementwise<Bf16, STOCHASTIC>, None)         \
+    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Elementwise<Bf16, STOCHASTIC>, None)         \
+    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Elementwise<Bf16, STOCHASTIC>,           \
+        Elementwise<Bf16, STOCHASTIC>)                                                                                \
+    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Elementwise<Bf16, STOCHASTIC>,           \
+        Elementwise<Bf16, STOCHASTIC>)                                                                                \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,      \
+        Blocks<Udyn8, 256, ScaleFp32, NEAREST>)                                                                       \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,      \
+        Blocks<Udyn8, 256, ScaleFp32, NEAREST>)                                                                       \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,      \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,      \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,      \
+        Blocks<E4m3, 256, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,      \
+        Blocks<E4m3, 256, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Blocks<De4, 128, ScaleFp32, NEAREST>,       \
+        Blocks<Lin4, 128, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Blocks<De4, 128, ScaleFp32, NEAREST>,       \
+        Blocks<Lin4, 128, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Blocks<De4, 128, ScaleFp32, NEAREST>,       \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>)                                                                       \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Blocks<De4, 128, ScaleFp32, NEAREST>,       \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>)                                                                       \
+    ROW(AdamW, Split<int8_t, NEAREST>, Elementwise<Fp32, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,             \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Elementwise<Fp32, NEAREST>,                                  \
+        Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>)                                 \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Elementwise<Fp32, NEAREST>,                                  \
+        Blocks<De4, 128, ScaleFp32, NEAREST>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>)                                 \
+    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Fp32, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None) \
+    ROW(AdamW, Split<int8_t, NEAREST>, Elementwise<Bf16, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,             \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>)                                                                        \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Elementwise<Bf16, NEAREST>,                                  \
+        Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>)                                 \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Elementwise<Bf16, NEAREST>,                                  \
+        Blocks<De4, 128, ScaleFp32, NEAREST>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>)                                 \
+    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None)

@@ -409,7 +409,7 @@ TEST(optim_stochastic_weights_follow_fp32) {
     Gradients grads = gradients_create(&dev, &model);
     for (float& one : ones) one = 1.5f;
     optim_set_weights(optim, 1, ones);
-    for (int64_t i = 0; i < model.elements; i++) ((float*)grads.arena)[i] = i >= 128 ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < model.elements; i++) ((float*)grads.arena)[i] = i >= OPTIM_ALIGN ? 1.0f : 0.0f;
     *grads.scale = 1.0f;
     const int steps = 200;
     const double lr = 1.0 / 128.0 / 100.0;
@@ -624,8 +624,8 @@ TEST(optim_names_and_errors) {
 
     config = good, config.preset = "adam16";
     expect(resolve_says(&config, "--preset", "\"adam16\"", "mean adamw16?"), "preset");
-    config = good, config.rule = "adam";
-    expect(resolve_says(&config, "--rule", "\"adam\"", "mean adamw?"), "rule");
+    config = good, config.rule = "adamv";
+    expect(resolve_says(&config, "--rule", "\"adamv\"", "mean adamw?"), "rule");
     config = good, config.weights = "bf16:rs";
     expect(resolve_says(&config, "--weights", "\"bf16:rs\"", "mean bf16:sr?"), "weights");
     config = good, config.grads = "bf61";
@@ -666,7 +666,7 @@ TEST(optim_bytes_and_streams) {
     Device dev = cpu_device();
     Model model = make_model(mixed_lengths, MIXED);
     int64_t want_elements = 0;
-    for (int64_t length : mixed_lengths) want_elements += (length + 127) / 128 * 128;
+    for (int64_t length : mixed_lengths) want_elements += (length + 2047) / 2048 * 2048;
     expect(model.elements == want_elements, "%lld", (long long)model.elements);
     for (int index = 0; index < COMBINATIONS; index++) {
         OptimConfig config = combination(index);

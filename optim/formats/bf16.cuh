@@ -21,9 +21,7 @@ struct Bf16 {
     }
 
     static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
-        uint32_t bits = float_bits(x);
-        uint32_t rounded = (bits + noise) >> 16;
-        if (!is_finite(x)) rounded = is_nan(x) ? 0x7fc0u : bits >> 16;
-        return (uint16_t)rounded;
+        // The lower bits of infinity and of the canonical NaN are zero: no noise carries out of them.
+        return (uint16_t)((float_bits(canonical(x)) + noise) >> 16);
     }
 };

@@ -5,10 +5,10 @@
 //     store(streams, first, x, n, key)   fp32 -> stored, the step's rounding; key draws its noise
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: weights written from outside
 //     view(streams, first, x, n)         stored -> fp32, what the model sees
-// and STREAM, which describes the arrays it keeps. One thread of a GPU calls them with 8 elements, a core of a CPU with
-// a whole tile: x lies in registers in the one case and in L1 in the other.
+// and STREAM, which describes the 2 or 3 arrays it keeps. One thread of a GPU calls them with 8 elements, a core of a
+// CPU with a whole tile: x lies in registers in the one case and in L1 in the other.
 //
-// Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 2 or 4
+// Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1, 2 or 4
 // bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Every access is
 // 16 bytes.
 #pragma once
@@ -19,8 +19,10 @@ EMBED_SOURCE
 
 // The arrays of one storage.
 struct Streams {
-    void* codes;  // one code an element, arena layout
-    void* extra;  // what is kept beside them, or null
+    void* codes;                  // one code an element, arena layout
+    void* extra;                  // what is kept beside them, or null
+    const void* table = nullptr;  // constants that the format looks up (blocks.cuh), shared by all its arrays, or null
+    void* more = nullptr;         // a third array, or null
 };
 
 // One of them: its name (a suffix of the slot's: weights, m, v; or a name of its own without a leading dot), the
@@ -34,9 +36,9 @@ struct StreamInfo {
 
 enum Rounding { NEAREST, STOCHASTIC };
 
-// 8 codes, moved 16 bytes at a time.
+// 8 codes, moved 16 bytes at a time, or 8 when there are no more.
 template <class Code>
-struct alignas(16) Codes {
+struct alignas(sizeof(Code) == 1 ? 8 : 16) Codes {
     Code lane[8];
 };
 
@@ -45,6 +47,7 @@ OPTIM_INLINE Codes<Code> load_codes(const void* base, int64_t first) {
     const Code* address = (const Code*)base + first;
     Codes<Code> codes;
 #ifdef __CUDA_ARCH__
+    if constexpr (sizeof(codes) == 8) *(uint2*)&codes = *(const uint2*)address;
     OPTIM_UNROLL
     for (int i = 0; i < (int)sizeof(codes) / 16; i++) ((uint4*)&codes)[i] = ((const uint4*)address)[i];
 #else
@@ -57,12 +60,73 @@ template <class Code>
 OPTIM_INLINE void store_codes(void* base, int64_t first, const Codes<Code>& codes) {
     Code* address = (Code*)base + first;
 #ifdef __CUDA_ARCH__
+    if constexpr (sizeof(codes) == 8) *(uint2*)address = *(const uint2*)&codes;
     OPTIM_UNROLL
     for (int i = 0; i < (int)sizeof(codes) / 16; i++) ((uint4*)address)[i] = ((const uint4*)&codes)[i];
 #else
     memcpy(address, &codes, sizeof(codes));
 #endif
 }
+
+// COUNT codes of BITS bits packed into words, moved 16 bytes at a time where there are as many. Of two 4-bit codes in a
+// byte the first is in the upper half.
+template <int BITS, int COUNT>
+struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
+    static constexpr int WORDS = BITS * COUNT / 32;
+    static constexpr int EACH = 32 / BITS;  // codes in a word
+    uint32_t word[WORDS];
+
+    static OPTIM_INLINE int shift(int i) { return BITS * (BITS == 4 ? i % EACH ^ 1 : i % EACH); }
+    OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & ((1u << BITS) - 1u); }
+    OPTIM_INLINE void add(int i, uint32_t code) { word[i / EACH] += code << shift(i); }
+
+#ifdef __CUDACC__
+    // Sets all from words whose upper bits are the codes.
+    __device__ __forceinline__ void gather(const uint32_t* codes) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            const uint32_t* c = codes + w * EACH;
+            if constexpr (BITS == 8) {
+                word[w] = __byte_perm(__byte_perm(c[0], c[1], 0x73), __byte_perm(c[2], c[3], 0x73), 0x5410);
+            } else {
+                uint32_t all = 0;
+#pragma unroll
+                for (int i = EACH - 1; i >= 0; i--) all = __funnelshift_l(c[i ^ 1], all, BITS);
+                word[w] = all;
+            }
+        }
+    }
+#endif
+};
+
+template <class Value>
+OPTIM_INLINE Value load_value(const void* base, int64_t byte) {
+    const char* address = (const char*)base + byte;
+#ifdef __CUDA_ARCH__
+    return *(const Value*)address;
+#else
+    Value value;
+    memcpy(&value, address, sizeof(value));
+    return value;
+#endif
+}
+
+template <class Value>
+OPTIM_INLINE void store_value(void* base, int64_t byte, const Value& value) {
+    char* address = (char*)base + byte;
+#ifdef __CUDA_ARCH__
+    *(Value*)address = value;
+#else
+    memcpy(address, &value, sizeof(value));
+#endif
+}
+
+// The least magnitude that does not become zero, for formats whose range is short enough for that to matter in v (see
+// blocks.cuh): Format::LEAST, or 0 when there is none.
+template <class Format, class = void>
+constexpr float LEAST_OF = 0.0f;
+template <class Format>
+constexpr float LEAST_OF<Format, decltype((void)Format::LEAST)> = Format::LEAST;
 
 template <class Format, Rounding ROUNDING>
 struct Elementwise {
@@ -72,9 +136,16 @@ struct Elementwise {
     static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
-            Codes<Code> codes = load_codes<Code>(streams.codes, first + c);
-            OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) x[c + i] = Format::decode(codes.lane[i]);
+            if constexpr (sizeof(Code) == 2) {
+                // By words: taking the upper half of one is then a single instruction.
+                auto packed = load_value<Packed<16, 8>>(streams.codes, 2 * (first + c));
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)packed.get(i));
+            } else {
+                Codes<Code> codes = load_codes<Code>(streams.codes, first + c);
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i++) x[c + i] = Format::decode(codes.lane[i]);
+            }
         }
     }
 
@@ -88,16 +159,28 @@ struct Elementwise {
         }
     }
 
+    // A moment v above zero stays above zero.
+    static OPTIM_INLINE float kept(float x, const NoiseKey& key) {
+        constexpr float least = LEAST_OF<Format>;
+        return least > 0.0f && key.stream == NOISE_V && x > 0.0f && x < least ? least : x;
+    }
+
     static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
         if constexpr (ROUNDING == NEAREST) {
-            set(streams, first, x, n);
+            OPTIM_UNROLL
+            for (int c = 0; c < n; c += 8) {
+                float value[8];
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i++) value[i] = kept(x[c + i], key);
+                set(streams, first + c, value, 8);
+            }
         } else {
             OPTIM_UNROLL
             for (int c = 0; c < n; c += 8) {
                 Noise noise = noise_draw(key, first + c);
                 Codes<Code> codes;
                 OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) codes.lane[i] = Format::encode(x[c + i], noise_lane(noise, i));
+                for (int i = 0; i < 8; i++) codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, i));
                 store_codes(streams.codes, first + c, codes);
             }
         }

@@ -1,24 +1,31 @@
-// Weights kept twice: a copy in a narrow format that the matmuls read, and an fp32 master that the update reads and
-// writes. The copy is the master rounded to nearest, written in the same pass, so no update is ever lost.
-// Bytes an element: the narrow format's and 4.
+// Weights kept twice: a copy in a narrow storage that the matmuls read, and an fp32 master that the update reads and
+// writes. The copy is the master rounded to nearest, written in the same pass, so no update is ever lost; the scales of
+// an fp8 copy are those of the new master.
+// Bytes an element: the narrow storage's and 4.
 #pragma once
 #include "elementwise.cuh"
 #include "fp32.cuh"
 
 EMBED_SOURCE
 
-template <class Format>
+template <class Copy>
 struct WithMaster {
-    typedef Elementwise<Format, NEAREST> Copy;
     typedef Elementwise<Fp32, NEAREST> Master;
-    static constexpr StreamInfo STREAM[2] = {Copy::STREAM[0], {"master", "F32", 32, 1}};
+    static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `extra`
+    static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {"", "", 0, 1};
+    static constexpr StreamInfo STREAM[3] = {Copy::STREAM[0], SCALED ? Copy::STREAM[1] : MASTER,
+                                             SCALED ? MASTER : NOTHING};
+
+    static OPTIM_INLINE Streams master(const Streams& streams) {
+        return {SCALED ? streams.more : streams.extra, nullptr};
+    }
 
     static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
-        Master::load({streams.extra, nullptr}, first, x, n);
+        Master::load(master(streams), first, x, n);
     }
 
     static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
-        Master::set({streams.extra, nullptr}, first, x, n);
+        Master::set(master(streams), first, x, n);
         Copy::set(streams, first, x, n);
     }
 
@@ -27,6 +34,6 @@ struct WithMaster {
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
-        Copy::load(streams, first, x, n);
+        Copy::view(streams, first, x, n);
     }
 };

@@ -11,10 +11,15 @@
 EMBED_SOURCE
 
 struct AdamW {
-    static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v) {
+    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
+
+    static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
         *m = exact_fma(hyper.beta1, *m, exact_mul(hyper.rest1, g));
         *v = exact_fma(hyper.beta2, *v, exact_mul(exact_mul(hyper.rest2, g), g));
-        float denominator = exact_fma(exact_sqrt(*v), hyper.root2, hyper.eps);
-        *p = exact_fma(-hyper.step_size, exact_div(*m, denominator), exact_mul(hyper.keep, *p));
+        return *m;
+    }
+
+    static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {
+        *p = exact_fma(-hyper.step_size, quotient, exact_mul(hyper.keep, *p));
     }
 };

@@ -1,0 +1,178 @@
+// Speed of the optimizer step alone: bytes that must move (every stored stream read and written once, gradients read,
+// a copy that is only written counted once) over the time of optim_step, as a share of the device-to-device copy rate
+// measured in the same run (bytes read + written). Medians of CUDA-event times after a warm-up, on random data, with
+// one tensor of 2^30 elements and with GPT-2's own tensors; states are those of a few steps, so no format sees zeros
+// only.
+//
+//   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
+//   without names: every preset, and every state format on bf16:sr weights
+#define TESTING
+#include "../train_gpt2.cu"
+
+static const char* const COMBINATIONS[] = {
+    "adamw32", "adamw16", "fp32",  "adamw8", "adamw8c", "adamwfp8", "adamw4",
+    "adamw4s", "flash24", "fp8w8", "fp8w4",  "lion8",   "lion16",   "ademamix16",
+};
+
+__global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint64_t z = seed + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    // Magnitudes over four decades, as gradients have.
+    float magnitude = exp2f(-14.0f * (float)(z >> 40 & 0xffff) / 65536.0f);
+    values[i] = from_float<bf16>((z & 1 ? -1.0f : 1.0f) * magnitude * 1e-2f);
+}
+
+template <typename Function>
+static double median_ms(const Device* dev, int times, Function run) {
+    cudaEvent_t begin, end;
+    check(cudaEventCreate(&begin));
+    check(cudaEventCreate(&end));
+    double ms[64];
+    for (int i = -2; i < times; i++) {
+        check(cudaEventRecord(begin, dev->stream));
+        run();
+        check(cudaEventRecord(end, dev->stream));
+        check(cudaEventSynchronize(end));
+        float elapsed;
+        check(cudaEventElapsedTime(&elapsed, begin, end));
+        int at = i;
+        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
+        if (i >= 0) ms[at] = elapsed;
+    }
+    check(cudaEventDestroy(begin));
+    check(cudaEventDestroy(end));
+    return ms[times / 2];
+}
+
+static double copy_rate(const Device* dev) {
+    int64_t bytes = 4ll << 30;
+    bf16 *a = (bf16*)device_alloc(dev, bytes), *b = (bf16*)device_alloc(dev, bytes);
+    fill_kernel<<<(unsigned)(bytes / 2 / 256), 256, 0, dev->stream>>>(a, bytes / 2, 1);
+    check_launch();
+    double ms = median_ms(dev, 10, [&] { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
+    device_free(dev, a);
+    device_free(dev, b);
+    return 2.0 * (double)bytes / (1e-3 * ms);
+}
+
+// "adamw8", "bf16:sr,dyn8/256,udyn8/256" or "lion,bf16:sr,dyn8/256,none" to a resolved configuration.
+static OptimConfig combination(const char* text) {
+    OptimConfig config = {};
+    char error[DATA_ERROR_BYTES], *part[4] = {}, *copy = strdup(text), *rest;
+    int count = 0;
+    for (char* at = strtok_r(copy, ",", &rest); at && count < 4; at = strtok_r(nullptr, ",", &rest)) part[count++] = at;
+    Options o = {};
+    if (!options_defaults(&TABLE, &o, error)) user_error("%s", error);
+    o.grads = "bf16";
+    if (count == 1) o.preset = part[0];
+    if (count == 4) o.rule = part[0];
+    if (count >= 3) o.weights = part[count - 3], o.m = part[count - 2], o.v = part[count - 1];
+    if (count == 2) user_error("'%s': type PRESET, WEIGHTS,M,V or RULE,WEIGHTS,M,V", text);
+    optim_config_from(&o, &config);
+    return config;
+}
+
+static int64_t traffic(const Optim* optim, int64_t elements) {
+    int64_t bytes = 2 * elements;  // bf16 gradients
+    bool master = false;
+    for (int i = 0; i < optim_stream_count(optim); i++)
+        master = master || !strcmp(optim_stream(optim, i).name, "master");
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        OptimStream stream = optim_stream(optim, i);
+        int64_t size = stream.elements * stream.element_bytes;
+        bytes += master && stream.is_weights ? size : 2 * size;
+    }
+    return bytes;
+}
+
+struct Size {
+    const char* name;
+    Model model;  // its tensors
+};
+
+static Size size_of(const char* name) {
+    Size size = {name, {}};
+    Model* m = &size.model;
+    if (strcmp(name, "1g") == 0) {
+        m->count = 1;
+        m->tensors = (OptimTensor*)calloc(1, sizeof(OptimTensor));
+        *m->tensors = {"weight", 32768, 32768, true, 0};
+        m->elements = m->parameters = optim_layout(m->tensors, 1);
+        return size;
+    }
+    bool large = strcmp(name, "1558m") == 0;
+    if (!large && strcmp(name, "124m") != 0) user_error("--sizes %s: type 1g, 1558m or 124m", name);
+    m->config = large ? Config{48, 1600, 25, 1024, 50257, 50304} : Config{12, 768, 12, 1024, 50257, 50304};
+    config_tensors(m);
+    return size;
+}
+
+static void bench(const Device* dev, FILE* csv, const char* text, const Size* size, double copy) {
+    OptimConfig config = combination(text);
+    const Model* m = &size->model;
+    Optim* optim = optim_create(dev, &config, m->tensors, m->count, OPTIM_BF16);
+    bf16* grads = (bf16*)device_alloc(dev, m->elements * 2);
+    fill_kernel<<<(unsigned)ceil_div(m->elements, 256), 256, 0, dev->stream>>>(grads, m->elements, 3);
+    check_launch();
+    float one = 1.0f, *scale = (float*)device_alloc(dev, sizeof(float));
+    copy_to_device(dev, scale, &one, sizeof(float));
+    int64_t step = 0;
+    double ms = median_ms(dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); });
+    double bytes = (double)traffic(optim, m->elements), share = 100 * bytes / (1e-3 * ms) / copy;
+    double state = (double)optim_bytes(&config, m->tensors, m->count, OPTIM_BF16).states / (double)m->parameters;
+    printf("%-34s %-6s %8.3f ms %7.2f ps/param %7.3f B/param moved %6.3f B/param states %7.0f GB/s %6.1f %% of copy\n",
+           text, size->name, ms, 1e9 * ms / (double)m->elements, bytes / (double)m->elements, state, bytes / ms * 1e-6,
+           share);
+    fflush(stdout);
+    if (csv) {
+        fprintf(csv, "\"%s\",%s,%.6f,%.4f,%.4f,%.4f,%.1f,%.2f\n", text, size->name, ms, 1e9 * ms / (double)m->elements,
+                bytes / (double)m->elements, state, bytes / ms * 1e-6, share);
+    }
+    device_free(dev, scale);
+    device_free(dev, grads);
+    optim_free(optim);
+}
+
+int main(int argc, char** argv) {
+    const char *csv_path = nullptr, *sizes = "1g,1558m,124m";
+    const char* names[256];
+    int count = 0;
+    for (int i = 1; i < argc; i++) {
+        bool option = strcmp(argv[i], "--csv") == 0 || strcmp(argv[i], "--sizes") == 0;
+        if (option && i + 1 == argc) user_error("%s needs a value", argv[i]);
+        if (strcmp(argv[i], "--csv") == 0)
+            csv_path = argv[++i];
+        else if (strcmp(argv[i], "--sizes") == 0)
+            sizes = argv[++i];
+        else if (count < 256)
+            names[count++] = argv[i];
+    }
+    bool usual = count == 0;
+    for (const char* name : COMBINATIONS) {
+        if (usual) names[count++] = name;
+    }
+    Options o = {};
+    o.device = "gpu";
+    o.matmul = "bf16";
+    Device dev;
+    device_resolve(&o, &dev);
+    double copy = copy_rate(&dev);
+    printf("%s: copy %.0f GB/s\n", dev.name, copy * 1e-9);
+    FILE* csv = csv_path ? fopen(csv_path, "w") : nullptr;
+    if (csv_path && !csv) user_error("--csv %s cannot be written: %s", csv_path, strerror(errno));
+    if (csv)
+        fprintf(csv,
+                "combination,size,ms,ps_per_param,moved_bytes_per_param,state_bytes_per_param,gb_s,percent_of_copy\n");
+    char *list = strdup(sizes), *rest;
+    for (char* name = strtok_r(list, ",", &rest); name; name = strtok_r(nullptr, ",", &rest)) {
+        Size size = size_of(strdup(name));
+        for (int i = 0; i < count; i++) bench(&dev, csv, names[i], &size, copy);
+    }
+    if (csv) fclose(csv);
+    device_close(&dev);
+    return 0;
+}

@@ -1,0 +1,685 @@
+// Tests of the block formats: every code survives decoding and encoding, encoding is the nearest level against a search
+// of all levels, stochastic rounding is linear in value counted over all its noise, blocks and their scales, what
+// happens to zeros, NaN and infinity, names, and where there is a GPU equal bits for every format and for random
+// combinations.
+#include <float.h>
+#include <time.h>
+
+#include "../../optim/jit.h"
+#include "../../optim/kernel.cuh"
+#include "../../optim/optim.h"
+#include "../../optim/table.cuh"
+#include "test.h"
+
+// A format as function pointers, over a table of its own.
+struct FormatCase {
+    const char* name;
+    int bits, zero;
+    bool root, has_sign;
+    float largest;
+    float (*decode)(uint32_t code);  // in units of the scale; of the root where the root is stored
+    uint32_t (*nearest)(float y, int lowest);
+    uint32_t (*stochastic)(float y, uint32_t noise, int lowest);
+};
+
+template <class Format>
+struct Case {
+    static const typename Format::Table* table() {
+        static typename Format::Table made;
+        static bool ready = false;
+        if constexpr (HAS_TABLE<Format>) {
+            if (!ready) Format::fill(&made);
+        }
+        ready = true;
+        return &made;
+    }
+
+    static float decode(uint32_t code) {
+        float x = Format::decode(table(), code, 1.0f);
+        return Format::ROOT ? sqrtf(x) : x;
+    }
+    static uint32_t nearest(float y, int lowest) {
+        return (Format::nearest(table(), y, Format::UNITS, lowest) - Format::BIAS) & ((1u << Format::BITS) - 1u);
+    }
+    static uint32_t stochastic(float y, uint32_t noise, int lowest) {
+        return (Format::stochastic(table(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
+               ((1u << Format::BITS) - 1u);
+    }
+    static FormatCase get(const char* name, bool has_sign) {
+        return {name, Format::BITS, Format::ZERO, Format::ROOT, has_sign, Format::LARGEST, decode, nearest, stochastic};
+    }
+};
+
+static const FormatCase cases[] = {
+    Case<Dyn8>::get("dyn8", true),  Case<Udyn8>::get("udyn8", false), Case<E4m3>::get("e4m3", true),
+    Case<E5m2>::get("e5m2", true),  Case<Soft8>::get("soft8", true),  Case<Sqrt8>::get("sqrt8", false),
+    Case<Lin8>::get("lin8", true),  Case<Ulin8>::get("ulin8", false), Case<De4>::get("de4", true),
+    Case<Lin4>::get("lin4", false), Case<Sqrt4>::get("sqrt4", false), Case<Nf4>::get("nf4", true),
+    Case<E2m1>::get("e2m1", true)};
+
+// The levels that are written, in order, and their codes.
+struct LevelList {
+    double level[256];
+    uint32_t code[256];
+    int count;
+};
+
+static LevelList levels_of(const FormatCase* format) {
+    LevelList list = {};
+    for (uint32_t code = 0; code < 1u << format->bits; code++) {
+        double x = (double)format->decode(code);
+        // Not written: NaN, what lies beyond the largest, what rounds to another code. Minus zero is zero.
+        bool kept = fabs(x) <= (double)format->largest * 1.000001 && format->nearest((float)x, 0) == code &&
+                    !(x == 0.0 && (int)code != format->zero);
+        if (!kept) continue;
+        int at = list.count++;
+        for (; at > 0 && list.level[at - 1] > x; at--) {
+            list.level[at] = list.level[at - 1];
+            list.code[at] = list.code[at - 1];
+        }
+        list.level[at] = x;
+        list.code[at] = code;
+    }
+    return list;
+}
+
+TEST(formats_codes_survive) {
+    // Codes that nothing is rounded to: soft8's 255, lin8's 255, fp8's NaN and infinities, minus zero, udyn8's zero.
+    const struct {
+        const char* name;
+        int unused;
+    } known[] = {{"soft8", 1}, {"udyn8", 1}, {"lin8", 1}, {"e4m3", 3}, {"e5m2", 9}, {"e2m1", 1}};
+    for (const FormatCase& format : cases) {
+        LevelList list = levels_of(&format);
+        int unused = 0;
+        for (const auto& row : known) unused = strcmp(row.name, format.name) == 0 ? row.unused : unused;
+        expect(list.count == (1 << format.bits) - unused, "%s has %d codes in use", format.name, list.count);
+        for (int i = 1; i < list.count; i++) {
+            expect(list.level[i] > list.level[i - 1], "%s: level %d is not above the one before", format.name, i);
+        }
+        expect(fabs(list.level[list.count - 1] - (double)format.largest) <= 1e-6 * (double)format.largest ||
+                   list.level[list.count - 1] == 16.0 * (double)format.largest / 16.0,
+               "%s: the largest level is %g", format.name, list.level[list.count - 1]);
+        if (format.zero >= 0) expect(format.decode((uint32_t)format.zero) == 0.0f, "%s: zero", format.name);
+    }
+}
+
+TEST(formats_levels_are_the_published_ones) {
+    const double de4[16] = {-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0,
+                            0.0055,  0.0325,  0.0775,  0.2125,  0.4375,  0.6625,  0.8875,  1};
+    for (uint32_t c = 0; c < 16; c++) {
+        expect(Case<De4>::decode(c) == (float)de4[c], "de4 %u is %.9g", c, (double)Case<De4>::decode(c));
+        expect(Case<Lin4>::decode(c) == (float)(c + 1) / 16.0f, "lin4 %u", c);
+    }
+    const struct {
+        uint32_t code;
+        double level;
+    } dyn8[] = {{0, -0.99296875}, {127, 0.0}, {128, 5.5e-7}, {126, -5.5e-7}, {255, 1.0}, {254, 0.99296875}},
+      udyn8[] = {{0, 0.0}, {1, 3.25e-7}, {2, 7.75e-7}, {3, 2.125e-6}, {254, 0.996484375}, {255, 1.0}};
+    for (const auto& row : dyn8) expect(Case<Dyn8>::decode(row.code) == (float)row.level, "dyn8 %u", row.code);
+    for (const auto& row : udyn8) expect(Case<Udyn8>::decode(row.code) == (float)row.level, "udyn8 %u", row.code);
+    expect(Case<E4m3>::decode(1) == ldexpf(1.0f, -9) && Case<E4m3>::decode(0xfe) == -448.0f, "e4m3");
+    expect(Case<E5m2>::decode(1) == ldexpf(1.0f, -16) && Case<E5m2>::decode(0x7b) == 57344.0f, "e5m2");
+    const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    for (uint32_t c = 0; c < 8; c++) expect(Case<E2m1>::decode(c) == e2m1[c], "e2m1 %u", c);
+}
+
+// Fails unless y's code is that of the nearest level, to within `slack`. Returns whether all was well.
+static void check_nearest(Test* test, const FormatCase* format, const LevelList* list, float y, double slack) {
+    int low = 0, high = list->count - 1;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (list->level[middle] <= (double)y) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    double down = fabs((double)y - list->level[low]), up = fabs((double)y - list->level[high]);
+    uint32_t code = format->nearest(y, 0);
+    double error = fabs((double)y - (double)format->decode(code));
+    expect(error <= (down < up ? down : up) + slack, "%s: %a becomes %u, off by %g; its neighbours by %g and %g",
+           format->name, (double)y, code, error, down, up);
+}
+
+// Uniform formats add 1/2 to y in fp32: a y that near to the middle may go either way.
+static double nearest_slack(const FormatCase* format, double y) {
+    bool uniform = strstr(format->name, "lin") || strstr(format->name, "sqrt");
+    // soft8's bounds are the middle in z, at most 1/500 of a step from the middle of the levels.
+    if (strcmp(format->name, "soft8") == 0) return 2e-5 + 1e-4 * fabs(y);
+    return uniform ? ldexp((double)format->largest, -15) : 0.0;
+}
+
+TEST(formats_nearest_against_search) {
+    for (const FormatCase& format : cases) {
+        LevelList list = levels_of(&format);
+        // Next to each bound between two levels, and at it.
+        for (int i = 1; i < list.count; i++) {
+            float middle = (float)(0.5 * (list.level[i - 1] + list.level[i]));
+            for (int step = -3; step <= 3; step++) {
+                float y = bits_float(float_bits(middle) + (uint32_t)step);
+                if (middle != 0.0f) check_nearest(test, &format, &list, y, nearest_slack(&format, (double)y));
+            }
+        }
+        // The upper 18 bits of every float up to the largest, of both signs.
+        for (uint32_t bits = 0; bits < float_bits(format.largest); bits += 1u << 13) {
+            float y = bits_float(bits + (bits * 2654435761u >> 20));
+            if (y > format.largest) y = format.largest;
+            check_nearest(test, &format, &list, y, nearest_slack(&format, (double)y));
+            if (format.has_sign) check_nearest(test, &format, &list, -y, nearest_slack(&format, (double)y));
+        }
+        if (test->failures > 20) return;
+    }
+}
+
+TEST(formats_ties_and_limits) {
+    // Ties: the upper level in tables and uniform formats, the even code in small floats.
+    expect(Case<De4>::nearest(0.0055f / 2, 0) == 8 && Case<De4>::nearest(-0.0055f / 2, 0) == 7, "de4");
+    expect(Case<Lin4>::nearest(1.5f / 16.0f, 0) == 1 && Case<Sqrt4>::nearest(2.5f / 16.0f, 0) == 2, "lin4, sqrt4");
+    expect(Case<E4m3>::nearest(17.0f, 0) == Case<E4m3>::nearest(16.0f, 0), "e4m3 17 between 16 and 18");
+    expect(Case<E4m3>::nearest(19.0f, 0) == Case<E4m3>::nearest(20.0f, 0), "e4m3 19 between 18 and 20");
+    for (const FormatCase& format : cases) {
+        uint32_t top = format.nearest(format.largest, 0);
+        const float beyond[] = {format.largest * 1.0000002f, format.largest * 1.0000005f};
+        for (float y : beyond) {
+            expect(format.nearest(y, 0) == top, "%s: %g becomes %u", format.name, (double)y, format.nearest(y, 0));
+            expect(format.decode(format.stochastic(y, 0x8000, 0)) == format.decode(top), "%s: %g with noise",
+                   format.name, (double)y);
+        }
+        expect(format.decode(format.nearest(0.0f, 0)) == 0.0f || !format.has_sign, "%s: zero", format.name);
+        if (format.zero >= 0) {
+            const float small[] = {0.0f, FLT_TRUE_MIN, 1e-30f, 1e-9f, 1e-4f};
+            for (float y : small) {
+                expect(format.decode(format.nearest(y, format.zero + 1)) > 0.0f, "%s: a v of %g", format.name,
+                       (double)y);
+                for (uint32_t noise = 0; noise < 65536; noise += 4369) {
+                    expect(format.decode(format.stochastic(y, noise, format.zero + 1)) > 0.0f, "%s: noise",
+                           format.name);
+                }
+            }
+        }
+    }
+}
+
+TEST(formats_stochastic_counts) {
+    // Over all 65536 noise values, the mean is y: within one count of 65536, of a gap, and the rounding of y and of the
+    // gap in fp32. Three places in every gap between neighbours; subnormals, binades' borders and the ends are gaps
+    // too.
+    double worst = 0.0;
+    for (const FormatCase& format : cases) {
+        LevelList list = levels_of(&format);
+        int stride = format.bits == 8 ? 3 : 1;
+        for (int i = 1; i < list.count; i += i < 12 || i > list.count - 12 ? 1 : stride) {
+            double low = list.level[i - 1], high = list.level[i];
+            for (int part = 1; part <= 2; part++) {
+                float y = (float)(low + (high - low) * (part == 1 ? 0.0837 : 0.71));
+                int up = 0;
+                for (uint32_t noise = 0; noise < 65536; noise += 1) {
+                    double got = (double)format.decode(format.stochastic(y, noise, 0));
+                    if (test->failures < 20) {
+                        expect(got == low || got == high, "%s: %a becomes %a", format.name, (double)y, got);
+                    }
+                    up += got == high;
+                }
+                double want = ((double)y - low) / (high - low), error = fabs(up / 65536.0 - want);
+                // Uniform formats add y and the noise in fp32.
+                double slack = 1.5 / 65536.0 + ldexp((double)format.largest, -23) / (high - low);
+                if (error / slack > worst) worst = error / slack;
+                if (test->failures < 20) {
+                    expect(error <= slack, "%s: %a goes up %d of 65536 times, not %.1f", format.name, (double)y, up,
+                           want * 65536.0);
+                }
+            }
+        }
+    }
+    snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
+}
+
+// One tile of a storage on the CPU.
+struct Store {
+    char codes[4 * TILE_ELEMENTS];
+    float scales[TILE_ELEMENTS];
+    char table[65536];
+    Streams streams;
+};
+
+template <class Storage>
+static void store_tile(Store* store, const float* x, float* back, uint32_t slot) {
+    Storage::fill(store->table);
+    store->streams = {store->codes, store->scales, store->table};
+    Storage::store(store->streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 7, slot});
+    Storage::load(store->streams, 0, back, TILE_ELEMENTS);
+}
+
+// Narrow scales cut what they cannot hold, and nothing else is harmed.
+template <class Format, class Scale>
+static void check_limits(Test* test, const char* name) {
+    static Store store;
+    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = ldexpf(1.0f, (i % 32 == 9 ? 127 : i % 32 == 10 ? 120 : 0));
+    store_tile<Blocks<Format, 32, Scale, NEAREST>>(&store, x, back, NOISE_V);
+    double most = Scale::MOST * (double)Format::LARGEST;
+    if (Format::ROOT) most *= most;
+    for (int i = 9; i < TILE_ELEMENTS; i += 32) {
+        double want = (double)x[i] < most ? (double)x[i] : most;
+        expect((double)back[i] > want * 0.96 && (double)back[i] < want * 1.05, "%s: %g became %g", name, (double)x[i],
+               (double)back[i]);
+        expect(back[i + 2] < x[i] / 2 && back[i + 2] > 0.0f, "%s: 1 became %g", name, (double)back[i + 2]);
+    }
+}
+
+TEST(formats_scales_cut_what_they_cannot_hold) {
+    check_limits<Dyn8, ScaleFp32>(test, "dyn8@fp32");
+    check_limits<Dyn8, ScaleBf16>(test, "dyn8@bf16");
+    check_limits<Udyn8, ScaleE8m0>(test, "udyn8@e8m0");
+    check_limits<Dyn8, ScaleFp16>(test, "dyn8@fp16");
+    check_limits<E4m3, ScaleFp16>(test, "e4m3@fp16");
+    check_limits<Sqrt8, ScaleFp16>(test, "sqrt8@fp16");
+    check_limits<Sqrt8, ScaleE8m0>(test, "sqrt8@e8m0");
+}
+
+template <class Format, int BLOCK>
+static void check_blocks(Test* test, const char* name, bool has_sign) {
+    static Store store;
+    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    // Each block has a magnitude of its own; one block is all zero, one has NaN and infinity, one is subnormal.
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        int block = i / BLOCK, exponent = block % 7 * 9 - 30;
+        float value = test_uniform(11, i);
+        x[i] = ldexpf(has_sign ? value : fabsf(value), exponent);
+        if (TILE_ELEMENTS / BLOCK >= 4) {
+            if (block == 1) x[i] = 0.0f;
+            if (block == 2) x[i] = ldexpf(fabsf(value), -135);
+            if (block == 3 && i % BLOCK == 5) x[i] = INFINITY;
+        }
+    }
+    store_tile<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(&store, x, back, NOISE_M);
+    for (int b = 0; b < TILE_ELEMENTS / BLOCK; b++) {
+        float top = 0.0f;
+        for (int i = 0; i < BLOCK; i++) {
+            float value = x[b * BLOCK + i];
+            if (fabsf(value) > top) top = fabsf(value);
+        }
+        if (Format::ROOT) top = sqrtf(top);
+        if (top > (Format::ROOT ? 1.84e19f : 3.4e38f)) top = Format::ROOT ? 1.84e19f : 3.4e38f;
+        float want = Format::LARGEST == 1.0f ? top : top / Format::LARGEST;
+        if (top > 0.0f && want < FLT_MIN) want = FLT_MIN;
+        expect(store.scales[b] == want, "%s/%d block %d: scale %a, want %a", name, BLOCK, b, (double)store.scales[b],
+               (double)want);
+        for (int i = b * BLOCK; i < (b + 1) * BLOCK; i++) {
+            expect(isfinite(back[i]), "%s/%d: element %d is %g", name, BLOCK, i, (double)back[i]);
+            if (top == 0.0f) expect(back[i] == 0.0f, "%s/%d: a zero became %g", name, BLOCK, (double)back[i]);
+        }
+    }
+    // As v, nothing but a block of zeros decodes to zero, whatever the spread.
+    for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = ldexpf(1.0f + fabsf(test_uniform(3, i)), -(i * 37 % 120));
+    store_tile<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(&store, x, back, NOISE_V);
+    for (int i = 0; i < TILE_ELEMENTS; i++) expect(back[i] > 0.0f, "%s/%d: v %d is zero", name, BLOCK, i);
+    store_tile<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(&store, x, back, NOISE_V);
+    for (int i = 0; i < TILE_ELEMENTS; i++) expect(back[i] > 0.0f, "%s/%d:sr: v %d is zero", name, BLOCK, i);
+}
+
+#define CHECK_BLOCKS(FORMAT, SIGN)                  \
+    check_blocks<FORMAT, 32>(test, #FORMAT, SIGN);  \
+    check_blocks<FORMAT, 256>(test, #FORMAT, SIGN); \
+    check_blocks<FORMAT, 2048>(test, #FORMAT, SIGN)
+
+TEST(formats_blocks) {
+    CHECK_BLOCKS(Dyn8, true);
+    CHECK_BLOCKS(Udyn8, false);
+    CHECK_BLOCKS(E4m3, true);
+    CHECK_BLOCKS(E5m2, true);
+    CHECK_BLOCKS(Soft8, true);
+    CHECK_BLOCKS(Sqrt8, false);
+    CHECK_BLOCKS(Lin8, true);
+    CHECK_BLOCKS(Ulin8, false);
+    CHECK_BLOCKS(De4, true);
+    CHECK_BLOCKS(Lin4, false);
+    CHECK_BLOCKS(Sqrt4, false);
+    CHECK_BLOCKS(Nf4, true);
+    CHECK_BLOCKS(E2m1, true);
+}
+
+TEST(formats_nibble_order) {
+    static Store store;
+    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    for (float& value : x) value = 1.0f;
+    x[1] = 0.2125f;
+    x[2] = -0.8875f;
+    store_tile<Blocks<De4, 128, ScaleFp32, NEAREST>>(&store, x, back, NOISE_M);
+    expect((unsigned char)store.codes[0] == 0xfb && (unsigned char)store.codes[1] == 0x0f, "%02x %02x",
+           (unsigned char)store.codes[0], (unsigned char)store.codes[1]);
+    expect(back[0] == 1.0f && back[1] == 0.2125f && back[2] == -0.8875f, "decoded");
+}
+
+TEST(formats_narrow_scales) {
+    // Never below the scale that is wanted, and the next one that the type has.
+    for (int i = 0; i < 10000; i++) {
+        float scale = ldexpf(1.0f + fabsf(test_uniform(1, i)), i % 250 - 125);
+        float bf16 = ScaleBf16::decode(ScaleBf16::encode(scale)), e8m0 = ScaleE8m0::decode(ScaleE8m0::encode(scale));
+        expect(bf16 >= scale && (double)bf16 < (double)scale * 1.0079, "bf16 %a of %a", (double)bf16, (double)scale);
+        expect(e8m0 >= scale && (double)e8m0 < (double)scale * 2.0, "e8m0 %a of %a", (double)e8m0, (double)scale);
+        expect(ScaleE8m0::decode(ScaleE8m0::encode(e8m0)) == e8m0, "e8m0 %a", (double)e8m0);
+        double fp16 = (double)ScaleFp16::decode(ScaleFp16::encode(scale)), wanted = (double)scale;
+        bool inside = wanted <= 65504.0;
+        expect(inside ? fp16 >= wanted && fp16 <= wanted * 1.001 + ldexp(1.0, -24) : fp16 == 65504.0, "fp16 %a of %a",
+               fp16, wanted);
+    }
+    expect(ScaleBf16::decode(ScaleBf16::encode(FLT_MAX)) < INFINITY && ScaleE8m0::encode(FLT_MAX) == 254, "largest");
+    expect(ScaleBf16::encode(0.0f) == 0 && ScaleE8m0::encode(0.0f) == 0 && ScaleE8m0::decode(0) == 0.0f, "zero");
+}
+
+// Whole steps through optim.h.
+
+#define STATE_NAME(NAME, NOTE, ...) NAME,
+static const char* const all_states[] = {OPTIM_STATES(STATE_NAME)};
+#define WEIGHTS_NAME(NAME, NOTE, ...) NAME,
+static const char* const all_weights[] = {OPTIM_WEIGHTS(WEIGHTS_NAME)};
+#define RULE_NAME(NAME, NOTE, ...) NAME,
+static const char* const all_rules[] = {OPTIM_RULES(RULE_NAME)};
+static const char* const default_states[] = {"dyn8",  "udyn8", "e4m3", "e5m2",  "soft8", "sqrt8", "lin8",
+                                             "ulin8", "de4",   "lin4", "sqrt4", "nf4",   "e2m1"};
+static const char* const block_presets[] = {"adamw8", "adamw8c", "adamwfp8", "adamw4", "adamw4s"};
+constexpr int STATES = sizeof(all_states) / sizeof(all_states[0]);
+
+static OptimConfig state_config(const char* rule, const char* weights, const char* grads, const char* m,
+                                const char* v) {
+    OptimConfig config = {};
+    config.rule = rule, config.weights = weights, config.grads = grads, config.m = m, config.v = v;
+    config.beta1 = 0.9f, config.beta2 = 0.95f, config.eps = 1e-8f, config.weight_decay = 0.1f;
+    config.beta3 = 0.999f, config.alpha = 2.0f, config.lr_max = 1e-2f, config.seed = 77;
+    char error[4096];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+static const int64_t run_lengths[] = {1, 4097, 31, 33, 2048, 255, 257, 4095, 128, 1000};
+constexpr int RUN_TENSORS = sizeof(run_lengths) / sizeof(run_lengths[0]);
+
+// The stored streams after some steps over mixed tensors. Gradients spread over 40 powers of two, zeros among them; in
+// a wild run NaN, infinities and the ends of fp32 too.
+struct Run {
+    char* bytes;
+    int64_t count;
+};
+
+static Run run_steps(const Device* dev, const OptimConfig* config, int steps, bool wild) {
+    OptimTensor tensors[RUN_TENSORS];
+    for (int t = 0; t < RUN_TENSORS; t++) tensors[t] = {"tensor", 1, run_lengths[t], t % 2 == 0, 0};
+    int64_t elements = optim_layout(tensors, RUN_TENSORS), used = 0;
+    Optim* optim = optim_create(dev, config, tensors, RUN_TENSORS, OPTIM_BF16);
+    float *values = (float*)calloc((size_t)elements, 4), scale = 0.9f;
+    uint16_t* narrow = (uint16_t*)calloc((size_t)elements, 2);
+    for (int64_t i = 0; i < elements; i++) values[i] = test_uniform(21, i);
+    for (int t = 0; t < RUN_TENSORS; t++) optim_set_weights(optim, t, values + tensors[t].offset);
+    optim_decode(optim);
+    void* grads = device_alloc(dev, elements * 4);
+    float* device_scale = (float*)device_alloc(dev, 4);
+    copy_to_device(dev, device_scale, &scale, 4);
+    bool bf16 = strcmp(config->grads, "bf16") == 0;
+    for (int step = 1; step <= steps; step++) {
+        memset(values, 0, (size_t)elements * 4);
+        for (int t = 0; t < RUN_TENSORS; t++) {
+            for (int64_t i = tensors[t].offset; i < tensors[t].offset + run_lengths[t]; i++) {
+                float g = ldexpf(test_uniform(30 + (uint64_t)step, i), (int)(20.0f * test_uniform(5, i / 3)));
+                values[i] = i % 13 == 3 ? 0.0f : g;
+            }
+        }
+        if (wild && step == 2) {
+            const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
+            for (int k = 0; k < 7; k++) values[tensors[1].offset + 300 * k + k] = strange[k];
+        }
+        for (int64_t i = 0; i < elements; i++) narrow[i] = Bf16::encode(values[i]);
+        copy_to_device(dev, grads, bf16 ? (void*)narrow : (void*)values, elements * (bf16 ? 2 : 4));
+        optim_step(optim, grads, device_scale, 1e-2f, step);
+    }
+    Run run = {nullptr, 0};
+    for (int s = 0; s < optim_stream_count(optim); s++) {
+        run.count += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
+    }
+    run.bytes = (char*)malloc((size_t)run.count);
+    for (int s = 0; s < optim_stream_count(optim); s++) {
+        OptimStream stream = optim_stream(optim, s);
+        int64_t bytes = stream.elements * stream.element_bytes;
+        copy_to_host(dev, run.bytes + used, stream.data, bytes);
+        used += bytes;
+    }
+    device_free(dev, grads);
+    device_free(dev, device_scale);
+    optim_free(optim);
+    free(values);
+    free(narrow);
+    return run;
+}
+
+// Whether a name may be given to --m.
+static bool has_sign(const char* name) {
+    const char* const unsigned_names[] = {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4"};
+    for (const char* other : unsigned_names) {
+        if (strncmp(name, other, strlen(other)) == 0) return false;
+    }
+    return true;
+}
+
+TEST(formats_names_and_streams) {
+    OptimConfig wrong = {};
+    char error[4096];
+    wrong.grads = "bf16", wrong.m = "sqrt4", wrong.eps = 1e-8f;
+    expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "--m: \"sqrt4/128\""), "%s", error);
+    wrong.m = "dyn8/257";
+    expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "did you mean dyn8/256?"), "%s", error);
+    OptimConfig config = state_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8/64:sr");
+    expect(strcmp(config.m, "dyn8/256") == 0 && strcmp(config.v, "udyn8/64:sr") == 0, "%s %s", config.m, config.v);
+    config = state_config("adamw", "bf16:sr", "bf16", "soft8@bf16:sr", "sqrt8/32@e8m0");
+    expect(strcmp(config.m, "soft8/32@bf16:sr") == 0 && strcmp(config.v, "sqrt8/32@e8m0") == 0, "%s %s", config.m,
+           config.v);
+    config = state_config("adamw", "bf16:sr", "bf16", "de4:sr", "lin4");
+    expect(strcmp(config.m, "de4/128:sr") == 0 && strcmp(config.v, "lin4/128") == 0, "%s %s", config.m, config.v);
+    char line[256];
+    optim_describe(&config, line, sizeof(line));
+    expect(strstr(line, "3.062 B/param"), "%s", line);
+    Device dev;
+    device_open(&dev, false, 0);
+    OptimTensor tensor = {"tensor", 3, 1001, true, 0};
+    int64_t elements = optim_layout(&tensor, 1);
+    Optim* optim = optim_create(&dev, &config, &tensor, 1, OPTIM_BF16);
+    const struct {
+        const char *name, *dtype;
+        int64_t bytes;
+    } want[] = {{"weights", "BF16", elements * 2},
+                {"m", "U8", elements / 2},
+                {"m.scales", "F32", elements / 128 * 4},
+                {"v", "U8", elements / 2},
+                {"v.scales", "F32", elements / 128 * 4}};
+    expect(optim_stream_count(optim) == 5, "%d streams", optim_stream_count(optim));
+    for (int s = 0; s < 5 && s < optim_stream_count(optim); s++) {
+        OptimStream stream = optim_stream(optim, s);
+        expect(strcmp(stream.name, want[s].name) == 0 && strcmp(stream.dtype, want[s].dtype) == 0 &&
+                   stream.elements * stream.element_bytes == want[s].bytes,
+               "%s %s %lld", stream.name, stream.dtype, (long long)(stream.elements * stream.element_bytes));
+    }
+    OptimBytes plan = optim_bytes(&config, &tensor, 1, OPTIM_BF16), allocated = optim_allocated(optim);
+    expect(memcmp(&plan, &allocated, sizeof(plan)) == 0, "plan and allocation");
+    optim_free(optim);
+}
+
+TEST(formats_padding_of_weights_stays_zero) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (const char* preset : block_presets) {
+        OptimConfig config = {};
+        config.preset = preset, config.grads = "fp32", config.eps = 1e-8f, config.beta1 = 0.9f, config.beta2 = 0.95f;
+        config.weight_decay = 0.1f, config.seed = 3;
+        char error[4096];
+        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+        Run run = run_steps(&dev, &config, 4, false);
+        int64_t offset = 0;
+        for (int64_t length : run_lengths) {
+            int64_t padded = (length + OPTIM_ALIGN - 1) / OPTIM_ALIGN * OPTIM_ALIGN;
+            for (int64_t i = offset + length; i < offset + padded; i++) {
+                expect(((uint16_t*)run.bytes)[i] == 0, "%s element %lld", preset, (long long)i);
+            }
+            offset += padded;
+        }
+        free(run.bytes);
+    }
+}
+
+TEST(formats_every_row_compiles) {
+    // A sample: the presets' formats with noise and in the longest blocks, which reduce through shared memory.
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    const char* const drawn[][2] = {{"dyn8/2048:sr", "udyn8/32:sr"},
+                                    {"soft8/64:sr", "sqrt8/512:sr"},
+                                    {"e5m2/128:sr", "e4m3/1024:sr"},
+                                    {"de4/32:sr", "lin4/2048:sr"},
+                                    {"nf4", "sqrt4:sr"},
+                                    {"e2m1:sr", "ulin8"},
+                                    {"lin8:sr", "fp32"}};
+    for (const auto& pair : drawn) {
+        OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
+        char expression[1024];
+        JitImage image;
+        optim_expression(&config, expression, sizeof(expression));
+        bool good = jit_compile(expression, "sm_90", &image, error);
+        expect(good, "%s", error);
+        if (good) jit_free(&image);
+    }
+}
+
+static void compare(Test* test, const Device* gpu, const OptimConfig* config, int steps, bool wild) {
+    Device cpu;
+    device_open(&cpu, false, 0);
+    Run want = run_steps(&cpu, config, steps, wild), got = run_steps(gpu, config, steps, wild);
+    int64_t differ = 0, first = -1;
+    for (int64_t i = 0; i < want.count && i < got.count; i++) {
+        if (want.bytes[i] == got.bytes[i]) continue;
+        if (differ++ == 0) first = i;
+    }
+    char line[256];
+    optim_describe(config, line, sizeof(line));
+    expect(want.count == got.count && differ == 0, "%s, grads %s: %lld of %lld bytes differ, the first at %lld", line,
+           config->grads, (long long)differ, (long long)want.count, (long long)first);
+    free(want.bytes);
+    free(got.bytes);
+}
+
+TEST(formats_each_in_m_and_v_equals_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    for (const char* name : default_states) {
+        char noisy[64];
+        snprintf(noisy, sizeof(noisy), "%s:sr", name);
+        bool m = has_sign(name);
+        OptimConfig config = state_config("adamw", "bf16:sr", "bf16", m ? name : "bf16", noisy);
+        compare(test, &gpu, &config, 20, false);
+        compare(test, &gpu, &config, 4, true);
+        config = state_config("adamw", "bf16:sr", "fp32", m ? noisy : "de4", name);
+        compare(test, &gpu, &config, 20, false);
+        compare(test, &gpu, &config, 4, true);
+    }
+    device_close(&gpu);
+}
+
+TEST(formats_presets_equal_cpu_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    for (const char* preset : block_presets) {
+        OptimConfig config = {};
+        config.preset = preset, config.grads = "bf16", config.eps = 1e-8f, config.beta1 = 0.9f, config.beta2 = 0.95f;
+        config.weight_decay = 0.1f, config.seed = 3;
+        char error[4096];
+        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+        expect(optim_built_in(&config), "%s is not built in", preset);
+        compare(test, &gpu, &config, 20, false);
+    }
+    device_close(&gpu);
+}
+
+// Compiles the kernels of all configurations into the cache, on all cores.
+static void compile_all(const Device* gpu, const OptimConfig* configs, int count) {
+#pragma omp parallel for schedule(dynamic)
+    for (int k = 0; k < count; k++) {
+        char expression[1200], architecture[32];
+        char* error = (char*)calloc(1, JIT_ERROR_BYTES);
+        JitImage image = {};
+        optim_expression(&configs[k], expression, sizeof(expression));
+        // What fails here fails again, and is reported, when the optimizer is created.
+        if (jit_architecture(gpu->compute, architecture, sizeof(architecture), error) &&
+            jit_get(expression, architecture, &image, error)) {
+            jit_free(&image);
+        }
+        free(error);
+    }
+}
+
+constexpr int RANDOM_COMBINATIONS = 300;
+
+TEST(formats_random_combinations_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    const char* given = getenv("NIBBLE_TEST_SEED");
+    uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
+    snprintf(test->note, sizeof(test->note), "NIBBLE_TEST_SEED=%llu", (unsigned long long)seed);
+    static OptimConfig configs[RANDOM_COMBINATIONS];
+    for (int k = 0; k < RANDOM_COMBINATIONS; k++) {
+        int draw[5];
+        for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, k * 5 + j)) * 1e6f);
+        while (!has_sign(all_states[draw[3] % STATES])) draw[3]++;
+        const char* rule = all_rules[draw[0] % (int)(sizeof(all_rules) / sizeof(all_rules[0]))];
+        const char* weights = all_weights[draw[1] % (int)(sizeof(all_weights) / sizeof(all_weights[0]))];
+        bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;
+        configs[k] = state_config(rule, weights, draw[2] % 2 ? "bf16" : "fp32", all_states[draw[3] % STATES],
+                                  keeps_v ? all_states[draw[4] % STATES] : "");
+    }
+    compile_all(&gpu, configs, RANDOM_COMBINATIONS);
+    for (int k = 0; k < RANDOM_COMBINATIONS && test->failures < 10; k++) {
+        compare(test, &gpu, &configs[k], 20, false);
+    }
+    device_close(&gpu);
+}
+
+// Counts where the fast sequences differ from the correctly rounded instructions: every float of the root's window, and
+// `rounds` random pairs a thread of the quotient's, with all exponents and mantissas near 1 and 2 among them.
+// grid: any, block: any; a count by atomic adds of integers.
+__global__ void fast_arithmetic_kernel(unsigned long long* wrong, int rounds) {
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
+    unsigned long long roots = 0, quotients = 0;
+    for (int64_t bits = (26ll << 23) + thread; bits <= 167ll << 23; bits += threads) {
+        float a = bits_float((uint32_t)bits);
+        uint32_t far = 0;
+        far_sqrt(&far, a);
+        roots += far > FAR_SQRT || float_bits(fast_sqrt(a)) != float_bits(exact_sqrt(a));
+    }
+    for (int k = 0; k < rounds; k++) {
+        Noise noise = noise_draw({17, (uint32_t)k, 9}, thread * 8);
+        uint32_t shape = noise.word[2];
+        // A third of the mantissas have few bits set above or below a power of two.
+        uint32_t ma = shape % 3 ? noise.word[0] : noise.word[0] >> (9 + shape / 64 % 23);
+        uint32_t mb = shape % 5 < 3 ? noise.word[1] : ~(noise.word[1] >> (9 + shape / 2048 % 23));
+        float a = bits_float((37 + noise.word[3] % 150) << 23 | (ma & 0x7fffff) | (noise.word[3] & 0x80000000));
+        float b = bits_float((76 + (noise.word[3] >> 8) % 113) << 23 | (mb & 0x7fffff));
+        uint32_t far = 0;
+        far_div(&far, a);
+        quotients += far > FAR_DIV || float_bits(fast_div(a, b)) != float_bits(exact_div(a, b));
+    }
+    atomicAdd(&wrong[0], roots);
+    atomicAdd(&wrong[1], quotients);
+}
+
+TEST(formats_fast_arithmetic_is_exact_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    unsigned long long* wrong = (unsigned long long*)device_alloc(&gpu, 16);
+    unsigned long long count[2] = {1, 1};
+    device_zero(&gpu, wrong, 16);
+    fast_arithmetic_kernel<<<1056, 256, 0, gpu.stream>>>(wrong, 8192);
+    check(cudaGetLastError());
+    copy_to_host(&gpu, count, wrong, 16);
+    snprintf(test->note, sizeof(test->note), "1.2e9 roots, 2.2e9 quotients");
+    expect(count[0] == 0 && count[1] == 0, "%llu roots and %llu quotients differ", count[0], count[1]);
+    device_free(&gpu, wrong);
+    device_close(&gpu);
+}

@@ -1,0 +1,56 @@
+// What the tests of rules, weights and overrides share: a configuration, test data, the cache of compiled kernels.
+#pragma once
+#include <unistd.h>
+
+#include "../../optim/optim.h"
+#include "test.h"
+
+inline bool is(const char* a, const char* b) {
+    return strcmp(a, b) == 0;
+}
+
+inline bool keeps_v(const char* rule) {
+    return !is(rule, "lion") && !is(rule, "sgd");
+}
+
+inline OptimConfig make_config(const char* rule, const char* weights, const char* state) {
+    const char* v = keeps_v(rule) ? state : "";
+    OptimConfig config = {"", rule, weights, "fp32", state, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    config.beta3 = 0.999f;
+    config.alpha = 4.0f;
+    config.ramp = 12;
+    char error[512];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+inline float start(int64_t i) {
+    return test_uniform(5, i);
+}
+
+// Gradients of a step, over 20 powers of two.
+inline float gradient(int64_t step, int64_t i) {
+    int exponent = (int)(10.0f * test_uniform(2000, i));
+    return i % 17 == 3 ? 0.0f : ldexpf(test_uniform(1000 + (uint64_t)step, i), exponent);
+}
+
+inline void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
+    char error[1024] = "";
+    expect(!optim_resolve(&config, error, sizeof(error)), "resolved");
+    expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds) && !strchr(error, '\n'), "%s", error);
+}
+
+// A folder of its own for the cache of compiled kernels.
+inline void with_empty_cache(Test* test, void (*body)(Test*)) {
+    char path[] = "/tmp/nibble-rules-XXXXXX", command[128];
+    const char* saved = getenv("NIBBLE_CACHE");
+    char* kept = saved ? strdup(saved) : nullptr;
+    if (!mkdtemp(path)) printf("    mkdtemp failed\n"), exit(1);
+    setenv("NIBBLE_CACHE", path, 1);
+    body(test);
+    snprintf(command, sizeof(command), "rm -r '%s'", path);
+    expect(system(command) == 0, "%s", command);
+    if (kept) setenv("NIBBLE_CACHE", kept, 1);
+    if (!kept) unsetenv("NIBBLE_CACHE");
+    free(kept);
+}

@@ -1,0 +1,74 @@
+// The constants that a rule is given (rules/hyper.cuh), computed on the host: bias corrections, schedulers, decay.
+// In double and rounded once, by operations that IEEE 754 defines, so that every machine finds the same.
+#pragma once
+#include "optim.h"
+#include "rules/hyper.cuh"
+
+struct Settings {
+    double lr, decay;  // factor on the step's learning rate; weight decay
+};
+
+// base^exponent by squaring: products alone, so the same bits on every machine, which a library's pow does not promise.
+inline double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent /= 2, base *= base) {
+        if (exponent % 2) result *= base;
+    }
+    return result;
+}
+
+// ln(x) for 0 < x < 1, and exp(y), by their series, for the same reason.
+inline double logarithm(double x) {
+    double z = (x - 1.0) / (x + 1.0), term = z, sum = z;
+    for (int k = 3; fabs(term) > 1e-17 * fabs(sum); k += 2) {
+        term *= z * z;
+        sum += term / k;
+    }
+    return 2.0 * sum;
+}
+
+inline double exponential(double y) {
+    int halvings = 0;
+    for (; fabs(y) > 0.25; y *= 0.5) halvings++;
+    double term = y, sum = y;  // exp(y) - 1; doubling y makes it sum * (sum + 2)
+    for (int k = 2; fabs(term) > 1e-18; k++) {
+        term *= y / k;
+        sum += term;
+    }
+    for (; halvings > 0; halvings--) sum *= sum + 2.0;
+    return 1.0 + sum;
+}
+
+// AdEMAMix's schedulers: alpha rises linearly, beta3 from beta1 so that 1 / ln(beta3) does, which is its half-life.
+inline void ramp_create(const OptimConfig* config, int64_t step, double* beta3, double* alpha) {
+    *beta3 = config->beta3, *alpha = config->alpha;
+    if (step >= config->ramp) return;
+    double done = (double)step / (double)config->ramp;
+    *alpha *= done;
+    if (config->beta3 <= config->beta1 || config->beta3 <= 0.0f) return;
+    double start = config->beta1 > 0.0f ? 1.0 / logarithm(config->beta1) : 0.0;
+    *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(config->beta3)));
+}
+
+inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
+    double beta1 = config->beta1, beta2 = config->beta2, beta3, alpha;
+    bool independent = strcmp(config->decay_mode, "independent") == 0;
+    double bias1 = 1.0 - power(beta1, step), lr = rate * settings->lr;
+    double decay_rate = independent ? rate / (double)config->lr_max : lr;
+    ramp_create(config, step, &beta3, &alpha);
+    Hyper hyper;
+    hyper.lr = (float)lr;
+    hyper.keep = (float)(1.0 - decay_rate * settings->decay);
+    hyper.decay = (float)settings->decay;
+    hyper.step_size = (float)(lr / bias1);
+    hyper.beta1 = config->beta1;
+    hyper.rest1 = (float)(1.0 - beta1);
+    hyper.beta2 = config->beta2;
+    hyper.rest2 = (float)(1.0 - beta2);
+    hyper.root2 = (float)(1.0 / sqrt(1.0 - power(beta2, step)));
+    hyper.eps = config->eps;
+    hyper.beta3 = (float)beta3;
+    hyper.rest3 = (float)(1.0 - beta3);
+    hyper.alpha = (float)(alpha * bias1);
+    return hyper;
+}

@@ -1,0 +1,354 @@
+// Storage in blocks that share a scale: the machinery that all the narrow formats use.
+//     top = max |x| over the block             (of sqrt(x) where the format keeps roots)
+//     scale = top / LARGEST                    at least 2^-126; 0 when the block is all zero; as stored, rounded up
+//     code = encode(x * (1 / scale))           one division a block, then a product: this is the definition
+//     x = decode(code, scale)
+// A block is BLOCK elements from a tensor's first one on, 32 to 2048, a power of 2; a shorter tail is filled by the
+// padding's zeros. Maxima do not round, so any order of reduction gives the same bits. On a GPU a block is BLOCK / n
+// neighbouring threads with n elements each: they reduce by shuffles, and through shared memory when they are more than
+// a warp. Bytes an element: BITS / 8 and the scale's over BLOCK.
+//
+// What a scale cannot be computed from does not spoil a block: NaN does not count, infinity and what is above
+// block_most counts as that. In v (key.stream is NOISE_V) no code that decodes to zero is ever written: a root of zero
+// under a moment that is not would make an update of m / eps.
+//
+// A format is a struct of
+//     BITS, DTYPE, ZERO      bits of a code; safetensors' name; the code of zero, or -1
+//     SIGNED                 whether there are negative levels
+//     LARGEST, UNITS, ROOT   the scale is top / LARGEST, y in 1/UNITS of it; whether the root of x is what is stored
+//     Table, fill(table)     what it looks up, in shared memory on a GPU; NoTable when it is pure arithmetic
+//     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word (codes in words' upper bits), decode2 and
+//                            nearest2, decode_pair
+//     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
+//     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
+// where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
+// UNITS * LARGEST by rounding errors at most.
+#pragma once
+#include "elementwise.cuh"
+#include "fp16.cuh"
+
+EMBED_SOURCE
+
+struct NoTable {};
+
+template <class A, class B>
+constexpr bool SAME_TYPE = false;
+template <class A>
+constexpr bool SAME_TYPE<A, A> = true;
+
+template <class Format>
+constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
+
+#ifdef __CUDACC__
+template <class Table>
+__device__ __forceinline__ Table* shared_table() {
+    __shared__ alignas(16) Table table;
+    return &table;
+}
+#endif
+
+// The format's table: the thread block's copy on a GPU.
+template <class Format>
+OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) {
+    if constexpr (HAS_TABLE<Format>) {
+#ifdef __CUDA_ARCH__
+        return shared_table<typename Format::Table>();
+#else
+        return (const typename Format::Table*)streams.table;
+#endif
+    } else {
+        return nullptr;
+    }
+}
+
+// The scales as they are stored. Narrow ones are rounded up, so that no element of a block exceeds LARGEST by it.
+struct ScaleFp32 {
+    typedef float Code;
+    static constexpr const char* DTYPE = "F32";
+    static constexpr double MOST = 3.4e38;
+    static OPTIM_INLINE float encode(float scale) { return scale; }
+    static OPTIM_INLINE float decode(float code) { return code; }
+};
+
+struct ScaleBf16 {
+    typedef uint16_t Code;
+    static constexpr const char* DTYPE = "BF16";
+    static constexpr double MOST = 3.38e38;
+    static OPTIM_INLINE uint16_t encode(float scale) {
+        uint32_t bits = float_bits(scale);
+        return (uint16_t)((bits > 0x7f7f0000u ? 0x7f7f0000u : bits + 0xffffu) >> 16);
+    }
+    static OPTIM_INLINE float decode(uint16_t code) { return bits_float((uint32_t)code << 16); }
+};
+
+// A power of two; its exponent of fp32. 0 is zero here, since no scale is below 2^-126.
+struct ScaleE8m0 {
+    typedef uint8_t Code;
+    static constexpr const char* DTYPE = "F8_E8M0";
+    static constexpr double MOST = 1.7e38;
+    static OPTIM_INLINE uint8_t encode(float scale) {
+        uint32_t bits = float_bits(scale);
+        return (uint8_t)((bits > 0x7f000000u ? 0x7f000000u : bits + 0x7fffffu) >> 23);
+    }
+    static OPTIM_INLINE float decode(uint8_t code) { return bits_float((uint32_t)code << 23); }
+};
+
+// fp16 as FlashOptim keeps scales, here rounded up: no scale below 2^-24, none above 65504 (larger elements saturate).
+struct ScaleFp16 {
+    typedef uint16_t Code;
+    static constexpr const char* DTYPE = "F16";
+    static constexpr double MOST = 65504.0;
+    static OPTIM_INLINE uint16_t encode(float scale) {
+        uint16_t code = Fp16::encode(scale);
+        bool up = Fp16::decode(code) < scale && code < 0x7bff;
+        return (uint16_t)(code + (up ? 1 : 0));
+    }
+    static OPTIM_INLINE float decode(uint16_t code) { return Fp16::decode(code); }
+};
+
+// Comparisons with a defined result for NaN: the second operand.
+OPTIM_INLINE float exact_min(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return fminf(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+OPTIM_INLINE float exact_max(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return fmaxf(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+OPTIM_INLINE float exact_abs(float a) {
+#ifdef __CUDA_ARCH__
+    return fabsf(a);  // free in the comparison that follows
+#else
+    return bits_float(float_bits(a) & 0x7fffffffu);
+#endif
+}
+
+// 2^23 + floor(x) for 0 <= x < 2^22, whose lower bits are the integer.
+OPTIM_INLINE uint32_t floor_bits(float x) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(__fadd_rd(x, 8388608.0f));
+#else
+    return 0x4b000000u + (uint32_t)x;
+#endif
+}
+
+// 16 random bits as a number in (0, 1): their middle, so that the mean is 1/2.
+OPTIM_INLINE float noise_uniform(uint32_t bits) {
+    return exact_add(bits_float(0x3f800040u + (bits << 7)), -1.0f);
+}
+
+// What a block's largest is cut to: the largest float, or its root, less what rounding a scale up and multiplying again
+// could add, or the most that a narrow scale holds.
+template <class Format, class Scale>
+OPTIM_INLINE constexpr float block_most() {
+    double top = Format::ROOT ? 1.84e19 : 3.4e38, most = Scale::MOST * (double)Format::LARGEST;
+    return (float)(top < most ? top : most);
+}
+
+// What the elements of one block share while it is stored.
+struct BlockScale {
+    float scale, inverse;
+};
+
+template <class Format, class Scale>
+OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
+    top = exact_min(top, block_most<Format, Scale>());
+    float scale = Format::LARGEST == 1.0f ? top : exact_div(top, Format::LARGEST);
+    *code = Scale::encode(top > 0.0f ? exact_max(scale, 1.17549435e-38f) : 0.0f);
+    scale = Scale::decode(*code);
+    return {scale, top > 0.0f ? exact_div(Format::UNITS, scale) : 0.0f};
+}
+
+// Codes of COUNT elements of one block; COUNT is 8 or 16, and `first` a multiple of it.
+template <class Format, Rounding ROUNDING, int COUNT>
+OPTIM_INLINE void block_put(const Streams& streams, int64_t first, const float* x, float inverse, const NoiseKey& key) {
+    const auto* table = format_table<Format>(streams);
+    int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
+    Packed<Format::BITS, COUNT> packed = {};
+    if constexpr (ROUNDING == STOCHASTIC) {
+        Noise noise = {};
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            if (i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
+            uint32_t bits = noise_lane(noise, i % NOISE_ELEMENTS);
+            packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest) - Format::BIAS);
+        }
+    } else if constexpr (Format::HARDWARE) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i += 2) packed.word[i / 4] |= Format::nearest2(x + i, inverse, lowest) << i % 4 * 8;
+    } else if constexpr (Format::IN_UPPER_BITS) {
+        uint32_t word[COUNT];
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) word[i] = Format::nearest_word(table, x[i], inverse, lowest);
+        packed.gather(word);
+    } else {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            packed.add(i, Format::nearest(table, x[i], inverse, lowest) - Format::BIAS);
+        }
+    }
+    store_value(streams.codes, first * Format::BITS / 8, packed);
+}
+
+template <class Format, int COUNT>
+OPTIM_INLINE void block_get(const Streams& streams, int64_t first, float scale, float* x) {
+    const auto* table = format_table<Format>(streams);
+    auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
+    if constexpr (Format::HARDWARE) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i += 2) Format::decode2(packed.word[i / 4] >> i % 4 * 8, scale, x + i);
+    } else if constexpr (Format::PAIRS) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i += 2) {
+            Format::decode_pair(table, packed.word[i / 8] >> i % 8 * 4 & 0xffu, scale, x + i);
+        }
+    } else {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) x[i] = Format::decode(table, packed.get(i), scale);
+    }
+}
+
+// What is stored of x: x or its root, cut to the most once the block's largest is known.
+template <class Format>
+OPTIM_INLINE float block_value(float x) {
+    return Format::ROOT ? exact_sqrt(x) : x;
+}
+
+template <class Format, class Scale>
+OPTIM_INLINE void block_limit(float top, float* value, int n) {
+    constexpr float most = block_most<Format, Scale>();
+    if (top <= most) return;
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i++) value[i] = value[i] > most ? most : value[i] < -most ? -most : value[i];
+}
+
+// The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
+template <class Format, class Scale>
+OPTIM_HOST void blocks_load(int block, const Streams& streams, int64_t first, float* x, int n) {
+    for (int i = 0; i < n; i += 8) {
+        float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[(first + i) / block]);
+        block_get<Format, 8>(streams, first + i, scale, x + i);
+    }
+}
+
+template <class Format, class Scale, Rounding ROUNDING>
+OPTIM_HOST void blocks_store(int block, const Streams& streams, int64_t first, const float* x, int n,
+                             const NoiseKey& key) {
+    for (int b = 0; b < n; b += block) {
+        float top = 0.0f, value[8];
+        for (int i = 0; i < block; i++) top = exact_max(exact_abs(block_value<Format>(x[b + i])), top);
+        BlockScale s = block_scale<Format, Scale>(top, (typename Scale::Code*)streams.extra + (first + b) / block);
+        for (int c = 0; c < block; c += 8) {
+            for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
+            block_limit<Format, Scale>(top, value, 8);
+            block_put<Format, ROUNDING, 8>(streams, first + b + c, value, s.inverse, key);
+        }
+    }
+}
+
+#ifdef __CUDACC__
+// The largest of `top` over the COUNT neighbouring threads of a block, the same in each; all threads call it together.
+template <int COUNT>
+__device__ __forceinline__ float neighbours_max(float top) {
+#pragma unroll
+    for (int lane = 1; lane < (COUNT < 32 ? COUNT : 32); lane *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
+    }
+    if constexpr (COUNT > 32) {
+        __shared__ float part[32];  // a warp each
+        int warp = threadIdx.x / 32;
+        __syncthreads();  // the last use of it is over
+        if (threadIdx.x % 32 == 0) part[warp] = top;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < COUNT / 32; i++) top = fmaxf(top, part[warp / (COUNT / 32) * (COUNT / 32) + i]);
+    }
+    return top;
+}
+
+template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
+__device__ __forceinline__ void thread_store(const Streams& streams, int64_t first, const float* x,
+                                             const NoiseKey& key) {
+    float value[COUNT], top = 0.0f;
+    if constexpr (Format::ROOT) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : exact_sqrt(x[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = x[i];
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
+    top = neighbours_max<BLOCK / COUNT>(top);
+    typename Scale::Code code;
+    BlockScale s = block_scale<Format, Scale>(top, &code);
+    block_limit<Format, Scale>(top, value, COUNT);
+    if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
+    block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+}
+#endif
+
+template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
+struct Blocks {
+    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
+                                             {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
+    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
+
+    // Host: makes the constants of TABLE_BYTES.
+    static OPTIM_HOST void fill(void* table) {
+        if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
+    }
+
+#ifdef __CUDACC__
+    // Copies them into shared memory; all threads of the thread block call it, and synchronise after it.
+    static __device__ __forceinline__ void prepare(const Streams& streams) {
+        if constexpr (HAS_TABLE<Format>) {
+            static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
+            uint4* to = (uint4*)shared_table<typename Format::Table>();
+            for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) to[i] = ((const uint4*)streams.table)[i];
+        }
+    }
+#endif
+
+    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+#ifdef __CUDA_ARCH__
+        float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
+        if (n == 16) {
+            block_get<Format, 16>(streams, first, scale, x);
+        } else {
+            block_get<Format, 8>(streams, first, scale, x);
+        }
+#else
+        blocks_load<Format, Scale>(BLOCK, streams, first, x, n);
+#endif
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
+#ifdef __CUDA_ARCH__
+        if (n == 16) {
+            thread_store<Format, BLOCK, Scale, ROUNDING, 16>(streams, first, x, key);
+        } else {
+            thread_store<Format, BLOCK, Scale, ROUNDING, 8>(streams, first, x, key);
+        }
+#else
+        blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);
+#endif
+    }
+
+    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+        Blocks<Format, BLOCK, Scale, NEAREST>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
+    }
+
+    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
+        load(streams, first, x, n);
+    }
+};

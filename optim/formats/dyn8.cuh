@@ -1,0 +1,48 @@
+// The dynamic exponent format of bitsandbytes and torchao (Dettmers, arXiv 1511.04561), 8 bits with a sign (dyn8) or
+// without (udyn8), block 256, scale absmax. Below 1 lie 7 decades; the levels of a decade are the middles of a uniform
+// partition of [0.1, 1) of it, twice as many in each decade up:
+//     level = 10^(i - 6) * (0.1 + 0.9 (j + 1/2) / n),   n = 2^i (signed) or 2^(i + 1), i = 0 .. 6, j = 0 .. n - 1
+// and 0 and 1. Signed there are the negatives, but no -1: a block's largest magnitude, when negative, loses 0.7 %.
+// Codes are those libraries' where y is: they divide by the scale and this multiplies by its reciprocal, so that y may
+// differ in its last bit, and with it the code of a y within 2^-23 of a bound. Differences by intent: v's code is never
+// 0, theirs is when v < 1.6e-7 absmax, also for v = 0; bitsandbytes keeps the sign of m where it rounds to 0.
+#pragma once
+#include "levels.cuh"
+
+EMBED_SOURCE
+
+// The k-th positive level from the bottom, from 1 on, of a map whose lowest decade has `first` levels.
+OPTIM_HOST inline double dynamic_level(int k, int first, int decades) {
+    double power = 1.0;
+    for (int i = 1; i < decades; i++) power /= 10.0;
+    int n = first;
+    for (k--; k >= n && decades > 1; decades--) k -= n, n *= 2, power *= 10.0;
+    return k >= n ? 1.0 : power * (0.1 + 0.9 * (k + 0.5) / n);
+}
+
+struct DynamicSigned8 {
+    static constexpr int BITS = 8, ZERO = 127, CELL_BITS = 6, BINADE_BITS = 5;
+    static constexpr bool SIGNED = true;
+    static constexpr const char* DTYPE = "U8";
+
+    static OPTIM_HOST double level(int code) {
+        int k = code - ZERO;
+        double magnitude = k == 0 ? 0.0 : dynamic_level(k < 0 ? -k : k, 1, 7);
+        return (double)(float)(k < 0 ? -magnitude : magnitude);
+    }
+
+    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
+};
+
+struct DynamicUnsigned8 {
+    static constexpr int BITS = 8, ZERO = 0, CELL_BITS = 7, BINADE_BITS = 5;
+    static constexpr bool SIGNED = false;
+    static constexpr const char* DTYPE = "U8";
+
+    static OPTIM_HOST double level(int code) { return code == 0 ? 0.0 : (double)(float)dynamic_level(code, 2, 7); }
+
+    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
+};
+
+typedef Levels<DynamicSigned8> Dyn8;
+typedef Levels<DynamicUnsigned8> Udyn8;

@@ -1,0 +1,53 @@
+// fp16: IEEE's half precision, 5 exponent and 10 mantissa bits, 2 bytes. Three bits more than bf16 and a far smaller
+// range: steps of 2^-24 below 2^-14, and nothing above 65504. A finite value never becomes infinite: it saturates.
+// |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in that binade's: the mantissa
+// is shifted right by 13 bits and more, to nearest with ties to even, or, stochastic, after noise of as many bits was
+// added (where more than 16 are cut off, of the upper 16). A carry into the exponent comes out right by itself.
+#pragma once
+#include "../float.cuh"
+
+EMBED_SOURCE
+
+struct Fp16 {
+    typedef uint16_t Code;
+    static constexpr const char* DTYPE = "F16";
+    static constexpr float LEAST = 5.9604645e-8f;  // 2^-24
+
+    // The magnitude's bits moved to fp32's place make a float 2^112 times too small, subnormals included.
+    static OPTIM_INLINE float decode(uint16_t code) {
+        uint32_t sign = (uint32_t)(code & 0x8000u) << 16, magnitude = code & 0x7fffu;
+        float x = exact_mul(bits_float(magnitude << 13), bits_float(239u << 23));
+        uint32_t bits = magnitude < 0x7c00u ? float_bits(x) : 0x7f800000u | (magnitude & 0x3ffu) << 13;
+        return bits_float(bits | sign);
+    }
+
+    // Mantissa of x with its leading 1, and by how much it is shifted, at most 31 bits: all of it and more.
+    static OPTIM_INLINE uint32_t mantissa(float x, int* shift) {
+        uint32_t bits = float_bits(x) & 0x7fffffffu;
+        int exponent = (int)(bits >> 23);
+        uint32_t m = exponent > 0 ? (bits & 0x7fffffu) | 0x800000u : 0u;  // fp32's subnormals are nothing here
+        int cut = exponent < 113 ? 126 - exponent : 13, over = cut > 31 ? cut - 31 : 0;
+        *shift = cut - over;
+        return m >> (over > 31 ? 31 : over);
+    }
+
+    static OPTIM_INLINE uint16_t finish(float x, uint32_t steps) {
+        uint32_t bits = float_bits(x) & 0x7fffffffu, exponent = bits >> 23;
+        uint32_t code = steps + (exponent < 113u ? 0u : exponent - 113u) * 1024u;
+        code = code > 0x7bffu ? 0x7bffu : code;
+        code = bits == 0x7f800000u ? 0x7c00u : code;
+        return (uint16_t)(is_nan(x) ? 0x7e00u : code | (float_bits(x) >> 16 & 0x8000u));
+    }
+
+    static OPTIM_INLINE uint16_t encode(float x) {
+        int shift;
+        uint32_t m = mantissa(x, &shift);
+        return finish(x, (m + (1u << (shift - 1)) - 1u + (m >> shift & 1u)) >> shift);
+    }
+
+    static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
+        int shift;
+        uint32_t m = mantissa(x, &shift);
+        return finish(x, (m + (shift < 16 ? noise >> (16 - shift) : noise << (shift - 16))) >> shift);
+    }
+};

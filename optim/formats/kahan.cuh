@@ -1,0 +1,54 @@
+// Weights in a narrow format with what rounding cut off kept beside them, in bf16 (Kahan's compensated sum; Zamirai et
+// al., arXiv 2010.06192): updates smaller than a step of the weights gather in the compensation until they make one.
+//     x = w + k                                    what the update reads and changes
+//     w = nearest(x), k = bf16(x - w)              x - w is exact
+// k is at most half a step of w and has 8 bits of its own: |w + k - x| <= 2^-8 |x - w|, for a bf16 weight at most
+// 2^-17 |x| (2^-134 where k is subnormal), and far less where x is near w. An infinite w has k 0.
+// The model sees w. Bytes an element: the narrow format's and 2.
+#pragma once
+#include "elementwise.cuh"
+#include "bf16.cuh"
+
+EMBED_SOURCE
+
+template <class Format>
+struct Kahan {
+    typedef Elementwise<Format, NEAREST> Weight;
+    typedef Elementwise<Bf16, NEAREST> Compensation;
+    static constexpr StreamInfo STREAM[2] = {Weight::STREAM[0], {"compensation", "BF16", 16, 1}};
+
+    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+        OPTIM_UNROLL
+        for (int c = 0; c < n; c += 8) {
+            float k[8];
+            Weight::load(streams, first + c, x + c, 8);
+            Compensation::load({streams.extra, nullptr}, first + c, k, 8);
+            OPTIM_UNROLL
+            for (int i = 0; i < 8; i++) x[c + i] = exact_add(x[c + i], k[i]);
+        }
+    }
+
+    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+        OPTIM_UNROLL
+        for (int c = 0; c < n; c += 8) {
+            Codes<typename Format::Code> codes;
+            float k[8];
+            OPTIM_UNROLL
+            for (int i = 0; i < 8; i++) {
+                codes.lane[i] = Format::encode(x[c + i]);
+                float w = Format::decode(codes.lane[i]);
+                k[i] = is_finite(w) ? exact_add(x[c + i], -w) : 0.0f;
+            }
+            store_codes(streams.codes, first + c, codes);
+            Compensation::set({streams.extra, nullptr}, first + c, k, 8);
+        }
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey&) {
+        set(streams, first, x, n);
+    }
+
+    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
+        Weight::load(streams, first, x, n);
+    }
+};

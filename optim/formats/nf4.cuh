@@ -1,0 +1,37 @@
+// NF4: 4 bits, levels at the quantiles of a normal distribution, scaled to [-1, 1], 0 among them (QLoRA, arXiv
+// 2305.14314, appendix E, whose 16 values these are), scale absmax. Made for weights; for m it spends its levels where
+// most elements of a block are, and has none between 0 and 0.08.
+#pragma once
+#include "levels.cuh"
+
+EMBED_SOURCE
+
+struct Normal4 {
+    static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 4, BINADE_BITS = 4;
+    static constexpr bool SIGNED = true;
+    static constexpr const char* DTYPE = "U8";
+
+    static OPTIM_HOST double level(int code) {
+        const double levels[16] = {-1.0,
+                                   -0.6961928009986877,
+                                   -0.5250730514526367,
+                                   -0.39491748809814453,
+                                   -0.28444138169288635,
+                                   -0.18477343022823334,
+                                   -0.09105003625154495,
+                                   0.0,
+                                   0.07958029955625534,
+                                   0.16093020141124725,
+                                   0.24611230194568634,
+                                   0.33791524171829224,
+                                   0.44070982933044434,
+                                   0.5626170039176941,
+                                   0.7229568362236023,
+                                   1.0};
+        return (double)(float)levels[code];
+    }
+
+    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
+};
+
+typedef Levels<Normal4> Nf4;

@@ -1,0 +1,119 @@
+// See override.h.
+#include "override.h"
+
+#include <ctype.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Whether the pattern [p, end) matches `name` from its first character up to its end or to a dot.
+static bool matches_here(const char* p, const char* end, const char* name) {
+    if (p == end) return *name == 0 || *name == '.';
+    if (*p == '*') return matches_here(p + 1, end, name) || (*name && matches_here(p, end, name + 1));
+    return *name && (*p == '?' || *p == *name) && matches_here(p + 1, end, name + 1);
+}
+
+bool override_matches(const Override* rule, const char* name) {
+    for (const char* p = rule->patterns; *p;) {
+        const char* end = p + strcspn(p, "|");
+        for (const char* part = name; part; part = strchr(part, '.')) {
+            if (*part == '.') part++;
+            if (matches_here(p, end, part)) return true;
+        }
+        p = *end ? end + 1 : end;
+    }
+    return false;
+}
+
+// Copies [begin, end) without its spaces; false when it is empty or does not fit.
+static bool copy_word(char* out, size_t bytes, const char* begin, const char* end) {
+    size_t used = 0;
+    for (; begin < end; begin++) {
+        if (isspace((unsigned char)*begin)) continue;
+        if (used + 1 == bytes) return false;
+        out[used++] = *begin;
+    }
+    out[used] = 0;
+    return used > 0;
+}
+
+// One "key=value".
+static bool setting_parse(Override* rule, const char* word, char* error, size_t bytes) {
+    char* rest;
+    const char* value = strchr(word, '=');
+    size_t key = value ? (size_t)(value++ - word) : 0;
+    bool is_m = key == 1 && *word == 'm', is_v = key == 1 && *word == 'v';
+    bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
+    if (is_m || is_v) {
+        if (copy_word(is_m ? rule->m : rule->v, sizeof(rule->m), value, value + strlen(value))) return true;
+        snprintf(error, bytes, "--override: \"%s\" names no format", word);
+        return false;
+    }
+    if (is_lr || is_wd) {
+        double number = strtod(value, &rest);
+        if (*value && !*rest && number >= 0.0 && number <= 1e6) {
+            *(is_lr ? &rule->lr : &rule->decay) = number;
+            return true;
+        }
+        snprintf(error, bytes, "--override: \"%s\" was found and a number from 0 to 1e6 is needed after %.2s=", word,
+                 word);
+        return false;
+    }
+    snprintf(error, bytes, "--override: \"%s\" is not known; type m=, v=, lr= or wd= and a value", word);
+    return false;
+}
+
+// One override, [begin, end).
+static bool override_parse(Override* rule, const char* begin, const char* end, char* error, size_t bytes) {
+    const char* colon = begin;
+    while (colon < end && *colon != ':') colon++;
+    *rule = {};
+    rule->lr = 1.0;
+    rule->decay = -1.0;
+    if (colon == end || !copy_word(rule->patterns, sizeof(rule->patterns), begin, colon)) {
+        snprintf(error, bytes, "--override: \"%.*s\" has no patterns and colon; type, say, \"wpe|ln*: m=fp32\"",
+                 (int)(end - begin), begin);
+        return false;
+    }
+    if (rule->patterns[strspn(rule->patterns,
+                              "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-*?|")]) {
+        snprintf(error, bytes,
+                 "--override: \"%s\" is no pattern; it is letters, digits, . _ - * ? and | between patterns",
+                 rule->patterns);
+        return false;
+    }
+    int settings = 0;
+    for (const char* at = colon + 1; at < end; settings++) {
+        while (at < end && isspace((unsigned char)*at)) at++;
+        const char* stop = at;
+        while (stop < end && !isspace((unsigned char)*stop)) stop++;
+        if (stop == at) break;
+        char word[64];
+        if (!copy_word(word, sizeof(word), at, stop)) {
+            snprintf(error, bytes, "--override: \"%.*s\" is too long", (int)(stop - at), at);
+            return false;
+        }
+        if (!setting_parse(rule, word, error, bytes)) return false;
+        at = stop;
+    }
+    if (settings > 0) return true;
+    snprintf(error, bytes, "--override: nothing follows \"%s:\"; type m=, v=, lr= or wd= and a value", rule->patterns);
+    return false;
+}
+
+bool overrides_parse(const char* text, Override* overrides, int* count, char* error, size_t bytes) {
+    *count = 0;
+    for (const char* at = text ? text : ""; *at;) {
+        const char* end = at + strcspn(at, ";");
+        if (strspn(at, " \t") < (size_t)(end - at)) {
+            if (*count == OVERRIDES) {
+                snprintf(error, bytes, "--override: more than %d overrides", OVERRIDES);
+                return false;
+            }
+            if (!override_parse(&overrides[(*count)++], at, end, error, bytes)) return false;
+        }
+        at = *end ? end + 1 : end;
+    }
+    return true;
+}

@@ -1,0 +1,21 @@
+// Lion (Chen et al., arXiv 2302.06675): the sign of an average, so every weight moves by lr, and no second moment.
+//     c = beta1 * m + (1 - beta1) * g
+//     p = p * (1 - lr * wd) - lr * sign(c)         sign(0) = 0, and of NaN 0
+//     m = beta2 * m + (1 - beta2) * g
+// beta1 weighs what steers this step, beta2 what is remembered (the paper: 0.9 and 0.99, for language models 0.95 and
+// 0.98). lr 3 to 10 times below AdamW's, and the weight decay as many times above.
+#pragma once
+#include "hyper.cuh"
+
+EMBED_SOURCE
+
+struct Lion {
+    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
+
+    static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
+        float c = exact_fma(hyper.beta1, *m, exact_mul(hyper.rest1, g));
+        float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;
+        *p = exact_fma(-hyper.lr, sign, exact_mul(hyper.keep, *p));
+        *m = exact_fma(hyper.beta2, *m, exact_mul(hyper.rest2, g));
+    }
+};

@@ -1,0 +1,19 @@
+// Gradient descent with momentum, as torch.optim.SGD does it without dampening; beta1 is the momentum:
+//     g = g + wd * p                               tensors with decay
+//     m = beta1 * m + g                            a sum, not an average
+//     p = p - lr * m
+// The steps are as large as the gradients are: lr has nothing to do with AdamW's.
+#pragma once
+#include "hyper.cuh"
+
+EMBED_SOURCE
+
+struct Sgd {
+    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = false;
+
+    static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
+        g = exact_fma(hyper.decay, *p, g);
+        *m = exact_fma(hyper.beta1, *m, g);
+        *p = exact_fma(-hyper.lr, *m, *p);
+    }
+};
