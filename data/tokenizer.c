@@ -11,6 +11,7 @@
 // of ranges below (spaces, punctuation, symbols, digits). A wrong class cuts a word elsewhere and loses nothing: every
 // encoding decodes to the bytes it came from.
 #include <errno.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -404,4 +405,36 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
     }
     free(token);
     return (int)total;
+}
+
+typedef struct {
+    float logit;
+    int token;
+} Candidate;
+
+static int candidate_order(const void* a, const void* b) {
+    const Candidate *x = (const Candidate*)a, *y = (const Candidate*)b;
+    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
+    return x->token - y->token;
+}
+
+int draw_token(const float* logits, int V, double temperature, int64_t k, double coin) {
+    Candidate* candidate = malloc(V * sizeof(Candidate));
+    for (int i = 0; i < V; i++) candidate[i] = (Candidate){logits[i], i};
+    qsort(candidate, V, sizeof(Candidate), candidate_order);
+    if (k <= 0 || k > V) k = V;
+    if (temperature == 0) k = 1;
+    double sum = 0;
+    for (int64_t i = 0; i < k; i++) sum += exp((candidate[i].logit - candidate[0].logit) / (k > 1 ? temperature : 1));
+    int token = candidate[k - 1].token;
+    double reach = coin * sum;
+    for (int64_t i = 0; i < k; i++) {
+        reach -= exp((candidate[i].logit - candidate[0].logit) / (k > 1 ? temperature : 1));
+        if (reach < 0) {
+            token = candidate[i].token;
+            break;
+        }
+    }
+    free(candidate);
+    return token;
 }

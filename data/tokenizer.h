@@ -23,6 +23,10 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
 // The bytes of one token: not NUL-terminated, not always whole UTF-8 characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
 
+// Draws a token: softmax of logits (V) / temperature over the k likeliest (k <= 0: all); temperature 0 takes the
+// likeliest. `coin` is uniform in [0, 1).
+int draw_token(const float* logits, int V, double temperature, int64_t k, double coin);
+
 #ifdef __cplusplus
 }
 #endif

@@ -29,7 +29,7 @@ for step in "$@"; do
         for preset in $(./train --list-presets | awk 'NR > 1 { print $1 }'); do
             rm -rf build/preset
             printf '%-12s ' "$preset"
-            ./train --preset "$preset" --run build/preset --sample-every 0 2>&1 | grep '^val    400'
+            ./train --preset "$preset" --run build/preset --sample-every 0 2>&1 | grep -E '^val +400 '
         done | tee "$OUT/presets.log" ;;
     default)
         build train

@@ -93,7 +93,8 @@ OPTIM_INLINE float exact_sqrt(float a) {
 // The same results as exact_sqrt and exact_div for operands in a window, by the sequences that those use there: without
 // the test and the branch of each, which cost as much as the arithmetic and keep elements from overlapping. The
 // approximate instructions only start them; the last step of each rounds correctly.
-// fast_div: 2^-90 <= |a| <= 2^60, 2^-62 <= b <= 2^62. fast_sqrt: 2^-101 <= a <= 2^40 (outside, any result).
+// fast_div: 2^-90 <= |a| <= 2^60, 2^-62 <= b < 2^32, so that the quotient is no subnormal, which the last step would
+// round wrongly once in 1e7. fast_sqrt: 2^-101 <= a <= 2^40 (outside, any result).
 __device__ __forceinline__ float fast_sqrt(float a) {
     float r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));

@@ -660,7 +660,7 @@ __global__ void fast_arithmetic_kernel(unsigned long long* wrong, int rounds) {
         uint32_t ma = shape % 3 ? noise.word[0] : noise.word[0] >> (9 + shape / 64 % 23);
         uint32_t mb = shape % 5 < 3 ? noise.word[1] : ~(noise.word[1] >> (9 + shape / 2048 % 23));
         float a = bits_float((37 + noise.word[3] % 150) << 23 | (ma & 0x7fffff) | (noise.word[3] & 0x80000000));
-        float b = bits_float((76 + (noise.word[3] >> 8) % 113) << 23 | (mb & 0x7fffff));
+        float b = bits_float((65 + (noise.word[3] >> 8) % 94) << 23 | (mb & 0x7fffff));
         uint32_t far = 0;
         far_div(&far, a);
         quotients += far > FAR_DIV || float_bits(fast_div(a, b)) != float_bits(exact_div(a, b));

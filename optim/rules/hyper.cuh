@@ -52,8 +52,8 @@ struct EachElement {
                 far_div(&far_numerator, quotient[i]);
                 root[i] = fast_sqrt(v[i]);
             }
-            // With v from 2^-101 to 2^40 this keeps the denominator from 2^-51 to 2^62.
-            bool near = hyper.eps <= 1e18f && hyper.root2 <= 1e12f;
+            // With v from 2^-101 to 2^40 this keeps the denominator from 2^-51 to 2^31.
+            bool near = hyper.eps <= 1.0f && hyper.root2 <= 2000.0f;
             if (far_root <= FAR_SQRT && far_numerator <= FAR_DIV && near) {
 #pragma unroll
                 for (int i = 0; i < n; i++) {
