@@ -89,41 +89,35 @@ OPTIM_INLINE float exact_sqrt(float a) {
 #endif
 }
 
-#ifdef __CUDACC__
-// The same results as exact_sqrt and exact_div for operands in a window, by the sequences that those use there: without
-// the test and the branch of each, which cost as much as the arithmetic and keep elements from overlapping. The
-// approximate instructions only start them; the last step of each rounds correctly.
-// fast_div: 2^-90 <= |a| <= 2^60, 2^-62 <= b < 2^32, so that the quotient is no subnormal, which the last step would
-// round wrongly once in 1e7. fast_sqrt: 2^-101 <= a <= 2^40 (outside, any result).
-__device__ __forceinline__ float fast_sqrt(float a) {
-    float r;
+// The root of a moment, correctly rounded, of max(v, 2^-100): below, an approximate start would flush to zero. A root
+// of 2^-50 under eps is nothing, and what keeps roots takes one that small for zero (blocks.cuh). NaN for infinity.
+// On a GPU this is the sequence that __fsqrt_rn uses, without its test and its branch, which cost as much as the
+// arithmetic: the approximate instruction only starts it, the last step rounds correctly. The tests try all mantissas.
+constexpr float LEAST_ROOT = 8.8817842e-16f;  // 2^-50
+
+OPTIM_INLINE float moment_root(float v) {
+    const float least = 7.8886091e-31f;  // 2^-100
+#ifdef __CUDA_ARCH__
+    float a = fmaxf(v, least), r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
     float s = __fmul_rn(a, r);
     return __fmaf_rn(__fmaf_rn(-s, s, a), __fmul_rn(r, 0.5f), s);
+#else
+    float a = v > least ? v : least;
+    return sqrtf(a) + (a - a);
+#endif
 }
 
-__device__ __forceinline__ float fast_div(float a, float b) {
+// 1 / b, correctly rounded, for 2^-125 <= |b| <= 2^125: __frcp_rn's sequence, likewise.
+OPTIM_INLINE float exact_reciprocal(float b) {
+#ifdef __CUDA_ARCH__
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
-    r = __fmaf_rn(__fmaf_rn(-b, r, 1.0f), r, r);
-    float q = __fmul_rn(a, r);
-    q = __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
-    return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
-}
-
-// Gathers in *far how far operands lie from the window: the largest of (bits - least) as unsigned.
-__device__ __forceinline__ void far_sqrt(uint32_t* far, float a) {
-    uint32_t distance = __float_as_uint(a) - (26u << 23);  // 2^-101
-    *far = distance > *far ? distance : *far;
-}
-
-__device__ __forceinline__ void far_div(uint32_t* far, float a) {
-    uint32_t distance = 2u * __float_as_uint(a) - (37u << 24);  // 2^-90, the sign shifted out
-    *far = distance > *far ? distance : *far;
-}
-
-constexpr uint32_t FAR_SQRT = (167u - 26u) << 23, FAR_DIV = (187u - 37u) << 24;
+    return __fmaf_rn(__fmaf_rn(-b, r, 1.0f), r, r);
+#else
+    return 1.0f / b;
 #endif
+}
 
 OPTIM_INLINE uint32_t float_bits(float x) {
 #ifdef __CUDA_ARCH__
@@ -151,6 +145,17 @@ OPTIM_INLINE bool is_finite(float x) {
 
 OPTIM_INLINE bool is_nan(float x) {
     return x != x;
+}
+
+// x, or for NaN the pattern `nan`, of 0x7f800001 to 0x7fffffff. All arithmetic of a GPU makes NaN 0x7fffffff, the
+// largest integer of all floats' bits, so there a minimum does it; stored ones have that sign too.
+OPTIM_INLINE float one_nan(float x, uint32_t nan) {
+#ifdef __CUDA_ARCH__
+    int bits = (int)__float_as_uint(x);
+    return __uint_as_float((uint32_t)(bits < (int)nan ? bits : (int)nan));
+#else
+    return is_nan(x) ? bits_float(nan) : x;
+#endif
 }
 
 OPTIM_INLINE float canonical(float x) {

@@ -383,18 +383,20 @@ bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     return false;
 }
 
-int jit_resident(const JitKernel* kernel, int block) {
-    int (*occupancy)(int* blocks, void* function, int block_size, size_t shared_bytes);
-    int blocks = 0;
-    bool known = bind(kernel->driver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", &occupancy) &&
-                 occupancy(&blocks, kernel->function, block, 0) == 0;
-    return known && blocks > 0 ? blocks : 1;
+static void driver_check(const JitKernel* kernel, int status, const char* call) {
+    if (status != 0) check_failed("CUDA driver", driver_error(kernel->driver, status), call, call, __FILE__, __LINE__);
 }
 
-void jit_launch(const JitKernel* kernel, int64_t grid, int block, void** arguments, cudaStream_t stream) {
-    int status =
-        kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, 0, stream, arguments, nullptr);
-    if (status == 0) return;
-    const char* name = driver_error(kernel->driver, status);
-    check_failed("CUDA driver", name, "cuLaunchKernel", "jit_launch", __FILE__, __LINE__);
+void jit_shared_bytes(const JitKernel* kernel, int bytes) {
+    int (*set_attribute)(void* function, int attribute, int value);
+    const int max_dynamic_shared_size_bytes = 8;
+    if (!bind(kernel->driver, "cuFuncSetAttribute", &set_attribute)) user_error("libcuda has no cuFuncSetAttribute");
+    driver_check(kernel, set_attribute(kernel->function, max_dynamic_shared_size_bytes, bytes), "cuFuncSetAttribute");
+}
+
+void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,
+                cudaStream_t stream) {
+    int status = kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, (unsigned)shared_bytes,
+                                stream, arguments, nullptr);
+    driver_check(kernel, status, "cuLaunchKernel");
 }

@@ -52,6 +52,7 @@ struct JitKernel {
 // Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver
 // refuses it. A launch's arguments are as cudaLaunchKernel takes them.
 bool jit_load(const JitImage* image, JitKernel* kernel, char* error);
-// Thread blocks of the kernel that fit on a multiprocessor at a time.
-int jit_resident(const JitKernel* kernel, int block);
-void jit_launch(const JitKernel* kernel, int64_t grid, int block, void** arguments, cudaStream_t stream);
+// Lets launches ask for as much dynamic shared memory.
+void jit_shared_bytes(const JitKernel* kernel, int bytes);
+void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,
+                cudaStream_t stream);

@@ -3,30 +3,26 @@
 // Arenas hold all tensors of the model one after another; a table cuts them into tiles of 2048 elements, none spanning
 // two tensors (a tensor's padding, zeros, fills its last tile), each with the group (decay or not) of its tensor. One
 // launch covers the table. Each byte of weights, gradients and states is read once and each byte of weights and states
-// written once: for bf16 throughout, 14 bytes a parameter, which is all the time it should take.
+// written once: for bf16 throughout, 14 bytes a parameter, which is all the time it should take. Where the matmuls read
+// another type than the weights are stored in, the step writes that copy in the same pass.
 //
-// On the GPU one thread block takes a tile and one thread 8 consecutive elements, or 16 where both moments are 8 bits
-// or fewer, loads of all streams in flight before the first use. On the CPU one core takes a tile and calls the same
-// function with 2048 elements. Blocks that share a scale are runs of at most 2048 elements from a tensor's first one
-// on, so they lie in one tile: the quantise step can reduce over a thread's neighbours on the GPU, where all threads of
-// a thread block always run together, and over its own array on the CPU.
+// On the GPU groups of threads each walk through tiles of their own, a thread taking 16 consecutive elements (8 where
+// a moment has more than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all
+// arrays of a tile into one of a group's 2 to 4 stages while the group computes on another, the update writes in place,
+// and the copy engine takes the stage back. No thread waits for memory, spends registers on loads in flight or computes
+// addresses, and every access to memory is whole lines. Elsewhere the same code reads and writes memory directly.
+// On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks that share a scale are runs
+// of at most 2048 elements from a tensor's first one on, so they lie in one tile: the quantise step can reduce over a
+// thread's neighbours on the GPU, where all threads of a group always run together, and over its own array on the CPU.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
 #pragma once
 #include "formats/blocks.cuh"
+#include "formats/none.cuh"
 #include "rules/hyper.cuh"
 
 EMBED_SOURCE
-
-constexpr int TILE_ELEMENTS = 2048;  // tensors start at multiples of this
-constexpr int DECODE_ELEMENTS = 8;   // a thread of optim_decode_kernel
-
-// Elements a thread takes in a step, by the bits of the moments' codes: 16 bytes of the narrower, where that is 8 bits.
-// More would need more registers than two thread blocks have.
-OPTIM_INLINE constexpr int thread_elements(int m_bits, int v_bits) {
-    return m_bits <= 8 && v_bits <= 8 ? 16 : 8;
-}
 
 constexpr int STEP_GROUPS = 8;  // tensors without and with weight decay, and those of overrides
 
@@ -38,6 +34,7 @@ struct alignas(8) Tile {
 struct StepArguments {
     Streams weights, grads, m, v;
     Streams slow;             // the third state of a rule that keeps one, in m's format
+    Streams copy;             // of the weights, in the type that the matmuls read, where that is another
     const float* grad_scale;  // device scalar
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;
@@ -46,71 +43,318 @@ struct StepArguments {
     Hyper group[STEP_GROUPS];
 };
 
-// One step for n elements (n <= MOST) from `first` on.
+// The arrays of one tile.
+struct TileStreams {
+    Streams weights, grads, m, v, slow, copy;
+};
+
+// One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena.
 template <int MOST, class Rule, class Weights, class Grads, class M, class V>
 OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
-                                  const V& state_v, const StepArguments& step, const Hyper& hyper, float grad_scale,
-                                  int64_t first, int n) {
+                                  const V& state_v, const StepArguments& step, const TileStreams& tile,
+                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n) {
     float p[MOST], g[MOST], m[MOST], v[MOST], slow[MOST], root[MOST];
-    weights.load(step.weights, first, p, n);
-    grads.load(step.grads, first, g, n);
-    state_m.load(step.m, first, m, n);
-    state_v.load(step.v, first, v, n);
-    if (rule.keeps_slow) state_m.load(step.slow, first, slow, n);
+    const NoiseKey key = {step.seed, step.step, NOISE_WEIGHTS, element}, key_m = {step.seed, step.step, NOISE_M, element},
+                   key_v = {step.seed, step.step, NOISE_V, element, rule.adaptive ? root : nullptr},
+                   key_slow = {step.seed, step.step, NOISE_SLOW, element};
+    weights.load(tile.weights, first, p, n, key);
+    grads.load(tile.grads, first, g, n, NoiseKey{});
+    state_m.load(tile.m, first, m, n, key_m);
+    state_v.load(tile.v, first, v, n, key_v);
+    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key_slow);
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
     rule.update(hyper, p, g, m, v, slow, root, n);
-    weights.store(step.weights, first, p, n, NoiseKey{step.seed, step.step, NOISE_WEIGHTS});
-    state_m.store(step.m, first, m, n, NoiseKey{step.seed, step.step, NOISE_M});
-    state_v.store(step.v, first, v, n, NoiseKey{step.seed, step.step, NOISE_V, rule.adaptive ? root : nullptr});
-    if (rule.keeps_slow) state_m.store(step.slow, first, slow, n, NoiseKey{step.seed, step.step, NOISE_SLOW});
+    weights.store(tile.weights, first, p, n, key);
+    state_m.store(tile.m, first, m, n, key_m);
+    state_v.store(tile.v, first, v, n, key_v);
+    if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key_slow);
+}
+
+// How a step's kernel is laid out; the host computes the same from the rows of its tables.
+
+// The arrays of a step in the order in which a stage holds them: three each of weights, m, v and slow, with one of the
+// gradients and one of the copy between and after them.
+constexpr int STEP_ARRAYS = 14, GRADS_ARRAY = 3, COPY_ARRAY = 13;
+
+struct StepArrays {
+    StreamInfo array[STEP_ARRAYS];
+};
+
+struct StepShape {
+    int elements;               // of a thread: 16 bytes of the narrower moment, where that is 8 bits
+    int threads;                // of a group
+    int groups;                 // of a thread block, which is a multiprocessor's only one
+    int stages;                 // of a group
+    int bytes[STEP_ARRAYS];     // of a tile; 0: there is no such array
+    int offset[STEP_ARRAYS];    // in a stage; -1: not in multiples of 16 bytes, so accessed in memory
+    int stage_bytes;
+    int load_bytes;
+    unsigned loaded, stored;    // bits: arrays that the stage receives, and gives back
+};
+
+constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less what the barriers take
+
+OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
+    StepShape shape = {};
+    bool slow = arrays.array[10].bits > 0;
+    shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
+    shape.threads = TILE_ELEMENTS / shape.elements;
+    for (int a = 0; a < STEP_ARRAYS; a++) {
+        const StreamInfo& info = arrays.array[a];
+        shape.bytes[a] = tile_bytes(info);
+        shape.offset[a] = shape.bytes[a] % 16 == 0 ? shape.stage_bytes : -1;
+        if (shape.bytes[a] == 0 || shape.offset[a] < 0) continue;
+        shape.stage_bytes += shape.bytes[a];
+        if (a != GRADS_ARRAY) shape.stored |= 1u << a;
+        if (a == COPY_ARRAY || info.written_only) continue;
+        shape.loaded |= 1u << a;
+        shape.load_bytes += shape.bytes[a];
+    }
+    // As many threads as their registers allow without spilling; fewer when three stages each do not fit.
+    shape.groups = (shape.elements == 16 ? (slow ? 512 : 768) : (slow ? 768 : 1024)) / shape.threads;
+    int most = SHARED_MOST - table_bytes;
+    while (shape.groups * shape.threads > 512 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
+    while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
+    int stages = most / (shape.groups * shape.stage_bytes);
+    shape.stages = stages > 4 ? 4 : stages;
+    return shape;
+}
+
+// Of dynamic shared memory.
+OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape) {
+    return shape.groups * shape.stages * shape.stage_bytes;
+}
+
+// The arrays of the tile `index`, of some that begin at the arena's first element.
+OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
+                             const Streams& whole, int64_t index) {
+    return {(char*)whole.codes + index * tile_bytes(codes), (char*)whole.extra + index * tile_bytes(extra), whole.table,
+            (char*)whole.more + index * tile_bytes(more)};
 }
 
 #ifdef __CUDACC__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool HAS_STAGES = true;
+#else
+constexpr bool HAS_STAGES = false;
+#endif
+
 // Bytes of constants that a storage keeps in shared memory: 0 for one that has none to prepare.
 template <class Storage, class = void>
 constexpr int SHARED_BYTES = 0;
 template <class Storage>
 constexpr int SHARED_BYTES<Storage, decltype((void)Storage::TABLE_BYTES)> = Storage::TABLE_BYTES;
 
-// Thread blocks that a multiprocessor must hold at least: what its registers allow without spilling.
-template <class Rule, class Weights, class M, class V>
-OPTIM_INLINE constexpr int resident_blocks() {
-    if (thread_elements(M::STREAM[0].bits, V::STREAM[0].bits) == 8) return Rule::KEEPS_SLOW ? 3 : 4;
-    return Rule::KEEPS_SLOW ? 4 : Weights::STREAM[1].bits > 0 ? 5 : 6;
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+struct StepLayout {
+    static constexpr StreamInfo NOTHING = {"", "", 0, 1};
+    static constexpr bool SLOW = Rule::KEEPS_SLOW;
+    static constexpr StepArrays ARRAYS = {{Weights::STREAM[0], Weights::STREAM[1], third_stream<Weights>(),
+                                           Grads::STREAM[0], M::STREAM[0], M::STREAM[1], third_stream<M>(),
+                                           V::STREAM[0], V::STREAM[1], third_stream<V>(),
+                                           SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
+                                           SLOW ? third_stream<M>() : NOTHING, Copy::STREAM[0]}};
+    static constexpr StepShape SHAPE = step_shape(ARRAYS, SHARED_BYTES<M> + SHARED_BYTES<V>);
+    static constexpr int BLOCK_THREADS = SHAPE.groups * SHAPE.threads;
+
+    // Where array A of a tile is: in the stage, or, without one, in memory.
+    template <int A>
+    static __device__ __forceinline__ void* at(void* base, const Tile& tile, unsigned char* stage) {
+        constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
+        if constexpr (bytes == 0) {
+            return nullptr;
+        } else if constexpr (HAS_STAGES && offset >= 0) {
+            return stage + offset;
+        } else {
+            return (char*)base + (int64_t)tile.index * bytes;
+        }
+    }
+
+    template <int A>
+    static __device__ __forceinline__ Streams streams(const Streams& whole, const Tile& tile, unsigned char* stage) {
+        return {at<A>(whole.codes, tile, stage), at<A + 1>(whole.extra, tile, stage), whole.table,
+                at<A + 2>(whole.more, tile, stage)};
+    }
+
+    static __device__ __forceinline__ TileStreams tile_streams(const StepArguments& step, const Tile& tile,
+                                                               unsigned char* stage) {
+        return {streams<0>(step.weights, tile, stage),
+                {at<GRADS_ARRAY>(step.grads.codes, tile, stage), nullptr},
+                streams<4>(step.m, tile, stage),
+                streams<7>(step.v, tile, stage),
+                streams<10>(step.slow, tile, stage),
+                {at<COPY_ARRAY>(step.copy.codes, tile, stage), nullptr}};
+    }
+
+    // Calls transfer(array in memory, array in the stage, bytes) for all arrays of a tile that are loaded, or stored.
+    template <class Transfer>
+    static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, unsigned char* stage,
+                                                bool load, Transfer transfer) {
+        constexpr StepShape shape = SHAPE;
+        void* base[STEP_ARRAYS] = {step.weights.codes, step.weights.extra, step.weights.more, step.grads.codes,
+                                   step.m.codes,       step.m.extra,       step.m.more,       step.v.codes,
+                                   step.v.extra,       step.v.more,        step.slow.codes,   step.slow.extra,
+                                   step.slow.more,     step.copy.codes};
+#pragma unroll
+        for (int a = 0; a < STEP_ARRAYS; a++) {
+            if (((load ? shape.loaded : shape.stored) >> a & 1u) == 0) continue;
+            transfer((char*)base[a] + (int64_t)tile.index * shape.bytes[a], stage + shape.offset[a], shape.bytes[a]);
+        }
+    }
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-// grid: any number of blocks up to the tiles' (as many; with SHARED_BYTES what is resident), block: TILE_ELEMENTS /
-// thread_elements, shared memory static: the formats' tables; deterministic.
-template <class Rule, class Weights, class Grads, class M, class V>
-__global__ void __launch_bounds__(TILE_ELEMENTS / thread_elements(M::STREAM[0].bits, V::STREAM[0].bits),
-                                  resident_blocks<Rule, Weights, M, V>())
-    optim_step_kernel(const __grid_constant__ StepArguments step) {
-    constexpr int COUNT = thread_elements(M::STREAM[0].bits, V::STREAM[0].bits);
-    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
-    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
-    if constexpr (SHARED_BYTES<M> + SHARED_BYTES<V> != 0) __syncthreads();
-    float grad_scale = *step.grad_scale;
-    if (!is_finite(grad_scale)) return;  // changes nothing
-    Tile next = step.tiles[blockIdx.x];
-    for (int64_t t = blockIdx.x; t < step.tile_count;) {
-        Tile tile = next;
-        t += gridDim.x;
-        if (t < step.tile_count) next = step.tiles[t];
-        int64_t first = (int64_t)tile.index * TILE_ELEMENTS + threadIdx.x * COUNT;
-        update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, step.group[tile.group],
-                               grad_scale, first, COUNT);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// The copy engine: from memory into a stage, counted by a barrier in shared memory; and back, counted in groups.
+__device__ __forceinline__ void barrier_create(uint64_t* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    uint32_t done = 0;
+    while (!done) {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
     }
 }
 
+__device__ __forceinline__ void engine_load(const void* from, void* to, int bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void engine_store(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void engine_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the newest N groups of stores have read shared memory.
+template <int N>
+__device__ __forceinline__ void engine_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// What threads wrote to shared memory before is visible to the engine after.
+__device__ __forceinline__ void engine_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
+
+// A tile by a thread of its group.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, unsigned char* stage,
+                                            float grad_scale, int thread) {
+    typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
+    constexpr int COUNT = Layout::SHAPE.elements;
+    TileStreams streams = Layout::tile_streams(step, tile, stage);
+    int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
+    int first = thread * COUNT;
+    update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
+                           grad_scale, element, first, COUNT);
+    if constexpr (Copy::STREAM[0].bits > 0) {
+        group_sync<TILE_ELEMENTS / COUNT>();  // scales come from neighbours
+        float seen[COUNT];
+        Weights::view(streams.weights, first, seen, COUNT);
+        Copy::set(streams.copy, first, seen, COUNT);
+    }
+}
+
+// grid: a thread block a multiprocessor, or fewer; block: StepLayout::BLOCK_THREADS; shared memory: the formats'
+// tables, static, and from Hopper on step_shared_bytes, dynamic; deterministic.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::BLOCK_THREADS), 1)
+    optim_step_kernel(const __grid_constant__ StepArguments step) {
+    typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
+    constexpr StepShape SHAPE = Layout::SHAPE;
+    const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
+    const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
+    const float grad_scale = *step.grad_scale;
+    if (!is_finite(grad_scale)) return;  // changes nothing
+    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
+    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(128) unsigned char step_memory[];
+    __shared__ uint64_t full[SHAPE.groups][SHAPE.stages];
+    __shared__ Tile staged[SHAPE.groups][SHAPE.stages];
+    // With two stages one is filled again as soon as it was stored; with more, while the next is computed.
+    constexpr int DELAY = SHAPE.stages == 2 ? 0 : 1;
+    unsigned char* memory = step_memory + group * (SHAPE.stages * SHAPE.stage_bytes);
+    int64_t t = group * (int64_t)gridDim.x + blockIdx.x, ahead = t;
+    Tile next = ahead < step.tile_count ? step.tiles[ahead] : Tile{};
+    auto fill = [&](int s) {
+        if (ahead >= step.tile_count) return;
+        staged[group][s] = next;
+        barrier_expect(&full[group][s], SHAPE.load_bytes);
+        Layout::each(step, next, memory + s * SHAPE.stage_bytes, true, [&](const void* from, void* to, int bytes) {
+            engine_load(from, to, bytes, &full[group][s]);
+        });
+        ahead += stride;
+        if (ahead < step.tile_count) next = step.tiles[ahead];
+    };
+    if (thread == 0) {
+        for (int s = 0; s < SHAPE.stages; s++) barrier_create(&full[group][s]);
+        engine_fence();
+        for (int s = 0; s < SHAPE.stages - DELAY; s++) fill(s);
+    }
+    __syncthreads();
+    uint32_t parity = 0;
+    for (int s = 0; t < step.tile_count; t += stride) {
+        barrier_wait(&full[group][s], parity);
+        Tile tile = staged[group][s];
+        unsigned char* stage = memory + s * SHAPE.stage_bytes;
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, tile, stage, grad_scale, thread);
+        engine_fence();
+        group_sync<SHAPE.threads>();
+        if (thread == 0) {
+            Layout::each(step, tile, stage, false,
+                         [&](void* to, const void* from, int bytes) { engine_store(to, from, bytes); });
+            engine_commit();
+            engine_wait_read<DELAY>();
+            fill(s >= DELAY ? s - DELAY : SHAPE.stages - 1);
+        }
+        s = s + 1 < SHAPE.stages ? s + 1 : 0;
+        if (s == 0) parity ^= 1;
+    }
+    if (thread == 0) engine_wait_read<0>();
+#else
+    __syncthreads();
+    for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], nullptr, grad_scale, thread);
+        group_sync<SHAPE.threads>();
+    }
+#endif
+}
+
 // The weights as the model sees them, rounded to nearest into the type that the matmuls read.
-// grid: ceil(elements / DECODE_ELEMENTS / 256), block: 256, elements a multiple of 8; deterministic.
+// grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
+constexpr int DECODE_ELEMENTS = 8;
+
 template <class Weights, class Copy>
-__global__ void __launch_bounds__(256) optim_decode_kernel(Streams weights, Streams copy, int64_t elements) {
-    int64_t first = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * DECODE_ELEMENTS;
-    if (first >= elements) return;
+__global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
+    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = third_stream<Weights>(),
+                         to = Copy::STREAM[0];
     float x[DECODE_ELEMENTS];
-    Weights::view(weights, first, x, DECODE_ELEMENTS);
-    Copy::set(copy, first, x, DECODE_ELEMENTS);
+    int first = threadIdx.x * DECODE_ELEMENTS;
+    Weights::view(tile_at(codes, extra, more, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
+    Copy::set({(char*)copy.codes + (int64_t)blockIdx.x * tile_bytes(to), nullptr}, first, x, DECODE_ELEMENTS);
 }
 #endif

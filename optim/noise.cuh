@@ -20,6 +20,7 @@ struct NoiseKey {
     uint64_t seed;
     uint32_t step;
     uint32_t stream;
+    int64_t element = 0;           // index in the arena of what the storage's functions call element 0
     const float* roots = nullptr;  // on a GPU: the roots of the values to store, where the update has taken them
 };
 
@@ -27,9 +28,9 @@ struct Noise {
     uint32_t word[4];
 };
 
-// The noise of elements first .. first + 7; first is a multiple of 8.
-OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int64_t first) {
-    uint64_t call = (uint64_t)first / NOISE_ELEMENTS;
+// The noise of elements first .. first + 7 after key.element; both are multiples of 8.
+OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
+    uint64_t call = ((uint64_t)key.element + (uint64_t)first) / NOISE_ELEMENTS;
     uint4 counter = {(uint32_t)call, (uint32_t)(call >> 32), key.stream, key.step};
     uint2 seed = {(uint32_t)key.seed, (uint32_t)(key.seed >> 32)};
     uint4 bits = curand_Philox4x32_10(counter, seed);

@@ -21,10 +21,10 @@ struct FormatRow {
     const char* note;
     const char* type;      // as NVRTC is told it
     StreamInfo stream[3];  // codes, extra and more; those that there are not have no bits
-    void (*load)(const Streams& streams, int64_t first, float* x, int n);
-    void (*store)(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key);
-    void (*set)(const Streams& streams, int64_t first, const float* x, int n);
-    void (*view)(const Streams& streams, int64_t first, float* x, int n);
+    void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
+    void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
+    void (*set)(const Streams& streams, int first, const float* x, int n);
+    void (*view)(const Streams& streams, int first, float* x, int n);
     int table_bytes;  // of constants that the format looks up, which fill makes
     void (*fill)(void* table);
     bool has_sign;
@@ -51,8 +51,8 @@ struct PresetRow {
 };
 
 struct BuiltInRow {
-    const char* types;
-    const void* kernel;
+    const char* types;       // all but the gradients'
+    const void* kernel[2];  // with those of grads_rows
 };
 
 // T::fill, or null for a storage that has none.
@@ -69,12 +69,6 @@ template <class T, class = void>
 constexpr bool HAS_SIGN = true;
 template <class T>
 constexpr bool HAS_SIGN<T, decltype((void)T::SIGNED)> = T::SIGNED;
-
-template <class T>
-constexpr StreamInfo third_stream() {
-    if constexpr (sizeof(T::STREAM) == 3 * sizeof(StreamInfo)) return T::STREAM[2];
-    return {"", "", 0, 1};
-}
 
 // What a template's function pointers make of a type: T::load and its sisters, copied into a row.
 template <class T>
@@ -100,7 +94,10 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
 #define RULE_ROW(NAME, NOTE, TYPE) \
     {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, TYPE::DECOUPLED, EachElement<TYPE>::update},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
-#define BUILT_IN_ROW(...) {#__VA_ARGS__, (const void*)optim_step_kernel<__VA_ARGS__>},
+#define BUILT_IN_ROW(...)                                                            \
+    {#__VA_ARGS__,                                                                   \
+     {(const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
+      (const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
 
 static const RuleRow rule_rows[] = {OPTIM_RULES(RULE_ROW)};
 static const WeightsRow weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
@@ -109,9 +106,10 @@ static const FormatRow state_rows[] = {OPTIM_STATES(FORMAT_ROW)};
 static const FormatRow none_row = format_row<None>("none", "", "None");  // of a state that a rule does not keep
 static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const BuiltInRow built_in_rows[] = {OPTIM_BUILT_IN(BUILT_IN_ROW)};
+static_assert(sizeof(grads_rows) == 2 * sizeof(FormatRow), "BuiltInRow has a kernel for each");
 // The types that the matmuls read, by OptimType.
 static const FormatRow compute_rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
-                                         format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "")};
+                                         format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
 
 // Rows without a note are variants of the one before them: found, but not listed.
 static const char* row_note(const WeightsRow& row) {
@@ -468,6 +466,12 @@ static bool serves_directly(const FormatRow* weights, OptimType compute) {
     return strcmp(weights->stream[0].dtype, compute_rows[compute].stream[0].dtype) == 0;
 }
 
+// What a step on a GPU writes beside the weights: the bf16 copy. An fp32 one, which only --matmul fp32 asks for, is
+// made by a kernel of its own, so that the built-in kernels serve there too.
+static const FormatRow* step_copy(const FormatRow* weights, OptimType compute) {
+    return compute == OPTIM_BF16 && !serves_directly(weights, compute) ? &compute_rows[OPTIM_BF16] : &none_row;
+}
+
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Rows rows = config_rows(config);
     int64_t elements = arena_elements(tensors, count);
@@ -510,7 +514,7 @@ struct Launch {
     const Tile* tiles;  // (tile_count)
     int64_t tile_count;
     int64_t grid;
-    int threads;
+    int threads, shared_bytes;
     const void* built_in;  // the step's kernel on a GPU: this one or jit
     JitKernel jit;
 };
@@ -607,41 +611,42 @@ static void tiles_create(Optim* optim, const Plan* plan) {
     free(tiles);
 }
 
-static void config_types(const OptimConfig* config, char* types, size_t bytes) {
+// The arguments of the kernel's template, less the gradients'.
+static void config_types(const OptimConfig* config, OptimType compute, char* types, size_t bytes) {
     Rows rows = config_rows(config);
-    snprintf(types, bytes, "%s, %s, %s, %s, %s", rows.rule->type, rows.weights->format.type, rows.grads->type,
-             rows.m->type, rows.v->type);
+    snprintf(types, bytes, "%s, %s, %s, %s, %s", rows.rule->type, rows.weights->format.type, rows.m->type, rows.v->type,
+             step_copy(&rows.weights->format, compute)->type);
 }
 
-static const void* built_in_kernel(const OptimConfig* config) {
+static const void* built_in_kernel(const OptimConfig* config, OptimType compute) {
     char types[1024];
-    config_types(config, types, sizeof(types));
+    config_types(config, compute, types, sizeof(types));
     for (const BuiltInRow& row : built_in_rows) {
-        if (strcmp(row.types, types) == 0) return row.kernel;
+        if (strcmp(row.types, types) == 0) return row.kernel[config_rows(config).grads - grads_rows];
     }
     return nullptr;
 }
 
-bool optim_built_in(const OptimConfig* config) {
-    return built_in_kernel(config) != nullptr;
+bool optim_built_in(const OptimConfig* config, OptimType compute) {
+    return built_in_kernel(config, compute) != nullptr;
 }
 
-void optim_expression(const OptimConfig* config, char* expression, size_t bytes) {
+void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
     char types[1024];
-    config_types(config, types, sizeof(types));
-    snprintf(expression, bytes, "optim_step_kernel<%s>", types);
+    config_types(config, compute, types, sizeof(types));
+    snprintf(expression, bytes, "optim_step_kernel<%s, %s>", types, config_rows(config).grads->type);
 }
 
 // The kernel of the step: built in or, failing that or when NIBBLE_JIT=1 asks for it, from NVRTC.
-static void kernel_create(const Device* dev, Launch* launch) {
+static void kernel_create(const Device* dev, OptimType compute, Launch* launch) {
     const char* always = getenv("NIBBLE_JIT");
-    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config);
+    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config, compute);
     if (launch->built_in) return;
     char expression[1200], architecture[32];
     char* error = (char*)calloc(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
-    optim_expression(&launch->config, expression, sizeof(expression));
+    optim_expression(&launch->config, compute, expression, sizeof(expression));
     if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
         !jit_get(expression, architecture, &image, error) || !jit_load(&image, &launch->jit, error)) {
         user_error("%s", error);
@@ -650,22 +655,23 @@ static void kernel_create(const Device* dev, Launch* launch) {
     free(error);
 }
 
-// Thread blocks of the step: one a tile, or, where a thread block first fills tables in shared memory, what fits on the
-// device, for which an equal share of the tiles each is best.
-static void launch_shape(const Device* dev, Launch* launch, int64_t tiles) {
-    const FormatRow *m = launch->rows.m, *v = launch->rows.v;
-    launch->threads = TILE_ELEMENTS / thread_elements(m->stream[0].bits, v->stream[0].bits);
-    int64_t most = INT32_MAX;
-    if (m->table_bytes > 0 || v->table_bytes > 0) {
-        int resident = 1;
-        if (launch->built_in) {
-            check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, launch->built_in, launch->threads, 0));
-        } else {
-            resident = jit_resident(&launch->jit, launch->threads);
-        }
-        most = (int64_t)dev->sm_count * (resident > 0 ? resident : 1);
+// One thread block a multiprocessor, with as many groups of threads as its registers and its shared memory hold.
+static void launch_shape(const Device* dev, OptimType compute, Launch* launch, int64_t tiles) {
+    const FormatRow *weights = &launch->rows.weights->format, *m = launch->rows.m, *v = launch->rows.v,
+                    *slow = launch->rows.rule->keeps_slow ? m : &none_row, *copy = step_copy(weights, compute);
+    StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], launch->rows.grads->stream[0],
+                          m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
+                          slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
+    StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
+    launch->threads = shape.groups * shape.threads;
+    launch->shared_bytes = dev->compute >= 90 ? step_shared_bytes(shape) : 0;
+    int64_t blocks = ceil_div(tiles, shape.groups);
+    launch->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
+    if (launch->built_in) {
+        check(cudaFuncSetAttribute(launch->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, launch->shared_bytes));
+    } else {
+        jit_shared_bytes(&launch->jit, launch->shared_bytes);
     }
-    launch->grid = tiles < most ? tiles : most;
 }
 
 // Moments of launch `index`, their names and the kernel. Streams of launches after the first are named by its pattern
@@ -690,8 +696,8 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
         if (launch->elements > 0) list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements);
     }
     if (!optim->dev->gpu || launch->elements == 0) return;
-    kernel_create(optim->dev, launch);
-    launch_shape(optim->dev, launch, planned->tiles);
+    kernel_create(optim->dev, optim->compute, launch);
+    launch_shape(optim->dev, optim->compute, launch, planned->tiles);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -785,7 +791,7 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
 #pragma omp parallel for schedule(static)
         for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
             int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
-            format->set(piece.streams, tile, piece.values + tile, length);
+            format->set(piece.streams, (int)tile, piece.values + tile, length);
         }
         int64_t first = tensor->offset + start;
         copy_to_device(optim->dev, stream_at(optim->weights.codes, format->stream[0], first), piece.streams.codes,
@@ -816,11 +822,16 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
 #pragma omp parallel for schedule(static)
         for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
             int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
-            format->view(piece.streams, tile, piece.values + tile, length);
+            format->view(piece.streams, (int)tile, piece.values + tile, length);
         }
         memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
     }
     piece_free(&piece);
+}
+
+// The streams of a tile, of arrays that begin at the arena's first element.
+static Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {
+    return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
 }
 
 void* optim_weights(const Optim* optim) {
@@ -831,43 +842,50 @@ void optim_decode(Optim* optim) {
     if (!optim->copy.codes) return;
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[optim->compute];
     if (optim->dev->gpu) {
-        void* arguments[] = {&optim->weights, &optim->copy, &optim->elements};
-        dim3 grid((unsigned)ceil_div(optim->elements, 256 * DECODE_ELEMENTS));
-        check(cudaLaunchKernel(optim->rows.weights->decode[optim->compute], grid, dim3(256), arguments, 0,
+        void* arguments[] = {&optim->weights, &optim->copy};
+        dim3 grid((unsigned)(optim->elements / TILE_ELEMENTS)), block(TILE_ELEMENTS / DECODE_ELEMENTS);
+        check(cudaLaunchKernel(optim->rows.weights->decode[optim->compute], grid, block, arguments, 0,
                                optim->dev->stream));
         return;
     }
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < optim->tile_count; t++) {
         float x[TILE_ELEMENTS];
-        int64_t first = (int64_t)optim->tiles[t].index * TILE_ELEMENTS;
-        weights->view(optim->weights, first, x, TILE_ELEMENTS);
-        copy->set(optim->copy, first, x, TILE_ELEMENTS);
+        int64_t index = optim->tiles[t].index;
+        weights->view(row_tile(weights, optim->weights, index), 0, x, TILE_ELEMENTS);
+        copy->set(row_tile(copy, optim->copy, index), 0, x, TILE_ELEMENTS);
     }
 }
 
 // The step.
 
-static void step_cpu(const Rows* rows, const StepArguments* arguments) {
+static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArguments* arguments) {
     if (!is_finite(*arguments->grad_scale)) return;  // changes nothing
+    const FormatRow* weights = &rows->weights->format;
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < arguments->tile_count; t++) {
         Tile tile = arguments->tiles[t];
-        update_elements<TILE_ELEMENTS>(*rows->rule, rows->weights->format, *rows->grads, *rows->m, *rows->v, *arguments,
+        TileStreams streams = {row_tile(weights, arguments->weights, tile.index),
+                               row_tile(rows->grads, arguments->grads, tile.index),
+                               row_tile(rows->m, arguments->m, tile.index), row_tile(rows->v, arguments->v, tile.index),
+                               row_tile(rows->m, arguments->slow, tile.index),
+                               row_tile(copy, arguments->copy, tile.index)};
+        update_elements<TILE_ELEMENTS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments, streams,
                                        arguments->group[tile.group], *arguments->grad_scale,
-                                       (int64_t)tile.index * TILE_ELEMENTS, TILE_ELEMENTS);
+                                       (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
+        if (!arguments->copy.codes) continue;
+        float seen[TILE_ELEMENTS];
+        weights->view(streams.weights, 0, seen, TILE_ELEMENTS);
+        copy->set(streams.copy, 0, seen, TILE_ELEMENTS);
     }
 }
 
 // Arrays that begin at element `begin` of the arena, addressed as if they began at its first.
-static Streams from_begin(const FormatRow* format, Streams streams, int64_t begin) {
-    streams.codes = (char*)streams.codes - stream_bytes(format->stream[0], begin);
-    streams.extra = (char*)streams.extra - stream_bytes(format->stream[1], begin);
-    streams.more = (char*)streams.more - stream_bytes(format->stream[2], begin);
-    return streams;
+static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
+    return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
-static void launch_step(const Device* dev, const Launch* launch, StepArguments* arguments) {
+static void launch_step(const Optim* optim, const Launch* launch, StepArguments* arguments) {
     if (launch->tile_count == 0) return;
     arguments->m = from_begin(launch->rows.m, launch->m, launch->begin);
     arguments->v = from_begin(launch->rows.v, launch->v, launch->begin);
@@ -875,13 +893,13 @@ static void launch_step(const Device* dev, const Launch* launch, StepArguments* 
     arguments->tiles = launch->tiles;
     arguments->tile_count = launch->tile_count;
     void* pointers[] = {arguments};
-    if (!dev->gpu) {
-        step_cpu(&launch->rows, arguments);
+    if (!optim->dev->gpu) {
+        step_cpu(&launch->rows, &compute_rows[optim->compute], arguments);
     } else if (launch->built_in) {
         check(cudaLaunchKernel(launch->built_in, dim3((unsigned)launch->grid), dim3((unsigned)launch->threads),
-                               pointers, 0, dev->stream));
+                               pointers, (size_t)launch->shared_bytes, optim->dev->stream));
     } else {
-        jit_launch(&launch->jit, launch->grid, launch->threads, pointers, dev->stream);
+        jit_launch(&launch->jit, launch->grid, launch->threads, launch->shared_bytes, pointers, optim->dev->stream);
     }
 }
 
@@ -889,14 +907,16 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     StepArguments arguments;
     arguments.weights = optim->weights;
     arguments.grads = {(void*)grads, nullptr};
+    arguments.copy = optim->copy;
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
     for (int group = 0; group < STEP_GROUPS; group++) {
         arguments.group[group] = hyper_create(&optim->config, &optim->group[group], (double)lr, step);
     }
-    for (int i = 0; i < optim->launches; i++) launch_step(optim->dev, &optim->launch[i], &arguments);
-    optim_decode(optim);
+    for (int i = 0; i < optim->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
+    bool copied = !optim->dev->gpu || step_copy(&optim->rows.weights->format, optim->compute) != &none_row;
+    if (!copied) optim_decode(optim);
 }
 
 // Streams.

@@ -113,8 +113,8 @@ OptimBytes optim_allocated(const Optim* optim);
 
 // Whether the combination's kernel is built in; any other is compiled by NVRTC in optim_create (on a GPU only).
 // NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression is the kernel's name for NVRTC (jit.h).
-bool optim_built_in(const OptimConfig* config);
-void optim_expression(const OptimConfig* config, char* expression, size_t expression_bytes);
+bool optim_built_in(const OptimConfig* config, OptimType compute);
+void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
 
 // For --list-formats, --list-presets and --help: prints a table to the file.
 void optim_list_formats(FILE* file);

@@ -178,7 +178,7 @@ TEST(optim_philox_published_vectors) {
                "%08x %08x %08x %08x", got.x, got.y, got.z, got.w);
     }
     // The layout of key and counter is part of the format of a checkpoint: a resumed run must draw the same bits.
-    Noise noise = noise_draw({0x299f31d0a4093822ull, 0x03707344, 0x13198a2e}, (int64_t)0x05a308d3243f6a88 * 8);
+    Noise noise = noise_draw({0x299f31d0a4093822ull, 0x03707344, 0x13198a2e, (int64_t)0x05a308d3243f6a88 * 8}, 0);
     uint4 want = curand_Philox4x32_10({0x243f6a88, 0x05a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0});
     expect(noise.word[0] == want.x && noise.word[3] == want.w, "%08x %08x", noise.word[0], noise.word[3]);
 }
@@ -194,8 +194,8 @@ TEST(optim_noise_differs_by_seed_step_stream_and_element) {
     int count = 0;
     for (int i = 0; i < 2 * 4 * 3 * 256; i++) {
         NoiseKey key = {(uint64_t)(i % 2), (uint32_t)(i / 2 % 4), (uint32_t)(i / 8 % 3)};
-        Noise noise = noise_draw(key, (int64_t)(i / 24) * NOISE_ELEMENTS);
-        Noise again = noise_draw(key, (int64_t)(i / 24) * NOISE_ELEMENTS);
+        Noise noise = noise_draw(key, i / 24 * NOISE_ELEMENTS);
+        Noise again = noise_draw(key, i / 24 * NOISE_ELEMENTS);
         expect(memcmp(&noise, &again, sizeof(noise)) == 0, "call %d", i);
         for (int half = 0; half < 2; half++) {
             drawn[count++] = (uint64_t)noise.word[2 * half] << 32 | noise.word[2 * half + 1];
@@ -211,7 +211,7 @@ TEST(optim_bf16_codes_survive) {
     for (uint32_t code = 0; code < 65536; code++) {
         float x = Bf16::decode((uint16_t)code);
         bool nan = (code & 0x7f80) == 0x7f80 && (code & 0x7f) != 0;
-        uint32_t want = nan ? 0x7fc0 : code;
+        uint32_t want = nan ? 0x7fff : code;
         expect(isnan(x) == nan, "code %04x", code);
         expect(Bf16::encode(x) == want, "code %04x becomes %04x", code, Bf16::encode(x));
         // A value of the format has nothing cut off, so no noise moves it.
@@ -248,7 +248,7 @@ TEST(optim_bf16_stochastic_counts) {
         expect(up == (pattern & 0xffff), "%08x went up %u times", pattern, up);
     }
     expect(Bf16::encode(INFINITY, 0xffff) == 0x7f80 && Bf16::encode(-INFINITY, 0xffff) == 0xff80, "infinity");
-    expect(Bf16::encode(bits_float(0x7f800001), 0xffff) == 0x7fc0, "NaN");
+    expect(Bf16::encode(bits_float(0x7f800001), 0xffff) == 0x7fff, "NaN");
     expect(Bf16::encode(0.0f, 0xffff) == 0 && Bf16::encode(-0.0f, 0xffff) == 0x8000, "zero");
 }
 
@@ -264,7 +264,7 @@ TEST(optim_stochastic_rounding_is_unbiased) {
         for (float& element : x) element = value;
         NoiseKey key = {99, (uint32_t)(trial / 3), (uint32_t)(trial % 3)};
         Elementwise<Bf16, STOCHASTIC>::store(streams, 0, x, n, key);
-        Elementwise<Bf16, STOCHASTIC>::load(streams, 0, back, n);
+        Elementwise<Bf16, STOCHASTIC>::load(streams, 0, back, n, NoiseKey{});
         double sum = 0.0, fraction = (value - 1.0) * 128.0;
         for (float element : back) sum += (double)element;
         double error = fabs(sum / n - (double)value), standard = sqrt(fraction * (1.0 - fraction) / n) / 128.0;
@@ -743,11 +743,11 @@ TEST(optim_presets_are_built_in) {
     for (const char* preset : preset_names) {
         for (const char* grads : grads_names) {
             OptimConfig config = preset_config(preset, grads);
-            expect(optim_built_in(&config), "%s with %s gradients", preset, grads);
+            expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients", preset, grads);
         }
     }
     OptimConfig config = make_config("fp32", "fp32", "bf16", "fp32");
-    expect(!optim_built_in(&config), "an odd one is not");
+    expect(!optim_built_in(&config, OPTIM_BF16), "an odd one is not");
 }
 
 TEST(optim_jit_compiles_where_there_is_no_device) {
@@ -762,7 +762,7 @@ TEST(optim_jit_compiles_where_there_is_no_device) {
     for (int k = 0; k < 6; k++) {  // the presets, then each of the axes' other names
         OptimConfig config = k < 3 ? preset_config(preset_names[k], "bf16") : combination(7 + 17 * (k - 3));
         JitImage image;
-        optim_expression(&config, expression, sizeof(expression));
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
         bool good = jit_compile(expression, drawn[k % 3], &image, error);
         expect(good, "%s", error);
         if (!good) continue;
@@ -820,7 +820,7 @@ TEST(optim_jit_cache) {
     char expression[1024], path[4352], other[4352];
     OptimConfig config = make_config("fp32", "bf16", "bf16:sr", "bf16");
     JitImage first;
-    optim_expression(&config, expression, sizeof(expression));
+    optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
     expect(jit_get(expression, "sm_90", &first, error), "%s", error);
     expect(!first.cached, "an empty folder had it");
     expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
@@ -878,7 +878,7 @@ TEST(optim_jit_cache_that_cannot_be_written) {
     char expression[1024];
     OptimConfig config = preset_config("fp32", "bf16");
     JitImage want;
-    optim_expression(&config, expression, sizeof(expression));
+    optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
     expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
     // Root may write anywhere, so the folders are ones that nobody can make: below /proc, and below a file.
     const char* const hopeless[] = {"/proc/nibble", "/dev/null/nibble"};
@@ -912,7 +912,7 @@ TEST(optim_every_combination_equals_cpu_gpu) {
     Model model = make_model(mixed_lengths, MIXED);
     for (int index = 0; index < COMBINATIONS; index++) {
         OptimConfig config = combination(index);
-        if (!optim_built_in(&config) && !jit_available()) continue;
+        if (!optim_built_in(&config, OPTIM_BF16) && !jit_available()) continue;
         compare_with_cpu(test, &gpu, &config, &model, index % 2 ? OPTIM_BF16 : OPTIM_FP32, 20, "mixed lengths");
     }
     snprintf(test->note, sizeof(test->note), "%s", jit_available() ? "54 combinations x 20 steps" : "built-in only");

@@ -253,13 +253,13 @@ TEST(rules_split_16_loses_nothing) {
     for (int64_t at = 0; at < PATTERNS; at += 8) {
         for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
         Split<int16_t, NEAREST>::set(streams, 0, x, 8);
-        Split<int16_t, NEAREST>::load(streams, 0, back, 8);
+        Split<int16_t, NEAREST>::load(streams, 0, back, 8, NoiseKey{});
         Split<int16_t, NEAREST>::view(streams, 0, seen, 8);
         for (int i = 0; i < 8; i++) {
             uint32_t bits = float_bits(x[i]), want = isnan(x[i]) ? 0x7fc00000u : bits;
             expect(float_bits(back[i]) == want, "%08x comes back as %08x", bits, float_bits(back[i]));
             // The copy is the nearest bf16: Bf16's own rounding, but for ties, which go away from zero.
-            uint32_t nearest = Bf16::encode(x[i]);
+            uint32_t nearest = isnan(x[i]) ? 0x7fc0 : Bf16::encode(x[i]);
             if (!isnan(x[i]) && (bits & 0xffff) == 0x8000) nearest = (bits >> 16) + 1;
             expect(high[i] == nearest && float_bits(seen[i]) == nearest << 16, "%08x is seen as %04x", bits, high[i]);
         }
@@ -282,7 +282,7 @@ TEST(rules_split_8_is_within_its_bound) {
     for (int64_t at = 0; at < PATTERNS; at += 8) {
         for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
         Split<int8_t, NEAREST>::set(streams, 0, x, 8);
-        Split<int8_t, NEAREST>::load(streams, 0, back, 8);
+        Split<int8_t, NEAREST>::load(streams, 0, back, 8, NoiseKey{});
         for (int i = 0; i < 8; i++) {
             if (!isfinite(x[i]) || !isfinite(back[i])) {
                 bool overflow = isfinite(x[i]) && fabsf(x[i]) >= 0x1.ffffp127f && isinf(back[i]);
@@ -330,7 +330,7 @@ TEST(rules_kahan_is_within_its_bound) {
     for (int64_t at = 0; at < PATTERNS; at += 8) {
         for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
         Kahan<Bf16>::set(streams, 0, x, 8);
-        Kahan<Bf16>::load(streams, 0, back, 8);
+        Kahan<Bf16>::load(streams, 0, back, 8, NoiseKey{});
         for (int i = 0; i < 8; i++) {
             expect(weight[i] == Bf16::encode(x[i]), "%a: %04x", x[i], weight[i]);
             double w = Bf16::decode(weight[i]), k = Bf16::decode(compensation[i]);
@@ -404,15 +404,15 @@ TEST(rules_fp8_weights_that_rest_do_not_change) {
     Streams streams = {codes, scales, nullptr, low};
     block_values(x);
     InPlace::store(streams, 0, x, BLOCK_TEST, NoiseKey{1, 1, NOISE_WEIGHTS});
-    InPlace::load(streams, 0, once, BLOCK_TEST);
+    InPlace::load(streams, 0, once, BLOCK_TEST, NoiseKey{});
     InPlace::store(streams, 0, once, BLOCK_TEST, NoiseKey{1, 2, NOISE_WEIGHTS});
-    InPlace::load(streams, 0, twice, BLOCK_TEST);
+    InPlace::load(streams, 0, twice, BLOCK_TEST, NoiseKey{});
     expect(memcmp(once, twice, sizeof(once)) == 0, "e4m3:sr");
     expect(memcmp(once, x, sizeof(once)) != 0, "nothing was rounded");
     Wide::store(streams, 0, x, BLOCK_TEST, NoiseKey{1, 1, NOISE_WEIGHTS});
-    Wide::load(streams, 0, once, BLOCK_TEST);
+    Wide::load(streams, 0, once, BLOCK_TEST, NoiseKey{});
     Wide::store(streams, 0, once, BLOCK_TEST, NoiseKey{1, 2, NOISE_WEIGHTS});
-    Wide::load(streams, 0, twice, BLOCK_TEST);
+    Wide::load(streams, 0, twice, BLOCK_TEST, NoiseKey{});
     expect(memcmp(once, twice, sizeof(once)) == 0, "e4m3+8:sr");
 }
 
@@ -426,7 +426,7 @@ static void check_block_split(Test* test, double largest) {
     double worst = 0.0;
     block_values(x);
     Storage::set(streams, 0, x, BLOCK_TEST);
-    Storage::load(streams, 0, back, BLOCK_TEST);
+    Storage::load(streams, 0, back, BLOCK_TEST, NoiseKey{});
     Storage::view(streams, 0, seen, BLOCK_TEST);
     for (int i = 0; i < BLOCK_TEST; i++) {
         double top = 0.0, scale = ScaleE8m0::decode(scales[i / 128]);
@@ -473,7 +473,7 @@ struct Drift {
     double moved, mean, worst;
 };
 
-static Drift drift(const char* weights, float lr, void (*load)(const Streams&, int64_t, float*, int)) {
+static Drift drift(const char* weights, float lr, void (*load)(const Streams&, int, float*, int, const NoiseKey&)) {
     constexpr int N = 2048, STEPS = 200;
     OptimConfig config = make_config("sgd", weights, "fp32");
     config.beta1 = 0.0f;
@@ -492,7 +492,7 @@ static Drift drift(const char* weights, float lr, void (*load)(const Streams&, i
     optim_set_weights(optim, 0, first);
     for (int step = 1; step <= STEPS; step++) optim_step(optim, grads, &one, lr, step);
     bool second = optim_stream_count(optim) == 3;
-    load({optim_stream(optim, 0).data, second ? optim_stream(optim, 1).data : nullptr}, 0, last, N);
+    load({optim_stream(optim, 0).data, second ? optim_stream(optim, 1).data : nullptr}, 0, last, N, NoiseKey{});
     Drift result = {0.0, 0.0, 0.0};
     for (int i = 0; i < N; i++) {
         double error = (double)last[i] - ((double)first[i] - STEPS * (double)lr);
@@ -556,7 +556,7 @@ TEST(rules_split_16_is_an_fp32_run) {
         float* joined = (float*)malloc((size_t)n * sizeof(float));
         Streams streams = {stream_named(test, &run[1], "weights").data,
                            stream_named(test, &run[1], "weights.low").data};
-        Split<int16_t, NEAREST>::load(streams, 0, joined, (int)n);
+        Split<int16_t, NEAREST>::load(streams, 0, joined, (int)n, NoiseKey{});
         expect(memcmp(joined, stream_named(test, &run[0], "weights").data, (size_t)n * 4) == 0, "%s: weights", rule);
         for (int s = 1; s < optim_stream_count(run[0].optim); s++) {
             OptimStream a = optim_stream(run[0].optim, s), b = optim_stream(run[1].optim, s + 1);
@@ -695,7 +695,7 @@ TEST(rules_and_weights_compile_at_run_time) {
         OptimConfig config = make_config(rule_names[i % RULES], weights_names[i % WEIGHTS], i % 2 ? "fp32" : "bf16:sr");
         char expression[1024];
         JitImage image;
-        optim_expression(&config, expression, sizeof(expression));
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
         bool good = jit_compile(expression, i % 2 ? "sm_80" : "sm_90", &image, error);
         expect(good, "%s: %s", expression, error);
         if (good) jit_free(&image);
@@ -709,7 +709,7 @@ TEST(rules_presets_run) {
         bool good = optim_resolve(&config, error, sizeof(error));
         expect(good, "%s: %s", preset, error);
         if (!good) continue;
-        expect(optim_built_in(&config), "%s needs NVRTC", preset);
+        expect(optim_built_in(&config, OPTIM_BF16), "%s needs NVRTC", preset);
         Run run, other;
         run_open(&run, &config, false, OPTIM_FP32);
         run_open(&other, &config, false, OPTIM_FP32);
@@ -727,7 +727,7 @@ static void every_pair_on_gpu(Test* test) {
         for (const char* weights : weights_names) {
             OptimConfig config = make_config(rule, weights, states[pairs % 3]);
             OptimType compute = pairs % 2 ? OPTIM_BF16 : OPTIM_FP32;
-            if (!optim_built_in(&config) && !jit_available()) continue;
+            if (!optim_built_in(&config, OPTIM_BF16) && !jit_available()) continue;
             Run run[2];
             for (int r = 0; r < 2; r++) {
                 run_open(&run[r], &config, r == 1, compute);

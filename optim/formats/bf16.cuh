@@ -2,7 +2,8 @@
 // the same on CPU, GPU and NVRTC and keeps subnormals.
 // To nearest, ties to even: add just under half a step, one more when the kept part is odd, and truncate. Stochastic:
 // add 16 random bits and truncate, which rounds the magnitude up with a probability equal to the fraction cut off, so
-// that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fc0 in both.
+// that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fff in both,
+// which is what a GPU's own conversion to nearest makes of it.
 #pragma once
 #include "../float.cuh"
 
@@ -15,13 +16,19 @@ struct Bf16 {
     static OPTIM_INLINE float decode(uint16_t code) { return bits_float((uint32_t)code << 16); }
 
     static OPTIM_INLINE uint16_t encode(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        uint16_t code;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(x));
+        return code;
+#else
         uint32_t bits = float_bits(x);
         uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        return (uint16_t)(is_nan(x) ? 0x7fc0u : rounded);
+        return (uint16_t)(is_nan(x) ? 0x7fffu : rounded);
+#endif
     }
 
     static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
-        // The lower bits of infinity and of the canonical NaN are zero: no noise carries out of them.
-        return (uint16_t)((float_bits(canonical(x)) + noise) >> 16);
+        // The lower bits of infinity and of this NaN are zero: no noise carries out of them.
+        return (uint16_t)((float_bits(one_nan(x, 0x7fff0000u)) + noise) >> 16);
     }
 };

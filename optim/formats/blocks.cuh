@@ -17,8 +17,8 @@
 //     SIGNED                 whether there are negative levels
 //     LARGEST, UNITS, ROOT   the scale is top / LARGEST, y in 1/UNITS of it; whether the root of x is what is stored
 //     Table, fill(table)     what it looks up, in shared memory on a GPU; NoTable when it is pure arithmetic
-//     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word (codes in words' upper bits), decode2 and
-//                            nearest2, decode_pair
+//     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word, stochastic_word (codes in words' upper
+//                            bits), decode2 and nearest2, decode_pair
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
@@ -65,7 +65,7 @@ OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) 
 struct ScaleFp32 {
     typedef float Code;
     static constexpr const char* DTYPE = "F32";
-    static constexpr double MOST = 3.4e38;
+    static constexpr double MOST = 4.25e37;  // under 2^125, so that the reciprocal is no subnormal
     static OPTIM_INLINE float encode(float scale) { return scale; }
     static OPTIM_INLINE float decode(float code) { return code; }
 };
@@ -73,7 +73,7 @@ struct ScaleFp32 {
 struct ScaleBf16 {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "BF16";
-    static constexpr double MOST = 3.38e38;
+    static constexpr double MOST = 4.21e37;
     static OPTIM_INLINE uint16_t encode(float scale) {
         uint32_t bits = float_bits(scale);
         return (uint16_t)((bits > 0x7f7f0000u ? 0x7f7f0000u : bits + 0xffffu) >> 16);
@@ -85,7 +85,7 @@ struct ScaleBf16 {
 struct ScaleE8m0 {
     typedef uint8_t Code;
     static constexpr const char* DTYPE = "F8_E8M0";
-    static constexpr double MOST = 1.7e38;
+    static constexpr double MOST = 4.25e37;
     static OPTIM_INLINE uint8_t encode(float scale) {
         uint32_t bits = float_bits(scale);
         return (uint8_t)((bits > 0x7f000000u ? 0x7f000000u : bits + 0x7fffffu) >> 23);
@@ -140,17 +140,30 @@ OPTIM_INLINE uint32_t floor_bits(float x) {
 #endif
 }
 
-// 16 random bits as a number in (0, 1): their middle, so that the mean is 1/2.
-OPTIM_INLINE float noise_uniform(uint32_t bits) {
-    return exact_add(bits_float(0x3f800040u + (bits << 7)), -1.0f);
+// 16 random bits as a number in (1, 2): their middle, so that the mean is 3/2. And in (0, 1).
+OPTIM_INLINE float noise_above_one(uint32_t bits) {
+    return bits_float(0x3f800040u + (bits << 7));
 }
 
-// What a block's largest is cut to: the largest float, or its root, less what rounding a scale up and multiplying again
-// could add, or the most that a narrow scale holds.
+OPTIM_INLINE float noise_uniform(uint32_t bits) {
+    return exact_add(noise_above_one(bits), -1.0f);
+}
+
+// What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the most that a narrow scale
+// holds.
 template <class Format, class Scale>
 OPTIM_INLINE constexpr float block_most() {
-    double top = Format::ROOT ? 1.84e19 : 3.4e38, most = Scale::MOST * (double)Format::LARGEST;
+    double top = Format::ROOT ? 1.84e19 : 4.25e37, most = Scale::MOST * (double)Format::LARGEST;
     return (float)(top < most ? top : most);
+}
+
+// top / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
+template <class Format>
+OPTIM_INLINE float over_largest(float top) {
+    if constexpr (Format::LARGEST == 1.0f) return top;
+    constexpr float inverse = 1.0f / Format::LARGEST;
+    float quotient = exact_mul(top, inverse);
+    return exact_fma(exact_fma(-Format::LARGEST, quotient, top), inverse, quotient);
 }
 
 // What the elements of one block share while it is stored.
@@ -161,26 +174,32 @@ struct BlockScale {
 template <class Format, class Scale>
 OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
     top = exact_min(top, block_most<Format, Scale>());
-    float scale = Format::LARGEST == 1.0f ? top : exact_div(top, Format::LARGEST);
-    *code = Scale::encode(top > 0.0f ? exact_max(scale, 1.17549435e-38f) : 0.0f);
-    scale = Scale::decode(*code);
-    return {scale, top > 0.0f ? exact_div(Format::UNITS, scale) : 0.0f};
+    bool some = top > (Format::ROOT ? LEAST_ROOT : 0.0f);
+    *code = Scale::encode(some ? exact_max(over_largest<Format>(top), Format::UNITS * 1.17549435e-38f) : 0.0f);
+    float scale = Scale::decode(*code);
+    return {scale, some ? exact_mul(exact_reciprocal(scale), Format::UNITS) : 0.0f};
 }
 
 // Codes of COUNT elements of one block; COUNT is 8 or 16, and `first` a multiple of it.
 template <class Format, Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void block_put(const Streams& streams, int64_t first, const float* x, float inverse, const NoiseKey& key) {
+OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, float inverse, const NoiseKey& key) {
     const auto* table = format_table<Format>(streams);
     int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
     Packed<Format::BITS, COUNT> packed = {};
     if constexpr (ROUNDING == STOCHASTIC) {
         Noise noise = {};
+        uint32_t word[COUNT];
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             if (i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
             uint32_t bits = noise_lane(noise, i % NOISE_ELEMENTS);
-            packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest) - Format::BIAS);
+            if constexpr (Format::IN_UPPER_BITS) {
+                word[i] = Format::stochastic_word(table, x[i], inverse, bits, lowest);
+            } else {
+                packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest) - Format::BIAS);
+            }
         }
+        if constexpr (Format::IN_UPPER_BITS) packed.gather(word);
     } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i += 2) packed.word[i / 4] |= Format::nearest2(x + i, inverse, lowest) << i % 4 * 8;
@@ -199,7 +218,7 @@ OPTIM_INLINE void block_put(const Streams& streams, int64_t first, const float* 
 }
 
 template <class Format, int COUNT>
-OPTIM_INLINE void block_get(const Streams& streams, int64_t first, float scale, float* x) {
+OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x) {
     const auto* table = format_table<Format>(streams);
     auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
     if constexpr (Format::HARDWARE) {
@@ -219,20 +238,21 @@ OPTIM_INLINE void block_get(const Streams& streams, int64_t first, float scale, 
 // What is stored of x: x or its root, cut to the most once the block's largest is known.
 template <class Format>
 OPTIM_INLINE float block_value(float x) {
-    return Format::ROOT ? exact_sqrt(x) : x;
+    return Format::ROOT ? moment_root(x) : x;
 }
 
 template <class Format, class Scale>
 OPTIM_INLINE void block_limit(float top, float* value, int n) {
     constexpr float most = block_most<Format, Scale>();
-    if (top <= most) return;
-    OPTIM_UNROLL
-    for (int i = 0; i < n; i++) value[i] = value[i] > most ? most : value[i] < -most ? -most : value[i];
+    if (top > most) {
+        OPTIM_UNROLL
+        for (int i = 0; i < n; i++) value[i] = exact_max(exact_min(value[i], most), -most);
+    }
 }
 
 // The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
 template <class Format, class Scale>
-OPTIM_HOST void blocks_load(int block, const Streams& streams, int64_t first, float* x, int n) {
+OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n) {
     for (int i = 0; i < n; i += 8) {
         float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[(first + i) / block]);
         block_get<Format, 8>(streams, first + i, scale, x + i);
@@ -240,7 +260,7 @@ OPTIM_HOST void blocks_load(int block, const Streams& streams, int64_t first, fl
 }
 
 template <class Format, class Scale, Rounding ROUNDING>
-OPTIM_HOST void blocks_store(int block, const Streams& streams, int64_t first, const float* x, int n,
+OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const float* x, int n,
                              const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
         float top = 0.0f, value[8];
@@ -255,8 +275,15 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int64_t first, c
 }
 
 #ifdef __CUDACC__
-// The largest of `top` over the COUNT neighbouring threads of a block, the same in each; all threads call it together.
-template <int COUNT>
+// Barrier of the THREADS threads that have a tile, of several such groups in a thread block; number 0 is
+// __syncthreads'.
+template <int THREADS>
+__device__ __forceinline__ void group_sync() {
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
+}
+
+// The largest of `top` over the COUNT neighbouring threads of a block, the same in each; all THREADS of a group call it together.
+template <int COUNT, int THREADS>
 __device__ __forceinline__ float neighbours_max(float top) {
 #pragma unroll
     for (int lane = 1; lane < (COUNT < 32 ? COUNT : 32); lane *= 2) {
@@ -265,9 +292,9 @@ __device__ __forceinline__ float neighbours_max(float top) {
     if constexpr (COUNT > 32) {
         __shared__ float part[32];  // a warp each
         int warp = threadIdx.x / 32;
-        __syncthreads();  // the last use of it is over
+        group_sync<THREADS>();  // the last use of it is over
         if (threadIdx.x % 32 == 0) part[warp] = top;
-        __syncthreads();
+        group_sync<THREADS>();
 #pragma unroll
         for (int i = 0; i < COUNT / 32; i++) top = fmaxf(top, part[warp / (COUNT / 32) * (COUNT / 32) + i]);
     }
@@ -275,19 +302,19 @@ __device__ __forceinline__ float neighbours_max(float top) {
 }
 
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void thread_store(const Streams& streams, int64_t first, const float* x,
+__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x,
                                              const NoiseKey& key) {
     float value[COUNT], top = 0.0f;
     if constexpr (Format::ROOT) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : exact_sqrt(x[i]);
+        for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : moment_root(x[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = x[i];
     }
 #pragma unroll
     for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
-    top = neighbours_max<BLOCK / COUNT>(top);
+    top = neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top);
     typename Scale::Code code;
     BlockScale s = block_scale<Format, Scale>(top, &code);
     block_limit<Format, Scale>(top, value, COUNT);
@@ -319,7 +346,7 @@ struct Blocks {
     }
 #endif
 
-    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
 #ifdef __CUDA_ARCH__
         float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
         if (n == 16) {
@@ -332,7 +359,7 @@ struct Blocks {
 #endif
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
             thread_store<Format, BLOCK, Scale, ROUNDING, 16>(streams, first, x, key);
@@ -344,11 +371,11 @@ struct Blocks {
 #endif
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         Blocks<Format, BLOCK, Scale, NEAREST>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
     }
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
-        load(streams, first, x, n);
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        load(streams, first, x, n, NoiseKey{});
     }
 };

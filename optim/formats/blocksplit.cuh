@@ -35,7 +35,7 @@ struct BlockSplit {
     }
 
     template <int COUNT>
-    static OPTIM_INLINE void put(const Streams& streams, int64_t first, const float* x, float inverse,
+    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, float inverse,
                                  const NoiseKey& key) {
         Lanes<uint8_t, COUNT> high;
         Lanes<int8_t, COUNT> low;
@@ -52,7 +52,7 @@ struct BlockSplit {
     }
 
     template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int64_t first, float* x) {
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
         float scale = ScaleE8m0::decode(((const uint8_t*)streams.extra)[first / BLOCK]);
         auto high = load_value<Lanes<uint8_t, COUNT>>(streams.codes, first);
         auto low = load_value<Lanes<int8_t, COUNT>>(streams.more, first);
@@ -65,7 +65,7 @@ struct BlockSplit {
         }
     }
 
-    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         int c = 0;
         OPTIM_UNROLL
         for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
@@ -74,20 +74,20 @@ struct BlockSplit {
 
 #ifdef __CUDACC__
     template <int COUNT>
-    static __device__ __forceinline__ void thread_put(const Streams& streams, int64_t first, const float* x,
+    static __device__ __forceinline__ void thread_put(const Streams& streams, int first, const float* x,
                                                       const NoiseKey& key) {
         float top = 0.0f;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(x[i]), top);
         uint8_t code;
-        BlockScale s = block_scale<Format, ScaleE8m0>(neighbours_max<BLOCK / COUNT>(top), &code);
+        BlockScale s = block_scale<Format, ScaleE8m0>(neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top), &code);
         if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = code;
         put<COUNT>(streams, first, x, s.inverse, key);
     }
 #endif
 
 #ifndef __CUDACC_RTC__
-    static void blocks_put(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
+    static void blocks_put(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         for (int b = 0; b < n; b += BLOCK) {
             float top = 0.0f;
             for (int i = 0; i < BLOCK; i++) top = exact_max(exact_abs(x[b + i]), top);
@@ -97,7 +97,7 @@ struct BlockSplit {
     }
 #endif
 
-    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
             thread_put<16>(streams, first, x, key);
@@ -109,11 +109,11 @@ struct BlockSplit {
 #endif
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         BlockSplit<Format, MANTISSA, LEAST, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
-        Blocks<Format, BLOCK, ScaleE8m0, NEAREST>::load(streams, first, x, n);
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        Blocks<Format, BLOCK, ScaleE8m0, NEAREST>::load(streams, first, x, n, NoiseKey{});
     }
 };

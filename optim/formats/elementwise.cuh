@@ -1,12 +1,14 @@
 // Storage as the kernel sees it, and the storage of formats that keep one code an element and nothing beside the codes.
 //
-// A storage is a struct of static functions over n elements from `first` on (both multiples of 8, index in the arena):
-//     load(streams, first, x, n)         stored -> fp32, what the update reads
+// A storage is a struct of static functions over n elements from `first` on (both multiples of 8, counted from where
+// the streams point to, which is the start of a tile or further back):
+//     load(streams, first, x, n, key)    stored -> fp32, what the update reads
 //     store(streams, first, x, n, key)   fp32 -> stored, the step's rounding; key draws its noise
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: weights written from outside
 //     view(streams, first, x, n)         stored -> fp32, what the model sees
-// and STREAM, which describes the 2 or 3 arrays it keeps. One thread of a GPU calls them with 8 elements, a core of a
-// CPU with a whole tile: x lies in registers in the one case and in L1 in the other.
+// and STREAM, which describes the 2 or 3 arrays it keeps. One thread of a GPU calls them with 8 or 16 elements, a core
+// of a CPU with a whole tile: x lies in registers in the one case and in L1 in the other. On a GPU the streams of a step
+// point into shared memory (kernel.cuh), and several threads share a scale, which is why a step writes in place.
 //
 // Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1, 2 or 4
 // bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Every access is
@@ -32,7 +34,27 @@ struct StreamInfo {
     const char* dtype;
     int bits;
     int run;
+    bool written_only = false;  // the update does not read it
 };
+
+OPTIM_INLINE constexpr StreamInfo only_written(StreamInfo stream) {
+    stream.written_only = true;
+    return stream;
+}
+
+// The third array of a storage that may have only two.
+template <class Storage>
+OPTIM_INLINE constexpr StreamInfo third_stream() {
+    if constexpr (sizeof(Storage::STREAM) == 3 * sizeof(StreamInfo)) return Storage::STREAM[2];
+    return {"", "", 0, 1};
+}
+
+constexpr int TILE_ELEMENTS = 2048;  // tensors start at multiples of this; the longest block
+
+// Of a tile.
+OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
+    return TILE_ELEMENTS / stream.run * stream.bits / 8;
+}
 
 enum Rounding { NEAREST, STOCHASTIC };
 
@@ -43,7 +65,7 @@ struct alignas(sizeof(Code) == 1 ? 8 : 16) Codes {
 };
 
 template <class Code>
-OPTIM_INLINE Codes<Code> load_codes(const void* base, int64_t first) {
+OPTIM_INLINE Codes<Code> load_codes(const void* base, int first) {
     const Code* address = (const Code*)base + first;
     Codes<Code> codes;
 #ifdef __CUDA_ARCH__
@@ -57,7 +79,7 @@ OPTIM_INLINE Codes<Code> load_codes(const void* base, int64_t first) {
 }
 
 template <class Code>
-OPTIM_INLINE void store_codes(void* base, int64_t first, const Codes<Code>& codes) {
+OPTIM_INLINE void store_codes(void* base, int first, const Codes<Code>& codes) {
     Code* address = (Code*)base + first;
 #ifdef __CUDA_ARCH__
     if constexpr (sizeof(codes) == 8) *(uint2*)address = *(const uint2*)&codes;
@@ -100,7 +122,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 };
 
 template <class Value>
-OPTIM_INLINE Value load_value(const void* base, int64_t byte) {
+OPTIM_INLINE Value load_value(const void* base, int byte) {
     const char* address = (const char*)base + byte;
 #ifdef __CUDA_ARCH__
     return *(const Value*)address;
@@ -112,7 +134,7 @@ OPTIM_INLINE Value load_value(const void* base, int64_t byte) {
 }
 
 template <class Value>
-OPTIM_INLINE void store_value(void* base, int64_t byte, const Value& value) {
+OPTIM_INLINE void store_value(void* base, int byte, const Value& value) {
     char* address = (char*)base + byte;
 #ifdef __CUDA_ARCH__
     *(Value*)address = value;
@@ -133,7 +155,7 @@ struct Elementwise {
     typedef typename Format::Code Code;
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}, {"", "", 0, 1}};
 
-    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             if constexpr (sizeof(Code) == 2) {
@@ -149,7 +171,7 @@ struct Elementwise {
         }
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             Codes<Code> codes;
@@ -165,7 +187,7 @@ struct Elementwise {
         return least > 0.0f && key.stream == NOISE_V && x > 0.0f && x < least ? least : x;
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         if constexpr (ROUNDING == NEAREST) {
             OPTIM_UNROLL
             for (int c = 0; c < n; c += 8) {
@@ -186,7 +208,7 @@ struct Elementwise {
         }
     }
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
-        load(streams, first, x, n);
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        load(streams, first, x, n, NoiseKey{});
     }
 };

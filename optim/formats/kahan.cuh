@@ -17,18 +17,18 @@ struct Kahan {
     typedef Elementwise<Bf16, NEAREST> Compensation;
     static constexpr StreamInfo STREAM[2] = {Weight::STREAM[0], {"compensation", "BF16", 16, 1}};
 
-    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             float k[8];
-            Weight::load(streams, first + c, x + c, 8);
-            Compensation::load({streams.extra, nullptr}, first + c, k, 8);
+            Weight::load(streams, first + c, x + c, 8, key);
+            Compensation::load({streams.extra, nullptr}, first + c, k, 8, key);
             OPTIM_UNROLL
             for (int i = 0; i < 8; i++) x[c + i] = exact_add(x[c + i], k[i]);
         }
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             Codes<typename Format::Code> codes;
@@ -44,11 +44,11 @@ struct Kahan {
         }
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey&) {
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey&) {
         set(streams, first, x, n);
     }
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
-        Weight::load(streams, first, x, n);
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        Weight::load(streams, first, x, n, NoiseKey{});
     }
 };

@@ -106,6 +106,11 @@ struct Levels {
         return nearest_word(table, x, inverse, lowest) >> (32 - BITS);
     }
 
+    static OPTIM_INLINE uint32_t stochastic_word(const Table* table, float x, float inverse, uint32_t noise,
+                                                 int lowest) {
+        return stochastic(table, x, inverse, noise, lowest) << (32 - BITS);
+    }
+
     static OPTIM_INLINE uint32_t stochastic(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
         float y = exact_mul(x, inverse);
         int code = (int)nearest(table, x, inverse, 0);

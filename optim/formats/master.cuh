@@ -13,27 +13,28 @@ struct WithMaster {
     typedef Elementwise<Fp32, NEAREST> Master;
     static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `extra`
     static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {"", "", 0, 1};
-    static constexpr StreamInfo STREAM[3] = {Copy::STREAM[0], SCALED ? Copy::STREAM[1] : MASTER,
+    static constexpr StreamInfo STREAM[3] = {only_written(Copy::STREAM[0]),
+                                             SCALED ? only_written(Copy::STREAM[1]) : MASTER,
                                              SCALED ? MASTER : NOTHING};
 
     static OPTIM_INLINE Streams master(const Streams& streams) {
         return {SCALED ? streams.more : streams.extra, nullptr};
     }
 
-    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
-        Master::load(master(streams), first, x, n);
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+        Master::load(master(streams), first, x, n, key);
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         Master::set(master(streams), first, x, n);
         Copy::set(streams, first, x, n);
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey&) {
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey&) {
         set(streams, first, x, n);
     }
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         Copy::view(streams, first, x, n);
     }
 };

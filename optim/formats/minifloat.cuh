@@ -1,23 +1,22 @@
-// Small floats with a scale a block: OCP's e4m3 (largest 448) and e5m2 (57344) with 8 bits, e2m1 (6) with 4; NaN
-// stays NaN where there is a code (0x7f), no other code for infinity or NaN is written. scale = absmax / largest, as
-// torchao has it. y in [2^e, 2^(e + 1)) is counted in steps of 2^(e - MANTISSA), and below the least exponent in that
-// one's steps:
-//     q = |y| * 2^(MANTISSA - e),  code = round(q) + 2^MANTISSA * (e - least)
-// where a q that is rounded up to the next power of 2 carries into the exponent by itself. To nearest: ties to the even
-// code, as hardware does; stochastic: floor(q + r). Both are linear in value, at binades' borders and in subnormals
-// too.
+// Small floats with a scale a block: OCP's e4m3 (largest 448) and e5m2 (57344) with 8 bits, e2m1 (6) with 4. No code
+// for infinity is written; NaN becomes NaN to nearest where there is a code (0x7f), else the largest. scale = absmax /
+// largest, as torchao has it.
+// The code is the upper bits of |y| as a float, less those of the least exponent, after what rounds them was added
+// below: half a step for nearest (ties to the even code, as hardware does) or noise, and a carry runs into the exponent
+// as it should. Both roundings are linear in value, at binades' borders and in subnormals too.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
 
-template <int BITS_, int MANTISSA, int LEAST, int MAX_CODE, int LARGEST_>
+template <int BITS_, int MANTISSA, int LEAST, int LARGEST_>
 struct Minifloat {
     typedef NoTable Table;
     static constexpr int BITS = BITS_, ZERO = 0;
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
     static constexpr float LARGEST = (float)LARGEST_, UNITS = 1.0f;
-    static constexpr bool SIGNED = true, ROOT = false, IN_UPPER_BITS = false, PAIRS = false;
+    static constexpr bool SIGNED = true, ROOT = false, IN_UPPER_BITS = ON_GPU, PAIRS = false;
+    static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);  // of the code in a word; of a float
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     static constexpr bool HARDWARE = BITS == 8;
 #else
@@ -67,34 +66,43 @@ struct Minifloat {
         return lowest > 0 ? exact_max(y, bits_float((uint32_t)(127 + LEAST - MANTISSA) << 23)) : y;
     }
 
-    // |y| in steps of its binade, and the code of the binade's start less that of its steps.
-    static OPTIM_INLINE float steps(float y, int* base) {
-        float a = exact_min(exact_abs(y), LARGEST);
-        int exponent = (int)(float_bits(a) >> 23);
-        exponent = exponent < LEAST + 127 ? LEAST + 127 : exponent;
-        *base = (exponent - (LEAST + 127)) << MANTISSA;
-        return exact_mul(a, bits_float((uint32_t)(MANTISSA + 254 - exponent) << 23));
+    static constexpr uint32_t BORDER = (uint32_t)(127 + LEAST) << 23;  // the bits of 2^LEAST
+    static constexpr uint32_t START = BORDER << SHIFT;                 // likewise, with the code at UPPER
+
+    static OPTIM_INLINE uint32_t signed_word(float x, uint32_t magnitude) {
+        return magnitude | (float_bits(x) & 0x80000000u);
     }
 
-    static OPTIM_INLINE uint32_t finish(float y, int code) {
-        code = code > MAX_CODE ? MAX_CODE : code;
-        if (is_nan(y)) return SIGN - 1u;  // whose sign differs between machines
-        return (uint32_t)code | (float_bits(y) >> (32 - BITS) & SIGN);
+    // Normal numbers: half a step less one is added, one more where the code is odd. Others: the sum with a float whose
+    // last place is their step is rounded as it should.
+    static OPTIM_INLINE uint32_t nearest_word(const Table*, float x, float inverse, int lowest) {
+        const float one_step = bits_float((uint32_t)(127 + 23 + LEAST - MANTISSA) << 23);
+        float y = bounded(exact_mul(x, inverse), lowest), a = exact_min(exact_abs(y), LARGEST);
+        uint32_t bits = (float_bits(a) << SHIFT) - (START - (1u << (UPPER + MANTISSA)));
+        bits += (1u << (UPPER - 1)) - 1u + (bits >> UPPER & 1u);
+        if (a < bits_float(BORDER)) bits = float_bits(exact_add(a, one_step)) << UPPER;
+        if (BITS == 8 && is_nan(y)) return (SIGN - 1u) << UPPER;  // whose sign differs between machines
+        return signed_word(x, bits);
     }
 
-    static OPTIM_INLINE uint32_t nearest(const Table*, float x, float inverse, int lowest) {
-        int base;
-        float y = bounded(exact_mul(x, inverse), lowest), q = exact_add(steps(y, &base), 8388608.0f);
-        return finish(y, (int)(float_bits(q) & 0x3fu) + base);
+    // The noise lies right below the code. Below the least exponent |y| + 2^LEAST has that binade's steps.
+    static OPTIM_INLINE uint32_t stochastic_word(const Table*, float x, float inverse, uint32_t noise, int lowest) {
+        float a = exact_min(exact_abs(bounded(exact_mul(x, inverse), lowest)), LARGEST);
+        bool below = a < bits_float(BORDER);
+        if (below) a = exact_add(a, bits_float(BORDER));
+        uint32_t base = below ? START : START - (1u << (UPPER + MANTISSA));
+        return signed_word(x, (float_bits(a) << SHIFT) + ((noise << (UPPER - 16)) + (1u << (UPPER - 17))) - base);
     }
 
-    static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        int base;
-        float y = bounded(exact_mul(x, inverse), lowest), q = exact_add(steps(y, &base), noise_uniform(noise));
-        return finish(y, (int)(floor_bits(q) & 0x3fu) + base);
+    static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
+        return nearest_word(table, x, inverse, lowest) >> UPPER;
+    }
+
+    static OPTIM_INLINE uint32_t stochastic(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
+        return stochastic_word(table, x, inverse, noise, lowest) >> UPPER;
     }
 };
 
-typedef Minifloat<8, 3, -6, 0x7e, 448> E4m3;
-typedef Minifloat<8, 2, -14, 0x7b, 57344> E5m2;
-typedef Minifloat<4, 1, 0, 7, 6> E2m1;
+typedef Minifloat<8, 3, -6, 448> E4m3;
+typedef Minifloat<8, 2, -14, 57344> E5m2;
+typedef Minifloat<4, 1, 0, 6> E2m1;

@@ -7,16 +7,16 @@ EMBED_SOURCE
 struct None {
     static constexpr StreamInfo STREAM[2] = {{"", "", 0, 1}, {"", "", 0, 1}};
 
-    static OPTIM_INLINE void load(const Streams&, int64_t, float* x, int n) {
+    static OPTIM_INLINE void load(const Streams&, int, float* x, int n, const NoiseKey&) {
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) x[i] = 0.0f;
     }
 
-    static OPTIM_INLINE void set(const Streams&, int64_t, const float*, int) {}
+    static OPTIM_INLINE void set(const Streams&, int, const float*, int) {}
 
-    static OPTIM_INLINE void store(const Streams&, int64_t, const float*, int, const NoiseKey&) {}
+    static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
-        load(streams, first, x, n);
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        load(streams, first, x, n, NoiseKey{});
     }
 };

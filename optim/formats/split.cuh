@@ -41,9 +41,9 @@ struct Split {
 
     // COUNT elements of one thread, 8 or 16; `bits` as cut() gives them.
     template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int64_t first, float* x) {
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
         auto high = load_value<Lanes<uint16_t, COUNT>>(streams.codes, 2 * first);
-        auto low = load_value<Lanes<Low, COUNT>>(streams.extra, (int64_t)sizeof(Low) * first);
+        auto low = load_value<Lanes<Low, COUNT>>(streams.extra, (int)sizeof(Low) * first);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             uint32_t bits = ((uint32_t)high.lane[i] << LOW_BITS) + (uint32_t)(int)low.lane[i];
@@ -52,7 +52,7 @@ struct Split {
     }
 
     template <int COUNT>
-    static OPTIM_INLINE void put(const Streams& streams, int64_t first, const uint32_t* bits) {
+    static OPTIM_INLINE void put(const Streams& streams, int first, const uint32_t* bits) {
         Lanes<uint16_t, COUNT> high;
         Lanes<Low, COUNT> low;
         OPTIM_UNROLL
@@ -61,11 +61,11 @@ struct Split {
             low.lane[i] = (Low)bits[i];
         }
         store_value(streams.codes, 2 * first, high);
-        store_value(streams.extra, (int64_t)sizeof(Low) * first, low);
+        store_value(streams.extra, (int)sizeof(Low) * first, low);
     }
 
     template <int COUNT>
-    static OPTIM_INLINE void put_nearest(const Streams& streams, int64_t first, const float* x) {
+    static OPTIM_INLINE void put_nearest(const Streams& streams, int first, const float* x) {
         uint32_t bits[COUNT];
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) bits[i] = nearest(x[i]);
@@ -73,7 +73,7 @@ struct Split {
     }
 
     template <int COUNT>
-    static OPTIM_INLINE void put_noisy(const Streams& streams, int64_t first, const float* x, const NoiseKey& key) {
+    static OPTIM_INLINE void put_noisy(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         uint32_t bits[COUNT];
         OPTIM_UNROLL
         for (int c = 0; c < COUNT; c += NOISE_ELEMENTS) {
@@ -87,21 +87,21 @@ struct Split {
     }
 
     // 16 elements at a time, which makes 16 bytes of the narrow half, and 8 where a thread has no more.
-    static OPTIM_INLINE void load(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         int c = 0;
         OPTIM_UNROLL
         for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
         if (c < n) get<8>(streams, first + c, x + c);
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int64_t first, const float* x, int n) {
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         int c = 0;
         OPTIM_UNROLL
         for (; c + 16 <= n; c += 16) put_nearest<16>(streams, first + c, x + c);
         if (c < n) put_nearest<8>(streams, first + c, x + c);
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key) {
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         if constexpr (ROUNDING == NEAREST) {
             set(streams, first, x, n);
         } else {
@@ -112,7 +112,7 @@ struct Split {
         }
     }
 
-    static OPTIM_INLINE void view(const Streams& streams, int64_t first, float* x, int n) {
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             auto high = load_value<Lanes<uint16_t, 8>>(streams.codes, 2 * (first + c));

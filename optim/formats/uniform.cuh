@@ -39,7 +39,7 @@ struct Uniform {
     }
 
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        float t = exact_fma(x, inverse, exact_add(noise_uniform(noise), (float)-FIRST));
+        float t = exact_fma(x, inverse, exact_add(noise_above_one(noise), (float)-FIRST - 1.0f));
         return floor_bits(exact_min(exact_max(t, (float)lowest), (float)(LAST - FIRST) + 0.5f));
     }
 };

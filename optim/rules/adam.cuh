@@ -1,7 +1,7 @@
 // Adam (Kingma and Ba) with the decay as an L2 penalty, as torch.optim.Adam places it:
 //     g = g + wd * p                               tensors with decay
-//     m = beta1 * m + (1 - beta1) * g
-//     v = beta2 * v + (1 - beta2) * g * g
+//     m = m + (1 - beta1) * (g - m)
+//     v = v + (1 - beta2) * (g * g - v)
 //     p = p - lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // The penalty passes through m and v, so weights with large gradients decay less; AdamW exists to undo that.
 #pragma once
@@ -14,8 +14,8 @@ struct Adam {
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
         g = exact_fma(hyper.decay, *p, g);
-        *m = exact_fma(hyper.beta1, *m, exact_mul(hyper.rest1, g));
-        *v = exact_fma(hyper.beta2, *v, exact_mul(exact_mul(hyper.rest2, g), g));
+        *m = average(*m, g, hyper.rest1);
+        *v = average_square(*v, g, hyper.rest2);
         return *m;
     }
 

@@ -1,7 +1,7 @@
 // AdamW (Loshchilov and Hutter), with PyTorch's placement of eps and of the decay:
 //     p = p * (1 - lr * wd)                        tensors with decay
-//     m = beta1 * m + (1 - beta1) * g
-//     v = beta2 * v + (1 - beta2) * g * g
+//     m = m + (1 - beta1) * (g - m)
+//     v = v + (1 - beta2) * (g * g - v)
 //     p = p - lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // The bias corrections are folded into step_size and root2, which leaves one division and one square root an element;
 // every sum of a product is one fused operation.
@@ -14,8 +14,8 @@ struct AdamW {
     static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
-        *m = exact_fma(hyper.beta1, *m, exact_mul(hyper.rest1, g));
-        *v = exact_fma(hyper.beta2, *v, exact_mul(exact_mul(hyper.rest2, g), g));
+        *m = average(*m, g, hyper.rest1);
+        *v = average_square(*v, g, hyper.rest2);
         return *m;
     }
 

@@ -1,9 +1,9 @@
 // AdEMAMix (Pagliardini, Ablin and Grangier, arXiv 2409.03137): AdamW with a second, slow average of the gradient,
 // which remembers tens of thousands of steps and gets no bias correction:
 //     p = p * (1 - lr * wd)                        tensors with decay
-//     m = beta1 * m + (1 - beta1) * g
-//     slow = beta3 * slow + (1 - beta3) * g
-//     v = beta2 * v + (1 - beta2) * g * g
+//     m = m + (1 - beta1) * (g - m)
+//     slow = slow + (1 - beta3) * (g - slow)
+//     v = v + (1 - beta2) * (g * g - v)
 //     p = p - lr * (m / bias1 + alpha * slow) / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // alpha rises from 0 and beta3 from beta1 to their values over the first --ramp steps (the paper's schedulers, in
 // constants.h: alpha linearly, the half-life of beta3 about linearly); without them training diverges early.
@@ -18,9 +18,9 @@ struct AdEMAMix {
     static constexpr bool KEEPS_V = true, KEEPS_SLOW = true, ADAPTIVE = true, DECOUPLED = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float* slow) {
-        *m = exact_fma(hyper.beta1, *m, exact_mul(hyper.rest1, g));
-        *slow = exact_fma(hyper.beta3, *slow, exact_mul(hyper.rest3, g));
-        *v = exact_fma(hyper.beta2, *v, exact_mul(exact_mul(hyper.rest2, g), g));
+        *m = average(*m, g, hyper.rest1);
+        *slow = average(*slow, g, hyper.rest3);
+        *v = average_square(*v, g, hyper.rest2);
         return exact_fma(hyper.alpha, *slow, *m);
     }
 

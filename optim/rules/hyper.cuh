@@ -5,6 +5,7 @@
 // the gradient, by `decay`), ADAPTIVE, which says whether it divides by the root of v (it then has the two functions
 // that EachElement names), and else one function of one element:
 //     update(hyper, g, &p, &m, &v, &slow)      new values in place; states that are not kept are 0 and may be written
+// average(a, x, rest) moves an average towards x by `rest` = 1 - beta, as PyTorch's lerp does.
 // A gradient of 0 on an element that is 0, with states 0, must leave all of them 0: padding is updated like the rest.
 //
 // Hyper: constants of this step, the same for all elements of a group (tensors with the same decay and learning-rate
@@ -27,54 +28,37 @@ struct Hyper {
     float alpha;         // its weight at this step, times 1 - beta1^step
 };
 
+// a + rest (x - a), and a + rest (x^2 - a).
+OPTIM_INLINE float average(float a, float x, float rest) {
+    return exact_fma(rest, exact_add(x, -a), a);
+}
+
+OPTIM_INLINE float average_square(float a, float x, float rest) {
+    return exact_fma(rest, exact_fma(x, x, -a), a);
+}
+
 // Applies a rule's functions to n elements. A rule is one function, update, or, when it divides by the root of v,
 //     moments(hyper, g, &p, &m, &v, &slow)   the averages; returns the numerator
-//     weight(hyper, &p, quotient)            quotient = numerator / (sqrt(v) * root2 + eps)
-// between which all elements' roots and quotients are taken together, so that a GPU tests only once whether any of them
-// is outside of the window in which no branches are needed; the results are the same. `root` receives the roots of v.
+//     weight(hyper, &p, quotient)            quotient = numerator * (1 / (sqrt(v) * root2 + eps))
+// The reciprocal is rounded by itself, which costs half of a division and changes a weight by less than its last bit.
+// eps at most 1 and roots from 2^-50 to 2^64 keep the denominator where exact_reciprocal wants it. `root` receives the
+// roots of v.
 template <class Rule>
 struct EachElement {
     static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow,
                                     float* root, int n) {
-        if constexpr (!Rule::ADAPTIVE) {
-            OPTIM_UNROLL
-            for (int i = 0; i < n; i++) Rule::update(hyper, g[i], &p[i], &m[i], &v[i], &slow[i]);
-        } else {
-#ifdef __CUDA_ARCH__
-            float quotient[16];
-            uint32_t far_root = 0, far_numerator = 0;
-#pragma unroll
-            for (int i = 0; i < n; i++) {
-                quotient[i] = Rule::moments(hyper, g[i], &p[i], &m[i], &v[i], &slow[i]);
-                far_sqrt(&far_root, v[i]);
-                far_div(&far_numerator, quotient[i]);
-                root[i] = fast_sqrt(v[i]);
-            }
-            // With v from 2^-101 to 2^40 this keeps the denominator from 2^-51 to 2^31.
-            bool near = hyper.eps <= 1.0f && hyper.root2 <= 2000.0f;
-            if (far_root <= FAR_SQRT && far_numerator <= FAR_DIV && near) {
-#pragma unroll
-                for (int i = 0; i < n; i++) {
-                    quotient[i] = fast_div(quotient[i], exact_fma(root[i], hyper.root2, hyper.eps));
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < n; i++) {
-                    root[i] = exact_sqrt(v[i]);
-                    quotient[i] = exact_div(quotient[i], exact_fma(root[i], hyper.root2, hyper.eps));
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < n; i++) Rule::weight(hyper, &p[i], quotient[i]);
-#else
-            for (int i = 0; i < n; i++) {
+        OPTIM_UNROLL
+        for (int i = 0; i < n; i++) {
+            if constexpr (Rule::ADAPTIVE) {
                 float numerator = Rule::moments(hyper, g[i], &p[i], &m[i], &v[i], &slow[i]);
-                root[i] = exact_sqrt(v[i]);
-                Rule::weight(hyper, &p[i], exact_div(numerator, exact_fma(root[i], hyper.root2, hyper.eps)));
+                root[i] = moment_root(v[i]);
+                float reciprocal = exact_reciprocal(exact_fma(root[i], hyper.root2, hyper.eps));
+                Rule::weight(hyper, &p[i], exact_mul(numerator, reciprocal));
+            } else {
+                Rule::update(hyper, g[i], &p[i], &m[i], &v[i], &slow[i]);
             }
-#endif
         }
     }
 };

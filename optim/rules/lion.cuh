@@ -13,9 +13,9 @@ struct Lion {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
-        float c = exact_fma(hyper.beta1, *m, exact_mul(hyper.rest1, g));
+        float c = average(*m, g, hyper.rest1);
         float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;
         *p = exact_fma(-hyper.lr, sign, exact_mul(hyper.keep, *p));
-        *m = exact_fma(hyper.beta2, *m, exact_mul(hyper.rest2, g));
+        *m = average(*m, g, hyper.rest2);
     }
 };
