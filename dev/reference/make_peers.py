@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""Writes peers.safetensors: what other low-bit optimizers store for given inputs, computed by their own code on the CPU.
+"""Writes peers.safetensors: what other low-bit optimizers store of given inputs, computed by their code on the CPU.
 
     python3 -m venv /tmp/peers && /tmp/peers/bin/pip install -r dev/reference/requirements-peers.txt
     /tmp/peers/bin/python dev/reference/make_peers.py [-o dev/reference/peers.safetensors]
 
 dev/unit/peers.cu loads the file and compares. The same command writes the same bytes; versions are in the metadata.
 What runs: torch.optim and torchao eagerly (torch.compile would contract products and sums, differently on each
-machine), bitsandbytes' CPU optimizers with the PyTorch form of its quantiser (`exact_quantiser` says why), FlashOptim's
+machine), bitsandbytes' CPU optimizers with the PyTorch form of its quantiser (exact_quantiser says why), FlashOptim's
 Triton kernels in Triton's interpreter, adafactor8bit 0.2.4's PyTorch path. All settings are rounded to float32 first,
 so that every program is given the same numbers.
 
-Contents, `kept` being 512 elements, the first 256 of tensor a (with decay) and of tensor b (without):
+Contents, kept being 512 elements, the first 256 of tensor a (with decay) and of tensor b (without):
     map.<format>              F32  the peer's decoding of each code with scale 1
-    input.<set>               F32  numbers to be stored: m, v (whose root is given: v is its square in float32), and
-                                   edges.<format>: both sides of the bounds between that format's levels
+    input.<set>               F32  numbers to be stored: m, v, and edges.<format>, both sides of the bounds between
+                                   that format's levels; of v and of formats without a sign the roots, which every
+                                   program squares in float32
     <peer>.<format>.<set>.codes, .scales         their storage, in the peer's own types and packing
-    split.weights             F32  weights; split.high BF16, split.low8 I8, split.low16 I16, split.back8, split.back16
-                                   F32: FlashOptim's bf16, its error bits and what it makes of both
+    split.weights             F32  weights; split.high BF16: FlashOptim's, and split.back8, split.back16 F32: what it
+                                   makes of that and its 8 or 16 error bits
     run.start, run.grads      F32  (kept), (STEPS, kept): weights and gradients of the runs
     run.<peer>.<stream>.<t>        after step t: weights, m, v, slow, m.codes, m.scales, ...
-    adafactor8bit.*                its logarithmic codes and scales of input.v and its table of 4 bits
+    adafactor8bit.*                its logarithmic codes and scales of input.v (squared) and its table of 4 bits, for
+                                   formats that are not there yet
 """
 
 import argparse
@@ -101,8 +103,8 @@ def prepare():
 def exact_quantiser(x, code, blocksize):
     """bitsandbytes' quantiser in PyTorch, which any device without a kernel of its own gets.
 
-    Its CPU kernel looks y up in a table of 2^16 equal cells, so that a |y| below 1e-3 lands on a wrong level, 1e-8 on
-    2.1e-5; its CUDA kernels search the levels, as this does.
+    Its CPU kernel looks y up in a table of 2^16 equal cells, so that many a |y| below 1e-4 lands on a wrong level, 1e-8
+    on 2.1e-5; its CUDA kernels search the levels, as this does.
     """
     kernel = torch.library.get_kernel("bitsandbytes::quantize_blockwise", "CUDA")
     return kernel.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x, code, blocksize)
@@ -255,7 +257,6 @@ def split_weights(tensors, random):
     tensors.update({"split.weights": weights, "split.high": high})
     for bits in (8, 16):
         low = flashoptim.compute_ecc_bits(weights, high, 2 + bits // 8)
-        tensors[f"split.low{bits}"] = low
         tensors[f"split.back{bits}"] = flashoptim.reconstruct_fp32_param(high, low)
 
 
@@ -290,7 +291,7 @@ def keep(a, b):
 
 
 def run(tensors, name, start, grads, make, streams, dtype=torch.float32):
-    """`make(parameters)` returns what takes step t with gradients, `streams(parameter)` the arrays that belong to it."""
+    """make(parameters) returns what takes step t with gradients, streams(parameter) the arrays that belong to it."""
     parameters = [torch.nn.Parameter(x.to(dtype)) for x in pieces(start)]
     step = make(parameters)
     for t in range(1, STEPS + 1):
@@ -303,7 +304,7 @@ def run(tensors, name, start, grads, make, streams, dtype=torch.float32):
 
 
 def run_optimizer(tensors, name, start, grads, create, streams):
-    """`create(groups)` makes an optimizer with torch's interface; decay is a's alone."""
+    """create(groups) makes an optimizer with torch's interface; decay is a's alone."""
     made = []
 
     def make(parameters):
@@ -357,33 +358,46 @@ def run_bitsandbytes(tensors, start, grads):
         run_optimizer(tensors, "bitsandbytes." + name, start, grads, create, streams)
 
 
-def run_flashoptim(tensors, start, grads):
-    """Its AdamW kernel with bf16 weights, 8 bits more and 8-bit states; its own class quantises on a GPU only."""
-    state = {}
+def eight_bits():
+    return {
+        "m.codes": torch.zeros(RUN, dtype=torch.int8),
+        "m.scales": torch.zeros(RUN // 32, dtype=torch.float16),
+        "v.codes": torch.zeros(RUN, dtype=torch.uint8),
+        "v.scales": torch.zeros(RUN // 32, dtype=torch.float16),
+    }
 
-    def make(parameters):
-        for p in parameters:
-            state[p] = {
-                "m.codes": torch.zeros(RUN, dtype=torch.int8),
-                "m.scales": torch.zeros(RUN // 32, dtype=torch.float16),
-                "v.codes": torch.zeros(RUN, dtype=torch.uint8),
-                "v.scales": torch.zeros(RUN // 32, dtype=torch.float16),
-                "low": torch.zeros(RUN, dtype=torch.int8),
-            }
+
+def run_flashoptim(tensors, start, grads):
+    """Its kernels; its classes quantise on a GPU only. AdamW with bf16 weights and 8 bits more, Lion with fp32 ones."""
+    state, low = {}, {}
+
+    def make_adamw(parameters):
+        state.update({p: eight_bits() for p in parameters})
+        low.update({p: torch.zeros(RUN, dtype=torch.int8) for p in parameters})
 
         def step(t, gradients):
             for p, g, decay in zip(parameters, gradients, (LR * DECAY, 0.0)):
-                m, m_scales, v, v_scales, low = state[p].values()
+                m, m_scales, v, v_scales = state[p].values()
                 flashoptim._fused_adam_step(
-                    m, m_scales, v, v_scales, p.data, g, low, LR, BETA1, BETA2, EPS, decay, True, t
+                    m, m_scales, v, v_scales, p.data, g, low[p], LR, BETA1, BETA2, EPS, decay, True, t
                 )
 
         return step
 
-    def streams(p):
-        return {"weights": p, "back": flashoptim.reconstruct_fp32_param(p.data, state[p]["low"]), **state[p]}
+    def make_lion(parameters):
+        state.update({p: eight_bits() for p in parameters})
 
-    run(tensors, "flashoptim.adamw", start, grads, make, streams, torch.bfloat16)
+        def step(t, gradients):
+            for p, g, decay in zip(parameters, gradients, (LR * DECAY, 0.0)):
+                m, m_scales = (state[p][name] for name in ("m.codes", "m.scales"))
+                flashoptim._fused_momentum_step(m, m_scales, p.data, g, None, LR, BETA2, BETA1, decay, do_lion=True)
+
+        return step
+
+    adamw = lambda p: {"weights": flashoptim.reconstruct_fp32_param(p.data, low[p]), **state[p]}
+    run(tensors, "flashoptim.adamw", start, grads, make_adamw, adamw, torch.bfloat16)
+    lion = lambda p: {"weights": p, **{name: state[p][name] for name in ("m.codes", "m.scales")}}
+    run(tensors, "flashoptim.lion", start, grads, make_lion, lion)
 
 
 def run_adafactor8bit(tensors, sets):
