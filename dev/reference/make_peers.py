@@ -1,0 +1,444 @@
+#!/usr/bin/env python3
+"""Writes peers.safetensors: what other low-bit optimizers store of given inputs, computed by their code on the CPU.
+
+    python3 -m venv /tmp/peers && /tmp/peers/bin/pip install -r dev/reference/requirements-peers.txt
+    /tmp/peers/bin/python dev/reference/make_peers.py [-o dev/reference/peers.safetensors]
+
+dev/unit/peers.cu loads the file and compares. The same command writes the same bytes; versions are in the metadata.
+What runs: torch.optim and torchao eagerly (torch.compile would contract products and sums, differently on each
+machine), bitsandbytes' CPU optimizers with the PyTorch form of its quantiser (exact_quantiser says why), FlashOptim's
+Triton kernels in Triton's interpreter, adafactor8bit 0.2.4's PyTorch path. All settings are rounded to float32 first,
+so that every program is given the same numbers.
+
+Contents, kept being 512 elements, the first 256 of tensor a (with decay) and of tensor b (without):
+    map.<format>              F32  the peer's decoding of each code with scale 1
+    input.<set>               F32  numbers to be stored: m, v, and edges.<format>, both sides of the bounds between
+                                   that format's levels; of v and of formats without a sign the roots, which every
+                                   program squares in float32
+    <peer>.<format>.<set>.codes, .scales         their storage, in the peer's own types and packing
+    split.weights             F32  weights; split.high BF16: FlashOptim's, and split.back8, split.back16 F32: what it
+                                   makes of that and its 8 or 16 error bits
+    run.start, run.grads      F32  (kept), (STEPS, kept): weights and gradients of the runs
+    run.<peer>.<stream>.<t>        after step t: weights, m, v, slow, m.codes, m.scales, ...
+    adafactor8bit.*                its logarithmic codes and scales of input.v (squared) and its table of 4 bits, for
+                                   formats that are not there yet
+"""
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["ATEN_CPU_CAPABILITY"] = "default"  # one instruction set, so that other machines write the same bits
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+import adafactor8bit.optimizer as adafactor8bit
+import bitsandbytes
+import bitsandbytes.backends.cpu.ops
+import flashoptim.optimizers as flashoptim
+import triton.language
+import triton.runtime.interpreter as interpreter
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+from torchao.optim.subclass_4bit import OptimState4bit
+from torchao.optim.subclass_8bit import OptimState8bit
+from torchao.optim.subclass_fp8 import OptimStateFp8
+
+STEPS = 6
+AFTER_LAST = (5, 6)  # steps after which a run is stored
+AFTER_FIRST = (1, 5, 6)
+WITH_FIRST = ("torch.adamw", "torchao.adamw8", "torchao.adamw4", "torchao.adamwfp8", "bitsandbytes.adamw8")
+KEPT = (256, 256)  # elements of a and b
+RUN = 4096  # elements of a tensor as the peers see it, zeros from KEPT on: what is shorter, most keep in fp32
+
+
+def single(x):
+    return float(np.float32(x))
+
+
+LR, BETA1, BETA2, BETA3, ALPHA, RAMP = 2.0**-7, single(0.9), single(0.95), single(0.999), 4.0, 12
+EPS, DECAY = single(1e-8), single(0.1)
+
+
+class Interpreted:
+    """Stands for what Triton's interpreter lacks of a GPU: two functions of libdevice, and bf16 rounded to nearest.
+
+    The interpreter cuts off the lower bits of a float that becomes a bf16; a GPU's conversion rounds, ties to even.
+    """
+
+    @staticmethod
+    def copysign(a, b):
+        return triton.language.where(b < 0, -a, a)
+
+    @staticmethod
+    def pow(base, exponent):
+        return base ** int(exponent.handle.data.item())
+
+    cut = staticmethod(interpreter._convert_float)
+
+    @staticmethod
+    def convert(x, source, target, rounding):
+        if (source, target) != (triton.language.float32, triton.language.bfloat16):
+            return Interpreted.cut(x, source, target, rounding)
+        return torch.from_numpy(x.copy()).bfloat16().view(torch.uint16).numpy()
+
+
+def prepare():
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.compiler.set_stance("force_eager")
+    bitsandbytes.backends.cpu.ops._quant_blockwise_fp32_direct = exact_quantiser_in_place
+    interpreter._convert_float = Interpreted.convert
+    flashoptim.libdevice = Interpreted
+    flashoptim._get_sm_count = lambda device=None: 1
+    for kernel in (flashoptim._triton_quantize_kernel, flashoptim._triton_dequantize_kernel):
+        kernel.configs = kernel.configs[:1]  # nothing to tune
+
+
+def exact_quantiser(x, code, blocksize):
+    """bitsandbytes' quantiser in PyTorch, which any device without a kernel of its own gets.
+
+    Its CPU kernel looks y up in a table of 2^16 equal cells, so that many a |y| below 1e-4 lands on a wrong level, 1e-8
+    on 2.1e-5; its CUDA kernels search the levels, as this does.
+    """
+    kernel = torch.library.get_kernel("bitsandbytes::quantize_blockwise", "CUDA")
+    return kernel.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x, code, blocksize)
+
+
+def exact_quantiser_in_place(x, code, scales, codes, blocksize):
+    new = exact_quantiser(x, code, blocksize)
+    codes.copy_(new[0])
+    scales.copy_(new[1])
+
+
+# What each peer stores of a tensor in one format: codes, scales. ------------------------------------------------------
+
+
+def torchao_store(format, x):
+    if format in ("dyn8", "udyn8"):
+        state = OptimState8bit.zeros(x.shape, format == "dyn8", 256)
+    elif format in ("de4", "lin4"):
+        state = OptimState4bit.zeros(x.shape, format == "de4", 128)
+    else:
+        state = OptimStateFp8.zeros(x.shape, 256)
+    state.copy_(x)
+    return state.codes.view(torch.uint8), state.scale
+
+
+def bitsandbytes_store(format, x):
+    if format == "nf4":
+        codes, state = bitsandbytes.functional.quantize_4bit(x, quant_type="nf4", blocksize=64)
+        return codes.flatten(), state.absmax
+    code = bitsandbytes.functional.create_dynamic_map(signed=format == "dyn8")
+    return exact_quantiser(x, code, 256)
+
+
+def flashoptim_store(format, x):
+    root = format == "sqrt8"
+    return flashoptim.quantize(x, signed=not root, sqrt=root, softsign=not root)
+
+
+STORE = {"torchao": torchao_store, "bitsandbytes": bitsandbytes_store, "flashoptim": flashoptim_store}
+FORMATS = {  # format: (peers, block)
+    "dyn8": (("torchao", "bitsandbytes"), 256),
+    "udyn8": (("torchao", "bitsandbytes"), 256),
+    "de4": (("torchao",), 128),
+    "lin4": (("torchao",), 128),
+    "e4m3": (("torchao",), 256),
+    "nf4": (("bitsandbytes",), 64),
+    "soft8": (("flashoptim",), 32),
+    "sqrt8": (("flashoptim",), 32),
+}
+UNSIGNED = ("udyn8", "lin4", "sqrt8")
+
+
+def maps():
+    """The value of each code, by the peers' own decoding with scale 1."""
+    bytes = torch.arange(256, dtype=torch.uint8)
+    one = torch.ones(8, dtype=torch.float16)
+    return {
+        "dyn8": OptimState8bit.zeros((256,), True, 256).qmap,
+        "udyn8": OptimState8bit.zeros((256,), False, 256).qmap,
+        "dyn8.bitsandbytes": bitsandbytes.functional.create_dynamic_map(True),
+        "udyn8.bitsandbytes": bitsandbytes.functional.create_dynamic_map(False),
+        "de4": OptimState4bit.zeros((128,), True, 128).qmap,
+        "lin4": OptimState4bit.zeros((128,), False, 128).qmap,
+        "e4m3": bytes.view(torch.float8_e4m3fn).float(),
+        "nf4": bitsandbytes.functional.get_4bit_type("nf4", device="cpu"),
+        "soft8": flashoptim.dequantize(bytes.view(torch.int8), one),
+        "sqrt8": flashoptim.dequantize(bytes, one, signed=False, sqrt=True, softsign=False),
+    }
+
+
+# Inputs. --------------------------------------------------------------------------------------------------------------
+
+
+def numbers(random, decades, count):
+    """Normal numbers whose sizes are spread evenly over so many decades below 1."""
+    return random.standard_normal(count) * 10.0 ** random.uniform(-decades, 0, count)
+
+
+def blocks(random):
+    """Blocks of 256 that exercise a scale each, and a tail."""
+    negative = numbers(random, 7, 256) * 0.003
+    negative[17] = -0.0371  # the largest is negative
+    sparse = numbers(random, 5, 256) * 20.0
+    sparse[random.random(256) < 0.4] = 0.0
+    plain = random.standard_normal(256) * 1e-3
+    tiny = numbers(random, 2, 256)
+    tiny *= 4e-13 / np.abs(tiny).max()
+    tail = numbers(random, 3, 100)
+    return np.concatenate([negative, sparse, np.zeros(256), tiny, plain, tail]).astype(np.float32)
+
+
+def bounds(format, level):
+    """Where a code of `format` gives way to the next, as a share of the block's largest; of roots, the root."""
+    if format == "sqrt8":
+        return (np.arange(1, 256) - 0.5) / 255
+    if format == "soft8":
+        z = (np.arange(-127, 127) + 0.5) / 127
+        return z / (2 - np.abs(z))
+    level = np.sort(level[np.isfinite(level)].astype(np.float64))
+    if format == "e4m3":
+        level = np.unique(level) / 448
+    middle = (level[:-1] + level[1:]) / 2
+    return np.sqrt(middle) if format in UNSIGNED else middle
+
+
+def edges(format, level, block):
+    """Numbers at the bounds and a few units in the last place beside them, in blocks with a scale of 1 and another."""
+    at = bounds(format, level)
+    beside = (-8, -2, -1, 0, 1, 2, 8) if len(at) < 16 else (-1, 0, 1)
+    result = []
+    for largest in (1.0, 0.7390851332) if len(at) >= 16 else (1.0, 0.7390851332, 0.567143, 1e-3 / 7):
+        middle = (at * largest).astype(np.float32).view(np.int32)
+        values = np.concatenate([middle + k for k in beside]).astype(np.int32).view(np.float32)
+        for first in range(0, len(values), block - 1):
+            result.append(np.append(np.float32(largest), values[first : first + block - 1]))
+    result = np.concatenate(result)
+    return np.append(result, np.zeros(-len(result) % block, dtype=np.float32))
+
+
+def stored_inputs(random, map):
+    sets = {"m": blocks(random), "v": np.abs(blocks(random))}
+    sets["v"][:256] *= 1e-2
+    for format, (_, block) in FORMATS.items():
+        sets["edges." + format] = edges(format, map[format], block)
+    return sets
+
+
+def store_all(tensors, sets):
+    for format, (peers, block) in FORMATS.items():
+        names = ["v" if format in UNSIGNED else "m", "edges." + format] + (["v"] if format == "e4m3" else [])
+        for name in names:
+            x = torch.from_numpy(sets[name])
+            x = x * x if name == "v" or format in UNSIGNED else x
+            for peer in peers:
+                whole = len(x) if peer != "torchao" else len(x) // block * block  # torchao takes no tail
+                codes, scales = STORE[peer](format, x[:whole].contiguous())
+                tensors[f"{peer}.{format}.{name}.codes"] = codes
+                tensors[f"{peer}.{format}.{name}.scales"] = scales
+
+
+def split_weights(tensors, random):
+    """FlashOptim's bf16 with 8 or 16 bits more."""
+    weights = numbers(random, 6, 512).astype(np.float32)
+    bits = weights.view(np.int32)
+    bits[:48] = (bits[:48] & ~0xFFFF) | 0x8000  # halfway between two bf16
+    bits[48:64] &= ~0xFFFF  # a bf16
+    bits[64:80] = (np.arange(16) + 100) << 23 | (np.arange(16) - 8) & 0xFFFF  # beside a power of two
+    weights = torch.from_numpy(weights)
+    high = weights.bfloat16()
+    tensors.update({"split.weights": weights, "split.high": high})
+    for bits in (8, 16):
+        low = flashoptim.compute_ecc_bits(weights, high, 2 + bits // 8)
+        tensors[f"split.back{bits}"] = flashoptim.reconstruct_fp32_param(high, low)
+
+
+# Runs. ----------------------------------------------------------------------------------------------------------------
+
+
+def run_inputs(random):
+    """Weights, and gradients whose sizes differ between elements by five decades and between blocks of 32 by two."""
+    kept = sum(KEPT)
+    start = random.uniform(-1, 1, kept)
+    start[::61] = 0.0
+    size = 10.0 ** (random.uniform(-5, 0, kept) - random.uniform(0, 2, kept // 32).repeat(32))
+    grads = random.standard_normal((STEPS, kept)) * size
+    grads[:, 7::31] = 0.0
+    grads[0, KEPT[0] :] = 0.0  # all of b: states of zeros after the first step
+    return start.astype(np.float32), grads.astype(np.float32)
+
+
+def pieces(kept):
+    """Tensors a and b of an array of the kept elements, filled up with zeros."""
+    result = []
+    for first, count in ((0, KEPT[0]), (KEPT[0], KEPT[1])):
+        whole = np.zeros(RUN, dtype=np.float32)
+        whole[:count] = kept[first : first + count]
+        result.append(torch.from_numpy(whole))
+    return result
+
+
+def keep(a, b):
+    """The part of two stored arrays that belongs to the kept elements, whatever an element of theirs holds."""
+    return torch.cat([x.detach().flatten()[: x.numel() * n // RUN].clone() for x, n in zip((a, b), KEPT)])
+
+
+def run(tensors, name, start, grads, make, streams, dtype=torch.float32):
+    """make(parameters) returns what takes step t with gradients, streams(parameter) the arrays that belong to it."""
+    parameters = [torch.nn.Parameter(x.to(dtype)) for x in pieces(start)]
+    step = make(parameters)
+    for t in range(1, STEPS + 1):
+        step(t, pieces(grads[t - 1]))
+        if t not in (AFTER_FIRST if name in WITH_FIRST else AFTER_LAST):
+            continue
+        a, b = (streams(parameter) for parameter in parameters)
+        for stream in a:
+            tensors[f"run.{name}.{stream}.{t}"] = keep(a[stream], b[stream])
+
+
+def run_optimizer(tensors, name, start, grads, create, streams):
+    """create(groups) makes an optimizer with torch's interface; decay is a's alone."""
+    made = []
+
+    def make(parameters):
+        groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (DECAY, 0.0))]
+        made.append(create(groups))
+
+        def step(t, gradients):
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient
+            made[0].step()
+
+        return step
+
+    run(tensors, name, start, grads, make, lambda p: {"weights": p, **streams(made[0].state[p])})
+
+
+def in_blocks(key, state):
+    return {f"{key}.codes": state.codes.view(torch.uint8), f"{key}.scales": state.scale}
+
+
+def run_torch(tensors, start, grads):
+    adam = dict(lr=LR, betas=(BETA1, BETA2), eps=EPS)
+    moments = lambda s: {"m": s["exp_avg"], "v": s["exp_avg_sq"]}
+    each = dict(foreach=False, fused=False)
+    run_optimizer(tensors, "torch.adamw", start, grads, lambda g: torch.optim.AdamW(g, **adam, **each), moments)
+    run_optimizer(tensors, "torch.adam", start, grads, lambda g: torch.optim.Adam(g, **adam, **each), moments)
+    sgd = lambda g: torch.optim.SGD(g, lr=LR, momentum=BETA1, **each)
+    run_optimizer(tensors, "torch.sgd", start, grads, sgd, lambda s: {"m": s["momentum_buffer"]})
+    blocks = lambda s: {**in_blocks("m", s["exp_avg"]), **in_blocks("v", s["exp_avg_sq"])}
+    for name, kind in (("adamw8", AdamW8bit), ("adamw4", AdamW4bit), ("adamwfp8", AdamWFp8)):
+        run_optimizer(tensors, "torchao." + name, start, grads, lambda g: kind(g, **adam), blocks)
+
+
+def run_bitsandbytes(tensors, start, grads):
+    library = bitsandbytes.optim
+    adam = dict(lr=LR, betas=(BETA1, BETA2), eps=EPS)
+    mix = dict(lr=LR, betas=(BETA1, BETA2, BETA3), alpha=ALPHA, eps=EPS, t_alpha=RAMP, t_beta3=RAMP)
+    lion = dict(lr=LR, betas=(BETA1, BETA2))
+    blocks = lambda s: {
+        "m.codes": s["state1"],
+        "m.scales": s["absmax1"],
+        **({"v.codes": s["state2"], "v.scales": s["absmax2"]} if "absmax2" in s else {}),
+    }
+    slow = lambda s: {"m": s["state1"][0], "slow": s["state1"][1], "v": s["state2"]}
+    for name, create, streams in (
+        ("adamw8", lambda g: library.AdamW8bit(g, **adam), blocks),
+        ("lion", lambda g: library.Lion32bit(g, **lion), lambda s: {"m": s["state1"]}),
+        ("lion8", lambda g: library.Lion8bit(g, **lion), blocks),
+        ("ademamix", lambda g: library.AdEMAMix(g, **mix), slow),
+    ):
+        run_optimizer(tensors, "bitsandbytes." + name, start, grads, create, streams)
+
+
+def eight_bits():
+    return {
+        "m.codes": torch.zeros(RUN, dtype=torch.int8),
+        "m.scales": torch.zeros(RUN // 32, dtype=torch.float16),
+        "v.codes": torch.zeros(RUN, dtype=torch.uint8),
+        "v.scales": torch.zeros(RUN // 32, dtype=torch.float16),
+    }
+
+
+def run_flashoptim(tensors, start, grads):
+    """Its kernels; its classes quantise on a GPU only. AdamW with bf16 weights and 8 bits more, Lion with fp32 ones."""
+    state, low = {}, {}
+
+    def make_adamw(parameters):
+        state.update({p: eight_bits() for p in parameters})
+        low.update({p: torch.zeros(RUN, dtype=torch.int8) for p in parameters})
+
+        def step(t, gradients):
+            for p, g, decay in zip(parameters, gradients, (LR * DECAY, 0.0)):
+                m, m_scales, v, v_scales = state[p].values()
+                flashoptim._fused_adam_step(
+                    m, m_scales, v, v_scales, p.data, g, low[p], LR, BETA1, BETA2, EPS, decay, True, t
+                )
+
+        return step
+
+    def make_lion(parameters):
+        state.update({p: eight_bits() for p in parameters})
+
+        def step(t, gradients):
+            for p, g, decay in zip(parameters, gradients, (LR * DECAY, 0.0)):
+                m, m_scales = (state[p][name] for name in ("m.codes", "m.scales"))
+                flashoptim._fused_momentum_step(m, m_scales, p.data, g, None, LR, BETA2, BETA1, decay, do_lion=True)
+
+        return step
+
+    adamw = lambda p: {"weights": flashoptim.reconstruct_fp32_param(p.data, low[p]), **state[p]}
+    run(tensors, "flashoptim.adamw", start, grads, make_adamw, adamw, torch.bfloat16)
+    lion = lambda p: {"weights": p, **{name: state[p][name] for name in ("m.codes", "m.scales")}}
+    run(tensors, "flashoptim.lion", start, grads, make_lion, lion)
+
+
+def run_adafactor8bit(tensors, sets):
+    x = torch.from_numpy(sets["v"])
+    codes, scales, _, _ = adafactor8bit._log_quantize_nonneg(x * x)
+    tensors["adafactor8bit.log8.v.codes"] = codes.flatten()[: len(x)]
+    tensors["adafactor8bit.log8.v.scales"] = scales
+    tensors["adafactor8bit.table4"] = adafactor8bit._NF4_TABLE
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    here = os.path.dirname(os.path.abspath(__file__))
+    parser.add_argument("-o", "--output", default=os.path.join(here, "peers.safetensors"))
+    options = parser.parse_args()
+    prepare()
+    random = np.random.Generator(np.random.Philox(20240520))
+
+    map = {name: level.float().numpy() for name, level in maps().items()}
+    tensors = {"map." + name: level for name, level in map.items()}
+    sets = stored_inputs(random, map)
+    tensors.update({"input." + name: values for name, values in sets.items()})
+    store_all(tensors, sets)
+    split_weights(tensors, random)
+    start, grads = run_inputs(random)
+    tensors.update({"run.start": start, "run.grads": grads})
+    run_torch(tensors, start, grads)
+    run_bitsandbytes(tensors, start, grads)
+    run_flashoptim(tensors, start, grads)
+    run_adafactor8bit(tensors, sets)
+
+    packages = ("torch", "triton", "torchao", "bitsandbytes", "flashoptim", "adafactor8bit", "numpy")
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    data = {name: torch.as_tensor(tensor).contiguous() for name, tensor in tensors.items()}
+    data = save(data, metadata={"made by": versions})  # one entry: several are written in any order
+    with open(options.output, "wb") as file:
+        file.write(data)
+    print(f"{options.output}: {len(data):,} bytes, {len(tensors)} tensors")
+    print(f"  {versions}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,880 @@
+// Tests against other optimizers: PyTorch, torchao, bitsandbytes and FlashOptim. dev/reference/make_peers.py ran their
+// own code and wrote what they store for given numbers and after given steps; here the same numbers go through our
+// public functions (on the CPU, whose bits are the GPU's), and levels, codes, scales and weights are compared.
+//
+// Where conventions are the same, a code may differ for one reason: the number lies on the bound between two levels as
+// nearly as either program's rounding of y = x / scale can tell (near_bound, below). So every code that differs must be
+// the neighbour of theirs, and the exact y that near to the bound; of numbers that were not put there on purpose, none
+// may differ. What differs by intent is told apart and counted:
+//   v's zero     theirs has a code of zero, ours the least level instead; torchao's lin4 has none either
+//   small scales torchao's and FlashOptim's are 1e-12 at least, ours and bitsandbytes' as small as fp32 has them
+//   fp16 scales  FlashOptim rounds a scale after it was divided by, so its codes are those of our fp32 scales
+//   all zero     then the scale is 0 and all decode to 0; torchao's lin4 makes 6e-14 of them
+//   ties         where y is a bound, up as in torchao and FlashOptim; bitsandbytes' PyTorch quantiser goes down
+//   -1           in no signed dynamic map: code 0, -0.993, is the least of ours and theirs
+// Not here: bitsandbytes' CUDA kernels keep m's sign where it rounds to zero; its CPU kernel misplaces small codes
+// (make_peers.py), and adafactor8bit's logarithmic codes have no counterpart among our formats yet.
+#include <stdarg.h>
+
+#include "../../data/safetensors.h"
+#include "../../optim/optim.h"
+#include "test.h"
+
+static const char PEERS[] = "dev/reference/peers.safetensors";
+constexpr int64_t MOST = 3072;                // elements of the largest array of the file
+constexpr int64_t KEPT = 256, TENSORS = 2;    // of the runs: elements of a tensor, the first with decay
+constexpr int64_t ELEMENTS = KEPT * TENSORS;  // as they lie in the file, one tensor behind the other
+constexpr double U = 1.0 / (1 << 24);         // half a unit in the last place of 1: one rounding of fp32
+// make_peers.py's settings of the runs.
+constexpr float LR = 0x1p-7f, BETA1 = 0.9f, BETA2 = 0.95f, BETA3 = 0.999f, ALPHA = 4.0f, EPS = 1e-8f, DECAY = 0.1f;
+constexpr int STEPS = 6, RAMP = 12;
+
+struct Floats {
+    int64_t n;
+    float x[MOST];
+};
+
+struct Bytes {
+    int64_t n;
+    uint8_t x[MOST];
+};
+
+static void peers_open(Safetensors* file) {
+    char error[DATA_ERROR_BYTES];
+    if (!safetensors_open(file, PEERS, error)) printf("    %s\n", error), exit(1);
+}
+
+static const SafetensorsTensor* peers_find(const Safetensors* file, const char* a, const char* b = "",
+                                           const char* c = "", int step = 0) {
+    char name[192];
+    int used = snprintf(name, sizeof(name), "%s%s%s", a, b, c);
+    if (step) snprintf(name + used, sizeof(name) - (size_t)used, ".%d", step);
+    const SafetensorsTensor* tensor = safetensors_find(file, name);
+    if (!tensor) printf("    %s holds no %s\n", PEERS, name), exit(1);
+    return tensor;
+}
+
+static Floats peers_floats(const SafetensorsTensor* tensor) {
+    Floats floats = {1, {}};
+    for (int d = 0; d < tensor->dims; d++) floats.n *= tensor->shape[d];
+    if (floats.n > MOST || !safetensors_floats(tensor, floats.x)) printf("    %s\n", tensor->name), exit(1);
+    return floats;
+}
+
+static Bytes peers_bytes(const SafetensorsTensor* tensor) {
+    Bytes bytes = {tensor->bytes, {}};
+    if (bytes.n > MOST) printf("    %s\n", tensor->name), exit(1);
+    memcpy(bytes.x, tensor->data, (size_t)bytes.n);
+    return bytes;
+}
+
+// The formats, and how a peer's storage is brought to our convention: code + `shift`, scale / `units`.
+enum Bound { MIDDLE, ROOT, SOFTSIGN };  // between two levels: of them, of their roots, of their softsigns
+
+struct Format {
+    const char *name, *peer;
+    int bits, block;
+    bool moment_v;  // kept in v, where no code of zero is written
+    Bound bound;
+    int shift;
+    float units;
+};
+
+static const Format formats[] = {
+    {"dyn8", "torchao", 8, 256, false, MIDDLE, 0, 1.0f},    {"dyn8", "bitsandbytes", 8, 256, false, MIDDLE, 0, 1.0f},
+    {"udyn8", "torchao", 8, 256, true, MIDDLE, 0, 1.0f},    {"udyn8", "bitsandbytes", 8, 256, true, MIDDLE, 0, 1.0f},
+    {"de4", "torchao", 4, 128, false, MIDDLE, 0, 1.0f},     {"lin4", "torchao", 4, 128, true, MIDDLE, 0, 1.0f},
+    {"e4m3", "torchao", 8, 256, false, MIDDLE, 0, 1.0f},    {"e4m3", "torchao", 8, 256, true, MIDDLE, 0, 1.0f},
+    {"nf4", "bitsandbytes", 4, 64, false, MIDDLE, 0, 1.0f}, {"soft8", "flashoptim", 8, 32, false, SOFTSIGN, 127, 1.0f},
+    {"sqrt8", "flashoptim", 8, 32, true, ROOT, 0, 255.0f},
+};
+
+static const Format* format_of(const char* name, const char* peer, bool moment_v) {
+    for (const Format& format : formats) {
+        if (!strcmp(format.name, name) && !strcmp(format.peer, peer) && format.moment_v == moment_v) return &format;
+    }
+    printf("    no format %s of %s\n", name, peer);
+    exit(1);
+}
+
+// Elements with a code each and a scale a block, in our convention.
+struct Stored {
+    int64_t n;
+    uint8_t code[MOST];
+    float scale[MOST / 32];
+};
+
+static void unpack(Stored* stored, const Format* format, const uint8_t* bytes) {
+    for (int64_t i = 0; i < stored->n; i++) {
+        stored->code[i] = format->bits == 8 ? bytes[i] : (uint8_t)(i % 2 ? bytes[i / 2] & 15 : bytes[i / 2] >> 4);
+    }
+}
+
+static Stored peers_stored(const Format* format, const SafetensorsTensor* codes, const SafetensorsTensor* scales) {
+    Bytes bytes = peers_bytes(codes);
+    Floats scale = peers_floats(scales);
+    Stored stored = {bytes.n * 8 / format->bits, {}, {}};
+    unpack(&stored, format, bytes.x);
+    for (int64_t i = 0; i < stored.n; i++) stored.code[i] = (uint8_t)(stored.code[i] + format->shift);
+    for (int64_t b = 0; b < scale.n; b++) stored.scale[b] = scale.x[b] / format->units;
+    return stored;
+}
+
+// What the peer decodes each of our codes to with scale 1.
+static Floats peers_map(const Safetensors* file, const Format* format) {
+    bool theirs = !strcmp(format->peer, "bitsandbytes") && format->bits == 8;
+    Floats raw = peers_floats(peers_find(file, "map.", format->name, theirs ? ".bitsandbytes" : "")), map = raw;
+    for (int64_t code = 0; code < raw.n; code++) map.x[(code + format->shift) % raw.n] = raw.x[code];
+    return map;
+}
+
+// An optimizer on the CPU with tensors of the given lengths, and a gradient arena.
+struct Run {
+    Device dev;
+    OptimTensor tensor[2];
+    int count;
+    int64_t elements;
+    Optim* optim;
+    float *grads, *scale;
+};
+
+static void run_open(Run* run, OptimConfig config, const int64_t* lengths, int count) {
+    char error[DATA_ERROR_BYTES];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    device_open(&run->dev, false, 0);
+    run->count = count;
+    for (int t = 0; t < count; t++) run->tensor[t] = {"tensor", 1, lengths[t], t == 0, 0};
+    run->elements = optim_layout(run->tensor, count, &config);
+    run->optim = optim_create(&run->dev, &config, run->tensor, count, OPTIM_FP32);
+    run->grads = (float*)device_alloc(&run->dev, run->elements * 4);
+    run->scale = (float*)device_alloc(&run->dev, 4);
+    memset(run->grads, 0, (size_t)run->elements * 4);
+    *run->scale = 1.0f;
+}
+
+static void run_close(Run* run) {
+    optim_free(run->optim);
+    device_free(&run->dev, run->grads);
+    device_free(&run->dev, run->scale);
+    device_close(&run->dev);
+}
+
+// Moves the tensors' part of a stream from or to an array in which they lie one behind the other.
+static void run_stream(const Run* run, const char* name, void* packed, bool write) {
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        OptimStream stream = optim_stream(run->optim, s);
+        if (strcmp(stream.name, name) != 0) continue;
+        int64_t bytes = stream.elements * stream.element_bytes;
+        for (int t = 0; t < run->count; t++) {
+            int64_t first = run->tensor[t].offset * bytes / run->elements, length = run->tensor[t].cols;
+            int64_t size = (length * bytes + run->elements - 1) / run->elements;  // a tail's block counts
+            size = (size + stream.element_bytes - 1) / stream.element_bytes * stream.element_bytes;
+            if (write) memcpy((char*)stream.data + first, packed, (size_t)size);
+            if (!write) memcpy(packed, (const char*)stream.data + first, (size_t)size);
+            packed = (char*)packed + size;
+        }
+        return;
+    }
+    printf("    there is no stream %s\n", name), exit(1);
+}
+
+static Stored run_stored(const Run* run, const Format* format) {
+    Stored stored = {};
+    for (int t = 0; t < run->count; t++) stored.n += run->tensor[t].cols;
+    uint8_t bytes[MOST];
+    run_stream(run, format->moment_v ? "v" : "m", bytes, false);
+    run_stream(run, format->moment_v ? "v.scales" : "m.scales", stored.scale, false);
+    unpack(&stored, format, bytes);
+    return stored;
+}
+
+static void run_set_stored(Run* run, const Format* format, const Stored* stored) {
+    uint8_t bytes[MOST] = {};
+    for (int64_t i = 0; i < stored->n; i++) {
+        int64_t at = i * format->bits / 8;
+        bytes[at] = (uint8_t)(bytes[at] | stored->code[i] << (format->bits == 4 && i % 2 == 0 ? 4 : 0));
+    }
+    Stored copy = *stored;
+    run_stream(run, format->moment_v ? "v" : "m", bytes, true);
+    run_stream(run, format->moment_v ? "v.scales" : "m.scales", copy.scale, true);
+}
+
+// Betas of 0 make m = g and v = g * g, rounded to fp32: a step stores any numbers in any format.
+static Stored store_ours(const Format* format, const Floats* x) {
+    OptimConfig config = {"",
+                          "adamw",
+                          "fp32",
+                          "fp32",
+                          format->moment_v ? "fp32" : format->name,
+                          format->moment_v ? format->name : "fp32",
+                          0.0f,
+                          0.0f,
+                          EPS,
+                          0.0f,
+                          1};
+    Run run;
+    run_open(&run, config, &x->n, 1);
+    memcpy(run.grads, x->x, (size_t)x->n * 4);
+    optim_step(run.optim, run.grads, run.scale, LR, 1);
+    Stored stored = run_stored(&run, format);
+    run_close(&run);
+    return stored;
+}
+
+// y at which a code gives way to the next, for two neighbouring levels, in double.
+static double bound_between(Bound bound, double a, double b) {
+    if (bound == ROOT) return pow(0.5 * (sqrt(a) + sqrt(b)), 2.0);
+    if (bound == MIDDLE) return 0.5 * (a + b);
+    double z = a / (1.0 + fabs(a)) + b / (1.0 + fabs(b));
+    return z / (2.0 - fabs(z));
+}
+
+// How near to a bound a y must be, as a share of it, for two programs to disagree. Ours rounds 1 / scale and the
+// product, 2 U, and the level's last bit may be off theirs, whose map was made in fp32, by 2 U more. Companding takes
+// two more operations of theirs (and a root, whose square doubles all errors, or a softsign, whose slope is up to 2).
+// With a scale of 1 only the map is left.
+static double near_bound(const Format* format, double top) {
+    if (top == 1.0 && format->bound == MIDDLE && strcmp(format->name, "e4m3") != 0) return 2.0 * U;
+    return format->bound == MIDDLE ? 4.0 * U : 12.0 * U;
+}
+
+// The least scale: torchao and FlashOptim have one.
+static double least_scale(const Format* format) {
+    return !strcmp(format->peer, "bitsandbytes") ? 0.0 : 1e-12;
+}
+
+// How two programs' codes of the same numbers compare.
+struct Comparison {
+    int differ;  // by a level, the number being as near to the bound as rounding can tell
+    int zeros;   // of theirs in v, where ours is the least level
+    int64_t elements;
+    double worst;  // off a bound, as a share of y
+};
+
+// y of element i and, for 1, the largest level: the exact numbers, in double.
+static double share_of_block(const Format* format, const double* x, int64_t n, int64_t i, double* top) {
+    int64_t first = i / format->block * format->block;
+    *top = 0.0;
+    for (int64_t k = first; k < first + format->block && k < n; k++) *top = fmax(*top, fabs(x[k]));
+    return *top > 0.0 ? x[i] / *top : 0.0;
+}
+
+static double largest_level(const Floats* map) {
+    double largest = 0.0;
+    for (int64_t code = 0; code < map->n; code++) largest = fmax(largest, (double)map->x[code]);  // not of NaN
+    return largest;
+}
+
+static bool level_between(const Floats* map, double a, double b) {
+    for (int64_t code = 0; code < map->n; code++) {
+        double level = map->x[code];
+        if (level > fmin(a, b) && level < fmax(a, b)) return true;
+    }
+    return false;
+}
+
+// x: the numbers, and `slack` what two programs' errors in computing them add up to (NULL: they are given).
+static Comparison compare_codes(Test* test, const char* what, const Format* format, const Floats* map,
+                                const Stored* ours, const Stored* theirs, const double* x, const double* slack) {
+    Comparison result = {0, 0, theirs->n, 0.0};
+    double largest = largest_level(map);
+    for (int64_t i = 0; i < theirs->n; i++) {
+        double a = map->x[ours->code[i]], b = map->x[theirs->code[i]], top;
+        double y = largest * share_of_block(format, x, theirs->n, i, &top);
+        if (top == 0.0) {
+            // A block of zeros. Ours and bitsandbytes' scale is 0; torchao's lin4, with 1e-12, makes it 6e-14.
+            double scale = ours->scale[i / format->block], their_scale = theirs->scale[i / format->block];
+            double most = format->moment_v ? 1e-13 : 0.0;
+            expect(scale == 0.0 && fabs(b * their_scale) <= most, "%s: element %lld is no 0", what, (long long)i);
+            continue;
+        }
+        if (a == b || top < least_scale(format)) continue;
+        double bound = bound_between(format->bound, a, b), off = fabs(y - bound), near = near_bound(format, top);
+        expect(!level_between(map, a, b), "%s: element %lld: %.9g and %.9g", what, (long long)i, a, b);
+        double allowed = near * fabs(y) + (slack ? slack[i] / top * largest : 0.0);
+        if (format->moment_v && b == 0.0) {
+            expect(y <= bound + allowed, "%s: element %lld, %.9g, is no zero", what, (long long)i, y);
+            result.zeros++;
+            continue;
+        }
+        expect(off <= allowed, "%s: element %lld is %.9g and theirs %.9g for %.9g, %.2g of y off the bound", what,
+               (long long)i, a, b, y, off / fabs(y));
+        result.worst = fmax(result.worst, off / fabs(y));
+        result.differ++;
+    }
+    return result;
+}
+
+// Scales are the same number but for what differs by intent and `relative`, an error of the numbers.
+static void check_scales(Test* test, const char* what, const Format* format, const Stored* ours, const Stored* theirs,
+                         double relative) {
+    bool fp16 = !strcmp(format->peer, "flashoptim");
+    for (int64_t b = 0; b * format->block < theirs->n; b++) {
+        double a = (double)ours->scale[b] * (double)format->units, c = (double)theirs->scale[b] * (double)format->units;
+        double unit = !strcmp(format->name, "e4m3") ? 448.0 : 1.0;
+        bool least = a * unit < least_scale(format) && c * unit <= 1.0001 * least_scale(format);
+        double bound = relative * a + (fp16 ? 0x1p-11 * a + 0x1p-25 : 0.0);
+        bound += format->units != 1.0f ? 2.0 * U * a : 0.0;  // divided and multiplied again
+        expect(least || fabs(a - c) <= bound, "%s: scale %lld is %.9g, theirs %.9g", what, (long long)b, a, c);
+    }
+}
+
+__attribute__((format(printf, 2, 3))) static void note(Test* test, const char* format, ...) {
+    size_t used = strlen(test->note);
+    if (used > 0 && used + 2 < sizeof(test->note)) used += (size_t)sprintf(test->note + used, ", ");
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(test->note + used, sizeof(test->note) - used, format, arguments);
+    va_end(arguments);
+}
+
+static Comparison compare_input(Test* test, const Safetensors* file, const Format* format, const char* set) {
+    char what[96];
+    snprintf(what, sizeof(what), "%s.%s.%s", format->peer, format->name, set);
+    Floats inputs = peers_floats(peers_find(file, "input.", set)), map = peers_map(file, format);
+    Stored ours = store_ours(format, &inputs);
+    Stored theirs = peers_stored(format, peers_find(file, what, ".codes"), peers_find(file, what, ".scales"));
+    double x[MOST];
+    for (int64_t i = 0; i < inputs.n; i++) {
+        x[i] = format->moment_v ? (double)(inputs.x[i] * inputs.x[i]) : (double)inputs.x[i];
+    }
+    bool whole = theirs.n == inputs.n / format->block * format->block;  // torchao takes no tail
+    expect(theirs.n == inputs.n || (whole && !strcmp(format->peer, "torchao")), "%s: %lld", what, (long long)theirs.n);
+    check_scales(test, what, format, &ours, &theirs, 0.0);
+    return compare_codes(test, what, format, &map, &ours, &theirs, x, nullptr);
+}
+
+TEST(peers_stored_numbers) {
+    Safetensors file;
+    peers_open(&file);
+    for (const Format& format : formats) {
+        Comparison result = compare_input(test, &file, &format, format.moment_v ? "v" : "m");
+        expect(result.differ == 0, "%s %s: %d codes differ", format.peer, format.name, result.differ);
+        bool has_zero = format.moment_v && strcmp(format.name, "lin4") != 0;
+        expect((result.zeros > 0) == has_zero, "%s %s: %d zeros", format.peer, format.name, result.zeros);
+    }
+    safetensors_close(&file);
+}
+
+// Numbers on the bounds and beside them, where roundings show. Of three, one on the bound and one in each last place
+// beside it, one may fall to the other side.
+TEST(peers_stored_edges) {
+    Safetensors file;
+    peers_open(&file);
+    for (const Format& format : formats) {
+        if (!strcmp(format.name, "e4m3") && format.moment_v) continue;
+        char set[64];
+        snprintf(set, sizeof(set), "edges.%s", format.name);
+        Comparison result = compare_input(test, &file, &format, set);
+        int differ = result.differ;
+        expect(3 * (differ + result.zeros) <= result.elements, "%s %s: %d codes", format.peer, format.name, differ);
+        note(test, "%.1s %s %d", format.peer, format.name, differ);
+    }
+    safetensors_close(&file);
+}
+
+// All codes' levels, by a step from which they can be read. m: sgd with momentum 1/2, lr 2, no gradient, weights of 0:
+// p = -m. v: adamw, g = 0 and m = 1 in fp32, both betas 1/2, bias corrections for step 1: p = -1 / sqrt(v) within 8 U.
+static void levels_ours(const Format* format, Floats* level) {
+    const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "";
+    OptimConfig config = {"", format->moment_v ? "adamw" : "sgd", "fp32", "fp32", m, v, 0.5f, 0.5f, 1e-30f, 0.0f, 1};
+    Run run;
+    Stored codes = {level->n, {}, {}};
+    for (int64_t i = 0; i < level->n; i++) codes.code[i] = (uint8_t)i;
+    for (int64_t b = 0; b * format->block < level->n; b++) codes.scale[b] = 1.0f / format->units;
+    run_open(&run, config, &level->n, 1);
+    run_set_stored(&run, format, &codes);
+    Floats ones = *level;
+    for (int64_t i = 0; i < ones.n; i++) ones.x[i] = 1.0f;
+    if (format->moment_v) run_stream(&run, "m", ones.x, true);
+    optim_step(run.optim, run.grads, run.scale, format->moment_v ? 1.0f : 2.0f, 1);
+    run_stream(&run, "weights", level->x, false);
+    for (int64_t i = 0; i < level->n; i++) {
+        level->x[i] = format->moment_v ? 1.0f / level->x[i] / level->x[i] : -level->x[i];
+    }
+    run_close(&run);
+}
+
+// Their dynamic maps come from a partition in fp32, ours are rounded once: up to 2 units in the last place apart. Their
+// softsign and square are computed when decoding, 4 roundings; ours, likewise or looked up.
+TEST(peers_levels) {
+    Safetensors file;
+    peers_open(&file);
+    for (const Format& format : formats) {
+        Floats theirs = peers_map(&file, &format), ours = theirs;
+        levels_ours(&format, &ours);
+        bool exact = !strcmp(format.name, "lin4") || !strcmp(format.name, "nf4") || !strcmp(format.name, "e4m3");
+        double bound = (exact ? 0.0 : format.bound == MIDDLE ? 4.0 * U : 8.0 * U) + (format.moment_v ? 16.0 * U : 0.0);
+        int differ = 0;
+        for (int64_t code = 0; code < ours.n; code++) {
+            double a = ours.x[code], b = theirs.x[code];
+            if (format.shift && code == 255) continue;  // -128, which occurs neither here nor there
+            if (isnan(b) && isnan(a)) continue;
+            if (format.moment_v && b < 0.0) continue;  // e4m3's negative half has no root
+            differ += a != b;
+            double tiny = format.moment_v ? 1e-37 : 0.0;  // v's zero is seen through eps
+            expect(fabs(a - b) <= bound * fabs(b) + tiny, "%s %s: level %lld is %.9g, theirs %.9g", format.peer,
+                   format.name, (long long)code, a, b);
+        }
+        if (!format.moment_v && !exact) note(test, "%s %s: %d in the last bits", format.peer, format.name, differ);
+    }
+    safetensors_close(&file);
+}
+
+// Blocks below the least scale of theirs: 256 elements from 768 on, the largest 4e-13. Ours store them as any other.
+TEST(peers_tiny_blocks) {
+    Safetensors file;
+    peers_open(&file);
+    for (const char* name : {"dyn8", "de4", "e4m3"}) {
+        const Format* format = format_of(name, "torchao", false);
+        Floats inputs = peers_floats(peers_find(&file, "input.m")), map = peers_map(&file, format);
+        Stored ours = store_ours(format, &inputs);
+        char what[64];
+        snprintf(what, sizeof(what), "torchao.%s.m", name);
+        Stored theirs = peers_stored(format, peers_find(&file, what, ".codes"), peers_find(&file, what, ".scales"));
+        double top = 0.0, error[2] = {0.0, 0.0};
+        for (int64_t i = 768; i < 1024; i++) {
+            double x = inputs.x[i];
+            const Stored* both[] = {&ours, &theirs};
+            for (int k = 0; k < 2; k++) {
+                double back = (double)map.x[both[k]->code[i]] * (double)both[k]->scale[i / format->block];
+                error[k] = fmax(error[k], fabs(back - x));
+            }
+            top = fmax(top, fabs(x));
+        }
+        // Half the widest step: 0.0070 of dyn8's largest (and 0.0070 where it is negative), 0.1125 of de4's, 1/32.
+        double step = format->bits == 4 ? 0.1126 : !strcmp(name, "dyn8") ? 0.00705 : 1.0 / 28;
+        expect(top > 1e-13 && top < 1e-12, "%g", top);
+        expect(error[0] <= step * top, "%s: %g of the largest", name, error[0] / top);
+        note(test, "%s %.3g of the largest, theirs %.3g", name, error[0] / top, error[1] / top);
+    }
+    safetensors_close(&file);
+}
+
+// Runs: the peers' optimizers over six steps, and our step from the state they had before.
+
+struct Case {
+    const char *peer, *rule;
+    const Format *m, *v;  // NULL: fp32
+};
+
+static OptimConfig run_config(const Case* c) {
+    bool keeps_v = strcmp(c->rule, "lion") != 0 && strcmp(c->rule, "sgd") != 0;
+    const char *m = c->m ? c->m->name : "fp32", *v = !keeps_v ? "" : c->v ? c->v->name : "fp32";
+    OptimConfig config = {"", c->rule, "fp32", "fp32", m, v, BETA1, BETA2, EPS, DECAY, 1};
+    config.beta3 = BETA3;
+    config.alpha = ALPHA;
+    config.ramp = RAMP;
+    return config;
+}
+
+// State after a step as floats: weights, m, v, slow; what the peer does not keep is 0.
+struct State {
+    Floats weights, m, v, slow;
+};
+
+static void dequantise(const Safetensors* file, const Format* format, const Stored* stored, Floats* x) {
+    Floats map = peers_map(file, format);
+    *x = {stored->n, {}};
+    for (int64_t i = 0; i < stored->n; i++) {
+        double level = map.x[stored->code[i]], scale = stored->scale[i / format->block] * format->units;
+        if (format->bound == ROOT) scale *= scale;  // of the root
+        x->x[i] = (float)(level * scale);
+    }
+}
+
+static Stored peers_state(const Safetensors* file, const Case* c, const Format* format, const char* moment, int step) {
+    char codes[96], scales[96];
+    snprintf(codes, sizeof(codes), "%s.%s.codes", c->peer, moment);
+    snprintf(scales, sizeof(scales), "%s.%s.scales", c->peer, moment);
+    return peers_stored(format, peers_find(file, "run.", codes, "", step), peers_find(file, "run.", scales, "", step));
+}
+
+static Floats peers_run_floats(const Safetensors* file, const Case* c, const char* stream, int step) {
+    return peers_floats(peers_find(file, "run.", c->peer, stream, step));
+}
+
+static State state_before(const Safetensors* file, const Case* c, int step) {
+    State state = {};
+    if (step == 1) {
+        state.weights = peers_floats(peers_find(file, "run.start"));
+        return state;
+    }
+    bool keeps_v = *run_config(c).v != 0;
+    state.weights = peers_run_floats(file, c, ".weights", step - 1);
+    if (!c->m) state.m = peers_run_floats(file, c, ".m", step - 1);
+    if (!c->v && keeps_v) state.v = peers_run_floats(file, c, ".v", step - 1);
+    if (!strcmp(c->rule, "ademamix")) state.slow = peers_run_floats(file, c, ".slow", step - 1);
+    if (c->m) {
+        Stored stored = peers_state(file, c, c->m, "m", step - 1);
+        dequantise(file, c->m, &stored, &state.m);
+    }
+    if (c->v) {
+        Stored stored = peers_state(file, c, c->v, "v", step - 1);
+        dequantise(file, c->v, &stored, &state.v);
+    }
+    return state;
+}
+
+// Our optimizer with that state, the peers' codes and scales as they are.
+static void run_set_state(Run* run, const Safetensors* file, const Case* c, const State* state, int step) {
+    State copy = *state;
+    run_stream(run, "weights", copy.weights.x, true);
+    if (step == 1) return;
+    if (!c->m) run_stream(run, "m", copy.m.x, true);
+    if (!c->v && *run_config(c).v) run_stream(run, "v", copy.v.x, true);
+    if (!strcmp(c->rule, "ademamix")) run_stream(run, "slow", copy.slow.x, true);
+    for (int k = 0; k < 2; k++) {
+        const Format* format = k ? c->v : c->m;
+        if (!format) continue;
+        Stored stored = peers_state(file, c, format, k ? "v" : "m", step - 1);
+        run_set_stored(run, format, &stored);
+    }
+}
+
+static void run_gradients(Run* run, const Floats* grads, int step) {
+    for (int t = 0; t < TENSORS; t++) {
+        memcpy(run->grads + run->tensor[t].offset, grads->x + (step - 1) * ELEMENTS + t * KEPT, KEPT * sizeof(float));
+    }
+}
+
+// A step in double, and what the roundings of two programs can add up to: for a sum, some multiple of U times the
+// largest of its terms. `update` is what the weight moves by beside the decay.
+struct Exact {
+    double p, m, v, slow, update, m_error, v_error, slow_error;
+    bool sign_lost;  // lion's is the sign of a rounding error
+};
+
+static double average(double beta, double before, double x, double* error) {
+    *error = 6.0 * U * fmax(fabs(beta * before), fabs((1.0 - beta) * x));
+    return beta * before + (1.0 - beta) * x;
+}
+
+static Exact exact_step(const Case* c, const State* before, int64_t i, double g, int step) {
+    bool adam = !strcmp(c->rule, "adam"), sgd = !strcmp(c->rule, "sgd"), lion = !strcmp(c->rule, "lion");
+    double decay = i < KEPT ? (double)DECAY : 0.0, lr = LR, p = before->weights.x[i], m = before->m.x[i];
+    Exact e = {};
+    if (adam || sgd) g += decay * p;
+    double kept = adam || sgd ? p : p * (1.0 - lr * decay);
+    if (sgd) {
+        e.m = (double)BETA1 * m + g;
+        e.m_error = 6.0 * U * fmax(fabs((double)BETA1 * m), fmax(fabs(g), fabs(decay * p)));
+        e.update = lr * e.m;
+    } else if (lion) {
+        double error, c1 = average(BETA1, m, g, &error);
+        e.sign_lost = fabs(c1) <= error && error > 0.0;
+        e.update = c1 > 0.0 ? lr : c1 < 0.0 ? -lr : 0.0;
+        e.m = average(BETA2, m, g, &e.m_error);
+    } else {
+        double bias1 = 1.0 - pow(BETA1, step), bias2 = 1.0 - pow(BETA2, step), done = (double)step / RAMP;
+        double rate = (1.0 - done) / log((double)BETA1) + done / log((double)BETA3), beta3 = exp(1.0 / rate);
+        e.m = average(BETA1, m, g, &e.m_error);
+        e.v = average(BETA2, before->v.x[i], g * g, &e.v_error);
+        double numerator = e.m / bias1;
+        if (!strcmp(c->rule, "ademamix")) {
+            e.slow = average(beta3, before->slow.x[i], g, &e.slow_error);
+            // 1 - beta3 comes from a rounded beta3 in theirs, and beta3 from one's exp and the other's series.
+            e.slow_error += 2.0 * U * (fabs(before->slow.x[i]) + fabs(g));
+            numerator += (double)ALPHA * done * e.slow;
+        }
+        e.update = lr * numerator / (sqrt(e.v / bias2) + (double)EPS);
+    }
+    e.p = kept - e.update;
+    return e;
+}
+
+// A unit in the last place of floats as large as x.
+static double ulp(double x) {
+    int exponent;
+    frexp(x, &exponent);
+    return ldexp(1.0, (exponent < -125 ? -125 : exponent) - 24);
+}
+
+// Units in the last place between a float and theirs, of a sum of which the largest term is `term`.
+static double ulps(double a, double b, double term) {
+    return fabs(a - b) / ulp(fmax(fabs(term), fmax(fabs(a), fabs(b))));
+}
+
+// What a comparison of floats found, in units in the last place: weights that move by less than 1/8 of themselves, the
+// other ones, m and v.
+struct Worst {
+    double settled, moving, m, v;
+    int signs;  // lion's that are not to be told
+};
+
+// Of weights: 2 units in the last place, of the larger before or after; and where the step is no small part of that,
+// the roundings of the update itself, 6 on each side. FlashOptim's are known to half a step of its 8 bits more.
+static void check_weight(Test* test, const char* what, Worst* worst, const Exact* e, float ours, float theirs,
+                         float before, bool flash) {
+    double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->p)));
+    double more = flash ? 0x1p16 / 508.0 : 0.0;
+    bool settled = fabs(e->update) * 8.0 <= fabs(e->p);
+    double bound = 2.0 + more + (settled ? 0.0 : 12.0 * U * fabs(e->update) / unit);
+    if (settled) worst->settled = fmax(worst->settled, off);
+    if (!settled) worst->moving = fmax(worst->moving, off);
+    expect(off <= bound, "%s: a weight is %.9g, theirs %.9g, %g apart, %g allowed", what, ours, theirs, off, bound);
+}
+
+static void check_moment(Test* test, const char* what, double* worst, float ours, float theirs, double error) {
+    double off = fabs((double)ours - (double)theirs), units = ulps(ours, theirs, error / (6.0 * U));
+    *worst = fmax(*worst, units);
+    expect(off <= error && units <= 2.0, "%s: %.9g, theirs %.9g, %g apart", what, ours, theirs, units);
+}
+
+static void check_floats(Test* test, const Safetensors* file, const Case* c, const Run* run, const State* before,
+                         const Exact* exact, int step, Worst* worst) {
+    bool flash = !strcmp(c->peer, "flashoptim.adamw");
+    Floats p = before->weights, m = {}, v = {}, slow = {};
+    run_stream(run, "weights", p.x, false);
+    Floats theirs = peers_run_floats(file, c, ".weights", step), their_m = {}, their_v = {}, their_slow = {};
+    bool has_v = !c->v && *run_config(c).v, has_slow = !strcmp(c->rule, "ademamix");
+    if (!c->m) run_stream(run, "m", m.x, false), their_m = peers_run_floats(file, c, ".m", step);
+    if (has_v) run_stream(run, "v", v.x, false), their_v = peers_run_floats(file, c, ".v", step);
+    if (has_slow) run_stream(run, "slow", slow.x, false), their_slow = peers_run_floats(file, c, ".slow", step);
+    for (int64_t i = 0; i < ELEMENTS; i++) {
+        const Exact* e = &exact[i];
+        worst->signs += e->sign_lost;
+        if (!e->sign_lost) check_weight(test, c->peer, worst, e, p.x[i], theirs.x[i], before->weights.x[i], flash);
+        if (!c->m) check_moment(test, c->peer, &worst->m, m.x[i], their_m.x[i], e->m_error);
+        if (has_v) check_moment(test, c->peer, &worst->v, v.x[i], their_v.x[i], e->v_error);
+        if (has_slow) check_moment(test, c->peer, &worst->m, slow.x[i], their_slow.x[i], e->slow_error);
+    }
+}
+
+static void check_codes(Test* test, const Safetensors* file, const Case* c, const Run* run, const Exact* exact,
+                        int step) {
+    for (int k = 0; k < 2; k++) {
+        const Format* format = k ? c->v : c->m;
+        if (!format) continue;
+        double x[MOST], error[MOST];
+        for (int64_t i = 0; i < ELEMENTS; i++) {
+            x[i] = k ? exact[i].v : exact[i].m;
+            error[i] = k ? exact[i].v_error : exact[i].m_error;
+        }
+        Stored ours = run_stored(run, format), theirs = peers_state(file, c, format, k ? "v" : "m", step);
+        Floats map = peers_map(file, format);
+        check_scales(test, c->peer, format, &ours, &theirs, 6.0 * U);
+        Comparison result = compare_codes(test, c->peer, format, &map, &ours, &theirs, x, error);
+        // None of 512 is expected so near to a bound; one may be when a rounding of ours changes.
+        expect(result.differ <= 1, "%s, step %d: %d codes of %s differ", c->peer, step, result.differ, format->name);
+    }
+}
+
+// One step of ours from their state, against theirs.
+static Worst check_step(Test* test, const Safetensors* file, const Case* c, int step) {
+    static const int64_t lengths[TENSORS] = {KEPT, KEPT};
+    Exact exact[ELEMENTS];
+    State before = state_before(file, c, step);
+    Floats grads = peers_floats(peers_find(file, "run.grads"));
+    Run run;
+    run_open(&run, run_config(c), lengths, TENSORS);
+    run_set_state(&run, file, c, &before, step);
+    run_gradients(&run, &grads, step);
+    optim_step(run.optim, run.grads, run.scale, LR, step);
+    for (int64_t i = 0; i < ELEMENTS; i++) {
+        exact[i] = exact_step(c, &before, i, grads.x[(step - 1) * ELEMENTS + i], step);
+    }
+    Worst worst = {};
+    check_floats(test, file, c, &run, &before, exact, step, &worst);
+    check_codes(test, file, c, &run, exact, step);
+    run_close(&run);
+    return worst;
+}
+
+TEST(peers_step_fp32) {
+    Safetensors file;
+    peers_open(&file);
+    const Case cases[] = {{"torch.adamw", "adamw", nullptr, nullptr},
+                          {"torch.adam", "adam", nullptr, nullptr},
+                          {"torch.sgd", "sgd", nullptr, nullptr},
+                          {"bitsandbytes.lion", "lion", nullptr, nullptr},
+                          {"bitsandbytes.ademamix", "ademamix", nullptr, nullptr}};
+    check_step(test, &file, &cases[0], 1);
+    note(test, "ulps of weights, m, v:");
+    for (const Case& c : cases) {
+        Worst worst = check_step(test, &file, &c, STEPS);
+        expect(worst.signs <= 2, "%s: %d signs", c.peer, worst.signs);
+        note(test, "%s %g %g %g", c.rule, fmax(worst.settled, worst.moving), worst.m, worst.v);
+    }
+    safetensors_close(&file);
+}
+
+static const Case* quantised_cases(int* count) {
+    static const Case cases[] = {
+        {"torchao.adamw8", "adamw", format_of("dyn8", "torchao", false), format_of("udyn8", "torchao", true)},
+        {"torchao.adamw4", "adamw", format_of("de4", "torchao", false), format_of("lin4", "torchao", true)},
+        {"torchao.adamwfp8", "adamw", format_of("e4m3", "torchao", false), format_of("e4m3", "torchao", true)},
+        {"bitsandbytes.adamw8", "adamw", format_of("dyn8", "bitsandbytes", false),
+         format_of("udyn8", "bitsandbytes", true)},
+        {"bitsandbytes.lion8", "lion", format_of("dyn8", "bitsandbytes", false), nullptr},
+        {"flashoptim.lion", "lion", format_of("soft8", "flashoptim", false), nullptr},
+        {"flashoptim.adamw", "adamw", format_of("soft8", "flashoptim", false), format_of("sqrt8", "flashoptim", true)}};
+    *count = sizeof(cases) / sizeof(cases[0]);
+    return cases;
+}
+
+TEST(peers_step_quantised) {
+    Safetensors file;
+    peers_open(&file);
+    int count;
+    const Case* cases = quantised_cases(&count);
+    for (int k = 0; k < count; k++) {
+        if (k < 4) check_step(test, &file, &cases[k], 1);
+        Worst worst = check_step(test, &file, &cases[k], STEPS);
+        expect(worst.signs <= 2, "%s: %d signs", cases[k].peer, worst.signs);
+        note(test, "%s %.3g", cases[k].peer, fmax(worst.settled, worst.moving));
+    }
+    safetensors_close(&file);
+}
+
+// All six steps by ourselves from their start.
+static Run run_all(const Safetensors* file, const Case* c) {
+    static const int64_t lengths[TENSORS] = {KEPT, KEPT};
+    State start = state_before(file, c, 1);
+    Floats grads = peers_floats(peers_find(file, "run.grads"));
+    Run run;
+    run_open(&run, run_config(c), lengths, TENSORS);
+    run_set_state(&run, file, c, &start, 1);
+    for (int step = 1; step <= STEPS; step++) {
+        run_gradients(&run, &grads, step);
+        optim_step(run.optim, run.grads, run.scale, LR, step);
+    }
+    return run;
+}
+
+// How far any weight has moved, and how many codes of m and v differ, after six steps of our own and of theirs.
+struct Drift {
+    double weights[TENSORS], ours_moved, theirs_moved;
+    int m, v, levels;  // levels: the most that codes of m are apart
+};
+
+static Drift compare_runs(const Safetensors* file, const Case* c) {
+    Run run = run_all(file, c);
+    Floats p = {}, start = state_before(file, c, 1).weights;
+    Floats theirs = peers_run_floats(file, c, ".weights", STEPS);
+    run_stream(&run, "weights", p.x, false);
+    Drift drift = {};
+    for (int64_t i = 0; i < ELEMENTS; i++) {
+        double from = start.x[i];
+        // Of what a step moves at most, for weights that start from 0.
+        double* weights = &drift.weights[i / KEPT];
+        *weights = fmax(*weights, ulps(p.x[i], theirs.x[i], 4.0 * (double)LR));
+        drift.ours_moved = fmax(drift.ours_moved, fabs((double)p.x[i] - from));
+        drift.theirs_moved = fmax(drift.theirs_moved, fabs((double)theirs.x[i] - from));
+    }
+    for (int k = 0; k < 2; k++) {
+        const Format* format = k ? c->v : c->m;
+        if (!format) continue;
+        Stored ours = run_stored(&run, format), other = peers_state(file, c, format, k ? "v" : "m", STEPS);
+        for (int64_t i = 0; i < ELEMENTS; i++) {
+            int apart = abs((int)ours.code[i] - (int)other.code[i]);
+            (k ? drift.v : drift.m) += apart != 0;
+            if (!k && apart > drift.levels) drift.levels = apart;
+        }
+    }
+    run_close(&run);
+    return drift;
+}
+
+// Six steps in a row end as far apart as six times a step allows.
+TEST(peers_run_fp32) {
+    Safetensors file;
+    peers_open(&file);
+    const Case c = {"torch.adamw", "adamw", nullptr, nullptr};
+    Drift drift = compare_runs(&file, &c);
+    double weights = fmax(drift.weights[0], drift.weights[1]);
+    expect(weights <= 2.0 * STEPS, "%g ulps", weights);
+    note(test, "%g ulps", weights);
+    safetensors_close(&file);
+}
+
+// Where nothing differs by intent, six steps end in the same codes and weights: torchao's 4-bit AdamW, whose v has no
+// zero either (but makes 6e-14 of tensor b's zeros in the first step), and bitsandbytes' 8-bit Lion, which has no v. Of
+// the others m is the same (FlashOptim's fp16 scales make it a level at most), and v is not: they round it to zero,
+// upon which a weight moves by m / eps. Of ours none moves more than Adam should: by lr times sqrt(steps) a step, and
+// the decay.
+TEST(peers_run_quantised) {
+    Safetensors file;
+    peers_open(&file);
+    int count;
+    const Case* cases = quantised_cases(&count);
+    note(test, "a weight moves at most, ours and theirs:");
+    for (int k = 0; k < count; k++) {
+        const Case* c = &cases[k];
+        Drift drift = compare_runs(&file, c);
+        bool same = !c->v || !strcmp(c->v->name, "lin4"), fp16 = !strcmp(c->m->peer, "flashoptim");
+        double most = (sqrt((double)STEPS) + (double)DECAY) * (double)LR * STEPS;
+        expect(drift.m == 0 || (fp16 && drift.levels == 1), "%s: %d codes of m", c->peer, drift.m);
+        expect(!same || drift.v == 0, "%s: %d codes of v", c->peer, drift.v);
+        expect(!same || drift.weights[0] <= 2.0 * STEPS, "%s: %g ulps apart", c->peer, drift.weights[0]);
+        expect(drift.ours_moved <= most, "%s: a weight of ours has moved by %g", c->peer, drift.ours_moved);
+        expect(same || drift.theirs_moved > drift.ours_moved, "%s: theirs by %g", c->peer, drift.theirs_moved);
+        if (!same) note(test, "%s %.2g %.2g", c->peer, drift.ours_moved, drift.theirs_moved);
+    }
+    safetensors_close(&file);
+}
+
+static Run split_run(const char* weights, Floats* x) {
+    OptimConfig config = {"", "sgd", weights, "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1};
+    Run run;
+    run_open(&run, config, &x->n, 1);
+    optim_set_weights(run.optim, 0, x->x);
+    return run;
+}
+
+// FlashOptim's 24-bit weights and ours: the same bf16 but for ties, even theirs and away from zero ours; of both, what
+// is lost is half a step of the 8 bits at most, 1/508 of a bf16's step theirs and 1/512 ours.
+TEST(peers_split_24) {
+    Safetensors file;
+    peers_open(&file);
+    Floats x = peers_floats(peers_find(&file, "split.weights")), back = peers_floats(peers_find(&file, "split.back8"));
+    Bytes high = peers_bytes(peers_find(&file, "split.high"));
+    Run run = split_run("bf16+8", &x);
+    uint16_t ours[MOST], theirs[MOST];
+    int8_t low[MOST];
+    run_stream(&run, "weights", ours, false);
+    run_stream(&run, "weights.low", low, false);
+    memcpy(theirs, high.x, (size_t)high.n);
+    int ties = 0;
+    double worst = 0.0, theirs_worst = 0.0;
+    for (int64_t i = 0; i < x.n; i++) {
+        uint32_t bits, joined = (((uint32_t)ours[i] << 8) + (uint32_t)(int)low[i]) << 8;
+        float value;
+        memcpy(&bits, &x.x[i], 4);
+        memcpy(&value, &joined, 4);
+        bool even = (bits & 0x1ffff) == 0x8000;
+        ties += even;
+        expect(ours[i] == theirs[i] + (even ? 1 : 0), "%a: %04x, theirs %04x", x.x[i], ours[i], theirs[i]);
+        double step = 0x1p16 * ulp((double)x.x[i]);
+        worst = fmax(worst, fabs((double)value - (double)x.x[i]) / step);
+        theirs_worst = fmax(theirs_worst, fabs((double)back.x[i] - (double)x.x[i]) / step);
+    }
+    expect(worst <= 1.0 / 512, "ours %g of a step off", worst);
+    expect(ties > 4 && ties < 48, "%d ties", ties);
+    note(test, "1/%.1f of a step, theirs 1/%.1f; %d ties", 1.0 / worst, 1.0 / theirs_worst, ties);
+    run_close(&run);
+    safetensors_close(&file);
+}
+
+// FlashOptim's 32-bit weights lose the last bit of some; ours, bf16+16, of none.
+TEST(peers_split_32) {
+    Safetensors file;
+    peers_open(&file);
+    Floats x = peers_floats(peers_find(&file, "split.weights")), back = peers_floats(peers_find(&file, "split.back16"));
+    Run run = split_run("bf16+16", &x);
+    uint16_t high[MOST];
+    int16_t low[MOST];
+    run_stream(&run, "weights", high, false);
+    run_stream(&run, "weights.low", low, false);
+    int lost = 0;
+    for (int64_t i = 0; i < x.n; i++) {
+        uint32_t bits, joined = ((uint32_t)high[i] << 16) + (uint32_t)(int)low[i];
+        memcpy(&bits, &x.x[i], 4);
+        expect(joined == bits, "%a comes back as %08x", x.x[i], joined);
+        lost += back.x[i] != x.x[i];
+        expect(ulps(back.x[i], x.x[i], 0.0) <= 1.0, "%a: theirs %a", x.x[i], back.x[i]);
+    }
+    note(test, "theirs lose the last bit of %d of %lld", lost, (long long)x.n);
+    run_close(&run);
+    safetensors_close(&file);
+}
