@@ -8,8 +8,8 @@
 #include "optim.h"
 
 // The rows in PTX: `.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, ...};`, where zeros at the end may be left
-// out.
-static const char row_prefix[] = ".b8 optim_user_row_";
+// out. A compiler may put something before or after the name.
+static const char row_name[] = "optim_user_row_";
 
 __attribute__((format(printf, 3, 4))) static bool refuse(char* error, size_t bytes, const char* format, ...) {
     va_list arguments;
@@ -40,10 +40,12 @@ static bool append_file(const char* path, int index, FILE* to, char* error, size
 
 // The initialiser that stands at `text`; false when it is not what this version of PTX is known to say.
 static bool read_row(const char* text, UserRow* row) {
-    char *at = (char*)strchr(text, '['), *end;
+    const char* at = text;
+    char* end;
     unsigned char* to = (unsigned char*)row;
     memset(row, 0, sizeof(*row));
-    if (!at || strtoul(at + 1, &end, 10) != sizeof(*row) || strncmp(end, "] = {", 5) != 0) return false;
+    while (isalnum((unsigned char)*at) || *at == '_') at++;
+    if (*at != '[' || strtoul(at + 1, &end, 10) != sizeof(*row) || strncmp(end, "] = {", 5) != 0) return false;
     at = end + 5;
     for (size_t i = 0; i < sizeof(*row); i++) {
         unsigned long byte = strtoul(at, &end, 10);
@@ -107,7 +109,7 @@ static bool compile_rows(UserFormats* formats, const char* paths, char* error, s
     if (!good) return false;
     char* text = strndup(image.image, (size_t)image.image_bytes);
     jit_free(&image);
-    for (const char* at = strstr(text, row_prefix); at && good; at = strstr(at + 1, row_prefix)) {
+    for (const char* at = strstr(text, row_name); at && good; at = strstr(at + 1, row_name)) {
         if (formats->count == USER_ROWS) {
             good = refuse(error, bytes, "--format: %s hold more than %d formats", paths, USER_ROWS);
         } else if (!read_row(at, &formats->row[formats->count++])) {
