@@ -55,7 +55,7 @@ struct Options {
     // optimizer
     const char *preset, *rule, *weights, *grads, *m, *v;
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
-    const char *decay_mode, *overrides;
+    const char *decay_mode, *overrides, *formats;
     int64_t ramp;
     const char* schedule;
     int64_t warmup;
@@ -107,6 +107,8 @@ static const Option OPTIONS[] = {
      "fp32, or bf16 (rounded once; needs a single micro-batch a step)"},
     {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
     {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
+    {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
+     "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
      "by tensor name, such as \"wpe|ln*: m=fp32 v=fp32 lr=0.5; *.bias: wd=0\""},
     {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer", "largest learning rate"},
@@ -904,7 +906,8 @@ static void optim_config_from(Options* o, OptimConfig* config) {
                (float)o->beta3,
                (float)o->alpha,
                o->ramp,
-               o->overrides};
+               o->overrides,
+               o->formats};
     char error[DATA_ERROR_BYTES];
     if (!optim_resolve(config, error, sizeof(error))) user_error("%s", error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
@@ -1969,7 +1972,7 @@ int main(int argc, char** argv) {
         printf("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n");
         options_help(&TABLE, stdout);
     }
-    if (options.list_formats) optim_list_formats(stdout);
+    if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
     if (options.help || options.list_formats || options.list_presets) return 0;
     if (given[option_find(&TABLE, "sample") - OPTIONS]) return sample_main(&options);

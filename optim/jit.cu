@@ -14,11 +14,14 @@ asm(".pushsection optim_toolkit, \"a\"\n.incbin \"curand_philox4x32_x.h\"\n.pops
 #endif
 #include "kernel.cuh"
 #include "table.cuh"
+#include "user.cuh"
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 extern "C" const char __start_optim_sources[], __stop_optim_sources[];
@@ -69,8 +72,10 @@ static bool bind(void* library, const char* name, Function* function) {
 static bool nvrtc_open(Nvrtc* nvrtc) {
     static const char* const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so",
                                         "/usr/local/cuda/lib64/libnvrtc.so"};
-    nvrtc->library = nullptr;
+    const char* own = getenv("NIBBLE_NVRTC");
+    nvrtc->library = own && *own ? dlopen(own, RTLD_NOW | RTLD_LOCAL) : nullptr;
     for (const char* name : names) {
+        if (own && *own) break;
         nvrtc->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
         if (nvrtc->library) break;
     }
@@ -91,9 +96,11 @@ static bool nvrtc_open(Nvrtc* nvrtc) {
 }
 
 static bool nvrtc_missing(char* error) {
+    const char* own = getenv("NIBBLE_NVRTC");
     snprintf(error, JIT_ERROR_BYTES,
-             "this combination of formats is compiled at run time, and libnvrtc.so.13 or .12 was not found: install "
-             "cuda-nvrtc (apt-get install cuda-nvrtc-13-0), set LD_LIBRARY_PATH, or take a --preset as it is");
+             "this combination of formats is compiled at run time, and %s could not be opened: install cuda-nvrtc "
+             "(apt-get install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or take a --preset as it is",
+             own && *own ? own : "libnvrtc.so.13 or .12");
     return false;
 }
 
@@ -123,11 +130,11 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
 }
 
 // The headers' own includes are blanked, since what they name stands before them already.
-char* jit_source(int64_t* bytes) {
-    int64_t count = __stop_optim_sources - __start_optim_sources;
+char* jit_source(int64_t* bytes, const char* user_source) {
+    int64_t own = __stop_optim_sources - __start_optim_sources, count = own + (int64_t)strlen(user_source);
     char* source = (char*)malloc((size_t)count + 1);
-    memcpy(source, __start_optim_sources, (size_t)count);
-    source[count] = 0;
+    memcpy(source, __start_optim_sources, (size_t)own);
+    strcpy(source + own, user_source);
     for (char* line = source; *line;) {
         char* end = strchr(line, '\n');
         if (!end) end = line + strlen(line);
@@ -169,19 +176,20 @@ static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status,
         log = (char*)calloc(1, log_bytes + 1);
         if (nvrtc->log(program, log) != 0) log[0] = 0;
     }
-    snprintf(error, JIT_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", expression, nvrtc->error_string(status),
-             log ? log : "");
+    snprintf(error, JIT_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
+             nvrtc->error_string(status), log ? log : "");
     free(log);
 }
 
-bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error) {
+bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error,
+                 const char* user_source) {
     Nvrtc nvrtc;
     memset(image, 0, sizeof(*image));
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
     int64_t philox_bytes = __stop_optim_toolkit - __start_optim_toolkit, source_bytes;
     char* philox = (char*)calloc(1, (size_t)philox_bytes + 1);
     memcpy(philox, __start_optim_toolkit, (size_t)philox_bytes);
-    char* source = jit_source(&source_bytes);
+    char* source = jit_source(&source_bytes, user_source);
     const char* header_sources[] = {philox, jit_target_header};
     const char* header_names[] = {"curand_philox4x32_x.h", "nv/target"};
     char option_arch[64];
@@ -191,13 +199,13 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     options[JIT_OPTIONS] = option_arch;
 
     NvrtcProgram program = nullptr;
-    const char* symbol = nullptr;
+    const char* symbol = "";
     bool ptx = strncmp(architecture, "compute_", 8) == 0;
     size_t bytes = 0;
     int status = nvrtc.create(&program, source, "optim.cu", 2, header_sources, header_names);
-    if (status == 0) status = nvrtc.add_name(program, expression);
+    if (status == 0 && *expression) status = nvrtc.add_name(program, expression);
     if (status == 0) status = nvrtc.compile(program, JIT_OPTIONS + 1, options);
-    if (status == 0) status = nvrtc.lowered_name(program, expression, &symbol);
+    if (status == 0 && *expression) status = nvrtc.lowered_name(program, expression, &symbol);
     if (status == 0) status = ptx ? nvrtc.ptx_size(program, &bytes) : nvrtc.cubin_size(program, &bytes);
     if (status == 0) {
         image_set(image, symbol, (int64_t)bytes);
@@ -224,21 +232,29 @@ static bool cache_folder(char* folder, size_t bytes) {
     return false;
 }
 
-bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes) {
-    char folder[4096];
-    Nvrtc nvrtc;
-    int version[2] = {0, 0};
-    if (!cache_folder(folder, sizeof(folder)) || !nvrtc_open(&nvrtc)) return false;
-    nvrtc.version(&version[0], &version[1]);
+void jit_key(const char* expression, const char* architecture, const char* user_source, int major, int minor,
+             char key[JIT_KEY_BYTES]) {
+    int version[2] = {major, minor};
     Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
     hash = hash_bytes(hash, __start_optim_toolkit, __stop_optim_toolkit - __start_optim_toolkit);
     hash = hash_bytes(hash, jit_target_header, sizeof(jit_target_header));
     for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
-    hash = hash_bytes(hash, architecture, (int64_t)strlen(architecture) + 1);
     hash = hash_bytes(hash, version, sizeof(version));
-    hash = hash_bytes(hash, expression, (int64_t)strlen(expression) + 1);
-    int length = snprintf(path, bytes, "%s/%016llx%016llx.kernel", folder, (unsigned long long)(hash >> 64),
-                          (unsigned long long)hash);
+    for (const char* text : {architecture, expression, user_source}) {
+        hash = hash_bytes(hash, text, (int64_t)strlen(text) + 1);
+    }
+    snprintf(key, JIT_KEY_BYTES, "%016llx%016llx", (unsigned long long)(hash >> 64), (unsigned long long)hash);
+}
+
+bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes,
+                    const char* user_source) {
+    char folder[4096], key[JIT_KEY_BYTES];
+    Nvrtc nvrtc;
+    int major = 0, minor = 0;
+    if (!cache_folder(folder, sizeof(folder)) || !nvrtc_open(&nvrtc)) return false;
+    if (nvrtc.version(&major, &minor) != 0) return false;
+    jit_key(expression, architecture, user_source, major, minor, key);
+    int length = snprintf(path, bytes, "%s/%s.kernel", folder, key);
     return length > 0 && length < (int)bytes;
 }
 
@@ -318,6 +334,23 @@ static void folders_make(const char* path) {
     }
 }
 
+// Removes the temporary files of processes that were killed while they wrote: those that nobody can be writing still.
+static void cache_sweep(const char* path) {
+    char folder[4352], file[4700];
+    snprintf(folder, sizeof(folder), "%.*s", (int)(strrchr(path, '/') - path), path);
+    DIR* entries = opendir(folder);
+    if (!entries) return;
+    const time_t hour = 3600, now = time(nullptr);
+    while (struct dirent* entry = readdir(entries)) {
+        const char* suffix = strstr(entry->d_name, ".kernel.");
+        struct stat info;
+        if (!suffix || strlen(suffix) != strlen(".kernel.XXXXXX")) continue;
+        snprintf(file, sizeof(file), "%s/%s", folder, entry->d_name);
+        if (stat(file, &info) == 0 && info.st_mtime < now - hour) unlink(file);
+    }
+    closedir(entries);
+}
+
 static bool cache_write(const char* path, const JitImage* image) {
     CacheHeader header;
     memset(&header, 0, sizeof(header));
@@ -330,21 +363,24 @@ static bool cache_write(const char* path, const JitImage* image) {
     folders_make(path);
     int file = mkstemp(temporary);
     if (file < 0) return false;
+    // Readable by all: a folder may be filled by one user, or in a container's image, and used by others.
     bool good = write_all(file, &header, sizeof(header)) &&
-                write_all(file, image->symbol, header.symbol_bytes + header.image_bytes) && fsync(file) == 0;
+                write_all(file, image->symbol, header.symbol_bytes + header.image_bytes) && fchmod(file, 0644) == 0 &&
+                fsync(file) == 0;
     int reason = errno;
     if (close(file) != 0 && good) good = false, reason = errno;
     if (good && rename(temporary, path) != 0) good = false, reason = errno;
     if (!good) unlink(temporary);
+    cache_sweep(path);
     errno = reason;
     return good;
 }
 
-bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error) {
+bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error, const char* user_source) {
     char path[4352];
-    bool cache = jit_cache_path(expression, architecture, path, sizeof(path));
+    bool cache = jit_cache_path(expression, architecture, path, sizeof(path), user_source);
     if (cache && cache_read(path, image)) return true;
-    if (!jit_compile(expression, architecture, image, error)) return false;
+    if (!jit_compile(expression, architecture, image, error, user_source)) return false;
     if (!cache || !cache_write(path, image)) {
         fprintf(stderr,
                 "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "

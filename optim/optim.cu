@@ -1,4 +1,4 @@
-// The optimizer behind optim.h: names to rows of the tables, arenas and the tile table, and the step, which is one
+// The optimizer behind optim.h: rows of the tables, arenas and the tile table, and the step, which is one
 // kernel launch (built in, or compiled by NVRTC when first asked for) or, on the CPU, the same template over the
 // tables' function pointers, a core a tile (build with -fno-math-errno: a square root is then one instruction, and the
 // update some four times faster; the bits are the same).
@@ -10,8 +10,10 @@
 #include "jit.h"
 #include "constants.h"
 #include "kernel.cuh"
+#include "names.h"
 #include "override.h"
 #include "table.cuh"
+#include "user.h"
 
 static_assert(TILE_ELEMENTS == OPTIM_ALIGN, "a tile is of one tensor, and so is a block");
 
@@ -28,6 +30,7 @@ struct FormatRow {
     int table_bytes;  // of constants that the format looks up, which fill makes
     void (*fill)(void* table);
     bool has_sign;
+    const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
 };
 
 struct WeightsRow {
@@ -65,10 +68,6 @@ constexpr void (*fill_function(long))(void*) {
     return nullptr;
 }
 
-template <class T, class = void>
-constexpr bool HAS_SIGN = true;
-template <class T>
-constexpr bool HAS_SIGN<T, decltype((void)T::SIGNED)> = T::SIGNED;
 
 // What a template's function pointers make of a type: T::load and its sisters, copied into a row.
 template <class T>
@@ -111,15 +110,6 @@ static_assert(sizeof(grads_rows) == 2 * sizeof(FormatRow), "BuiltInRow has a ker
 static const FormatRow compute_rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
                                          format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
 
-// Rows without a note are variants of the one before them: found, but not listed.
-static const char* row_note(const WeightsRow& row) {
-    return row.format.note;
-}
-template <class Row>
-static const char* row_note(const Row& row) {
-    return row.note;
-}
-
 static const char* row_name(const WeightsRow& row) {
     return row.format.name;
 }
@@ -128,24 +118,31 @@ static const char* row_name(const Row& row) {
     return row.name;
 }
 
-// The row of a name. A format in blocks may be named without its block: "dyn8:sr" is the first row of "dyn8/...:sr".
 template <class Row, int COUNT>
 static const Row* find(const Row (&rows)[COUNT], const char* name) {
-    for (const Row& row : rows) {
-        if (name && strcmp(row_name(row), name) == 0) return &row;
-    }
-    if (!name || !*name || strchr(name, '/')) return nullptr;
-    size_t length = strcspn(name, ":@");
-    for (const Row& row : rows) {
-        const char* full = row_name(row);
-        bool same = strncmp(full, name, length) == 0 && full[length] == '/';
-        if (same && strcmp(full + strcspn(full, ":@"), name + length) == 0) return &row;
-    }
-    return nullptr;
+    return find_row(rows, COUNT, name);
 }
 
-static const FormatRow* find_state(const char* name) {
-    return name && strcmp(name, none_row.name) == 0 ? &none_row : find(state_rows, name);
+static const FormatRow* find_state(const OptimConfig* config, const char* name) {
+    if (name && strcmp(name, none_row.name) == 0) return &none_row;
+    const FormatRow* row = find(state_rows, name);
+    const UserFormats* user = config->user_formats;
+    return row || !user ? row : find_row(user->storage, user->count, name);
+}
+
+FormatRow* user_storage_create(const UserFormats* formats) {
+    FormatRow* rows = (FormatRow*)calloc((size_t)formats->count, sizeof(FormatRow));
+    for (int i = 0; i < formats->count; i++) {
+        const UserRow* own = &formats->row[i];
+        FormatRow* row = &rows[i];
+        row->name = own->name, row->note = own->note, row->type = own->type, row->source = formats->source;
+        for (int k = 0; k < 3; k++) {
+            row->stream[k] = {own->suffix[k], own->dtype[k], own->bits[k], own->bits[k] ? own->run[k] : 1};
+        }
+        row->table_bytes = own->table_bytes;
+        row->has_sign = own->has_sign;
+    }
+    return rows;
 }
 
 struct Rows {
@@ -156,146 +153,11 @@ struct Rows {
 
 static Rows config_rows(const OptimConfig* config) {
     Rows rows = {find(rule_rows, config->rule), find(weights_rows, config->weights), find(grads_rows, config->grads),
-                 find(state_rows, config->m), find_state(config->v)};
+                 find_state(config, config->m), find_state(config, config->v)};
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }
     return rows;
-}
-
-// Names and values.
-
-static int edit_distance(const char* a, const char* b) {
-    int row[64], length = (int)strnlen(b, 63);
-    for (int j = 0; j <= length; j++) row[j] = j;
-    for (int i = 1; a[i - 1]; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= length; j++) {
-            int change = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            if (row[j] + 1 < change) change = row[j] + 1;
-            if (row[j - 1] + 1 < change) change = row[j - 1] + 1;
-            row[j] = change;
-        }
-    }
-    return row[length];
-}
-
-// Looks a name up; when it is unknown the sentence lists the known ones and suggests the nearest.
-template <class Row, int COUNT>
-static bool resolve_name(const Row (&rows)[COUNT], const char* option, const char** name, char* error, size_t bytes) {
-    const Row* row = find(rows, *name);
-    if (row) {
-        *name = row_name(*row);
-        return true;
-    }
-    const char* nearest = row_name(rows[0]);
-    char known[1024] = "";
-    for (const Row& other : rows) {
-        size_t used = strlen(known);
-        if (row_note(other)[0]) {
-            snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", row_name(other));
-        }
-        if (edit_distance(*name, row_name(other)) < edit_distance(*name, nearest)) nearest = row_name(other);
-    }
-    snprintf(error, bytes, "%s: \"%s\" is not known; did you mean %s? (known: %s)", option, *name, nearest, known);
-    return false;
-}
-
-static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error, size_t bytes) {
-    if (fits) return true;
-    snprintf(error, bytes, "%s: %g was found and %s is needed", option, (double)value, range);
-    return false;
-}
-
-static void take_default(const char** name, const char* preset) {
-    if (!*name || !**name) *name = preset;
-}
-
-// v, whose name depends on the rule: "none" when it keeps none.
-static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
-    bool kept = find(rule_rows, config->rule)->keeps_v, none = config->v && strcmp(config->v, none_row.name) == 0;
-    if (!kept && config->v && *config->v && !none) {
-        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment; leave --v out", config->v,
-                 config->rule);
-        return false;
-    }
-    config->v = kept ? config->v : none_row.name;
-    take_default(&config->v, preset);
-    if (!kept) return true;
-    if (strcmp(config->v, none_row.name) == 0) {
-        snprintf(error, bytes, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
-                 config->rule);
-        return false;
-    }
-    return resolve_name(state_rows, "--v", &config->v, error, bytes);
-}
-
-// m has both signs.
-static bool resolve_sign(const char* m, char* error, size_t bytes) {
-    if (find(state_rows, m)->has_sign) return true;
-    snprintf(error, bytes, "--m: \"%s\" was found, which holds no negative numbers; it is for --v, type --m dyn8, say",
-             m);
-    return false;
-}
-
-static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t bytes) {
-    bool independent = strcmp(config->decay_mode, "independent") == 0;
-    if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
-        snprintf(error, bytes, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
-        return false;
-    }
-    if (independent && !find(rule_rows, config->rule)->decoupled) {
-        snprintf(error, bytes,
-                 "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
-                 config->rule);
-        return false;
-    }
-    return true;
-}
-
-static bool resolve_overrides(const OptimConfig* config, char* error, size_t bytes) {
-    Override overrides[OVERRIDES];
-    int count;
-    if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
-    for (int i = 0; i < count; i++) {
-        const char *m = overrides[i].m, *v = overrides[i].v;
-        if (*m && !resolve_name(state_rows, "--override m", &m, error, bytes)) return false;
-        if (*v && !resolve_name(state_rows, "--override v", &v, error, bytes)) return false;
-        if (*v && !find(rule_rows, config->rule)->keeps_v) {
-            snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
-            return false;
-        }
-    }
-    return true;
-}
-
-bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
-    take_default(&config->preset, preset_rows[0].name);
-    if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
-    const PresetRow* preset = find(preset_rows, config->preset);
-    take_default(&config->rule, preset->rule);
-    take_default(&config->weights, preset->weights);
-    take_default(&config->grads, "");
-    take_default(&config->m, preset->m);
-    take_default(&config->decay_mode, "coupled");
-    float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
-    float beta3 = config->beta3, alpha = config->alpha;
-    const char* unit = "a number from 0 to below 1";
-    return resolve_name(rule_rows, "--rule", &config->rule, error, bytes) &&
-           resolve_name(weights_rows, "--weights", &config->weights, error, bytes) &&
-           resolve_name(grads_rows, "--grads", &config->grads, error, bytes) &&
-           resolve_name(state_rows, "--m", &config->m, error, bytes) && resolve_sign(config->m, error, bytes) &&
-           resolve_v(config, preset->v, error, bytes) && resolve_decay_mode(config, error, bytes) &&
-           resolve_overrides(config, error, bytes) &&
-           resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
-           resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
-           resolve_number("--eps", eps, eps > 0.0f && eps < INFINITY, "a number above 0", error, bytes) &&
-           resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error, bytes) &&
-           resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error, bytes) &&
-           resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error,
-                          bytes);
 }
 
 // Sizes.
@@ -374,7 +236,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
             if (change->decay >= 0.0) decay = change->decay;
             lr *= change->lr;
         }
-        plan->launch_of[t] = plan_launch(plan, find_state(m)->name, find_state(v)->name, pattern);
+        plan->launch_of[t] = plan_launch(plan, find_state(config, m)->name, find_state(config, v)->name, pattern);
         plan->group_of[t] =
             lr == 1.0 && decay == plan->group[1].decay && tensors[t].decay ? 1 : plan_group(plan, lr, decay);
         plan->launch[plan->launch_of[t]].tiles += tensor_padded(&tensors[t]) / TILE_ELEMENTS;
@@ -550,8 +412,12 @@ static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
 // The constants that a format looks up; null when there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
-    void* host = malloc((size_t)format->table_bytes);
     void* table = allocate_zero(optim->dev, format->table_bytes, &optim->allocated.tables);
+    if (format->source) {
+        user_table_fill(optim->dev, format->type, format->source, table);
+        return table;
+    }
+    void* host = malloc((size_t)format->table_bytes);
     format->fill(host);
     copy_to_device(optim->dev, table, host, format->table_bytes);
     free(host);
@@ -618,9 +484,16 @@ static void config_types(const OptimConfig* config, OptimType compute, char* typ
              step_copy(&rows.weights->format, compute)->type);
 }
 
+// The text of the user's own formats, for NVRTC; "" when the combination has none.
+static const char* user_source(const Rows* rows) {
+    return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
+}
+
 static const void* built_in_kernel(const OptimConfig* config, OptimType compute) {
-    char types[1024];
+    char types[2048];
+    Rows rows = config_rows(config);
     config_types(config, compute, types, sizeof(types));
+    if (*user_source(&rows)) return nullptr;
     for (const BuiltInRow& row : built_in_rows) {
         if (strcmp(row.types, types) == 0) return row.kernel[config_rows(config).grads - grads_rows];
     }
@@ -631,8 +504,13 @@ bool optim_built_in(const OptimConfig* config, OptimType compute) {
     return built_in_kernel(config, compute) != nullptr;
 }
 
+const char* optim_source(const OptimConfig* config) {
+    Rows rows = config_rows(config);
+    return user_source(&rows);
+}
+
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
-    char types[1024];
+    char types[2048];
     config_types(config, compute, types, sizeof(types));
     snprintf(expression, bytes, "optim_step_kernel<%s, %s>", types, config_rows(config).grads->type);
 }
@@ -642,13 +520,14 @@ static void kernel_create(const Device* dev, OptimType compute, Launch* launch) 
     const char* always = getenv("NIBBLE_JIT");
     launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config, compute);
     if (launch->built_in) return;
-    char expression[1200], architecture[32];
+    char expression[2100], architecture[32];
     char* error = (char*)calloc(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
     optim_expression(&launch->config, compute, expression, sizeof(expression));
     if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
-        !jit_get(expression, architecture, &image, error) || !jit_load(&image, &launch->jit, error)) {
+        !jit_get(expression, architecture, &image, error, user_source(&launch->rows)) ||
+        !jit_load(&image, &launch->jit, error)) {
         user_error("%s", error);
     }
     jit_free(&image);
@@ -674,6 +553,15 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     }
 }
 
+// A format of the user's own exists for NVRTC alone.
+static void require_gpu(const Device* dev, const Rows* rows) {
+    const FormatRow* own = rows->m->source ? rows->m : rows->v;
+    if (dev->gpu || !own->source) return;
+    user_error(
+        "%s is a format of --format, which is compiled for a GPU, and this run is on the CPU; name a built-in one",
+        own->name);
+}
+
 // Moments of launch `index`, their names and the kernel. Streams of launches after the first are named by its pattern
 // too.
 static void launch_create(Optim* optim, const Plan* plan, int index) {
@@ -681,6 +569,7 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
     const LaunchPlan* planned = &plan->launch[index];
     launch->config = planned->config;
     launch->rows = config_rows(&launch->config);
+    require_gpu(optim->dev, &launch->rows);
     launch->begin = planned->begin;
     launch->elements = planned->end - planned->begin;
     struct {
@@ -943,7 +832,10 @@ static void list_heading(FILE* file, const char* option, const char* what) {
     fprintf(file, "%s: %s\n  %-12s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
 }
 
-void optim_list_formats(FILE* file) {
+void optim_list_formats(FILE* file, const char* formats) {
+    UserFormats* user = nullptr;
+    char error[16384];
+    if (*formats && !user_formats_open(formats, &user, error, sizeof(error))) user_error("%s", error);
     list_heading(file, "--weights", "the parameters, and what keeps small updates alive");
     for (const WeightsRow& row : weights_rows) list_row(file, &row.format);
     list_heading(file, "--grads", "the gradients");
@@ -952,18 +844,21 @@ void optim_list_formats(FILE* file) {
     for (const FormatRow& row : state_rows) {
         if (row.note[0]) list_row(file, &row);
     }
+    for (int i = 0; user && i < user->count; i++) list_row(file, &user->storage[i]);
     fprintf(
         file,
         "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n");
     fprintf(file, "--rule\n");
     for (const RuleRow& row : rule_rows) fprintf(file, "  %-12s %s\n", row.name, row.note);
+    user_formats_free(user);
 }
 
 void optim_list_presets(FILE* file) {
     fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
+    const OptimConfig none = {};
     for (const PresetRow& row : preset_rows) {
         double each = rows_bytes_each(find(rule_rows, row.rule), &find(weights_rows, row.weights)->format,
-                                      find(state_rows, row.m), find_state(row.v));
+                                      find(state_rows, row.m), find_state(&none, row.v));
         fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8.4g   %s\n", row.name, row.rule, row.weights, row.m, row.v,
                 each, row.note);
     }

@@ -38,6 +38,8 @@ struct OptimConfig {
     float beta3 = 0.9999f, alpha = 5.0f;  // ademamix: decay of the slow average, and its weight
     int64_t ramp = 0;                     // steps over which both rise to these values; 0: from the start
     const char* overrides = "";           // formats, learning rate or decay by tensor name: see override.h
+    const char* formats = "";             // files of formats of the user's own, for m and v on a GPU: see user.cuh
+    const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
 };
 
 // What the combination costs, known before anything is allocated.
@@ -112,10 +114,15 @@ OptimStream optim_stream(const Optim* optim, int index);
 OptimBytes optim_allocated(const Optim* optim);
 
 // Whether the combination's kernel is built in; any other is compiled by NVRTC in optim_create (on a GPU only).
-// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression is the kernel's name for NVRTC (jit.h).
+// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression is the kernel's name for NVRTC (jit.h),
+// and optim_source the text of the user's own formats that it needs, "" when it needs none.
 bool optim_built_in(const OptimConfig* config, OptimType compute);
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
+const char* optim_source(const OptimConfig* config);
+
+// Whether a format that is built in has this name.
+bool optim_name_is_taken(const char* name);
 
 // For --list-formats, --list-presets and --help: prints a table to the file.
-void optim_list_formats(FILE* file);
+void optim_list_formats(FILE* file, const char* formats = "");
 void optim_list_presets(FILE* file);

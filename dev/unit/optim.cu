@@ -1,16 +1,14 @@
 // Tests of the optimizer: formats and noise against exhaustive tables and published vectors, AdamW against double
-// precision within a bound that is derived beside it, every combination on the CPU, the run-time compiler and its cache
-// without a GPU, and, where there is a GPU, equal bits for every combination.
-#include <dirent.h>
+// precision within a bound that is derived beside it, every combination on the CPU and, where there is a GPU, equal
+// bits for every combination. The run-time compiler's are in jit.cu.
 #include <omp.h>
 #include <stdarg.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "../../optim/jit.h"
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
 #include "../../optim/table.cuh"
+#include "cache.h"
 #include "test.h"
 
 static const char* const weights_names[] = {"fp32", "bf16:sr", "bf16+fp32"};
@@ -698,47 +696,6 @@ TEST(optim_bytes_and_streams) {
     expect(plan.weights == 6 * model.elements && plan.states == 8 * model.elements, "%lld", (long long)plan.weights);
 }
 
-// A folder of its own for the cache of compiled kernels, named by NIBBLE_CACHE while the test runs.
-struct CacheFolder {
-    char path[64];
-    char* saved;
-};
-
-static CacheFolder cache_enter() {
-    CacheFolder folder = {"/tmp/nibble-test-XXXXXX", nullptr};
-    const char* saved = getenv("NIBBLE_CACHE");
-    if (saved) folder.saved = strdup(saved);
-    if (!mkdtemp(folder.path)) printf("    mkdtemp failed\n"), exit(1);
-    setenv("NIBBLE_CACHE", folder.path, 1);
-    return folder;
-}
-
-static int folder_files(const char* path, bool remove_them) {
-    DIR* folder = opendir(path);
-    int count = 0;
-    if (!folder) return -1;
-    while (struct dirent* entry = readdir(folder)) {
-        if (entry->d_name[0] == '.') continue;
-        char file[512];
-        snprintf(file, sizeof(file), "%s/%s", path, entry->d_name);
-        if (remove_them) unlink(file);
-        count++;
-    }
-    closedir(folder);
-    return count;
-}
-
-static void cache_leave(CacheFolder* folder) {
-    folder_files(folder->path, true);
-    rmdir(folder->path);
-    if (folder->saved) {
-        setenv("NIBBLE_CACHE", folder->saved, 1);
-    } else {
-        unsetenv("NIBBLE_CACHE");
-    }
-    free(folder->saved);
-}
-
 TEST(optim_presets_are_built_in) {
     for (const char* preset : preset_names) {
         for (const char* grads : grads_names) {
@@ -748,146 +705,6 @@ TEST(optim_presets_are_built_in) {
     }
     OptimConfig config = make_config("fp32", "fp32", "bf16", "fp32");
     expect(!optim_built_in(&config, OPTIM_BF16), "an odd one is not");
-}
-
-TEST(optim_jit_compiles_where_there_is_no_device) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    char expression[1024], architecture[32];
-    expect(jit_architecture(90, architecture, sizeof(architecture), error), "%s", error);
-    expect(strcmp(architecture, "sm_90") == 0, "%s", architecture);
-    expect(jit_architecture(9999, architecture, sizeof(architecture), error), "%s", error);
-    expect(strncmp(architecture, "compute_", 8) == 0, "%s", architecture);
-    const char* const drawn[] = {"sm_90", "sm_80", architecture};
-    for (int k = 0; k < 6; k++) {  // the presets, then each of the axes' other names
-        OptimConfig config = k < 3 ? preset_config(preset_names[k], "bf16") : combination(7 + 17 * (k - 3));
-        JitImage image;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        bool good = jit_compile(expression, drawn[k % 3], &image, error);
-        expect(good, "%s", error);
-        if (!good) continue;
-        expect(strstr(image.symbol, "optim_step_kernel") && image.image_bytes > 1000, "%s", image.symbol);
-        bool cubin = strcmp(drawn[k % 3], architecture) != 0;
-        expect((memcmp(image.image,
-                       "\x7f"
-                       "ELF",
-                       4) == 0) == cubin,
-               "%s", drawn[k % 3]);
-        jit_free(&image);
-    }
-}
-
-TEST(optim_jit_failure_shows_its_log) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    JitImage image;
-    expect(!jit_get("optim_step_kernel<NoSuchRule>", "sm_90", &image, error), "compiled");
-    expect(strstr(error, "NoSuchRule") && strstr(error, "error"), "%s", error);
-    expect(folder_files(folder.path, false) == 0, "a failure was kept");
-    expect(!jit_get("optim_step_kernel<AdamW>", "sm_12345", &image, error), "compiled");
-    cache_leave(&folder);
-}
-
-// Fetches a kernel and compares it with the one first compiled; returns whether it came from the cache.
-static bool fetch(Test* test, const char* expression, const JitImage* want, const char* when) {
-    static char error[JIT_ERROR_BYTES];
-    JitImage image;
-    bool good = jit_get(expression, "sm_90", &image, error);
-    expect(good, "%s: %s", when, error);
-    if (!good) return false;
-    bool cached = image.cached;
-    expect(strcmp(image.symbol, want->symbol) == 0 && image.image_bytes == want->image_bytes &&
-               memcmp(image.image, want->image, (size_t)want->image_bytes) == 0,
-           "%s: another kernel", when);
-    jit_free(&image);
-    return cached;
-}
-
-static void overwrite(const char* path, long offset, int change) {
-    FILE* file = fopen(path, "r+b");
-    fseek(file, offset, SEEK_SET);
-    int byte = fgetc(file);
-    fseek(file, offset, SEEK_SET);
-    fputc(byte ^ change, file);
-    fclose(file);
-}
-
-TEST(optim_jit_cache) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[1024], path[4352], other[4352];
-    OptimConfig config = make_config("fp32", "bf16", "bf16:sr", "bf16");
-    JitImage first;
-    optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-    expect(jit_get(expression, "sm_90", &first, error), "%s", error);
-    expect(!first.cached, "an empty folder had it");
-    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
-    expect(jit_cache_path(expression, "sm_80", other, sizeof(other)) && strcmp(path, other) != 0, "architecture");
-    expect(folder_files(folder.path, false) == 1 && access(path, R_OK) == 0, "one file is kept: %s", path);
-    expect(fetch(test, expression, &first, "whole"), "it was compiled again");
-    struct stat info;
-    expect(stat(path, &info) == 0, "%s", path);
-    const long damaged[] = {0, 8, 16, 24, 41, (long)info.st_size / 2, (long)info.st_size - 1};
-    for (long offset : damaged) {
-        overwrite(path, offset, 0x10);
-        expect(!fetch(test, expression, &first, "damaged"), "byte %ld was changed and it was taken", offset);
-        expect(fetch(test, expression, &first, "repaired"), "byte %ld: it was not written again", offset);
-    }
-    const off_t lengths[] = {0, 1, 39, 40, info.st_size / 2, info.st_size - 1, info.st_size + 1};
-    for (off_t length : lengths) {
-        expect(truncate(path, length) == 0, "truncate");
-        expect(!fetch(test, expression, &first, "truncated"), "%lld bytes were taken", (long long)length);
-        expect(fetch(test, expression, &first, "repaired"), "%lld bytes: not written again", (long long)length);
-    }
-    expect(folder_files(folder.path, false) == 1, "temporary files are left");
-    char nested[128];
-    snprintf(nested, sizeof(nested), "%s/a", folder.path);
-    setenv("NIBBLE_CACHE", nested, 1);
-    expect(!fetch(test, expression, &first, "new folder") && fetch(test, expression, &first, "made"), "mkdir");
-    folder_files(nested, true);
-    rmdir(nested);
-    jit_free(&first);
-    cache_leave(&folder);
-}
-
-// The standard error of a call, for the notice.
-static int stderr_lines(Test* test, const char* expression, const JitImage* want) {
-    char path[] = "/tmp/nibble-stderr-XXXXXX";
-    int file = mkstemp(path), saved = dup(2), lines = 0;
-    fflush(stderr);
-    dup2(file, 2);
-    bool cached = fetch(test, expression, want, "unwritable");
-    fflush(stderr);
-    dup2(saved, 2);
-    close(saved);
-    lseek(file, 0, SEEK_SET);
-    char byte;
-    while (read(file, &byte, 1) == 1) lines += byte == '\n';
-    close(file);
-    unlink(path);
-    expect(!cached, "from where?");
-    return lines;
-}
-
-TEST(optim_jit_cache_that_cannot_be_written) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[1024];
-    OptimConfig config = preset_config("fp32", "bf16");
-    JitImage want;
-    optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
-    // Root may write anywhere, so the folders are ones that nobody can make: below /proc, and below a file.
-    const char* const hopeless[] = {"/proc/nibble", "/dev/null/nibble"};
-    for (const char* path : hopeless) {
-        setenv("NIBBLE_CACHE", path, 1);
-        expect(stderr_lines(test, expression, &want) == 1, "one line says so: %s", path);
-    }
-    jit_free(&want);
-    cache_leave(&folder);
 }
 
 static void compare_with_cpu(Test* test, const Device* gpu, const OptimConfig* config, const Model* model,

@@ -1,0 +1,33 @@
+// A format of one's own, to copy and change:
+//     ./train --format dev/examples/format.cuh --m my8
+// 8 bits, levels equally far apart on both sides of zero, x = (code - 127) * scale with scale = absmax / 127 every 64
+// elements. The comment in optim/formats/blocks.cuh says what each member is; these bits are those of --m lin8/64.
+#pragma once
+#include "../../optim/formats/blocks.cuh"
+
+struct My8 {
+    typedef NoTable Table;
+    static constexpr int BITS = 8, ZERO = 127;
+    static constexpr const char* DTYPE = "U8";
+    static constexpr bool SIGNED = true, ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false;
+    static constexpr float LARGEST = 127.0f, UNITS = 1.0f;
+    static constexpr uint32_t BIAS = 0;
+
+    static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
+        return exact_mul((float)((int)code - ZERO), scale);
+    }
+
+    // The nearest level of y = x * inverse; a y in the middle goes up.
+    static OPTIM_INLINE uint32_t nearest(const Table*, float x, float inverse, int lowest) {
+        return (uint32_t)exact_max(exact_fma(x, inverse, 127.5f), (float)lowest);
+    }
+
+    // floor(y + r) with r uniform in (0, 1): one of the two neighbours, right on average.
+    static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
+        float t = exact_fma(x, inverse, exact_add(noise_uniform(noise), 127.0f));
+        return (uint32_t)exact_min(exact_max(t, (float)lowest), 254.5f);
+    }
+};
+
+OPTIM_FORMAT("my8/64", "an example: linear, 64 elements a scale", Blocks<My8, 64, ScaleFp32, NEAREST>)
+OPTIM_FORMAT("my8/64:sr", "an example: the same with stochastic rounding", Blocks<My8, 64, ScaleFp32, STOCHASTIC>)

@@ -1,0 +1,666 @@
+// Tests of the run-time compiler, none of which needs a GPU but those named so: the embedded source, the cache under
+// all that can happen to a file (damage, truncation, a folder that is read-only or full, a process killed as it writes,
+// eight at once), what happens without NVRTC, how long it takes, and a sample of all combinations that changes with the
+// commit.
+#include <errno.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <signal.h>
+#include <sched.h>
+#include <time.h>
+#include <utime.h>
+
+#include "../../optim/jit.h"
+#include "../../optim/optim.h"
+#include "../../optim/table.cuh"
+#include "cache.h"
+#include "test.h"
+
+#define NAME(NAME, ...) NAME,
+static const char* const rules[] = {OPTIM_RULES(NAME)};
+static const char* const weights[] = {OPTIM_WEIGHTS(NAME)};
+static const char* const grads[] = {OPTIM_GRADS(NAME)};
+static const char* const states[] = {OPTIM_STATES(NAME)};
+static const char* const presets[] = {OPTIM_PRESETS(NAME)};
+
+template <int COUNT>
+static constexpr int length(const char* const (&)[COUNT]) {
+    return COUNT;
+}
+
+static OptimConfig make_config(const char* preset, const char* weights, const char* grads, const char* m,
+                               const char* v) {
+    OptimConfig config = {preset, "", weights, grads, m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    char error[1024];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+// The smallest kernel that is not built in, and so the quickest to compile.
+static void small_expression(char* expression, size_t bytes) {
+    OptimConfig config = make_config("", "fp32", "bf16", "bf16:sr", "bf16");
+    optim_expression(&config, OPTIM_BF16, expression, bytes);
+}
+
+// Fetches a kernel and compares it with the one first compiled; returns whether it came from the cache.
+static bool fetch(Test* test, const char* expression, const JitImage* want, const char* when) {
+    static char error[JIT_ERROR_BYTES];
+    JitImage image;
+    bool good = jit_get(expression, "sm_90", &image, error);
+    expect(good, "%s: %s", when, error);
+    if (!good) return false;
+    bool cached = image.cached;
+    expect(strcmp(image.symbol, want->symbol) == 0 && image.image_bytes == want->image_bytes &&
+               memcmp(image.image, want->image, (size_t)want->image_bytes) == 0,
+           "%s: another kernel", when);
+    jit_free(&image);
+    return cached;
+}
+
+// Runs a part of a case in a child, which may change its limits and its user. Its failures are the case's.
+template <class Body>
+static int run_child(Test* test, Body body) {
+    int status = 0, before = test->failures;
+    fflush(stdout);
+    fflush(stderr);
+    pid_t child = fork();
+    if (child == 0) {
+        body();
+        fflush(stdout);
+        _exit(test->failures > before ? 1 : 0);
+    }
+    expect(child > 0 && waitpid(child, &status, 0) == child, "fork: %s", strerror(errno));
+    return status;
+}
+
+// Lines that a call writes to standard error.
+template <class Body>
+static int stderr_lines(Body body) {
+    char path[] = "/tmp/nibble-stderr-XXXXXX";
+    int file = mkstemp(path), saved = dup(2), lines = 0;
+    fflush(stderr);
+    dup2(file, 2);
+    body();
+    fflush(stderr);
+    dup2(saved, 2);
+    close(saved);
+    lseek(file, 0, SEEK_SET);
+    char byte;
+    while (read(file, &byte, 1) == 1) lines += byte == '\n';
+    close(file);
+    unlink(path);
+    return lines;
+}
+
+// Sets a variable of the environment for as long as a case runs.
+struct Setting {
+    const char* name;
+    char* saved;
+};
+
+static Setting setting_enter(const char* name, const char* value) {
+    const char* saved = getenv(name);
+    Setting setting = {name, saved ? strdup(saved) : nullptr};
+    setenv(name, value, 1);
+    return setting;
+}
+
+static void setting_leave(Setting* setting) {
+    if (setting->saved) setenv(setting->name, setting->saved, 1);
+    if (!setting->saved) unsetenv(setting->name);
+    free(setting->saved);
+}
+
+// The source and the compiler.
+
+TEST(jit_source_is_device_code_alone) {
+    int64_t bytes, more;
+    char* source = jit_source(&bytes);
+    char* followed = jit_source(&more, "\nstruct Own {};\n");
+    expect(bytes == (int64_t)strlen(source), "%lld", (long long)bytes);
+    expect(more == bytes + 16 && strncmp(followed, source, (size_t)bytes) == 0, "%lld", (long long)more);
+    // Every header of the kernel stands once, nothing that only the host needs is read by NVRTC.
+    const char* const once[] = {"struct NoiseKey {",      "struct Blocks {",         "struct Levels {",
+                                "struct AdamW {",         "struct AdEMAMix {",       "struct BlockSplit {",
+                                "struct Kahan {",         "optim_step_kernel(const", "struct StreamInfo {",
+                                "void optim_fill_kernel("};
+    for (const char* text : once) {
+        const char* at = strstr(source, text);
+        expect(at && !strstr(at + 1, text), "\"%s\" stands %s", text, at ? "twice" : "nowhere");
+    }
+    const char* const never[] = {"\n#include \"",  "\n#pragma once", "OPTIM_STATES",
+                                 "OPTIM_BUILT_IN", "hyper_create",   "FormatRow"};
+    for (const char* text : never) expect(!strstr(source, text), "\"%s\" is in it", text);
+    snprintf(test->note, sizeof(test->note), "%lld bytes", (long long)bytes);
+    free(source), free(followed);
+}
+
+TEST(jit_compiles_where_there_is_no_device) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    char expression[2048], architecture[32];
+    expect(jit_architecture(90, architecture, sizeof(architecture), error), "%s", error);
+    expect(strcmp(architecture, "sm_90") == 0, "%s", architecture);
+    expect(jit_architecture(9999, architecture, sizeof(architecture), error), "%s", error);
+    expect(strncmp(architecture, "compute_", 8) == 0, "%s", architecture);
+    for (const char* target : {"sm_90", "sm_80", (const char*)architecture}) {
+        JitImage image;
+        small_expression(expression, sizeof(expression));
+        bool good = jit_compile(expression, target, &image, error);
+        expect(good, "%s", error);
+        if (!good) continue;
+        expect(strstr(image.symbol, "optim_step_kernel") && image.image_bytes > 1000, "%s", image.symbol);
+        bool cubin = strcmp(target, architecture) != 0;
+        expect((memcmp(image.image, "\177ELF", 4) == 0) == cubin, "%s", target);
+        jit_free(&image);
+    }
+}
+
+TEST(jit_failure_shows_its_log) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    JitImage image;
+    expect(!jit_get("optim_step_kernel<NoSuchRule>", "sm_90", &image, error), "compiled");
+    expect(strstr(error, "NoSuchRule") && strstr(error, "error"), "%s", error);
+    expect(!image.symbol && !image.image, "an image of what failed");
+    expect(folder_files(folder.path, false) == 0, "a failure was kept");
+    expect(!jit_get("optim_step_kernel<AdamW>", "sm_12345", &image, error), "compiled");
+    expect(!jit_get("", "sm_90", &image, error, "\n#line 7 \"mine.cuh\"\nint x = no_such_name;\n"), "compiled");
+    expect(strstr(error, "mine.cuh(7)") && strstr(error, "no_such_name"), "%s", error);
+    expect(folder_files(folder.path, false) == 0, "a failure was kept");
+    cache_leave(&folder);
+}
+
+TEST(jit_key_names_all_that_decides) {
+    // Each of the arguments makes another address, also where their texts put one after another would be equal.
+    const struct {
+        const char *expression, *architecture, *source;
+        int major, minor;
+    } asked[] = {{"kernel<A>", "sm_90", "", 13, 0},  {"kernel<B>", "sm_90", "", 13, 0},
+                 {"kernel<A>", "sm_80", "", 13, 0},  {"kernel<A>", "sm_90", "x", 13, 0},
+                 {"kernel<A>x", "sm_90", "", 13, 0}, {"kernel<A>", "sm_90k", "", 13, 0},
+                 {"ernel<A>", "sm_90k", "", 13, 0},  {"kernel<A>", "sm_90", "", 13, 1},
+                 {"kernel<A>", "sm_90", "", 12, 0},  {"kernel<A>", "sm_90", "", 0, 13}};
+    constexpr int COUNT = sizeof(asked) / sizeof(asked[0]);
+    char key[COUNT][JIT_KEY_BYTES];
+    for (int i = 0; i < COUNT; i++) {
+        jit_key(asked[i].expression, asked[i].architecture, asked[i].source, asked[i].major, asked[i].minor, key[i]);
+        expect(strlen(key[i]) == 32 && strspn(key[i], "0123456789abcdef") == 32, "%s", key[i]);
+        for (int j = 0; j < i; j++) expect(strcmp(key[i], key[j]) != 0, "%d and %d have the same address", i, j);
+    }
+    char again[JIT_KEY_BYTES];
+    jit_key(asked[0].expression, asked[0].architecture, asked[0].source, asked[0].major, asked[0].minor, again);
+    expect(strcmp(again, key[0]) == 0, "%s", again);
+}
+
+// The cache.
+
+static void overwrite(const char* path, long offset, int change) {
+    FILE* file = fopen(path, "r+b");
+    fseek(file, offset, SEEK_SET);
+    int byte = fgetc(file);
+    fseek(file, offset, SEEK_SET);
+    fputc(byte ^ change, file);
+    fclose(file);
+}
+
+TEST(jit_cache) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    char expression[2048], path[4352], other[4352];
+    JitImage first;
+    small_expression(expression, sizeof(expression));
+    expect(jit_get(expression, "sm_90", &first, error), "%s", error);
+    expect(!first.cached, "an empty folder had it");
+    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
+    expect(jit_cache_path(expression, "sm_80", other, sizeof(other)) && strcmp(path, other) != 0, "architecture");
+    expect(folder_files(folder.path, false) == 1 && access(path, R_OK) == 0, "one file is kept: %s", path);
+    expect(fetch(test, expression, &first, "whole"), "it was compiled again");
+    struct stat info;
+    expect(stat(path, &info) == 0, "%s", path);
+    const long damaged[] = {0, 8, 16, 24, 41, (long)info.st_size / 2, (long)info.st_size - 1};
+    for (long offset : damaged) {
+        overwrite(path, offset, 0x10);
+        expect(!fetch(test, expression, &first, "damaged"), "byte %ld was changed and it was taken", offset);
+        expect(fetch(test, expression, &first, "repaired"), "byte %ld: it was not written again", offset);
+    }
+    const off_t lengths[] = {0, 1, 39, 40, info.st_size / 2, info.st_size - 1, info.st_size + 1};
+    for (off_t length : lengths) {
+        expect(truncate(path, length) == 0, "truncate");
+        expect(!fetch(test, expression, &first, "truncated"), "%lld bytes were taken", (long long)length);
+        expect(fetch(test, expression, &first, "repaired"), "%lld bytes: not written again", (long long)length);
+    }
+    expect(folder_files(folder.path, false) == 1, "temporary files are left");
+    char nested[128];
+    snprintf(nested, sizeof(nested), "%s/a", folder.path);
+    setenv("NIBBLE_CACHE", nested, 1);
+    expect(!fetch(test, expression, &first, "new folder") && fetch(test, expression, &first, "made"), "mkdir");
+    folder_files(nested, true);
+    rmdir(nested);
+    jit_free(&first);
+    cache_leave(&folder);
+}
+
+TEST(jit_toolkit_upgrade) {
+    // The file of another version of NVRTC stays where it is and is not taken, although it is whole.
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    char expression[2048], path[4352], older[4352], key[JIT_KEY_BYTES];
+    JitImage first;
+    small_expression(expression, sizeof(expression));
+    expect(jit_get(expression, "sm_90", &first, error), "%s", error);
+    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
+    int found = 0;
+    for (int version = 0; version < 10 * 100; version++) {
+        jit_key(expression, "sm_90", "", 10 + version / 100, version % 100, key);
+        snprintf(older, sizeof(older), "%s/%s.kernel", folder.path, key);
+        found += strcmp(older, path) == 0;
+    }
+    expect(found == 1, "of 1000 versions %d have this one's address", found);
+    jit_key(expression, "sm_90", "", 11, 8, key);
+    snprintf(older, sizeof(older), "%s/%s.kernel", folder.path, key);
+    expect(rename(path, older) == 0, "%s", strerror(errno));
+    expect(!fetch(test, expression, &first, "upgraded"), "another version's was taken");
+    expect(fetch(test, expression, &first, "kept"), "it was not kept");
+    expect(access(older, R_OK) == 0 && folder_files(folder.path, false) == 2, "the other version's has gone");
+    jit_free(&first);
+    cache_leave(&folder);
+}
+
+TEST(jit_cache_that_cannot_be_written) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    char expression[2048];
+    JitImage want;
+    small_expression(expression, sizeof(expression));
+    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    // A folder that nobody can make, one that is a file, and one that only others may write: root becomes somebody.
+    chmod(folder.path, 0555);
+    for (const char* path : {"/proc/nibble", "/dev/null/nibble", (const char*)folder.path}) {
+        setenv("NIBBLE_CACHE", path, 1);
+        int status = run_child(test, [&] {
+            if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
+            int lines = stderr_lines([&] { expect(!fetch(test, expression, &want, path), "%s: from where?", path); });
+            expect(lines == 1, "%s: %d lines say so", path, lines);
+        });
+        expect(status == 0, "%s: status %x", path, status);
+    }
+    expect(folder_files(folder.path, false) == 0, "the read-only folder was written");
+    // What is in a read-only folder is used, whoever wrote it.
+    chmod(folder.path, 0755);
+    setenv("NIBBLE_CACHE", folder.path, 1);
+    expect(!fetch(test, expression, &want, "written"), "from where?");
+    chmod(folder.path, 0555);
+    int status = run_child(test, [&] {
+        if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
+        int lines = stderr_lines([&] { expect(fetch(test, expression, &want, "read-only"), "compiled again"); });
+        expect(lines == 0, "%d lines", lines);
+    });
+    expect(status == 0, "status %x", status);
+    chmod(folder.path, 0755);
+    expect(folder_files(folder.path, false) == 1, "%d files", folder_files(folder.path, false));
+    jit_free(&want);
+    cache_leave(&folder);
+}
+
+// A full disk as a limit on a file's size, which fails a write after its first part as ENOSPC does.
+static void limit_files(int64_t bytes, bool killed) {
+    struct rlimit limit = {(rlim_t)bytes, (rlim_t)bytes};
+    signal(SIGXFSZ, killed ? SIG_DFL : SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    limit = {0, 0};
+    setrlimit(RLIMIT_CORE, &limit);
+}
+
+TEST(jit_full_disk) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    char expression[2048];
+    JitImage want;
+    small_expression(expression, sizeof(expression));
+    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    for (int64_t most : {0, 20, 4096}) {
+        int status = run_child(test, [&] {
+            limit_files(most, false);
+            if (!freopen("/dev/null", "w", stderr)) _exit(2);  // the notice would not fit into a file
+            expect(!fetch(test, expression, &want, "limited"), "from where?");
+        });
+        expect(status == 0, "status %x", status);
+        expect(folder_files(folder.path, false) == 0, "a part was left after %lld bytes", (long long)most);
+    }
+    // And a disk that is full: 16 KiB of memory mounted on the folder, where this user may do that.
+    constexpr int NO_MOUNT = 77;
+    int status = run_child(test, [&] {
+        if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+            mount("none", folder.path, "tmpfs", 0, "size=16k") != 0) {
+            _exit(NO_MOUNT);
+        }
+        int lines = stderr_lines([&] { expect(!fetch(test, expression, &want, "full"), "from where?"); });
+        expect(lines == 1, "%d lines", lines);
+        expect(folder_files(folder.path, false) == 0, "a part was left on the full disk");
+    });
+    bool mounted = !(WIFEXITED(status) && WEXITSTATUS(status) == NO_MOUNT);
+    expect(status == 0 || !mounted, "status %x", status);
+    snprintf(test->note, sizeof(test->note), "a limit on files%s",
+             mounted ? " and a full tmpfs" : "; no right to mount");
+    // There is room again.
+    expect(!fetch(test, expression, &want, "room"), "from where?");
+    expect(fetch(test, expression, &want, "kept"), "it was not kept");
+    expect(folder_files(folder.path, false) == 1, "%d files", folder_files(folder.path, false));
+    jit_free(&want);
+    cache_leave(&folder);
+}
+
+TEST(jit_killed_while_writing) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    char expression[2048], path[4352], other[4400];
+    JitImage want;
+    small_expression(expression, sizeof(expression));
+    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
+    int status = run_child(test, [&] {
+        limit_files(4096, true);
+        fetch(test, expression, &want, "killed");
+    });
+    expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ, "status %x", status);
+    expect(folder_files(folder.path, false) == 1 && access(path, F_OK) != 0, "half of a file is what remains");
+    // Made old, it goes with the next write; what is new, or none of ours, stays.
+    struct utimbuf old = {time(nullptr) - 2 * 3600, time(nullptr) - 2 * 3600};
+    DIR* entries = opendir(folder.path);
+    while (struct dirent* entry = readdir(entries)) {
+        if (entry->d_name[0] == '.') continue;
+        snprintf(other, sizeof(other), "%s/%s", folder.path, entry->d_name);
+        utime(other, &old);
+    }
+    closedir(entries);
+    char fresh[4400], foreign[4400];
+    snprintf(fresh, sizeof(fresh), "%s.fresh0", path);
+    snprintf(foreign, sizeof(foreign), "%s/notes.txt", folder.path);
+    for (const char* name : {fresh, foreign}) fclose(fopen(name, "w"));
+    utime(foreign, &old);
+    expect(!fetch(test, expression, &want, "after"), "half of a file was taken");
+    expect(access(other, F_OK) != 0, "the dead process's file is still there");
+    expect(access(fresh, F_OK) == 0 && access(foreign, F_OK) == 0, "a file was removed that may be in use");
+    expect(folder_files(folder.path, false) == 3, "%d files", folder_files(folder.path, false));
+    jit_free(&want);
+    cache_leave(&folder);
+}
+
+TEST(jit_eight_processes_at_once) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    constexpr int PROCESSES = 8;
+    static char error[JIT_ERROR_BYTES];
+    CacheFolder folder = cache_enter();
+    char expression[2048];
+    JitImage want;
+    small_expression(expression, sizeof(expression));
+    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    pid_t child[PROCESSES];
+    int start[2];
+    expect(pipe(start) == 0, "%s", strerror(errno));
+    fflush(stdout);
+    for (pid_t& pid : child) {
+        pid = fork();
+        if (pid != 0) continue;
+        char byte;
+        int before = test->failures;
+        close(start[1]);
+        if (read(start[0], &byte, 1) != 0) _exit(2);  // until all have been started
+        fetch(test, expression, &want, "at once");
+        fflush(stdout);
+        _exit(test->failures > before ? 1 : 0);
+    }
+    close(start[0]);
+    close(start[1]);
+    for (pid_t pid : child) {
+        int status = 1;
+        expect(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0, "status %x", status);
+    }
+    expect(folder_files(folder.path, false) == 1, "%d files", folder_files(folder.path, false));
+    expect(fetch(test, expression, &want, "after"), "what they left is not whole");
+    jit_free(&want);
+    cache_leave(&folder);
+}
+
+// Without NVRTC.
+
+// Whether a text is one sentence that names the library and what to install.
+static bool says_what_is_missing(const char* text) {
+    return strstr(text, "/nowhere/libnvrtc.so") && strstr(text, "install cuda-nvrtc") && !strchr(text, '\n');
+}
+
+TEST(jit_without_nvrtc) {
+    static char error[JIT_ERROR_BYTES];
+    Setting setting = setting_enter("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
+    CacheFolder folder = cache_enter();
+    char expression[2048], architecture[32], path[4352];
+    JitImage image;
+    expect(!jit_available(), "it was found");
+    for (const char* preset : presets) {
+        for (const char* grad : grads) {
+            OptimConfig config = make_config(preset, "", grad, "", "");
+            expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients needs it", preset, grad);
+        }
+    }
+    small_expression(expression, sizeof(expression));
+    expect(!jit_get(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
+    expect(!jit_compile(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
+    expect(!jit_architecture(90, architecture, sizeof(architecture), error) && says_what_is_missing(error), "%s",
+           error);
+    expect(!jit_cache_path(expression, "sm_90", path, sizeof(path)), "%s", path);
+    expect(folder_files(folder.path, false) == 0, "something was kept");
+    cache_leave(&folder);
+    setting_leave(&setting);
+}
+
+// ./train, beside this program, with its two streams into `output`; returns its exit code.
+static int run_train(const char* words, char* output, size_t bytes) {
+    char path[2048], command[4096];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    path[length > 0 ? length : 0] = 0;
+    *strrchr(path, '/') = 0;
+    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", path, words);
+    FILE* pipe = popen(command, "r");
+    size_t used = 0, got;
+    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
+    output[used] = 0;
+    int status = pipe ? pclose(pipe) : -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(jit_without_nvrtc_presets_train_gpu) {
+    static char output[65536];
+    Setting setting = setting_enter("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
+    CacheFolder folder = cache_enter();
+    const char* small =
+        "--device gpu --layers 1 --channels 64 --heads 1 --seq 64 --batch 2 --steps 2 --val-every 0 --sample-every 0";
+    char words[1024];
+    for (const char* preset : presets) {
+        snprintf(words, sizeof(words), "%s --preset %s --run %s/%s", small, preset, folder.path, preset);
+        int code = run_train(words, output, sizeof(output));
+        expect(code == 0, "%s: exit code %d: %s", preset, code, output);
+    }
+    snprintf(words, sizeof(words), "%s --preset adamw8 --m dyn8/64 --run %s/own", small, folder.path);
+    int code = run_train(words, output, sizeof(output));
+    const char* said = strstr(output, "train: error: ");
+    expect(code == 2 && said, "exit code %d: %s", code, output);
+    if (said) {
+        ((char*)said)[strcspn(said, "\n")] = 0;
+        expect(says_what_is_missing(said), "%s", said);
+    }
+    snprintf(words, sizeof(words), "rm -r '%s'/*", folder.path);
+    expect(system(words) == 0, "%s", words);
+    cache_leave(&folder);
+    setting_leave(&setting);
+}
+
+// Time.
+
+static double cpu_ms(clockid_t clock = CLOCK_PROCESS_CPUTIME_ID) {
+    struct timespec time;
+    clock_gettime(clock, &time);
+    return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
+}
+
+static int compare_double(const void* a, const void* b) {
+    double x = *(const double*)a, y = *(const double*)b;
+    return (x > y) - (x < y);
+}
+
+// The processor's time, all threads', of the first call in a new process: it opens libnvrtc, too. The new process is
+// this program with the same case, which NIBBLE_TEST_JIT_TIMES tells to measure and where to write.
+static double first_call_ms(Test* test, const char* expression, bool cached) {
+    char path[] = "/tmp/nibble-time-XXXXXX", command[512];
+    int file = mkstemp(path);
+    Setting setting = setting_enter("NIBBLE_TEST_JIT_TIMES", path);
+    Setting asked = setting_enter("NIBBLE_TEST_JIT_EXPRESSION", expression);
+    snprintf(command, sizeof(command), "/proc/%d/exe -k jit_times > /dev/null", (int)getpid());
+    int code = system(command), was_cached = -1;
+    double ms = NAN;
+    FILE* result = fdopen(file, "r");
+    expect(code == 0 && fscanf(result, "%lf %d", &ms, &was_cached) == 2, "exit code %d", code);
+    expect(was_cached == (cached ? 1 : 0), "cached %d", was_cached);
+    fclose(result);
+    unlink(path);
+    setting_leave(&asked);
+    setting_leave(&setting);
+    return ms;
+}
+
+static void measure_first_call(Test* test, const char* path) {
+    static char error[JIT_ERROR_BYTES];
+    const char* expression = getenv("NIBBLE_TEST_JIT_EXPRESSION");
+    JitImage image;
+    double begin = cpu_ms();
+    bool good = jit_get(expression ? expression : "", "sm_90", &image, error);
+    double ms = cpu_ms() - begin;
+    expect(good, "%s", error);
+    FILE* file = fopen(path, "w");
+    fprintf(file, "%.3f %d\n", ms, image.cached);
+    fclose(file);
+    if (good) jit_free(&image);
+}
+
+TEST(jit_times) {
+    const char* path = getenv("NIBBLE_TEST_JIT_TIMES");
+    if (path) {
+        measure_first_call(test, path);  // before anything else has opened the library
+        return;
+    }
+    if (!jit_available()) skip("libnvrtc was not found");
+    // Processor time, so that a machine with other work does not fail. The formats whose kernels are longest.
+    constexpr int TIMES = 5;
+    const char* const drawn[][4] = {{"", "bf16:sr", "dyn8/64", "udyn8/64:sr"},
+                                    {"ademamix16", "e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
+                                    {"", "bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
+    CacheFolder folder = cache_enter();
+    double worst_compiled = 0.0, worst_cached = 0.0;
+    for (const auto& names : drawn) {
+        OptimConfig config = make_config(names[0], names[1], "bf16", names[2], names[3]);
+        char expression[2048];
+        double compiled[TIMES], cached[TIMES];
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
+        for (int i = 0; i < TIMES; i++) {
+            folder_files(folder.path, true);
+            compiled[i] = first_call_ms(test, expression, false);
+            cached[i] = first_call_ms(test, expression, true);
+        }
+        qsort(compiled, TIMES, sizeof(double), compare_double);
+        qsort(cached, TIMES, sizeof(double), compare_double);
+        expect(compiled[TIMES / 2] < 1000.0, "%s: %.0f ms", expression, compiled[TIMES / 2]);
+        expect(cached[TIMES / 2] < 20.0, "%s: %.1f ms from the cache", expression, cached[TIMES / 2]);
+        if (!(compiled[TIMES / 2] <= worst_compiled)) worst_compiled = compiled[TIMES / 2];
+        if (!(cached[TIMES / 2] <= worst_cached)) worst_cached = cached[TIMES / 2];
+    }
+    snprintf(test->note, sizeof(test->note), "first use %.0f ms of 1000, from the cache %.1f ms of 20", worst_compiled,
+             worst_cached);
+    cache_leave(&folder);
+}
+
+// All combinations.
+
+// The seed of the sample: NIBBLE_TEST_SEED (any text), else the commit, else the source itself.
+static void sample_seed(char* seed, size_t bytes) {
+    const char* given = getenv("NIBBLE_TEST_SEED");
+    char path[2048], command[2200];
+    snprintf(seed, bytes, "%s", given ? given : "");
+    if (*seed) return;
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    path[length > 0 ? length : 0] = 0;
+    *strrchr(path, '/') = 0;
+    snprintf(command, sizeof(command), "git -C '%s' rev-parse HEAD 2> /dev/null", path);
+    FILE* git = popen(command, "r");
+    if (git && fgets(seed, (int)bytes, git)) seed[strcspn(seed, "\n")] = 0;
+    if (git) pclose(git);
+    char key[JIT_KEY_BYTES];
+    jit_key("", "", "", 0, 0, key);
+    if (!*seed) snprintf(seed, bytes, "%s", key);
+}
+
+static bool is_unsigned(const char* state) {
+    return strncmp(state, "udyn8", 5) == 0 || strncmp(state, "sqrt", 4) == 0 || strncmp(state, "lin4", 4) == 0 ||
+           strncmp(state, "ulin8", 5) == 0;
+}
+
+// One of all combinations of the tables, each as likely as another but for m's, which has both signs.
+static OptimConfig draw_config(uint64_t seed, int64_t index) {
+    int draw[5];
+    for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, index * 5 + j)) * 1e6f);
+    while (is_unsigned(states[draw[3] % length(states)])) draw[3]++;
+    const char* rule = rules[draw[0] % length(rules)];
+    bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;
+    OptimConfig config = {"",
+                          rule,
+                          weights[draw[1] % length(weights)],
+                          grads[draw[2] % length(grads)],
+                          states[draw[3] % length(states)],
+                          keeps_v ? states[draw[4] % length(states)] : "",
+                          0.9f,
+                          0.95f,
+                          1e-8f,
+                          0.1f,
+                          1};
+    char error[1024];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+TEST(jit_sample_of_all_combinations_compiles) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    constexpr int DRAWN = 120, PRESETS = length(presets) * length(grads);
+    char text[128];
+    sample_seed(text, sizeof(text));
+    uint64_t seed = 14695981039346656037ull;
+    for (const char* c = text; *c; c++) seed = (seed ^ (unsigned char)*c) * 1099511628211ull;
+    double begin = cpu_ms(), slowest = 0.0;
+    int failures = 0;
+#pragma omp parallel for schedule(dynamic) reduction(+ : failures) reduction(max : slowest)
+    for (int k = 0; k < PRESETS + DRAWN; k++) {
+        OptimConfig config = k < PRESETS ? make_config(presets[k / length(grads)], "", grads[k % length(grads)], "", "")
+                                         : draw_config(seed, k - PRESETS);
+        char expression[2048], *error = (char*)calloc(1, JIT_ERROR_BYTES);
+        JitImage image;
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
+        double thread_begin = cpu_ms(CLOCK_THREAD_CPUTIME_ID);
+        bool good = jit_compile(expression, "sm_90", &image, error) && image.image_bytes > 1000;
+        double ms = cpu_ms(CLOCK_THREAD_CPUTIME_ID) - thread_begin;
+        slowest = ms > slowest ? ms : slowest;
+        if (good) jit_free(&image);
+        if (!good) printf("    %s\n", error), failures++;
+        free(error);
+    }
+    snprintf(test->note, sizeof(test->note),
+             "%d presets and %d of %d, NIBBLE_TEST_SEED=%s, %.0f s of CPU, the slowest %.0f ms", PRESETS, DRAWN,
+             length(rules) * length(weights) * length(grads) * length(states) * length(states), text,
+             1e-3 * (cpu_ms() - begin), slowest);
+    expect(failures == 0, "%d do not compile", failures);
+}

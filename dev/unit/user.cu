@@ -1,0 +1,357 @@
+// Tests of --format: what is read of a file without a GPU, each refusal, the example in dev/examples through NVRTC, and
+// where there is a GPU, equal bits with built-in formats that are equal by construction, tables included.
+#include "../../data/safetensors.h"
+#include "../../optim/jit.h"
+#include "../../optim/optim.h"
+#include "cache.h"
+#include "data.h"
+#include "test.h"
+
+// The folder of this program, where the sources are too.
+static const char* root() {
+    static char path[2048];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    path[length > 0 ? length : 0] = 0;
+    *strrchr(path, '/') = 0;
+    return path;
+}
+
+static const char* example() {
+    static char path[2100];
+    snprintf(path, sizeof(path), "%s/dev/examples/format.cuh", root());
+    return path;
+}
+
+static OptimConfig asked(const char* formats, const char* m, const char* v) {
+    OptimConfig config = {"", "adamw", "bf16:sr", "bf16", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+    config.formats = formats;
+    return config;
+}
+
+// Resolves or fails the case.
+static bool resolve(Test* test, OptimConfig* config) {
+    static char error[DATA_ERROR_BYTES];
+    bool good = optim_resolve(config, error, sizeof(error));
+    expect(good, "%s", error);
+    return good;
+}
+
+TEST(user_format_example) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder folder = cache_enter();
+    static char error[JIT_ERROR_BYTES];
+    OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
+    if (resolve(test, &config) && resolve(test, &same)) {
+        char line[256], same_line[256], expression[2048];
+        expect(strcmp(config.m, "my8/64") == 0 && strcmp(config.v, "my8/64:sr") == 0, "%s %s", config.m, config.v);
+        expect(!optim_built_in(&config, OPTIM_BF16), "it is built in");
+        optim_describe(&config, line, sizeof(line));
+        optim_describe(&same, same_line, sizeof(same_line));
+        const char *cost = strstr(line, ":sr  4"), *same_cost = strstr(same_line, ":sr  4");
+        expect(cost && same_cost && strcmp(cost, same_cost) == 0, "%s; %s", line, same_line);
+        OptimTensor tensor = {"tensor", 100, 77, true, 0};
+        optim_layout(&tensor, 1, &config);
+        OptimBytes own = optim_bytes(&config, &tensor, 1, OPTIM_BF16),
+                   want = optim_bytes(&same, &tensor, 1, OPTIM_BF16);
+        expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
+               (long long)want.states);
+        JitImage image;
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
+        bool good = jit_get(expression, "sm_90", &image, error, optim_source(&config));
+        expect(good, "%s", error);
+        if (good) expect(strstr(image.symbol, "My8") && !image.cached, "%s", image.symbol);
+        if (good) jit_free(&image);
+        expect(!*optim_source(&same), "a built-in combination is given a source");
+    }
+    FILE* file = fopen(example(), "r");
+    int lines = 0;
+    for (int c = file ? fgetc(file) : EOF; c != EOF; c = fgetc(file)) lines += c == '\n';
+    if (file) fclose(file);
+    expect(lines > 10 && lines < 40, "the example has %d lines", lines);
+    cache_leave(&folder);
+}
+
+TEST(user_format_lists) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder folder = cache_enter();
+    char* text[2] = {nullptr, nullptr};
+    size_t bytes = 0;
+    for (int own = 0; own < 2; own++) {
+        FILE* file = open_memstream(&text[own], &bytes);
+        optim_list_formats(file, own ? example() : "");
+        fclose(file);
+    }
+    expect(!strstr(text[0], "my8") && strstr(text[1], "my8/64 ") && strstr(text[1], "my8/64:sr"), "%s", text[1]);
+    const char* row = strstr(text[1], "  my8/64 ");
+    int bits = 0, block = 0;
+    double each = 0;
+    expect(row && sscanf(row, " my8/64 %d %d %lf", &bits, &block, &each) == 3, "%s", row ? row : "no row");
+    expect(bits == 8 && block == 64 && each == 1.062, "%d bits, block %d, %g bytes", bits, block, each);
+    free(text[0]), free(text[1]);
+    cache_leave(&folder);
+}
+
+static void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
+    static char error[DATA_ERROR_BYTES];
+    error[0] = 0;
+    expect(!optim_resolve(&config, error, sizeof(error)), "resolved, and should be refused: %s", holds);
+    expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds), "\"%s\" should hold \"%s\"", error,
+           holds);
+}
+
+TEST(user_format_refusals) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
+    const struct {
+        const char *name, *text, *holds;
+    } files[] = {
+        {"empty.cuh", "struct Nothing {};\n", "names no format; add a line such as OPTIM_FORMAT("},
+        {"commented.cuh", "// OPTIM_FORMAT(\"a/64\", \"\", None)\n", "names no format"},
+        {"taken.cuh", "OPTIM_FORMAT(\"dyn8/256\", \"x\", %s)\n", "names a format \"dyn8/256\", which is built in"},
+        {"weights.cuh", "OPTIM_FORMAT(\"bf16+8\", \"x\", %s)\n", "names a format \"bf16+8\", which is built in"},
+        {"short.cuh", "OPTIM_FORMAT(\"udyn8\", \"x\", %s)\n", "names a format \"udyn8\", which is built in"},
+        {"comma.cuh", "OPTIM_FORMAT(\"a,b/64\", \"x\", %s)\n", "take letters, digits"},
+        {"blank.cuh", "OPTIM_FORMAT(\"\", \"x\", %s)\n", "take letters, digits"},
+        {"long.cuh", "OPTIM_FORMAT(\"abcdefghijklmnopqrstuvwxyzabcdefgh\", \"x\", %s)\n", "longer than 31, 127 or 511"},
+        {"twice.cuh", "OPTIM_FORMAT(\"a/64\", \"x\", %1$s)\nOPTIM_FORMAT(\"a/64\", \"y\", %1$s)\n", "and so does"},
+        {"bits.cuh",
+         "struct Odd { static constexpr StreamInfo STREAM[2] = {{\"\", \"U8\", 12, 1}, {\"\", \"\", 0, 1}}; };\n"
+         "OPTIM_FORMAT(\"odd\", \"x\", Odd)\n",
+         "has 12 bits every 1 elements"},
+        {"run.cuh", "OPTIM_FORMAT(\"a\", \"x\", Blocks<Lin8, 4096, ScaleFp32, NEAREST>)\n",
+         "32 bits every 4096 elements"},
+        {"error.cuh", "\n\n#pragma once\nstruct Mine {\n    int x = no_such_name;\n};\n", "error.cuh(5): error"},
+        {"type.cuh", "\nOPTIM_FORMAT(\"a/64\", \"x\", Blocks<Absent, 64, ScaleFp32, NEAREST>)\n", "type.cuh(2): error"},
+    };
+    for (const auto& file : files) {
+        char text[1024];
+        const char* path = in(folder, file.name);
+        snprintf(text, sizeof(text), file.text, type);
+        put_text(test, path, text);
+        expect_refusal(test, asked(path, "fp32", "fp32"), "--format", file.holds);
+        expect_refusal(test, asked(path, "fp32", "fp32"), "--format", file.name);
+    }
+    expect_refusal(test, asked(in(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh cannot be opened (No such");
+    expect_refusal(test, asked(folder.path, "", ""), "--format: ", "cannot be read");
+    // A name that another file of the list has, and the second file's own lines.
+    char both[4200], text[1024];
+    snprintf(text, sizeof(text), "\n\nOPTIM_FORMAT(\"my8/64\", \"x\", %s)", type);
+    put_text(test, in(folder, "other.cuh"), text);
+    snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "other.cuh"));
+    expect_refusal(test, asked(both, "", ""), "--format: ", "other.cuh names a format \"my8/64\", and so does");
+    snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "error.cuh"));
+    expect_refusal(test, asked(both, "", ""), "--format ", "error.cuh(5): error");
+    // Names that are refused, or need the option.
+    OptimConfig weights = asked(example(), "", "");
+    weights.weights = "my8/64";
+    expect_refusal(test, weights, "--weights: \"my8/64\"", "--m and --v only");
+    expect_refusal(test, asked("", "my8", ""), "--m: \"my8\" is not known", "needs --format FILE.cuh");
+    expect_refusal(test, asked(example(), "my7", ""), "--m: \"my7\" is not known", "the files given name no such");
+    snprintf(text, sizeof(text), "OPTIM_FORMAT(\"u/64\", \"x\", Blocks<Ulin8, 64, ScaleFp32, NEAREST>)");
+    put_text(test, in(folder, "unsigned.cuh"), text);
+    expect_refusal(test, asked(in(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
+    expect(folder_files(cache.path, false) > 0, "what compiles is kept");
+    folder_end(test, folder);
+    cache_leave(&cache);
+}
+
+TEST(user_format_enters_the_content_address) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    const char* path = in(folder, "mine.cuh");
+    char expression[2048], first[4352], second[4352];
+    for (int k = 0; k < 2; k++) {
+        // The same types and names, another body.
+        char text[1024];
+        snprintf(text, sizeof(text),
+                 "struct Mine : Lin8 {\n    static constexpr float LARGEST = %d.0f;\n};\n"
+                 "OPTIM_FORMAT(\"mine/32\", \"x\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
+                 127 - k);
+        put_text(test, path, text);
+        OptimConfig config = asked(path, "mine", "");
+        if (!resolve(test, &config)) break;
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
+        expect(jit_cache_path(expression, "sm_90", k ? second : first, sizeof(first), optim_source(&config)),
+               "no path");
+    }
+    expect(strcmp(first, second) != 0, "the address is the same after the file was changed");
+    folder_end(test, folder);
+    cache_leave(&cache);
+}
+
+TEST(user_format_tables_compile) {
+    // What fills the constants of each kind of table on a GPU.
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    for (const char* format : {"Dyn8", "Udyn8", "De4", "Nf4", "Soft8"}) {
+        char expression[128];
+        JitImage image;
+        snprintf(expression, sizeof(expression), "optim_fill_kernel<Blocks<%s, 64, ScaleFp32, NEAREST>>", format);
+        bool good = jit_compile(expression, "sm_90", &image, error);
+        expect(good, "%s", error);
+        if (good) jit_free(&image);
+    }
+}
+
+static int run_train(const char* words, char* output, size_t bytes) {
+    char command[12000];
+    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", root(), words);
+    FILE* pipe = popen(command, "r");
+    size_t used = 0, got;
+    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
+    output[used] = 0;
+    int status = pipe ? pclose(pipe) : -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// A folder with runs in it.
+static void remove_runs(Test* test, const Folder& folder) {
+    char command[1100];
+    snprintf(command, sizeof(command), "rm -r '%s'", folder.path);
+    expect(system(command) == 0, "%s", command);
+}
+
+static const char SMALL[] = "--layers 1 --channels 64 --heads 1 --seq 32 --batch 2 --val-every 0 --sample-every 0";
+
+TEST(user_format_command_line) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    static char output[65536];
+    char words[8000];
+    const struct {
+        const char *words, *formats, *says;
+        int code;
+    } runs[] = {{"--device cpu --m my8", example(), "compiled for a GPU, and this run is on the CPU", 2},
+                {"--device cpu --v my8/64:sr", example(), "compiled for a GPU, and this run is on the CPU", 2},
+                {"--device cpu --m my8 --dry-run", example(), "m my8/64", 0},
+                {"--device cpu --steps 1", example(), "done", 0},
+                {"--device cpu", "/nowhere/mine.cuh", "cannot be opened", 2},
+                {"--list-formats", example(), "my8/64:sr", 0},
+                {"--list-formats", "/nowhere/mine.cuh", "cannot be opened", 2},
+                {"--device cpu", "README.md", "NVRTC could not compile it", 2}};
+    for (const auto& run : runs) {
+        char format[4200];
+        snprintf(format, sizeof(format), "%s%s", run.formats[0] == '/' ? "" : root(), run.formats[0] == '/' ? "" : "/");
+        strcat(format, run.formats);
+        snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
+        int code = run_train(words, output, sizeof(output));
+        expect(code == run.code && strstr(output, run.says), "%s: exit code %d\n%s", run.words, code, output);
+    }
+    remove_runs(test, folder);
+    cache_leave(&cache);
+}
+
+// On a GPU.
+
+constexpr int TENSORS = 3;
+
+// All streams after some steps, caller frees.
+static char* run_steps(const Device* dev, const OptimConfig* config, int64_t* bytes) {
+    OptimTensor tensors[TENSORS] = {{"a", 33, 129, true, 0}, {"b", 1, 31, false, 0}, {"c", 64, 64, true, 0}};
+    int64_t elements = optim_layout(tensors, TENSORS, config);
+    Optim* optim = optim_create(dev, config, tensors, TENSORS, OPTIM_BF16);
+    float* values = (float*)malloc((size_t)elements * sizeof(float));
+    uint16_t* narrow = (uint16_t*)calloc((size_t)elements, sizeof(uint16_t));
+    void* grads = device_alloc(dev, elements * 2);
+    float *scale = (float*)device_alloc(dev, 4), one = 1.0f;
+    copy_to_device(dev, scale, &one, 4);
+    for (int64_t i = 0; i < elements; i++) values[i] = test_uniform(3, i);
+    for (int t = 0; t < TENSORS; t++) optim_set_weights(optim, t, values + tensors[t].offset);
+    for (int step = 1; step <= 6; step++) {
+        for (int t = 0; t < TENSORS; t++) {
+            for (int64_t i = 0; i < tensors[t].rows * tensors[t].cols; i++) {
+                int64_t element = tensors[t].offset + i;
+                float g = ldexpf(test_uniform((uint64_t)(10 + step), element), (int)(8 * test_uniform(4, element)));
+                uint32_t word;
+                memcpy(&word, &g, 4);
+                narrow[element] = (uint16_t)(word >> 16);
+            }
+        }
+        copy_to_device(dev, grads, narrow, elements * 2);
+        optim_step(optim, grads, scale, 1e-2f, step);
+    }
+    *bytes = 0;
+    for (int s = 0; s < optim_stream_count(optim); s++) {
+        *bytes += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
+    }
+    char* all = (char*)malloc((size_t)*bytes);
+    int64_t used = 0;
+    for (int s = 0; s < optim_stream_count(optim); s++) {
+        OptimStream stream = optim_stream(optim, s);
+        copy_to_host(dev, all + used, stream.data, stream.elements * stream.element_bytes);
+        used += stream.elements * stream.element_bytes;
+    }
+    device_free(dev, grads), device_free(dev, scale);
+    free(values), free(narrow);
+    optim_free(optim);
+    return all;
+}
+
+static void expect_equal_runs(Test* test, const Device* dev, const char* formats, const char* m, const char* v,
+                              const char* built_in_m, const char* built_in_v) {
+    OptimConfig mine = asked(formats, m, v), theirs = asked("", built_in_m, built_in_v);
+    if (!resolve(test, &mine) || !resolve(test, &theirs)) return;
+    int64_t bytes[2], differ = 0;
+    char *got = run_steps(dev, &mine, &bytes[0]), *want = run_steps(dev, &theirs, &bytes[1]);
+    for (int64_t i = 0; i < bytes[0] && i < bytes[1]; i++) differ += got[i] != want[i];
+    expect(bytes[0] == bytes[1] && differ == 0, "%s, %s: %lld of %lld bytes differ", mine.m, mine.v, (long long)differ,
+           (long long)bytes[1]);
+    free(got), free(want);
+}
+
+TEST(user_format_equals_built_in_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    expect_equal_runs(test, &gpu, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
+    expect_equal_runs(test, &gpu, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
+    // Tables that a thread of the GPU fills, against those that the host fills: 8 bits and 4, to nearest and not.
+    put_text(test, in(folder, "tables.cuh"),
+             "OPTIM_FORMAT(\"a\", \"\", Blocks<Dyn8, 256, ScaleFp32, NEAREST>)\n"
+             "OPTIM_FORMAT(\"b\", \"\", Blocks<Udyn8, 128, ScaleFp32, STOCHASTIC>)\n"
+             "OPTIM_FORMAT(\"c\", \"\", Blocks<De4, 128, ScaleFp32, STOCHASTIC>)\n"
+             "OPTIM_FORMAT(\"d\", \"\", Blocks<Nf4, 64, ScaleBf16, NEAREST>)\n"
+             "OPTIM_FORMAT(\"e\", \"\", Blocks<Soft8, 32, ScaleFp32, NEAREST>)\n");
+    const char* tables = in(folder, "tables.cuh");
+    expect_equal_runs(test, &gpu, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
+    expect_equal_runs(test, &gpu, tables, "c", "fp32", "de4/128:sr", "fp32");
+    expect_equal_runs(test, &gpu, tables, "e", "b", "soft8/32", "udyn8/128:sr");
+    expect_equal_runs(test, &gpu, tables, "d", "fp32", "nf4@bf16", "fp32");
+    folder_end(test, folder);
+    cache_leave(&cache);
+    device_close(&gpu);
+}
+
+TEST(user_format_trains_and_resumes_gpu) {
+    // The option is restored as the others; without the file the resumed run says so.
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    static char output[65536];
+    char words[8000], command[4400];
+    snprintf(command, sizeof(command), "cp %s %s", example(), in(folder, "mine.cuh"));
+    expect(system(command) == 0, "%s", command);
+    snprintf(words, sizeof(words), "%s --device gpu --format %s --m my8 --v my8:sr --steps 4 --run %s", SMALL,
+             in(folder, "mine.cuh"), in(folder, "run"));
+    int code = run_train(words, output, sizeof(output));
+    expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
+    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 6", in(folder, "run"));
+    code = run_train(words, output, sizeof(output));
+    expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
+    unlink(in(folder, "mine.cuh"));
+    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 8", in(folder, "run"));
+    code = run_train(words, output, sizeof(output));
+    expect(code == 2 && strstr(output, "--format: ") && strstr(output, "mine.cuh cannot be opened"), "exit code %d\n%s",
+           code, output);
+    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 8 --format %s", in(folder, "run"), example());
+    code = run_train(words, output, sizeof(output));
+    expect(code == 0, "exit code %d\n%s", code, output);
+    remove_runs(test, folder);
+    cache_leave(&cache);
+}

@@ -1,0 +1,197 @@
+// optim_resolve: the names and values of a configuration, checked, with defaults filled in. A mistake is one sentence
+// that names the option, what was found and what to type.
+#include "names.h"
+#include "optim.h"
+#include "override.h"
+#include "table.cuh"
+#include "user.h"
+
+// What there is to choose from: the names of the tables, and what makes a choice fit another.
+struct Name {
+    const char *name, *note;
+};
+
+struct StateName {
+    const char *name, *note;
+    bool has_sign;
+};
+
+struct RuleName {
+    const char *name, *note;
+    bool keeps_v, decoupled;
+};
+
+struct PresetName {
+    const char *name, *rule, *weights, *m, *v, *note;
+};
+
+#define NAME_ROW(NAME, NOTE, ...) {NAME, NOTE},
+#define STATE_ROW(NAME, NOTE, ...) {NAME, NOTE, HAS_SIGN<__VA_ARGS__>},
+#define RULE_ROW(NAME, NOTE, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED},
+#define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
+
+static const RuleName rule_rows[] = {OPTIM_RULES(RULE_ROW)};
+static const Name weights_rows[] = {OPTIM_WEIGHTS(NAME_ROW)};
+static const Name grads_rows[] = {OPTIM_GRADS(NAME_ROW)};
+static const StateName state_rows[] = {OPTIM_STATES(STATE_ROW)};
+static const PresetName preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
+static const char NONE[] = "none";  // a state that a rule does not keep
+
+template <class Row>
+static const char* row_name(const Row& row) {
+    return row.name;
+}
+
+// Rows without a note are variants of the one before them: found, but not listed.
+template <class Row>
+static const char* row_note(const Row& row) {
+    return row.note;
+}
+
+template <class Row, int COUNT>
+static const Row* find(const Row (&rows)[COUNT], const char* name) {
+    return find_row(rows, COUNT, name);
+}
+
+bool optim_name_is_taken(const char* name) {
+    return find(state_rows, name) || find(weights_rows, name) || find(grads_rows, name) || strcmp(name, NONE) == 0;
+}
+
+// Looks a name up; when it is unknown the sentence lists the known ones and suggests the nearest.
+template <class Row, int COUNT>
+static bool resolve_name(const Row (&rows)[COUNT], const char* option, const char** name, char* error, size_t bytes) {
+    const Row* row = find(rows, *name);
+    if (!row) name_unknown(rows, COUNT, option, *name, error, bytes);
+    if (row) *name = row_name(*row);
+    return row != nullptr;
+}
+
+// The same for a moment, which may be in a format of the user's own.
+static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error, size_t bytes) {
+    const UserFormats* user = config->user_formats;
+    const UserRow* row = user && !find(state_rows, *name) ? find_row(user->row, user->count, *name) : nullptr;
+    if (row) *name = row->name;
+    if (row || resolve_name(state_rows, option, name, error, bytes)) return true;
+    size_t used = strlen(error);
+    snprintf(error + used, bytes - used, "; one of your own needs --format FILE.cuh%s",
+             user ? ", and the files given name no such" : "");
+    return false;
+}
+
+// The files of --format; what is read of them lives as long as the process, as do the options that name them.
+static bool resolve_formats(OptimConfig* config, char* error, size_t bytes) {
+    UserFormats* files;
+    if (config->user_formats || !config->formats || !*config->formats) return true;
+    if (!user_formats_open(config->formats, &files, error, bytes)) return false;
+    config->user_formats = files;
+    return true;
+}
+
+// Weights are set and read on the host too, where a format of the user's own has no functions.
+static bool resolve_weights(OptimConfig* config, char* error, size_t bytes) {
+    const UserFormats* user = config->user_formats;
+    if (!user || !find_row(user->row, user->count, config->weights)) {
+        return resolve_name(weights_rows, "--weights", &config->weights, error, bytes);
+    }
+    snprintf(error, bytes, "--weights: \"%s\" was found, and a format of --format serves --m and --v only",
+             config->weights);
+    return false;
+}
+
+static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error, size_t bytes) {
+    if (fits) return true;
+    snprintf(error, bytes, "%s: %g was found and %s is needed", option, (double)value, range);
+    return false;
+}
+
+static void take_default(const char** name, const char* preset) {
+    if (!*name || !**name) *name = preset;
+}
+
+// v, whose name depends on the rule: "none" when it keeps none.
+static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
+    bool kept = find(rule_rows, config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
+    if (!kept && config->v && *config->v && !none) {
+        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment; leave --v out", config->v,
+                 config->rule);
+        return false;
+    }
+    config->v = kept ? config->v : NONE;
+    take_default(&config->v, preset);
+    if (!kept) return true;
+    if (strcmp(config->v, NONE) == 0) {
+        snprintf(error, bytes, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
+                 config->rule);
+        return false;
+    }
+    return resolve_state(config, "--v", &config->v, error, bytes);
+}
+
+// m has both signs.
+static bool resolve_sign(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
+    const StateName* state = find(state_rows, m);
+    const UserFormats* user = config->user_formats;
+    if (state ? state->has_sign : find_row(user->row, user->count, m)->has_sign) return true;
+    snprintf(error, bytes, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
+             option, m);
+    return false;
+}
+
+static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t bytes) {
+    bool independent = strcmp(config->decay_mode, "independent") == 0;
+    if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
+        snprintf(error, bytes, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
+        return false;
+    }
+    if (independent && !find(rule_rows, config->rule)->decoupled) {
+        snprintf(error, bytes,
+                 "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
+                 config->rule);
+        return false;
+    }
+    return true;
+}
+
+static bool resolve_overrides(const OptimConfig* config, char* error, size_t bytes) {
+    Override overrides[OVERRIDES];
+    int count;
+    if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
+    for (int i = 0; i < count; i++) {
+        const char *m = overrides[i].m, *v = overrides[i].v;
+        if (*m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
+        if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
+        if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
+        if (*v && !find(rule_rows, config->rule)->keeps_v) {
+            snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
+            return false;
+        }
+    }
+    return true;
+}
+
+bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
+    take_default(&config->preset, preset_rows[0].name);
+    if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
+    if (!resolve_formats(config, error, bytes)) return false;
+    const PresetName* preset = find(preset_rows, config->preset);
+    take_default(&config->rule, preset->rule);
+    take_default(&config->weights, preset->weights);
+    take_default(&config->grads, "");
+    take_default(&config->m, preset->m);
+    take_default(&config->decay_mode, "coupled");
+    float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
+    float beta3 = config->beta3, alpha = config->alpha;
+    const char* unit = "a number from 0 to below 1";
+    return resolve_name(rule_rows, "--rule", &config->rule, error, bytes) && resolve_weights(config, error, bytes) &&
+           resolve_name(grads_rows, "--grads", &config->grads, error, bytes) &&
+           resolve_state(config, "--m", &config->m, error, bytes) &&
+           resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
+           resolve_decay_mode(config, error, bytes) && resolve_overrides(config, error, bytes) &&
+           resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
+           resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
+           resolve_number("--eps", eps, eps > 0.0f && eps < INFINITY, "a number above 0", error, bytes) &&
+           resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error, bytes) &&
+           resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error, bytes) &&
+           resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error,
+                          bytes);
+}

@@ -1,0 +1,197 @@
+// See user.h. The files are compiled together, to PTX, without asking for a kernel: 0.1 s, or nothing from the cache.
+#include "user.h"
+
+#include <ctype.h>
+#include <errno.h>
+
+#include "jit.h"
+#include "optim.h"
+
+// The rows in PTX: `.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, ...};`, where zeros at the end may be left
+// out. A compiler may put something before or after the name.
+static const char row_name[] = "optim_user_row_";
+
+__attribute__((format(printf, 3, 4))) static bool refuse(char* error, size_t bytes, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error, bytes, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+// One file's text at the end of the source, with its name and lines for the compiler's messages.
+static bool append_file(const char* path, int index, FILE* to, char* error, size_t bytes) {
+    FILE* file = fopen(path, "r");
+    char piece[4096];
+    size_t got;
+    if (!file) {
+        return refuse(error, bytes, "--format: %s cannot be opened (%s); type the path of a format's file", path,
+                      strerror(errno));
+    }
+    fprintf(to, "\n#undef USER_FILE\n#define USER_FILE %d\n#line 1 \"", index);
+    for (const char* c = path; *c; c++) fprintf(to, *c == '"' || *c == '\\' ? "\\%c" : "%c", *c);
+    fprintf(to, "\"\n");
+    while ((got = fread(piece, 1, sizeof(piece), file)) > 0) fwrite(piece, 1, got, to);
+    bool whole = !ferror(file);
+    fputc('\n', to);
+    fclose(file);
+    return whole || refuse(error, bytes, "--format: %s cannot be read; type the path of a format's file", path);
+}
+
+// The initialiser that stands at `text`; false when it is not what this version of PTX is known to say.
+static bool read_row(const char* text, UserRow* row) {
+    const char* at = text;
+    char* end;
+    unsigned char* to = (unsigned char*)row;
+    memset(row, 0, sizeof(*row));
+    while (isalnum((unsigned char)*at) || *at == '_') at++;
+    if (*at != '[' || strtoul(at + 1, &end, 10) != sizeof(*row) || strncmp(end, "] = {", 5) != 0) return false;
+    at = end + 5;
+    for (size_t i = 0; i < sizeof(*row); i++) {
+        unsigned long byte = strtoul(at, &end, 10);
+        if (end == at || byte > 255) return false;
+        to[i] = (unsigned char)byte;
+        at = end;
+        while (*at == ' ' || *at == ',') at++;
+        if (*at == '}') return true;
+    }
+    return false;
+}
+
+static bool is_name(const char* name) {
+    for (const char* c = name; *c; c++) {
+        if (!isalnum((unsigned char)*c) && !strchr("_-+./:@", *c)) return false;
+    }
+    return *name != 0;
+}
+
+static bool is_power(int number) {
+    return number > 0 && (number & (number - 1)) == 0;
+}
+
+// What the rest of the optimizer relies on.
+static bool row_check(const UserRow* row, const char* path, char* error, size_t bytes) {
+    if (row->too_long) {
+        return refuse(error, bytes,
+                      "--format: %s has a row whose name, note or type is longer than %zu, %zu or %zu characters", path,
+                      sizeof(row->name) - 1, sizeof(row->note) - 1, sizeof(row->type) - 1);
+    }
+    if (!is_name(row->name)) {
+        return refuse(error, bytes, "--format: %s names a format \"%s\"; take letters, digits and any of _-+./:@", path,
+                      row->name);
+    }
+    for (int i = 0; i < 3; i++) {
+        int bit = row->bits[i];
+        bool known = i > 0 && bit == 0 ? true : bit == 4 || bit == 8 || bit == 16 || bit == 32;
+        bool fits = known && (bit == 0 || (is_power(row->run[i]) && row->run[i] <= OPTIM_ALIGN));
+        if (!fits || (i > 0 && bit == 4)) {
+            return refuse(error, bytes,
+                          "--format: %s: array %d of \"%s\" has %d bits every %d elements; take 4 (codes only), 8, 16 "
+                          "or 32 every 1, 2, 4, ... or %lld",
+                          path, i, row->name, bit, row->run[i], (long long)OPTIM_ALIGN);
+        }
+    }
+    if (row->table_bytes > 24000) {
+        return refuse(error, bytes, "--format: %s: the table of \"%s\" has %d bytes and may have 24000", path,
+                      row->name, row->table_bytes);
+    }
+    return true;
+}
+
+static bool compile_rows(UserFormats* formats, const char* paths, char* error, size_t bytes) {
+    char architecture[32], *log = (char*)calloc(1, JIT_ERROR_BYTES);
+    JitImage image;
+    // The newest PTX that the library knows: the rows do not depend on the device.
+    bool good = jit_architecture(INT32_MAX, architecture, sizeof(architecture), log) &&
+                jit_get("", architecture, &image, log, formats->source);
+    if (!good) refuse(error, bytes, "--format %s: %s", paths, log);
+    free(log);
+    if (!good) return false;
+    char* text = strndup(image.image, (size_t)image.image_bytes);
+    jit_free(&image);
+    for (const char* at = strstr(text, row_name); at && good; at = strstr(at + 1, row_name)) {
+        if (formats->count == USER_ROWS) {
+            good = refuse(error, bytes, "--format: %s hold more than %d formats", paths, USER_ROWS);
+        } else if (!read_row(at, &formats->row[formats->count++])) {
+            good = refuse(error, bytes, "--format: this libnvrtc writes PTX in which formats are not found: %.80s", at);
+        }
+    }
+    free(text);
+    return good;
+}
+
+// Every file has a row, and every row is one that works.
+static bool check_rows(const UserFormats* formats, char* const* path, int files, char* error, size_t bytes) {
+    for (int file = 0; file < files; file++) {
+        bool any = false;
+        for (int i = 0; i < formats->count; i++) any = any || formats->row[i].file == file;
+        if (any) continue;
+        return refuse(error, bytes,
+                      "--format: %s names no format; add a line such as OPTIM_FORMAT(\"my8/64\", \"when to use it\", "
+                      "Blocks<My8, 64, ScaleFp32, NEAREST>)",
+                      path[file]);
+    }
+    for (int i = 0; i < formats->count; i++) {
+        const UserRow* row = &formats->row[i];
+        if (!row_check(row, path[row->file], error, bytes)) return false;
+        if (optim_name_is_taken(row->name)) {
+            return refuse(error, bytes, "--format: %s names a format \"%s\", which is built in; take another name",
+                          path[row->file], row->name);
+        }
+        for (int j = 0; j < i; j++) {
+            if (strcmp(row->name, formats->row[j].name) != 0) continue;
+            return refuse(error, bytes, "--format: %s names a format \"%s\", and so does %s; take another name",
+                          path[row->file], row->name, path[formats->row[j].file]);
+        }
+    }
+    return true;
+}
+
+bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t bytes) {
+    char *list = strdup(paths), *path[USER_FILES], *rest = nullptr;
+    size_t source_bytes = 0;
+    int files = 0;
+    *formats = (UserFormats*)calloc(1, sizeof(UserFormats));
+    FILE* source = open_memstream(&(*formats)->source, &source_bytes);
+    bool good = true;
+    for (char* one = strtok_r(list, ",", &rest); one && good; one = strtok_r(nullptr, ",", &rest)) {
+        if (files == USER_FILES) {
+            good = refuse(error, bytes, "--format: %s are more than %d files", paths, USER_FILES);
+        } else {
+            path[files] = one;
+            good = append_file(one, files, source, error, bytes);
+            files++;
+        }
+    }
+    fclose(source);
+    good = good && compile_rows(*formats, paths, error, bytes) && check_rows(*formats, path, files, error, bytes);
+    free(list);
+    if (good) (*formats)->storage = user_storage_create(*formats);
+    if (good) return true;
+    user_formats_free(*formats);
+    *formats = nullptr;
+    return false;
+}
+
+void user_formats_free(UserFormats* formats) {
+    if (!formats) return;
+    free(formats->source);
+    free(formats->storage);
+    free(formats);
+}
+
+void user_table_fill(const Device* dev, const char* type, const char* source, void* table) {
+    char expression[640], architecture[32], *error = (char*)calloc(1, JIT_ERROR_BYTES);
+    JitImage image;
+    JitKernel kernel;
+    memset(&image, 0, sizeof(image));
+    snprintf(expression, sizeof(expression), "optim_fill_kernel<%s>", type);
+    if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
+        !jit_get(expression, architecture, &image, error, source) || !jit_load(&image, &kernel, error)) {
+        user_error("%s", error);
+    }
+    void* arguments[] = {&table};
+    jit_launch(&kernel, 1, 1, 0, arguments, dev->stream);
+    jit_free(&image);
+    free(error);
+}

@@ -1,0 +1,26 @@
+// Reads the files of --format: their rows, checked, and their text for NVRTC. See user.cuh.
+#pragma once
+#include "../kernels/common.cuh"
+#include "user.cuh"
+
+constexpr int USER_ROWS = 64, USER_FILES = 16;  // at most
+
+struct FormatRow;  // optim.cu
+
+struct UserFormats {
+    UserRow row[USER_ROWS];
+    int count;
+    char* source;        // the text of all files, for jit_get
+    FormatRow* storage;  // (count): the same as the optimizer has its own formats
+};
+
+// Reads and checks the files of a list that commas separate; false and a sentence in `error`, followed by the
+// compiler's log where it is that which refuses a file. Takes a moment the first time, and then comes from the cache.
+// Needs libnvrtc and no GPU. Freed by user_formats_free.
+bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t error_bytes);
+void user_formats_free(UserFormats* formats);
+
+FormatRow* user_storage_create(const UserFormats* formats);  // optim.cu
+
+// Fills a table of constants in device memory as a type of the source says. Exits with a sentence when that fails.
+void user_table_fill(const Device* dev, const char* type, const char* source, void* table);
