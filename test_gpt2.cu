@@ -86,16 +86,6 @@ static float scalar(const Model* m, int i) {
     return value;
 }
 
-// The norm of the gradients and the update, as train_step does them.
-static void update(Model* m, float lr, float clip, int64_t step) {
-    if (m->grads_bf16) {
-        global_norm<bf16>(m->dev, m->scalars + 1, (float*)m->activations, (const bf16*)m->grads, m->elements, clip);
-    } else {
-        global_norm<float>(m->dev, m->scalars + 1, (float*)m->activations, (const float*)m->grads, m->elements, clip);
-    }
-    optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
-}
-
 // The arena of gradients as fp32 in host memory; the caller frees it.
 static float* gradients(const Model* m) {
     float* values = (float*)malloc(m->elements * sizeof(float));

@@ -11,25 +11,12 @@
 #include "constants.h"
 #include "kernel.cuh"
 #include "override.h"
+#include "storage.h"
 #include "table.cuh"
 
 static_assert(TILE_ELEMENTS == OPTIM_ALIGN, "a tile is of one tensor, and so is a block");
 
-// Rows of the tables. A FormatRow is also what update_elements takes for a storage on the CPU.
-struct FormatRow {
-    const char* name;
-    const char* note;
-    const char* type;      // as NVRTC is told it
-    StreamInfo stream[3];  // codes, extra and more; those that there are not have no bits
-    void (*load)(const Streams& streams, int64_t first, float* x, int n);
-    void (*store)(const Streams& streams, int64_t first, const float* x, int n, const NoiseKey& key);
-    void (*set)(const Streams& streams, int64_t first, const float* x, int n);
-    void (*view)(const Streams& streams, int64_t first, float* x, int n);
-    int table_bytes;  // of constants that the format looks up, which fill makes
-    void (*fill)(void* table);
-    bool has_sign;
-};
-
+// Rows of the tables, beside FormatRow of storage.h.
 struct WeightsRow {
     FormatRow format;
     const void* decode[2];  // optim_decode_kernel into each OptimType
@@ -302,7 +289,7 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
 
 // Sizes.
 
-static int64_t tensor_padded(const OptimTensor* tensor) {
+int64_t tensor_padded(const OptimTensor* tensor) {
     return ceil_div(tensor->rows * tensor->cols, OPTIM_ALIGN) * OPTIM_ALIGN;
 }
 
@@ -387,7 +374,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     return plan;
 }
 
-static void plan_free(Plan* plan) {
+void plan_free(Plan* plan) {
     free(plan->launch_of);
     free(plan->group_of);
     free(plan);
@@ -408,7 +395,7 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config)
 }
 
 // The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
-static Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
+Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
     for (int t = 0; t < count; t++) {
         LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
@@ -421,6 +408,54 @@ static Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, 
         assert(launch->end - launch->begin == launch->tiles * TILE_ELEMENTS);
     }
     return plan;
+}
+
+const char* slot_name(Slot slot) {
+    static const char* const names[SLOTS] = {"weights", "m", "v", "slow"};
+    return names[slot];
+}
+
+void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes) {
+    bool own_name = stream.name[0] && stream.name[0] != '.';
+    snprintf(name, bytes, "%s%s", own_name ? "" : array, stream.name);
+}
+
+// Arrays of launches after the first are named by its pattern too.
+static void launch_array(const Plan* plan, int launch, Slot slot, char* array, size_t bytes) {
+    snprintf(array, bytes, launch ? "%s.%d[%s]" : "%s", slot_name(slot), launch, plan->launch[launch].pattern);
+}
+
+// The name of a storage's row that rounds to nearest into the same arrays.
+static const char* nearest_name(const char* name, char (&nearest)[64]) {
+    size_t length = strlen(name), suffix = strlen(":sr");
+    bool noisy = length > suffix && strcmp(name + length - suffix, ":sr") == 0;
+    snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
+    return nearest;
+}
+
+Place plan_place(const Plan* plan, const OptimTensor* tensors, int tensor, Slot slot) {
+    int index = plan->launch_of[tensor];
+    const LaunchPlan* launch = &plan->launch[index];
+    Rows rows = config_rows(&launch->config);
+    const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
+                                       rows.rule->keeps_slow ? rows.m : nullptr};
+    Place place = {formats[slot], nullptr, "", launch->end - launch->begin, tensors[tensor].offset - launch->begin};
+    if (!place.format) return place;
+    char nearest[64];
+    nearest_name(place.format->name, nearest);
+    const WeightsRow* weights = find(weights_rows, nearest);
+    place.nearest = slot != SLOT_WEIGHTS ? find_state(nearest) : weights ? &weights->format : nullptr;
+    if (!place.nearest) place.nearest = place.format;
+    if (slot != SLOT_WEIGHTS) {
+        launch_array(plan, index, slot, place.array, sizeof(place.array));
+        return place;
+    }
+    snprintf(place.array, sizeof(place.array), "%s", slot_name(slot));
+    place.first = tensors[tensor].offset;
+    for (int i = 0; i < plan->launches; i++) {
+        if (plan->launch[i].end > place.elements) place.elements = plan->launch[i].end;
+    }
+    return place;
 }
 
 static int64_t arena_elements(const OptimTensor* tensors, int count) {
@@ -438,8 +473,7 @@ static int64_t arena_tiles(const OptimTensor* tensors, int count) {
     return tiles;
 }
 
-// Of one stream for a run of elements of the arena.
-static int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
+int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
     return ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
 }
 
@@ -562,7 +596,7 @@ static Streams allocate_streams(Optim* optim, const FormatRow* format, int64_t e
     return {data[0], data[1], table_create(optim, format), data[2]};
 }
 
-// Adds a storage's arrays to the list that checkpoints write. A name with a leading dot follows the slot's.
+// Adds a storage's arrays to the list that checkpoints write.
 static void list_streams(Optim* optim, const char* slot, const FormatRow* format, const Streams* streams,
                          int64_t elements) {
     void* data[3] = {streams->codes, streams->extra, streams->more};
@@ -571,8 +605,7 @@ static void list_streams(Optim* optim, const char* slot, const FormatRow* format
         if (info.bits == 0) continue;
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
-        bool own_name = info.name[0] && info.name[0] != '.';
-        snprintf(name, sizeof(optim->stream_name[index]), "%s%s", own_name ? "" : slot, info.name);
+        stream_name(slot, info, name, sizeof(optim->stream_name[index]));
         optim->stream[index] = {name,          info.dtype,
                                 data[i],       stream_bytes(info, elements) / element_bytes,
                                 element_bytes, i == 0 && streams == &optim->weights};
@@ -668,8 +701,7 @@ static void launch_shape(const Device* dev, Launch* launch, int64_t tiles) {
     launch->grid = tiles < most ? tiles : most;
 }
 
-// Moments of launch `index`, their names and the kernel. Streams of launches after the first are named by its pattern
-// too.
+// Moments of launch `index`, their names and the kernel.
 static void launch_create(Optim* optim, const Plan* plan, int index) {
     Launch* launch = &optim->launch[index];
     const LaunchPlan* planned = &plan->launch[index];
@@ -678,14 +710,15 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
     launch->begin = planned->begin;
     launch->elements = planned->end - planned->begin;
     struct {
-        const char* slot;
+        Slot slot;
         const FormatRow* format;
         Streams* streams;
-    } kept[] = {
-        {"m", launch->rows.m, &launch->m}, {"v", launch->rows.v, &launch->v}, {"slow", launch->rows.m, &launch->slow}};
+    } kept[] = {{SLOT_M, launch->rows.m, &launch->m},
+                {SLOT_V, launch->rows.v, &launch->v},
+                {SLOT_SLOW, launch->rows.m, &launch->slow}};
     for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
         char slot[128];
-        snprintf(slot, sizeof(slot), index ? "%s.%d[%s]" : "%s", kept[i].slot, index, planned->pattern);
+        launch_array(plan, index, kept[i].slot, slot, sizeof(slot));
         *kept[i].streams = allocate_streams(optim, kept[i].format, launch->elements, &optim->allocated.states);
         if (launch->elements > 0) list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements);
     }
@@ -741,86 +774,12 @@ void optim_free(Optim* optim) {
     free(optim);
 }
 
+OptimParts optim_parts(const Optim* optim) {
+    return {optim->dev, &optim->config, optim->tensors, optim->count, &optim->rows.weights->format, optim->weights};
+}
+
 OptimBytes optim_allocated(const Optim* optim) {
     return optim->allocated;
-}
-
-// Weights in and out, a piece at a time through the host's memory. A piece is whole tiles, so it cuts no block.
-
-constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
-
-struct Piece {
-    float* values;    // (PIECE_ELEMENTS)
-    Streams streams;  // the piece as stored
-};
-
-static Piece piece_create(const FormatRow* format) {
-    return {(float*)calloc(PIECE_ELEMENTS, sizeof(float)),
-            {calloc(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS)),
-             calloc(1, (size_t)stream_bytes(format->stream[1], PIECE_ELEMENTS) + 1), nullptr,
-             calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1)}};
-}
-
-static void piece_free(Piece* piece) {
-    free(piece->values);
-    free(piece->streams.codes);
-    free(piece->streams.extra);
-    free(piece->streams.more);
-}
-
-static char* stream_at(void* base, const StreamInfo& stream, int64_t element) {
-    return (char*)base + stream_bytes(stream, element);
-}
-
-void optim_set_weights(Optim* optim, int index, const float* values) {
-    const OptimTensor* tensor = &optim->tensors[index];
-    const FormatRow* format = &optim->rows.weights->format;
-    int64_t elements = tensor->rows * tensor->cols, padded = tensor_padded(tensor);
-    Piece piece = piece_create(format);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = padded - start < PIECE_ELEMENTS ? padded - start : PIECE_ELEMENTS;
-        int64_t given = elements - start < n ? elements - start : n;
-        memcpy(piece.values, values + start, (size_t)given * sizeof(float));
-        memset(piece.values + given, 0, (size_t)(n - given) * sizeof(float));
-#pragma omp parallel for schedule(static)
-        for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
-            int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
-            format->set(piece.streams, tile, piece.values + tile, length);
-        }
-        int64_t first = tensor->offset + start;
-        copy_to_device(optim->dev, stream_at(optim->weights.codes, format->stream[0], first), piece.streams.codes,
-                       stream_bytes(format->stream[0], n));
-        copy_to_device(optim->dev, stream_at(optim->weights.extra, format->stream[1], first), piece.streams.extra,
-                       stream_bytes(format->stream[1], n));
-        copy_to_device(optim->dev, stream_at(optim->weights.more, format->stream[2], first), piece.streams.more,
-                       stream_bytes(format->stream[2], n));
-    }
-    piece_free(&piece);
-}
-
-void optim_get_weights(const Optim* optim, int index, float* values) {
-    const OptimTensor* tensor = &optim->tensors[index];
-    const FormatRow* format = &optim->rows.weights->format;
-    int64_t elements = tensor->rows * tensor->cols, padded = tensor_padded(tensor);
-    Piece piece = piece_create(format);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = padded - start < PIECE_ELEMENTS ? padded - start : PIECE_ELEMENTS;
-        int64_t wanted = elements - start < n ? elements - start : n;
-        int64_t first = tensor->offset + start;
-        copy_to_host(optim->dev, piece.streams.codes, stream_at(optim->weights.codes, format->stream[0], first),
-                     stream_bytes(format->stream[0], n));
-        copy_to_host(optim->dev, piece.streams.extra, stream_at(optim->weights.extra, format->stream[1], first),
-                     stream_bytes(format->stream[1], n));
-        copy_to_host(optim->dev, piece.streams.more, stream_at(optim->weights.more, format->stream[2], first),
-                     stream_bytes(format->stream[2], n));
-#pragma omp parallel for schedule(static)
-        for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
-            int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
-            format->view(piece.streams, tile, piece.values + tile, length);
-        }
-        memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
-    }
-    piece_free(&piece);
 }
 
 void* optim_weights(const Optim* optim) {

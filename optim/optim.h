@@ -108,6 +108,27 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
 
+// An optimizer as a checkpoint holds it, in whatever formats.
+struct OptimStored {
+    OptimConfig config;  // resolved; its formats, rule and overrides are those of the run that wrote it
+    int arrays;          // how many its file has
+    // The bytes of the array of this name, safetensors type and size, in the layout of `config`; NULL: there is none.
+    // It is not asked for primary weights of type F32 or BF16: those come from `weights`.
+    const void* (*array)(void* context, const char* name, const char* dtype, int64_t bytes);
+    // The weights of a tensor, rows x cols, as the model file has them.
+    void (*weights)(void* context, int tensor, float* values);
+    // Is given a line without its end for every conversion and every moment that begins or ends here.
+    void (*notice)(void* context, const char* line);
+    void* context;
+};
+
+// Weights and states of a new optimizer from a checkpoint. What is stored in the same format comes back to the bit,
+// whatever the launches; other formats are decoded, of the weights what the update reads (a master, if there is one),
+// and encoded to nearest, a piece at a time, and said by `notice`. Moments that the checkpoint's rule did not keep are
+// zero, except v: a rule that needs one is refused. False, with a sentence, when it or an array is missing; the
+// optimizer is then of no use.
+bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t error_bytes);
+
 // Bytes really allocated: equal to optim_bytes.
 OptimBytes optim_allocated(const Optim* optim);
 
