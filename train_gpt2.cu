@@ -1689,10 +1689,11 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
         if (run->step == timed_from) each = now - begin;
         log_step(run, skipped ? NAN : loss, norm, lr, now - begin);
-        if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
+        if (skipped) {
+            step_skipped(run, loss, norm);
+        } else if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
             print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
         }
-        if (skipped) step_skipped(run, loss, norm);
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
         char request[PATH_BYTES];

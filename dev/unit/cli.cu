@@ -441,6 +441,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--steps", "--steps", "needs a value"},
     {ALL, "--dry-run=yes", "--dry-run", "no value"},
     {ALL, "--schedule cosin", "--schedule", "cosine"},
+    {ALL, "--on-nonfinite ignore", "--on-nonfinite", "skip|stop"},
     {ALL, "--device tpu", "--device", "auto|gpu|cpu"},
     {ALL, "--device gpu", "--device gpu", "--device cpu"},
     {ALL, "--matmul bf16", "--matmul bf16", "fp32"},
@@ -686,6 +687,70 @@ TEST(cli_diverges) {
     remove_tree(work);
 }
 
+// The number after a key in the newest checkpoint's state.json, -1 without it.
+static int64_t state_number(const char* run, const char* key) {
+    char folder[PATH_MAX];
+    Json* state = checkpoint_newest(run, folder, sizeof(folder));
+    int64_t number = state ? json_int(state, key, -1) : -1;
+    json_free(state);
+    return number;
+}
+
+// The losses and counts of all training lines from one on: every step was skipped.
+static void expect_skipped_steps(Test* test, const char* run, int steps) {
+    static Losses losses;
+    read_losses(test, run, &losses);
+    expect(losses.lines == steps && losses.last == steps, "%d lines up to step %d", losses.lines, losses.last);
+    for (int step = 1; step <= steps; step++) {
+        char want[64];
+        snprintf(want, sizeof(want), "\"skipped\": %d, \"nonfinite\": true", step);
+        int64_t bytes;
+        char* log = contents(run, "log.jsonl", &bytes);
+        expect(strcmp(losses.text[step], "null") == 0, "step %d: loss %s", step, losses.text[step]);
+        expect(log && strstr(log, want), "step %d: no %s", step, want);
+        free(log);
+    }
+}
+
+// A model with one infinite weight: every step has a loss of NaN. A few are skipped and change nothing, the count lives
+// on in the checkpoint, and ten in a row are the end.
+TEST(cli_nonfinite) {
+    const char* work = work_folder();
+    char from[PATH_MAX], bad[PATH_MAX], run[PATH_MAX], last[PATH_MAX];
+    train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
+    snprintf(from, sizeof(from), "%s/used/step_00000001", work);
+    snprintf(bad, sizeof(bad), "%s/bad", work);
+    snprintf(run, sizeof(run), "%s/run", work);
+    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
+    int64_t bytes;
+    char* weights = contents(bad, "model.safetensors", &bytes);
+    memcpy(weights + bytes - 2, "\x80\x7f", 2);  // bf16's infinity
+    write_bytes(bad, "model.safetensors", weights, (size_t)bytes);
+    free(weights);
+    const char* common = QUICK " --device cpu --seq 32";
+    run_train(skips, "%s --data %s/text.txt --model %s --run %s --steps 3", common, work, bad, run);
+    expect_code(skips, 0);
+    expect(strstr(OUT(skips), "skip      2  loss nan  norm nan"), "a skipped step is not told: %s", OUT(skips));
+    expect(strstr(OUT(skips), "\nskipped  3 of 3 steps"), "the count is not told at the end");
+    expect(state_number(run, "skipped") == 3, "state.json says %lld", (long long)state_number(run, "skipped"));
+    expect_skipped_steps(test, run, 3);
+    checkpoint_name(run, 3, last, sizeof(last));
+    expect_equal_files(test, bad, last, "model.safetensors");
+    run_train(more, "--resume %s --steps 8 --device cpu", run);
+    expect_code(more, 0);
+    expect(state_number(run, "skipped") == 8, "state.json says %lld", (long long)state_number(run, "skipped"));
+    expect_skipped_steps(test, run, 8);
+    run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
+    expect_error(test, &end, "ten in a row", "step 10: the loss is nan", "10 steps in a row were skipped");
+    expect(strstr(ERR(end), "step_00000008") && strstr(ERR(end), "--lr"), "%s", ERR(end));
+    expect_skipped_steps(test, run, 10);
+    run_train(stop, "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad,
+              work);
+    expect_error(test, &stop, "--on-nonfinite stop", "step 1: the loss is nan", "--lr");
+    forget(&skips), forget(&more), forget(&end), forget(&stop);
+    remove_tree(work);
+}
+
 // Resume.
 
 // One run to the end; the same in two halves with another number of steps; the same after its later checkpoints are
@@ -755,6 +820,94 @@ TEST(cli_resume_checkpoint) {
     expect_equal_runs(test, whole, again, 12);
     // A run that is over has nothing left to do.
     train_well("--resume %s --device cpu", again);
+    remove_tree(work);
+}
+
+// Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
+TEST(cli_resume_presets) {
+    const char* work = work_folder();
+    char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX], name[32];
+    int presets = 0, used = 0;
+    run_train(list, "--list-presets");
+    expect_code(list, 0);
+    for (char* line = OUT(list); line && *line; line = strchr(line, '\n'), line = line ? line + 1 : nullptr) {
+        if (sscanf(line, " %31s%n", name, &used) != 1 || name[0] == '-') continue;
+        snprintf(whole, sizeof(whole), "%s/whole_%s", work, name);
+        snprintf(again, sizeof(again), "%s/again_%s", work, name);
+        train_well("%s %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 --preset %s", SHAPE, QUICK,
+                   work, whole, name);
+        run_train(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
+        expect_code(child, 0);
+        expect(!strstr(OUT(child), " notice "), "%s: %s", name, OUT(child));
+        checkpoint_name(whole, 8, ends[0], sizeof(ends[0])), checkpoint_name(again, 8, ends[1], sizeof(ends[1]));
+        expect_equal_files(test, ends[0], ends[1], "model.safetensors");
+        expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
+        forget(&child), presets++;
+    }
+    expect(presets >= 10, "--list-presets lists %d", presets);
+    snprintf(test->note, sizeof(test->note), "%d presets", presets);
+    forget(&list);
+    remove_tree(work);
+}
+
+// adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
+// the new formats.
+TEST(cli_resume_converts) {
+    static Losses before, after;
+    const char* work = work_folder();
+    char wide[PATH_MAX], narrow[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX];
+    snprintf(wide, sizeof(wide), "%s/wide", work);
+    snprintf(narrow, sizeof(narrow), "%s/narrow", work);
+    snprintf(again, sizeof(again), "%s/again", work);
+    train_well("%s %s --batch 8 --data %s/text.txt --run %s --steps 40 --lr 0.003 --schedule constant", SHAPE, QUICK,
+               work, wide);
+    run_train(child, "--resume %s --run %s --preset adamw8 --steps 80 --save-every 60 --keep 9 --device cpu", wide,
+              narrow);
+    expect_code(child, 0);
+    for (const char* line : {" notice   weights: bf16+fp32 in the checkpoint, converted to bf16:sr (to nearest)",
+                             " notice   m: fp32 in the checkpoint, converted to dyn8/256 (to nearest); not bit-exact\n",
+                             " notice   v: fp32 in the checkpoint, converted to udyn8/256 (to nearest)"}) {
+        expect(strstr(OUT(child), line), "no '%s' in: %s", line, OUT(child));
+    }
+    read_losses(test, wide, &before), read_losses(test, narrow, &after);
+    double old = atof(before.text[40]), first = atof(after.text[41]), last = atof(after.text[80]);
+    expect(after.lines == 40 && first < old + 0.3 && last < first, "the loss goes %g, %g, %g", old, first, last);
+    run_train(exact, "--resume %s/step_00000060 --run %s --device cpu", narrow, again);
+    expect_code(exact, 0);
+    expect(!strstr(OUT(exact), " notice "), "%s", OUT(exact));
+    checkpoint_name(narrow, 80, ends[0], sizeof(ends[0])), checkpoint_name(again, 80, ends[1], sizeof(ends[1]));
+    expect_equal_files(test, ends[0], ends[1], "model.safetensors");
+    expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
+    snprintf(test->note, sizeof(test->note), "loss %.3f, then %.3f to %.3f", old, first, last);
+    forget(&child), forget(&exact);
+    remove_tree(work);
+}
+
+// Other rules: without v, with a slow average, and one that cannot go on.
+TEST(cli_resume_rules) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 4 --override ln*:m=bf16", SHAPE, QUICK, work, run);
+    const char* const cases[][2] = {
+        {"--rule lion", " notice   v: left behind; lion keeps none\n"},
+        {"--rule ademamix", " notice   slow: not in the checkpoint, whose rule is adamw; it starts at zero\n"},
+        {"--override *.bias:m=dyn8", " notice   m: bf16 in the checkpoint in 3 tensors, converted to fp32"},
+        {"--weights fp32 --m dyn8", " notice   weights: bf16+fp32 in the checkpoint, converted to fp32"}};
+    for (const auto& row : cases) {
+        char other[PATH_MAX];
+        snprintf(other, sizeof(other), "%s/other", work);
+        run_train(child, "--resume %s --run %s --steps 8 --device cpu %s", run, other, row[0]);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), row[1]), "%s: no '%s' in: %s", row[0], row[1], OUT(child));
+        forget(&child);
+        remove_tree(other);
+    }
+    train_well("%s %s --data %s/text.txt --run %s/lion --steps 4 --preset lion8", SHAPE, QUICK, work, work);
+    run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
+    expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");
+    expect(!exists(work, "other"), "a run folder is left");
+    forget(&child);
     remove_tree(work);
 }
 
