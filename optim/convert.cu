@@ -1,6 +1,7 @@
 // Weights and moments between an optimizer and host memory: as fp32 values, and from a checkpoint's arrays in the same
 // or other formats (optim_load). All of it goes through pieces of 2^19 elements of one tensor, whole tiles, so that no
-// block is cut; the tables' functions encode and decode on the host's cores, whatever the device.
+// block is cut; the tables' functions encode and decode on the host's cores, whatever the device. Of a shard only the
+// tensors' parts that lie in it are touched.
 // Cost: the arrays are read and written once; a piece is some 10 MB.
 #include "kernel.cuh"
 #include "storage.h"
@@ -60,8 +61,18 @@ static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n,
     }
 }
 
-static int64_t piece_length(int64_t padded, int64_t start) {
-    return padded - start < PIECE_ELEMENTS ? padded - start : PIECE_ELEMENTS;
+static int64_t piece_length(int64_t end, int64_t start) {
+    return end - start < PIECE_ELEMENTS ? end - start : PIECE_ELEMENTS;
+}
+
+// The elements of a tensor, padding included, that lie in arrays of `elements` from `begin` of the arena on.
+struct Held {
+    int64_t begin, end;
+};
+
+static Held held_of(const OptimTensor* tensor, int64_t begin, int64_t elements) {
+    int64_t padded = tensor_padded(tensor), first = begin - tensor->offset, end = first + elements;
+    return {first < 0 ? 0 : first, end < padded ? end : padded};
 }
 
 // `given` values of a tensor into the piece; padding is zero.
@@ -75,10 +86,11 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const FormatRow* format = parts.weights_format;
-    int64_t elements = tensor->rows * tensor->cols, padded = tensor_padded(tensor);
+    int64_t elements = tensor->rows * tensor->cols;
+    Held held = held_of(tensor, parts.begin, parts.elements);
     Piece piece = piece_create(format);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(padded, start), first = tensor->offset + start;
+    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
         piece_values(&piece, values + start, elements - start, n);
         piece_encode(format, &piece, n, SLOT_WEIGHTS);
         for (int i = 0; i < 3; i++) {
@@ -94,10 +106,11 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const FormatRow* format = parts.weights_format;
-    int64_t elements = tensor->rows * tensor->cols, padded = tensor_padded(tensor);
+    int64_t elements = tensor->rows * tensor->cols;
+    Held held = held_of(tensor, parts.begin, parts.elements);
     Piece piece = piece_create(format);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(padded, start), first = tensor->offset + start;
+    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
         int64_t wanted = elements - start < n ? elements - start : n;
         for (int i = 0; i < 3; i++) {
             const StreamInfo& info = format->stream[i];
@@ -124,6 +137,7 @@ struct Conversion {
     Optim* optim;
     const OptimStored* stored;
     OptimParts to;
+    OptimConfig from;      // the checkpoint's, of the whole arena
     OptimTensor* tensors;  // (to.count), laid out as the checkpoint was
     Plan *from_plan, *to_plan;
     Change change[CHANGES];
@@ -131,11 +145,11 @@ struct Conversion {
 };
 
 static Place place_from(const Conversion* c, int tensor, Slot slot) {
-    return plan_place(c->from_plan, c->tensors, tensor, slot);
+    return plan_place(c->from_plan, tensor, slot);
 }
 
 static Place place_to(const Conversion* c, int tensor, Slot slot) {
-    return plan_place(c->to_plan, c->to.tensors, tensor, slot);
+    return plan_place(c->to_plan, tensor, slot);
 }
 
 // Whether the model file holds this array of the weights.
@@ -156,7 +170,7 @@ static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
             Place place = place_from(c, t, (Slot)slot);
-            if (!place.format || place.first != 0) continue;  // once an array, at its first tensor
+            if (!place.format || place.begin != c->tensors[t].offset) continue;  // once an array, at its first tensor
             for (int i = 0; i < 3; i++) {
                 const StreamInfo& info = place.format->stream[i];
                 if (info.bits == 0 || in_model_file((Slot)slot, i, info)) continue;
@@ -208,13 +222,14 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = from->format->stream[i];
         if (info.bits == 0 || in_model_file(slot, i, info)) continue;
-        const char* array = (const char*)stored_array(c, from, info) + stream_bytes(info, from->first + start);
+        const char* array = (const char*)stored_array(c, from, info) +
+                            stream_bytes(info, c->tensors[tensor].offset + start - from->begin);
         memcpy(stream_data(&piece->streams, i), array, (size_t)stream_bytes(info, n));
     }
 }
 
-// A piece as stored into the optimizer's arrays.
-static void piece_write(const Conversion* c, const Place* to, int64_t start, int64_t n, const Piece* piece) {
+// A piece as stored into the optimizer's arrays, from element `first` of the arena on.
+static void piece_write(const Conversion* c, const Place* to, int64_t first, int64_t n, const Piece* piece) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = to->format->stream[i];
         char name[256];
@@ -222,32 +237,34 @@ static void piece_write(const Conversion* c, const Place* to, int64_t start, int
         for (int s = 0; s < optim_stream_count(c->optim) && info.bits > 0; s++) {
             OptimStream stream = optim_stream(c->optim, s);
             if (strcmp(stream.name, name) != 0) continue;
-            copy_to_device(c->to.dev, (char*)stream.data + stream_bytes(info, to->first + start),
+            copy_to_device(c->to.dev, (char*)stream.data + stream_bytes(info, first - to->begin),
                            stream_data(&piece->streams, i), stream_bytes(info, n));
         }
     }
 }
 
-static void slot_load(Conversion* c, int tensor, Slot slot) {
-    Place from = place_from(c, tensor, slot), to = place_to(c, tensor, slot);
+static void slot_load(Conversion* c, int index, Slot slot) {
+    Place from = place_from(c, index, slot), to = place_to(c, index, slot);
     if (!from.format && !to.format) return;
     bool same = from.nearest == to.nearest;
     if (!same) note_change(c, slot, &from, &to);
     if (!from.format || !to.format) return;
-    int64_t elements = c->to.tensors[tensor].rows * c->to.tensors[tensor].cols;
-    int64_t padded = tensor_padded(&c->to.tensors[tensor]);
+    const OptimTensor* tensor = &c->to.tensors[index];
+    int64_t elements = tensor->rows * tensor->cols;
+    Held held = held_of(tensor, to.begin, to.elements);
+    if (held.begin >= held.end) return;
     Piece old = piece_create(from.format), now = piece_create(to.format);
     float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
-    if (values) c->stored->weights(c->stored->context, tensor, values);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(padded, start);
-        piece_read(c, &from, slot, tensor, values, start, n, &old);
+    if (values) c->stored->weights(c->stored->context, index, values);
+    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start);
+        piece_read(c, &from, slot, index, values, start, n, &old);
         if (!same) {
             piece_decode(from.format, &old, n, AS_UPDATED);
             piece_values(&now, old.values, elements - start, n);
             piece_encode(to.nearest, &now, n, slot);
         }
-        piece_write(c, &to, start, n, same ? &old : &now);
+        piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
     }
     free(values);
     piece_free(&old);
@@ -280,8 +297,10 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->to = optim_parts(optim);
     c->tensors = (OptimTensor*)malloc((size_t)c->to.count * sizeof(OptimTensor) + 1);
     memcpy(c->tensors, c->to.tensors, (size_t)c->to.count * sizeof(OptimTensor));
-    optim_layout(c->tensors, c->to.count, &stored->config);
-    c->from_plan = plan_ranges(&stored->config, c->tensors, c->to.count);
+    c->from = stored->config;
+    c->from.begin = c->from.end = 0;
+    optim_layout(c->tensors, c->to.count, &c->from);
+    c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
     c->to_plan = plan_ranges(c->to.config, c->to.tensors, c->to.count);
     bool fine = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes);
     for (int slot = 0; slot < SLOTS && fine; slot++) {

@@ -312,6 +312,7 @@ struct Plan {
     Settings group[STEP_GROUPS];  // the first two without and with decay
     int groups;
     int *launch_of, *group_of;  // (tensors)
+    int64_t begin, end;         // the part of the arena that is kept here
 };
 
 static int plan_launch(Plan* plan, const char* m, const char* v, const char* pattern) {
@@ -394,9 +395,25 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config)
     return offset;
 }
 
+static int64_t clamp_to(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+static int64_t arena_elements(const OptimTensor* tensors, int count) {
+    int64_t elements = 0;
+    for (int i = 0; i < count; i++) {
+        int64_t end = tensors[i].offset + tensor_padded(&tensors[i]);
+        if (end > elements) elements = end;
+    }
+    return elements;
+}
+
 // The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
+    plan->begin = config->begin;
+    plan->end = config->end > 0 ? config->end : arena_elements(tensors, count);
+    assert(plan->begin % OPTIM_ALIGN == 0 && plan->end % OPTIM_ALIGN == 0 && plan->begin <= plan->end);
     for (int t = 0; t < count; t++) {
         LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
         int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
@@ -404,8 +421,12 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
         if (end > launch->end) launch->end = end;
     }
     for (int i = 0; i < plan->launches; i++) {
-        const LaunchPlan* launch = &plan->launch[i];
+        LaunchPlan* launch = &plan->launch[i];
         assert(launch->end - launch->begin == launch->tiles * TILE_ELEMENTS);
+        // What lies outside the part has no elements, at one of its ends.
+        launch->begin = clamp_to(launch->begin, plan->begin, plan->end);
+        launch->end = clamp_to(launch->end, plan->begin, plan->end);
+        launch->tiles = (launch->end - launch->begin) / TILE_ELEMENTS;
     }
     return plan;
 }
@@ -433,13 +454,13 @@ static const char* nearest_name(const char* name, char (&nearest)[64]) {
     return nearest;
 }
 
-Place plan_place(const Plan* plan, const OptimTensor* tensors, int tensor, Slot slot) {
+Place plan_place(const Plan* plan, int tensor, Slot slot) {
     int index = plan->launch_of[tensor];
     const LaunchPlan* launch = &plan->launch[index];
     Rows rows = config_rows(&launch->config);
     const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
                                        rows.rule->keeps_slow ? rows.m : nullptr};
-    Place place = {formats[slot], nullptr, "", launch->end - launch->begin, tensors[tensor].offset - launch->begin};
+    Place place = {formats[slot], nullptr, "", launch->begin, launch->end - launch->begin};
     if (!place.format) return place;
     char nearest[64];
     nearest_name(place.format->name, nearest);
@@ -451,26 +472,9 @@ Place plan_place(const Plan* plan, const OptimTensor* tensors, int tensor, Slot 
         return place;
     }
     snprintf(place.array, sizeof(place.array), "%s", slot_name(slot));
-    place.first = tensors[tensor].offset;
-    for (int i = 0; i < plan->launches; i++) {
-        if (plan->launch[i].end > place.elements) place.elements = plan->launch[i].end;
-    }
+    place.begin = plan->begin;
+    place.elements = plan->end - plan->begin;
     return place;
-}
-
-static int64_t arena_elements(const OptimTensor* tensors, int count) {
-    int64_t elements = 0;
-    for (int i = 0; i < count; i++) {
-        int64_t end = tensors[i].offset + tensor_padded(&tensors[i]);
-        if (end > elements) elements = end;
-    }
-    return elements;
-}
-
-static int64_t arena_tiles(const OptimTensor* tensors, int count) {
-    int64_t tiles = 0;
-    for (int i = 0; i < count; i++) tiles += ceil_div(tensor_padded(&tensors[i]), TILE_ELEMENTS);
-    return tiles;
 }
 
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
@@ -504,15 +508,15 @@ static bool serves_directly(const FormatRow* weights, OptimType compute) {
 
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Rows rows = config_rows(config);
-    int64_t elements = arena_elements(tensors, count);
+    Plan* plan = plan_ranges(config, tensors, count);
+    int64_t elements = plan->end - plan->begin;
     OptimBytes bytes;
     bytes.weights = format_bytes(&rows.weights->format, elements);
     bytes.compute =
         serves_directly(&rows.weights->format, compute) ? 0 : format_bytes(&compute_rows[compute], elements);
     bytes.states = 0;
-    bytes.tables = allocated_bytes(arena_tiles(tensors, count) * (int64_t)sizeof(Tile)) +
+    bytes.tables = allocated_bytes(elements / TILE_ELEMENTS * (int64_t)sizeof(Tile)) +
                    allocated_bytes(rows.weights->format.table_bytes);
-    Plan* plan = plan_ranges(config, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         Rows launch = config_rows(&plan->launch[i].config);
         int64_t part = plan->launch[i].end - plan->launch[i].begin, kept = rows.rule->keeps_slow ? 2 : 1;
@@ -556,7 +560,7 @@ struct Optim {
     OptimType compute;
     OptimTensor* tensors;  // (count), with names of their own
     int count;
-    int64_t elements;  // of the arena
+    int64_t begin, elements;  // of the arena: what is kept here
     Streams weights;
     Streams copy;  // of the weights in the compute type; codes null when the stored weights serve
     Launch launch[LAUNCHES];
@@ -620,7 +624,7 @@ static void free_streams(const Device* dev, Streams* streams) {
 }
 
 static void tiles_create(Optim* optim, const Plan* plan) {
-    optim->tile_count = arena_tiles(optim->tensors, optim->count);
+    optim->tile_count = optim->elements / TILE_ELEMENTS;
     int64_t bytes = optim->tile_count * (int64_t)sizeof(Tile);
     Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
     int64_t t = 0;
@@ -631,8 +635,10 @@ static void tiles_create(Optim* optim, const Plan* plan) {
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
             if (plan->launch_of[i] != l) continue;
-            for (int64_t start = 0; start < tensor_padded(tensor); start += TILE_ELEMENTS) {
-                tiles[t++] = {(uint32_t)((tensor->offset + start) / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
+            int64_t first = clamp_to(tensor->offset, plan->begin, plan->end);
+            int64_t end = clamp_to(tensor->offset + tensor_padded(tensor), plan->begin, plan->end);
+            for (; first < end; first += TILE_ELEMENTS) {
+                tiles[t++] = {(uint32_t)(first / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
             }
         }
     }
@@ -743,14 +749,15 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
         optim->tensors[i] = tensors[i];
         optim->tensors[i].name = strdup(tensors[i].name);
     }
-    optim->elements = arena_elements(tensors, count);
+    Plan* plan = plan_ranges(config, tensors, count);
+    optim->begin = plan->begin;
+    optim->elements = plan->end - plan->begin;
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[compute];
     optim->weights = allocate_streams(optim, weights, optim->elements, &optim->allocated.weights);
     list_streams(optim, "weights", weights, &optim->weights, optim->elements);
     if (!serves_directly(weights, compute)) {
         optim->copy = allocate_streams(optim, copy, optim->elements, &optim->allocated.compute);
     }
-    Plan* plan = plan_ranges(config, tensors, count);
     optim->launches = plan->launches;
     memcpy(optim->group, plan->group, sizeof(plan->group));
     for (int i = 0; i < plan->launches; i++) launch_create(optim, plan, i);
@@ -775,7 +782,8 @@ void optim_free(Optim* optim) {
 }
 
 OptimParts optim_parts(const Optim* optim) {
-    return {optim->dev, &optim->config, optim->tensors, optim->count, &optim->rows.weights->format, optim->weights};
+    return {optim->dev,   &optim->config,  optim->tensors, optim->count, &optim->rows.weights->format,
+            optim->begin, optim->elements, optim->weights};
 }
 
 OptimBytes optim_allocated(const Optim* optim) {
@@ -789,6 +797,7 @@ void* optim_weights(const Optim* optim) {
 void optim_decode(Optim* optim) {
     if (!optim->copy.codes) return;
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[optim->compute];
+    if (optim->elements == 0) return;
     if (optim->dev->gpu) {
         void* arguments[] = {&optim->weights, &optim->copy, &optim->elements};
         dim3 grid((unsigned)ceil_div(optim->elements, 256 * DECODE_ELEMENTS));
@@ -797,9 +806,8 @@ void optim_decode(Optim* optim) {
         return;
     }
 #pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < optim->tile_count; t++) {
+    for (int64_t first = 0; first < optim->elements; first += TILE_ELEMENTS) {
         float x[TILE_ELEMENTS];
-        int64_t first = (int64_t)optim->tiles[t].index * TILE_ELEMENTS;
         weights->view(optim->weights, first, x, TILE_ELEMENTS);
         copy->set(optim->copy, first, x, TILE_ELEMENTS);
     }
@@ -846,8 +854,8 @@ static void launch_step(const Device* dev, const Launch* launch, StepArguments* 
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
     StepArguments arguments;
-    arguments.weights = optim->weights;
-    arguments.grads = {(void*)grads, nullptr};
+    arguments.weights = from_begin(&optim->rows.weights->format, optim->weights, optim->begin);
+    arguments.grads = from_begin(optim->rows.grads, {(void*)grads, nullptr}, optim->begin);
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;

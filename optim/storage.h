@@ -28,7 +28,8 @@ void stream_name(const char* array, const StreamInfo& stream, char* name, size_t
 // Elements of a tensor with its padding.
 int64_t tensor_padded(const OptimTensor* tensor);
 
-// Tensors by launches, from a resolved configuration and tensors that optim_layout placed with it.
+// Tensors by launches, from a resolved configuration and tensors that optim_layout placed with it; only what lies in
+// the configuration's part of the arena.
 struct Plan;
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
 void plan_free(Plan* plan);
@@ -40,10 +41,9 @@ struct Place {
     const FormatRow* format;   // null: the rule keeps no such moment
     const FormatRow* nearest;  // of the same arrays, rounding to nearest
     char array[160];           // as stream_name wants it
-    int64_t elements;          // of its arrays
-    int64_t first;             // the tensor's first element in them
+    int64_t begin, elements;   // of the arena: what its arrays hold
 };
-Place plan_place(const Plan* plan, const OptimTensor* tensors, int tensor, Slot slot);
+Place plan_place(const Plan* plan, int tensor, Slot slot);
 
 // What is fixed for an optimizer's life.
 struct OptimParts {
@@ -52,6 +52,7 @@ struct OptimParts {
     const OptimTensor* tensors;  // (count)
     int count;
     const FormatRow* weights_format;
-    Streams weights;  // device memory
+    int64_t begin, elements;  // of the arena, held here
+    Streams weights;          // device memory
 };
 OptimParts optim_parts(const Optim* optim);

@@ -109,7 +109,7 @@ static void expect_load(Test* test, Fixture* to, const Fixture* from) {
 
 // A slot of a tensor, padding included, by the row's own functions.
 
-static Streams place_streams(const Fixture* f, const Place* place) {
+static Streams place_streams(const Fixture* f, int tensor, const Place* place) {
     void* data[3] = {};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = place->format->stream[i];
@@ -117,7 +117,8 @@ static Streams place_streams(const Fixture* f, const Place* place) {
         stream_name(place->array, info, name, sizeof(name));
         for (int s = 0; s < optim_stream_count(f->optim) && info.bits > 0; s++) {
             OptimStream stream = optim_stream(f->optim, s);
-            if (is(stream.name, name)) data[i] = (char*)stream.data + stream_bytes(info, place->first);
+            if (is(stream.name, name))
+                data[i] = (char*)stream.data + stream_bytes(info, f->tensor[tensor].offset - place->begin);
         }
     }
     void* table = nullptr;
@@ -130,7 +131,7 @@ static Streams place_streams(const Fixture* f, const Place* place) {
 
 static Place find_place(const Fixture* f, int tensor, Slot slot) {
     Plan* plan = plan_ranges(&f->config, f->tensor, TENSORS);
-    Place place = plan_place(plan, f->tensor, tensor, slot);
+    Place place = plan_place(plan, tensor, slot);
     plan_free(plan);
     return place;
 }
@@ -138,7 +139,7 @@ static Place find_place(const Fixture* f, int tensor, Slot slot) {
 // What the update reads; the caller frees it. Padding counts as zero.
 static float* slot_values(const Fixture* f, int tensor, Slot slot) {
     Place place = find_place(f, tensor, slot);
-    Streams streams = place_streams(f, &place);
+    Streams streams = place_streams(f, tensor, &place);
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     float* values = (float*)malloc((size_t)padded * sizeof(float));
     for (int64_t i = 0; i < padded; i += OPTIM_ALIGN) place.format->load(streams, i, values + i, OPTIM_ALIGN);
@@ -151,7 +152,7 @@ static float* slot_values(const Fixture* f, int tensor, Slot slot) {
 static bool holds_nearest(const Fixture* f, int tensor, Slot slot, const float* values) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
     Place place = find_place(f, tensor, slot);
-    Streams there = place_streams(f, &place), want = there;
+    Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     void** to[3] = {&want.codes, &want.extra, &want.more};
     void* const from[3] = {there.codes, there.extra, there.more};
@@ -316,6 +317,43 @@ TEST(convert_overrides) {
     expect(strstr(f[3].notices[0], "m: fp16 in the checkpoint in 1 tensors, converted to bf16:sr (to nearest)"), "%s",
            f[3].notices[0]);
     for (Fixture& each : f) fixture_close(&each);
+}
+
+// A checkpoint into two shards, cut within a tensor, is what it is in one optimizer, cut.
+TEST(convert_into_shards) {
+    OptimConfig wide = make_config("adamw", "bf16+fp32", "fp32");
+    for (const char* state : {"fp32", "de4"}) {
+        OptimConfig config = make_config("adamw", "bf16:sr", state);
+        config.overrides = "wpe: m=bf16";
+        Fixture from, whole, shard[2];
+        fixture_open(&from, &wide, 1200001, false);
+        fixture_train(&from, 2);
+        fixture_open(&whole, &config, 1200001, false);
+        expect_load(test, &whole, &from);
+        int64_t used[16] = {};
+        for (int k = 0; k < 2; k++) {
+            OptimConfig part = config;
+            part.begin = k ? 300 * OPTIM_ALIGN : 0, part.end = k ? whole.elements : 300 * OPTIM_ALIGN;
+            fixture_open(&shard[k], &part, 1200001, false);
+            expect_load(test, &shard[k], &from);
+            for (int s = 0; s < optim_stream_count(whole.optim); s++) {
+                OptimStream want = optim_stream(whole.optim, s);
+                for (int i = 0; i < optim_stream_count(shard[k].optim); i++) {
+                    OptimStream got = optim_stream(shard[k].optim, i);
+                    if (!is(got.name, want.name)) continue;
+                    int64_t bytes = got.elements * got.element_bytes;
+                    expect(memcmp((char*)want.data + used[s], got.data, (size_t)bytes) == 0, "%s: %s of shard %d",
+                           state, got.name, k);
+                    used[s] += bytes;
+                }
+            }
+        }
+        for (int s = 0; s < optim_stream_count(whole.optim); s++) {
+            OptimStream want = optim_stream(whole.optim, s);
+            expect(used[s] == want.elements * want.element_bytes, "%s: %lld bytes", want.name, (long long)used[s]);
+        }
+        for (Fixture* f : {&from, &whole, &shard[0], &shard[1]}) fixture_close(f);
+    }
 }
 
 // What other rules keep: v and the slow average come and go.
