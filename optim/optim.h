@@ -107,9 +107,8 @@ void optim_decode(Optim* optim);
 
 // One step over the whole model in one launch per group: new weights and states from the gradients, in place, on
 // dev->stream, and the compute copy refreshed. `grads` is an arena in the config's grads format, of a shard the part
-// from config.begin on. `grad_scale` is a
-// device scalar that multiplies every gradient (the clip factor); when it is NaN or infinite the step changes nothing.
-// `step` counts from 1.
+// from config.begin on. `grad_scale` is a device scalar that multiplies every gradient (the clip factor); when it is
+// NaN or infinite the step changes nothing. `step` counts from 1, those that changed nothing not included.
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
 
 // The stored streams, in a fixed order.
