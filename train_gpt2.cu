@@ -1,9 +1,8 @@
 // nibble: pre-trains GPT-2-family language models on one GPU, or on this machine's cores.
 //
 // Read from top to bottom: options -> model (its tensors and activations) -> forward -> backward -> schedule ->
-// sampling
-// -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer behind
-// optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device.
+// sampling -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer
+// behind optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
@@ -34,6 +33,7 @@
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _weight / _bias
+#include "kernels/random.h"         // random_bits, random_normal
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
@@ -655,26 +655,6 @@ static void model_set_tensor(Model* m, int tensor, const float* values) {
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
 // biases 0, layernorms 1 and 0, padding of the vocabulary 0. Computed on the host whatever the device.
 
-// 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer.
-static uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull ^ (tensor << 40) ^ element;
-    for (int round = 0; round < 2; round++) {
-        z += 0x9E3779B97F4A7C15ull;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        z ^= z >> 31;
-    }
-    return z;
-}
-
-// Box-Muller: element 2k takes the cosine, 2k+1 the sine.
-static float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
-    uint64_t bits = random_bits(seed, tensor, element / 2);
-    double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
-    double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
-    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
-}
-
 static void model_init(Model* m, uint64_t seed) {
     for (int t = 0; t < m->count; t++) {
         const OptimTensor* tensor = &m->tensors[t];
@@ -958,12 +938,15 @@ static bool is_transposed(int t, int count) {
     return t >= FIRST_BLOCK && t < count - 2 && BLOCK[(t - FIRST_BLOCK) % BLOCK_TENSORS].transposed;
 }
 
+static bool is_in_model_file(const OptimStream* stream) {
+    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
+}
+
 // The stored weights when a Hugging Face file can hold them as they are; otherwise `data` is NULL.
 static OptimStream weights_stream(const Model* m) {
     for (int i = 0; i < optim_stream_count(m->optim); i++) {
         OptimStream stream = optim_stream(m->optim, i);
-        bool plain = strcmp(stream.dtype, "F32") == 0 || strcmp(stream.dtype, "BF16") == 0;
-        if (stream.is_weights && plain) return stream;
+        if (is_in_model_file(&stream)) return stream;
     }
     OptimStream none = {};
     none.dtype = "F32";
@@ -1101,10 +1084,6 @@ static double seconds_now() {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static bool is_in_model_file(const OptimStream* stream) {
-    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
 }
 
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
@@ -1346,25 +1325,14 @@ static void run_folder_make(Run* run, bool resumed) {
     run->text = file;
 }
 
-// Keeps the tokenizer's files in the run folder, under Hugging Face's names, whatever becomes of where they came from,
-// and opens it. Without one that fits there are no samples.
+// Keeps the tokenizer's files in the run folder, whatever becomes of where they came from, and opens it. Without one
+// that fits there are no samples.
 static void run_tokenizer_open(Run* run, const char* data_folder, const char* checkpoint, bool bytes) {
-    static const char* const names[][2] = {{"vocab.json", "vocab.json"},
-                                           {"merges.txt", "merges.txt"},
-                                           {"encoder.json", "vocab.json"},
-                                           {"vocab.bpe", "merges.txt"}};
     const char* sources[] = {run->folder, checkpoint, data_folder, run->options->model};
-    char error[DATA_ERROR_BYTES], from[PATH_BYTES], to[PATH_BYTES];
+    char error[DATA_ERROR_BYTES], to[PATH_BYTES];
     for (const char* source : sources) {
-        for (int i = 0; i < 4 && !bytes && source[0] && folder_exists(source); i++) {
-            path_join(from, source, names[i][0]);
-            path_join(to, run->folder, names[i][1]);
-            if (!file_exists(from) || file_exists(to)) continue;
-            int64_t size;
-            char* text = file_read(from, &size, error);
-            if (!text || !file_write(to, text, size, error)) user_error("--run %s: %s", run->folder, error);
-            free(text);
-        }
+        if (bytes || !source[0] || !folder_exists(source)) continue;
+        if (!tokenizer_files_copy(source, run->folder, error)) user_error("--run %s: %s", run->folder, error);
     }
     path_join(to, run->folder, "vocab.json");
     bool there = bytes || file_exists(to);
@@ -1655,6 +1623,30 @@ static void step_skipped(Run* run, double loss, double norm) {
         run->options->lr);
 }
 
+// A signal, or a file called save in the run folder.
+static bool save_asked(const Run* run) {
+    char request[PATH_BYTES];
+    path_join(request, run->folder, "save");
+    bool asked = signal_save || file_exists(request);
+    if (asked) unlink(request);
+    signal_save = 0;
+    return asked;
+}
+
+// `counted` steps took `seconds`.
+static void tell_end(Run* run, double counted, double seconds) {
+    char rate[32];
+    format_count(counted * (double)run->options->tokens_per_step / seconds, rate, sizeof(rate));
+    if (counted > 0) {
+        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", signal_stop ? "stopped" : "done   ",
+            1e3 * seconds / counted, rate);
+    }
+    if (run->skipped > 0) {
+        say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)run->skipped,
+            (long long)run->step);
+    }
+}
+
 // From run->step to the end, or to a signal.
 static void train(Run* run, const Dataset* train_data, const Dataset* val_data, int64_t memory) {
     Options* o = run->options;
@@ -1696,31 +1688,18 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         }
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
-        char request[PATH_BYTES];
-        path_join(request, run->folder, "save");
-        bool asked = signal_save || file_exists(request);
-        if (asked) unlink(request);
+        bool asked = save_asked(run);
         due = due || (o->save_every > 0 && run->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
         if (asked || last || signal_stop || (due && !skipped)) {
-            signal_save = due = false;
+            due = false;
             checkpoint_save(run);
             saved_at = run->step;
         }
         if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !signal_stop) run_sample(run);
     }
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
-    double counted = (double)(run->step - timed_from);
-    if (counted > 0) {
-        char rate[32];
-        format_count(counted * (double)o->tokens_per_step / step_seconds, rate, sizeof(rate));
-        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", signal_stop ? "stopped" : "done   ",
-            1e3 * step_seconds / counted, rate);
-    }
-    if (run->skipped > 0) {
-        say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)run->skipped,
-            (long long)run->step);
-    }
+    tell_end(run, (double)(run->step - timed_from), step_seconds);
     feeder_close(&feeder);
     if (m->dev->gpu) pinned_free(scalars);
     if (!m->dev->gpu) free(scalars);
