@@ -1554,6 +1554,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
 static void run_validation(Run* run, const Dataset* data) {
     double begin = seconds_now(), loss = validate(run->model, data, run->options->val_tokens);
     if (signal_stop) return;
+    if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
     if (loss < run->best_val) run->best_val = loss;
     double bpb = run->bytes_per_token > 0 ? loss / log(2.0) / run->bytes_per_token : NAN;
     say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)run->step, loss, run->best_val);
