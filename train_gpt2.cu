@@ -1,9 +1,8 @@
 // nibble: pre-trains GPT-2-family language models on one GPU, or on this machine's cores.
 //
 // Read from top to bottom: options -> model (its tensors and activations) -> forward -> backward -> schedule ->
-// sampling
-// -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer behind
-// optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device.
+// sampling -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer
+// behind optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
@@ -21,6 +20,7 @@
 #include <unistd.h>
 
 #include "data/checkpoint.h"        // checkpoint_commit, checkpoint_verify, ...: whole or not there
+#include "data/gpt2_config.h"       // gpt2_config_read, gpt2_config_write: the model's shape in a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/options.h"           // Option, options_parse, options_help
 #include "data/safetensors.h"       // Safetensors, Json, crc32c, file_write
@@ -33,6 +33,7 @@
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _weight / _bias
+#include "kernels/random.h"         // random_bits, random_normal
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
@@ -57,7 +58,7 @@ struct Options {
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
     const char *decay_mode, *overrides, *formats;
     int64_t ramp;
-    const char* schedule;
+    const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
     // precision and memory
@@ -124,6 +125,8 @@ static const Option OPTIONS[] = {
     {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
      "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
+    {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
+     "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
     {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "optimizer",
      "how the learning rate falls"},
     {"warmup", OPTION_INT, FIELD(warmup), "auto", 0, 1e12, "N", "optimizer", "steps of linear warm-up"},
@@ -224,7 +227,7 @@ struct Model {
     void* activations;  // laid out by activations_layout
     int* input;         // laid out by input_layout
     float* losses;      // (N)
-    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor
+    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed
 };
 
 static void config_tensors(Model* model) {
@@ -654,26 +657,6 @@ static void model_set_tensor(Model* m, int tensor, const float* values) {
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
 // biases 0, layernorms 1 and 0, padding of the vocabulary 0. Computed on the host whatever the device.
 
-// 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer.
-static uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull ^ (tensor << 40) ^ element;
-    for (int round = 0; round < 2; round++) {
-        z += 0x9E3779B97F4A7C15ull;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        z ^= z >> 31;
-    }
-    return z;
-}
-
-// Box-Muller: element 2k takes the cosine, 2k+1 the sine.
-static float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
-    uint64_t bits = random_bits(seed, tensor, element / 2);
-    double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
-    double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
-    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
-}
-
 static void model_init(Model* m, uint64_t seed) {
     for (int t = 0; t < m->count; t++) {
         const OptimTensor* tensor = &m->tensors[t];
@@ -725,59 +708,14 @@ static void path_join(char (&path)[PATH_BYTES], const char* folder, const char* 
         user_error("the path %s/%s is too long; name a shorter one", folder, name ? name : "");
 }
 
-// The shape in DIR/config.json: a GPT-2 of transformers, or a sentence and exit 2.
+// The shape in FOLDER/config.json.
 static void config_read(Config* config, const char* folder) {
-    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    path_join(path, folder, "config.json");
-    int64_t bytes;
-    char* text = file_read(path, &bytes, error);
-    if (!text) user_error("--model %s: %s", folder, error);
-    Json* json = json_parse(text, bytes, path, error);
-    if (!json) user_error("--model %s: %s", folder, error);
-    const char* type = json_string(json, "model_type", "none");
-    if (strcmp(type, "gpt2") != 0) {
-        user_error(
-            "--model %s holds a model of type '%s'; nibble trains GPT-2: give a folder whose config.json says "
-            "\"model_type\": \"gpt2\"",
-            folder, type);
-    }
-    const char* activation = json_string(json, "activation_function", "gelu_new");
-    double epsilon = json_number(json, "layer_norm_epsilon", 1e-5);
-    int64_t C = json_int(json, "n_embd", 768);
-    if (strcmp(activation, "gelu_new") != 0 || fabs(epsilon - 1e-5) > 1e-9 ||
-        json_int(json, "n_inner", 4 * C) != 4 * C || json_number(json, "tie_word_embeddings", 1) == 0) {
-        user_error(
-            "--model %s is a GPT-2 variant (activation_function %s, layer_norm_epsilon %g); nibble has gelu_new, "
-            "1e-05, n_inner 4 x n_embd and a tied head",
-            folder, activation, epsilon);
-    }
-    static const struct {
-        const char* flag;
-        int needed;
-    } flags[] = {{"scale_attn_weights", 1}, {"scale_attn_by_inverse_layer_idx", 0}, {"add_cross_attention", 0}};
-    for (auto& f : flags) {
-        if (json_number(json, f.flag, f.needed) != f.needed) {
-            user_error("--model %s is a GPT-2 variant with %s %s, which nibble has not", folder, f.flag,
-                       f.needed ? "false" : "true");
-        }
-    }
-    int64_t shape[] = {json_int(json, "n_layer", 12), C, json_int(json, "n_head", 12),
-                       json_int(json, "n_positions", json_int(json, "n_ctx", 1024)),
-                       json_int(json, "vocab_size", 50257)};
-    const int64_t most[] = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
-    bool in_range = true;
-    for (int i = 0; i < 5; i++) in_range = in_range && shape[i] >= 1 && shape[i] <= most[i];
-    *config = {(int)shape[0], (int)shape[1], (int)shape[2], (int)shape[3], (int)shape[4], 0};
-    json_free(json);
-    free(text);
-    if (!in_range) {
-        user_error(
-            "%s has a shape out of range: n_layer %lld (at most %d), n_embd %lld (at most %d), n_head %lld, "
-            "n_positions "
-            "%lld, vocab_size %lld",
-            path, (long long)shape[0], MAX_LAYERS, (long long)shape[1], MAX_CHANNELS, (long long)shape[2],
-            (long long)shape[3], (long long)shape[4]);
-    }
+    const Gpt2Shape most = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
+    Gpt2Shape shape;
+    char error[DATA_ERROR_BYTES];
+    if (!gpt2_config_read(folder, &most, &shape, error)) user_error("%s", error);
+    *config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
+               (int)shape.positions, (int)shape.vocabulary, 0};
 }
 
 // Model and sequence length from the options, or from `checkpoint` unless it is NULL; `vocabulary` is the data's.
@@ -889,7 +827,7 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
     o->logit_rows = m->logit_rows;
 }
 
-static void optim_config_from(Options* o, OptimConfig* config) {
+static bool optim_config_try(const Options* o, OptimConfig* config, char* error, size_t error_bytes) {
     *config = {o->preset,
                o->rule,
                o->weights,
@@ -908,8 +846,12 @@ static void optim_config_from(Options* o, OptimConfig* config) {
                o->ramp,
                o->overrides,
                o->formats};
+    return optim_resolve(config, error, error_bytes);
+}
+
+static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
-    if (!optim_resolve(config, error, sizeof(error))) user_error("%s", error);
+    if (!optim_config_try(o, config, error, sizeof(error))) user_error("%s", error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
 }
 
@@ -999,12 +941,15 @@ static bool is_transposed(int t, int count) {
     return t >= FIRST_BLOCK && t < count - 2 && BLOCK[(t - FIRST_BLOCK) % BLOCK_TENSORS].transposed;
 }
 
+static bool is_in_model_file(const OptimStream* stream) {
+    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
+}
+
 // The stored weights when a Hugging Face file can hold them as they are; otherwise `data` is NULL.
 static OptimStream weights_stream(const Model* m) {
     for (int i = 0; i < optim_stream_count(m->optim); i++) {
         OptimStream stream = optim_stream(m->optim, i);
-        bool plain = strcmp(stream.dtype, "F32") == 0 || strcmp(stream.dtype, "BF16") == 0;
-        if (stream.is_weights && plain) return stream;
+        if (is_in_model_file(&stream)) return stream;
     }
     OptimStream none = {};
     none.dtype = "F32";
@@ -1012,7 +957,7 @@ static OptimStream weights_stream(const Model* m) {
     return none;
 }
 
-static bool model_write(const Model* m, const char* path, char* error) {
+static bool model_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
     OptimStream stream = weights_stream(m);
     int size = stream.element_bytes;
     SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m->count, sizeof(SafetensorsEntry));
@@ -1044,7 +989,7 @@ static bool model_write(const Model* m, const char* path, char* error) {
         fine = safetensors_write(writer, turn ? turned : values, n * size, error);
     }
     if (fine) {
-        fine = safetensors_finish(writer, nullptr, nullptr, error);
+        fine = safetensors_finish(writer, &file->crc, &file->bytes, error);
     } else if (writer) {
         safetensors_abandon(writer);
     }
@@ -1055,41 +1000,49 @@ static bool model_write(const Model* m, const char* path, char* error) {
     return fine;
 }
 
-// The weights of FOLDER/model.safetensors into the model, names with or without "transformer.".
+// The weights of one tensor (rows x cols) from a model.safetensors, names with or without "transformer.".
+static void model_tensor_read(const Model* m, const Safetensors* file, int t, float* values) {
+    const OptimTensor* tensor = &m->tensors[t];
+    char name[128];
+    snprintf(name, sizeof(name), "transformer.%s", tensor->name);
+    const SafetensorsTensor* found = safetensors_find(file, name);
+    if (!found) found = safetensors_find(file, tensor->name);
+    if (!found) {
+        user_error("%s has no tensor %s; is it a GPT-2 of the shape in config.json?", file->path, tensor->name);
+    }
+    int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols, n = rows * cols;
+    bool turn = is_transposed(t, m->count), vector = tensor->rows == 1;
+    bool shaped =
+        vector ? found->dims == 1 && found->shape[0] == cols
+               : found->dims == 2 && found->shape[0] == (turn ? cols : rows) && found->shape[1] == (turn ? rows : cols);
+    bool known =
+        strcmp(found->dtype, "F32") == 0 || strcmp(found->dtype, "BF16") == 0 || strcmp(found->dtype, "F16") == 0;
+    if (!shaped || !known) {
+        user_error("%s: tensor %s is %s of shape [%lld, %lld]; want F32, BF16 or F16 of [%lld, %lld]", file->path,
+                   found->name, found->dtype, (long long)found->shape[0],
+                   (long long)(found->dims > 1 ? found->shape[1] : 1), (long long)(turn || vector ? cols : rows),
+                   (long long)(vector ? 1
+                               : turn ? rows
+                                      : cols));
+    }
+    memset(values + n, 0, (tensor->rows * cols - n) * sizeof(float));  // padding of the vocabulary
+    float* turned = turn ? (float*)malloc(n * sizeof(float)) : nullptr;
+    safetensors_floats(found, turn ? turned : values);
+    if (turn) transpose(values, turned, cols, rows, 4);
+    free(turned);
+}
+
+// The weights of FOLDER/model.safetensors into the model.
 static void model_read(Model* m, const char* folder) {
     char path[PATH_BYTES], error[DATA_ERROR_BYTES];
     path_join(path, folder, "model.safetensors");
     Safetensors file;
     if (!safetensors_open(&file, path, error)) user_error("%s", error);
     for (int t = 0; t < m->count; t++) {
-        const OptimTensor* tensor = &m->tensors[t];
-        char name[128];
-        snprintf(name, sizeof(name), "transformer.%s", tensor->name);
-        const SafetensorsTensor* found = safetensors_find(&file, name);
-        if (!found) found = safetensors_find(&file, tensor->name);
-        if (!found) user_error("%s has no tensor %s; is it a GPT-2 of the shape in config.json?", path, tensor->name);
-        int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols, n = rows * cols;
-        bool turn = is_transposed(t, m->count), vector = tensor->rows == 1;
-        bool shaped = vector ? found->dims == 1 && found->shape[0] == cols
-                             : found->dims == 2 && found->shape[0] == (turn ? cols : rows) &&
-                                   found->shape[1] == (turn ? rows : cols);
-        bool known =
-            strcmp(found->dtype, "F32") == 0 || strcmp(found->dtype, "BF16") == 0 || strcmp(found->dtype, "F16") == 0;
-        if (!shaped || !known) {
-            user_error("%s: tensor %s is %s of shape [%lld, %lld]; want F32, BF16 or F16 of [%lld, %lld]", path,
-                       found->name, found->dtype, (long long)found->shape[0],
-                       (long long)(found->dims > 1 ? found->shape[1] : 1), (long long)(turn || vector ? cols : rows),
-                       (long long)(vector ? 1
-                                   : turn ? rows
-                                          : cols));
-        }
-        float* values = (float*)calloc(tensor->rows * cols, sizeof(float));  // padding of the vocabulary is 0
-        float* turned = turn ? (float*)malloc(n * sizeof(float)) : nullptr;
-        safetensors_floats(found, turn ? turned : values);
-        if (turn) transpose(values, turned, cols, rows, 4);
+        float* values = (float*)malloc(m->tensors[t].rows * m->tensors[t].cols * sizeof(float));
+        model_tensor_read(m, &file, t, values);
         model_set_tensor(m, t, values);
         free(values);
-        free(turned);
     }
     safetensors_close(&file);
     if (m->optim) optim_decode(m->optim);
@@ -1108,10 +1061,12 @@ struct Run {
     FILE* log;  // log.jsonl
     Tokenizer* tokenizer;
     double bytes_per_token;
-    int64_t step;         // optimizer steps done
-    int64_t sequences;    // consumed so far: the data position
-    int64_t data_tokens;  // of the training data: their number decides the order
-    double best_val;      // infinite until the first validation
+    int64_t step;          // optimizer steps done
+    int64_t sequences;     // consumed so far: the data position
+    int64_t data_tokens;   // of the training data: their number decides the order
+    double best_val;       // infinite until the first validation
+    int64_t skipped;       // of the steps done: those that changed nothing, see --on-nonfinite
+    int64_t skipped_last;  // the last ones among them, without a good one in between
     char last_checkpoint[PATH_BYTES];
     double started;  // seconds
 };
@@ -1134,30 +1089,9 @@ static double seconds_now() {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// transformers' config.json of the model.
-static bool write_config(const Model* m, const char* path, char* error) {
-    const Config* c = &m->config;
-    char text[2048];
-    int bytes = snprintf(
-        text, sizeof(text),
-        "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %d,\n  "
-        "\"n_embd\": %d,\n"
-        "  \"n_head\": %d,\n  \"n_positions\": %d,\n  \"n_ctx\": %d,\n  \"vocab_size\": %d,\n"
-        "  \"activation_function\": \"gelu_new\",\n  \"layer_norm_epsilon\": 1e-05,\n  \"initializer_range\": 0.02,\n"
-        "  \"attn_pdrop\": 0.0,\n  \"embd_pdrop\": 0.0,\n  \"resid_pdrop\": 0.0,\n  \"tie_word_embeddings\": true,\n"
-        "  \"bos_token_id\": %d,\n  \"eos_token_id\": %d,\n  \"dtype\": \"%s\"\n}\n",
-        c->L, c->C, c->NH, c->max_T, c->max_T, c->V, c->V == 50257 ? 50256 : 0, c->V == 50257 ? 50256 : 0,
-        strcmp(weights_stream(m).dtype, "BF16") == 0 ? "bfloat16" : "float32");
-    return file_write(path, text, bytes, error);
-}
-
-static bool is_in_model_file(const OptimStream* stream) {
-    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
-}
-
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
-static bool optimizer_write(const Model* m, const char* path, char* error) {
+static bool optimizer_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
     int most = optim_stream_count(m->optim);
     SafetensorsEntry* entries = (SafetensorsEntry*)calloc(most, sizeof(*entries));
     OptimStream* streams = (OptimStream*)calloc(most, sizeof(*streams));
@@ -1182,66 +1116,100 @@ static bool optimizer_write(const Model* m, const char* path, char* error) {
     }
     free(host);
     free(streams);
-    if (fine) return safetensors_finish(writer, nullptr, nullptr, error);
+    if (fine) return safetensors_finish(writer, &file->crc, &file->bytes, error);
     if (writer) safetensors_abandon(writer);
     return false;
 }
 
-static void optimizer_read(Model* m, const char* folder) {
-    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    path_join(path, folder, "optimizer.safetensors");
-    Safetensors file;
-    int consumed = 0;
-    if (!safetensors_open(&file, path, error)) user_error("%s", error);
-    for (int i = 0; i < optim_stream_count(m->optim); i++) {
-        OptimStream stream = optim_stream(m->optim, i);
-        if (is_in_model_file(&stream)) continue;
-        const SafetensorsTensor* found = safetensors_find(&file, stream.name);
-        if (!found || strcmp(found->dtype, stream.dtype) != 0 ||
-            found->bytes != stream.elements * stream.element_bytes) {
-            user_error(
-                "%s holds no '%s' of %s with %lld elements; resume with the --preset, --weights, --m, --v and "
-                "--override of the saved run",
-                path, stream.name, stream.dtype, (long long)stream.elements);
-        }
-        copy_to_device(m->dev, stream.data, found->data, found->bytes);
-        consumed++;
-    }
-    if (consumed != file.count) {
-        user_error(
-            "%s holds %d arrays and these formats take %d; resume with the --preset, --weights, --m and --v of the "
-            "saved run",
-            path, file.count, consumed);
-    }
-    safetensors_close(&file);
-    optim_decode(m->optim);
+// What optim_load reads a checkpoint through.
+struct CheckpointReader {
+    Run* run;
+    Safetensors model, optimizer;
+};
+
+static const void* reader_array(void* context, const char* name, const char* dtype, int64_t bytes) {
+    const CheckpointReader* reader = (const CheckpointReader*)context;
+    const SafetensorsTensor* found = safetensors_find(&reader->optimizer, name);
+    return found && strcmp(found->dtype, dtype) == 0 && found->bytes == bytes ? found->data : nullptr;
 }
 
-static const char* const CHECKPOINT_FILES[] = {"model.safetensors", "optimizer.safetensors", "config.json",
-                                               "vocab.json", "merges.txt"};
+static void reader_weights(void* context, int tensor, float* values) {
+    const CheckpointReader* reader = (const CheckpointReader*)context;
+    model_tensor_read(reader->run->model, &reader->model, tensor, values);
+}
+
+static void reader_notice(void* context, const char* line) {
+    say(((const CheckpointReader*)context)->run, " notice   %s\n", line);
+}
+
+// Weights and states from a checkpoint. Its formats are in `state`, or, in one of before, among the options.
+static void checkpoint_read(Run* run, const OptimConfig* config, const Json* state, const char* folder) {
+    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
+    const Json *formats = json_get(state, "formats"), *from = formats ? formats : json_get(state, "options");
+    CheckpointReader reader = {run, {}, {}};
+    path_join(path, folder, "model.safetensors");
+    if (!safetensors_open(&reader.model, path, error)) user_error("%s", error);
+    path_join(path, folder, "optimizer.safetensors");
+    if (!safetensors_open(&reader.optimizer, path, error)) user_error("%s", error);
+    OptimStored stored = {*config, reader.optimizer.count, reader_array, reader_weights, reader_notice, &reader};
+    stored.config.rule = json_string(from, "rule", "");
+    stored.config.weights = json_string(from, "weights", "");
+    stored.config.m = json_string(from, "m", "");
+    stored.config.v = json_string(from, "v", "");
+    stored.config.overrides = json_string(from, "override", "");
+    stored.config.decay_mode = "coupled";  // whatever it was: nothing is stored of it
+    if (!optim_resolve(&stored.config, error, sizeof(error))) user_error("%s/state.json: %s", folder, error);
+    if (!optim_load(run->model->optim, &stored, error, sizeof(error))) user_error("%s: %s", path, error);
+    safetensors_close(&reader.model);
+    safetensors_close(&reader.optimizer);
+}
+
+// Step, data position and what else the run goes on with, the formats, and all options.
+static void state_write(const Run* run, FILE* state) {
+    const Options* o = run->options;
+    fprintf(state,
+            "{\n\"version\": 1,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"skipped\": %lld,\n"
+            "\"skipped_last\": %lld,\n\"best_val\": ",
+            (long long)run->step, (long long)run->sequences, (long long)run->data_tokens, (long long)run->skipped,
+            (long long)run->skipped_last);
+    json_write_number(state, run->best_val);
+    fprintf(state, ",\n\"formats\": ");
+    const char* const formats[][2] = {
+        {"rule", o->rule}, {"weights", o->weights}, {"m", o->m}, {"v", o->v}, {"override", o->overrides}};
+    for (int i = 0; i < 5; i++) {
+        fprintf(state, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
+        json_write_string(state, formats[i][1]);
+    }
+    fprintf(state, "},\n\"options\": ");
+    options_json(&TABLE, o, state);
+    fprintf(state, ",\n");
+}
 
 static bool checkpoint_write(Run* run, const char* folder, char* error) {
+    CheckpointFile files[] = {{"model.safetensors", 0, -1},
+                              {"optimizer.safetensors", 0, -1},
+                              {"config.json", 0, -1},
+                              {"vocab.json", 0, -1},
+                              {"merges.txt", 0, -1}};
+    const Config* c = &run->model->config;
+    const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
+    const char* dtype = strcmp(weights_stream(run->model).dtype, "BF16") == 0 ? "bfloat16" : "float32";
     char path[PATH_BYTES];
-    path_join(path, folder, "model.safetensors");
-    if (!folder_make(folder, error) || !model_write(run->model, path, error)) return false;
-    path_join(path, folder, "optimizer.safetensors");
-    if (!optimizer_write(run->model, path, error)) return false;
-    path_join(path, folder, "config.json");
-    if (!write_config(run->model, path, error)) return false;
-    if (!file_copy(run->folder, "vocab.json", folder, error) || !file_copy(run->folder, "merges.txt", folder, error)) {
-        return false;
+    path_join(path, folder, files[0].name);
+    if (!folder_make(folder, error) || !model_write(run->model, path, &files[0], error)) return false;
+    path_join(path, folder, files[1].name);
+    if (!optimizer_write(run->model, path, &files[1], error)) return false;
+    path_join(path, folder, files[2].name);
+    if (!gpt2_config_write(path, &shape, dtype, error)) return false;
+    for (int i = 3; i < 5; i++) {
+        if (!file_copy(run->folder, files[i].name, folder, error)) return false;
     }
     char* text = nullptr;
     size_t length = 0;
     FILE* state = open_memstream(&text, &length);
-    fprintf(state, "{\n\"version\": 1,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"best_val\": ",
-            (long long)run->step, (long long)run->sequences, (long long)run->data_tokens);
-    json_write_number(state, run->best_val);
-    fprintf(state, ",\n\"options\": ");
-    options_json(&TABLE, run->options, state);
-    fprintf(state, ",\n");
+    state_write(run, state);
     fclose(state);
-    bool fine = checkpoint_seal(folder, text, CHECKPOINT_FILES, sizeof(CHECKPOINT_FILES) / sizeof(char*), error);
+    bool fine = checkpoint_seal(folder, text, files, sizeof(files) / sizeof(files[0]), error);
     free(text);
     return fine;
 }
@@ -1275,40 +1243,15 @@ static bool is_restored(const Option* option) {
     return option->type != OPTION_FLAG;
 }
 
-// The checkpoint that --resume names into `folder`, its state returned; NULL: begin anew.
-static Json* resume_locate(const Options* o, char (&folder)[PATH_BYTES], bool* named_itself) {
-    char error[DATA_ERROR_BYTES], inner[PATH_BYTES];
-    *named_itself = false;
-    if (strcmp(o->resume, "off") == 0) return nullptr;
-    bool automatic = strcmp(o->resume, "auto") == 0;
-    const char* named = automatic ? o->run : o->resume;
-    if (automatic && !o->run[0]) user_error("--resume auto needs the run folder: add --run DIR");
-    if (!automatic && !folder_exists(named)) {
-        user_error("--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
+// Whether an option that was not typed is left to another preset than the saved one, which was typed.
+static bool left_to_preset(const Options* o, const bool* given, const Json* saved, const char* name) {
+    static const char* const names[] = {"rule", "weights", "m", "v"};
+    const Option* preset = option_find(&TABLE, "preset");
+    if (!given[preset - OPTIONS] || strcmp(json_string(saved, preset->name, ""), o->preset) == 0) return false;
+    for (const char* its : names) {
+        if (strcmp(name, its) == 0) return true;
     }
-    path_join(inner, named, "state.json");
-    *named_itself = !automatic && file_exists(inner);
-    Json* state;
-    if (*named_itself) {
-        path_join(folder, named, nullptr);
-        while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
-        state = checkpoint_verify(folder, error);
-        if (!state) {
-            user_error("--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder", named,
-                       error);
-        }
-    } else {
-        state = checkpoint_newest(named, folder, sizeof(folder));
-        if (!state && !automatic) {
-            user_error("--resume %s holds no whole checkpoint (step_*); begin anew with --run %s --resume auto", named,
-                       named);
-        }
-    }
-    if (state && json_int(state, "version", 0) != 1) {
-        user_error("%s was written by another version of nibble (%lld); resume with that one", folder,
-                   (long long)json_int(state, "version", 0));
-    }
-    return state;
+    return false;
 }
 
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
@@ -1320,6 +1263,7 @@ static void resume_options(Options* o, const bool* given, const Json* saved, cha
         const Option* option = &OPTIONS[i];
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
+        if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
         char now[4096];
         option_text(option, o, now, sizeof(now));
         if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
@@ -1332,6 +1276,12 @@ static void resume_options(Options* o, const bool* given, const Json* saved, cha
         size_t used = strlen(changed);
         snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
     }
+    // Another rule may have no use for the saved v, or need one where there was none.
+    OptimConfig config;
+    Options trial = *o;
+    trial.grads = "fp32";
+    bool v_typed = given[option_find(&TABLE, "v") - OPTIONS];
+    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) o->v = "";
 }
 
 // The run folder, the banner and the lines.
@@ -1378,25 +1328,14 @@ static void run_folder_make(Run* run, bool resumed) {
     run->text = file;
 }
 
-// Keeps the tokenizer's files in the run folder, under Hugging Face's names, whatever becomes of where they came from,
-// and opens it. Without one that fits there are no samples.
+// Keeps the tokenizer's files in the run folder, whatever becomes of where they came from, and opens it. Without one
+// that fits there are no samples.
 static void run_tokenizer_open(Run* run, const char* data_folder, const char* checkpoint, bool bytes) {
-    static const char* const names[][2] = {{"vocab.json", "vocab.json"},
-                                           {"merges.txt", "merges.txt"},
-                                           {"encoder.json", "vocab.json"},
-                                           {"vocab.bpe", "merges.txt"}};
     const char* sources[] = {run->folder, checkpoint, data_folder, run->options->model};
-    char error[DATA_ERROR_BYTES], from[PATH_BYTES], to[PATH_BYTES];
+    char error[DATA_ERROR_BYTES], to[PATH_BYTES];
     for (const char* source : sources) {
-        for (int i = 0; i < 4 && !bytes && source[0] && folder_exists(source); i++) {
-            path_join(from, source, names[i][0]);
-            path_join(to, run->folder, names[i][1]);
-            if (!file_exists(from) || file_exists(to)) continue;
-            int64_t size;
-            char* text = file_read(from, &size, error);
-            if (!text || !file_write(to, text, size, error)) user_error("--run %s: %s", run->folder, error);
-            free(text);
-        }
+        if (bytes || !source[0] || !folder_exists(source)) continue;
+        if (!tokenizer_files_copy(source, run->folder, error)) user_error("--run %s: %s", run->folder, error);
     }
     path_join(to, run->folder, "vocab.json");
     bool there = bytes || file_exists(to);
@@ -1427,6 +1366,19 @@ static void log_line(Run* run, const char* type, int count, const char* const* n
     }
 }
 
+// FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
+static double flops_per_token(const Model* m) {
+    return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
+}
+
+static void log_step(Run* run, double loss, double norm, double lr, double seconds) {
+    const Model* m = run->model;
+    double rate = (double)run->options->tokens_per_step / seconds, peak = device_peak(m->dev, m->type == OPTIM_FP32);
+    const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped", "mfu"};
+    const double values[] = {loss, lr, norm, seconds, rate, (double)run->skipped, rate * flops_per_token(m) / peak};
+    log_line(run, "train", peak > 0 ? 7 : 6, names, values);
+}
+
 static void log_config(Run* run, const char* device) {
     fputs("{\"type\": \"config\", \"options\": ", run->log);
     options_json(&TABLE, run->options, run->log);
@@ -1435,11 +1387,6 @@ static void log_config(Run* run, const char* device) {
     fprintf(run->log, ", \"parameters\": %lld, \"bytes_per_token\": %.9g}\n", (long long)run->model->parameters,
             run->bytes_per_token);
     fflush(run->log);
-}
-
-// FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
-static double flops_per_token(const Model* m) {
-    return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
 static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* plan, const Dataset* train,
@@ -1561,8 +1508,21 @@ static void feeder_close(Feeder* feeder) {
     for (int i = 0; i < 2 && feeder->dev->gpu; i++) check(cudaEventDestroy(feeder->copied[i]));
 }
 
-// One optimizer step: gradients of `micro_batches`, their norm and clip factor, the update. All of it is queued without
-// waiting for the device; the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed.
+// The norm of the gradients, the clip factor and the update, which does nothing when the loss or the norm is not
+// finite: then the factor is NaN.
+static void update(Model* m, float lr, float clip, int64_t step) {
+    // The activations are dead by now: their first bytes serve as the norm's scratch.
+    float *norm = m->scalars + 1, *scratch = (float*)m->activations;
+    if (m->grads_bf16) {
+        global_norm<bf16>(m->dev, norm, scratch, (const bf16*)m->grads, m->elements, clip, m->scalars);
+    } else {
+        global_norm<float>(m->dev, norm, scratch, (const float*)m->grads, m->elements, clip, m->scalars);
+    }
+    optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
+}
+
+// One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
+// the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     for (int64_t i = 0; i < micro_batches; i++) {
@@ -1570,13 +1530,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0) return false;
         micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)micro_batches);
     }
-    // The activations are dead by now: their first bytes serve as the norm's scratch.
-    if (m->grads_bf16) {
-        global_norm<bf16>(m->dev, m->scalars + 1, (float*)m->activations, (const bf16*)m->grads, m->elements, clip);
-    } else {
-        global_norm<float>(m->dev, m->scalars + 1, (float*)m->activations, (const float*)m->grads, m->elements, clip);
-    }
-    optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
+    update(m, lr, clip, step);
     return true;
 }
 
@@ -1603,6 +1557,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
 static void run_validation(Run* run, const Dataset* data) {
     double begin = seconds_now(), loss = validate(run->model, data, run->options->val_tokens);
     if (signal_stop) return;
+    if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
     if (loss < run->best_val) run->best_val = loss;
     double bpb = run->bytes_per_token > 0 ? loss / log(2.0) / run->bytes_per_token : NAN;
     say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)run->step, loss, run->best_val);
@@ -1647,16 +1602,53 @@ static void print_step(Run* run, double loss, double norm, double lr, double sec
     format_duration(eta, left, sizeof(left));
     bool small = memory < (1ll << 30);
     snprintf(size, sizeof(size), small ? "%.0f MiB" : "%.1f GiB", (double)memory / (small ? 1 << 20 : 1 << 30));
-    say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %s  eta %s\n",
+    say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %s  eta %s",
         (long long)run->step, (long long)o->steps, 100.0 * (double)run->step / (double)o->steps, loss, norm, lr,
         1e3 * seconds, rate, mfu, size, left);
+    if (run->skipped > 0) say(run, "  skipped %lld", (long long)run->skipped);
+    say(run, "\n");
 }
 
-static void nonfinite_stop(Run* run, double loss, double norm) {
+// A step that changed nothing: told, and the end of the run when --on-nonfinite says so or nothing else comes any more.
+static void step_skipped(Run* run, double loss, double norm) {
+    constexpr int64_t MOST_IN_A_ROW = 10;  // a bad batch is one; after as many, the weights are beyond help
+    bool stop = strcmp(run->options->on_nonfinite, "stop") == 0;
+    if (!stop) {
+        say(run, "skip %6lld  loss %g  norm %g: weights and states stay as they were (%lld skipped so far)\n",
+            (long long)run->step, loss, norm, (long long)run->skipped);
+    }
+    if (!stop && run->skipped_last < MOST_IN_A_ROW) return;
+    char row[64] = "";
+    if (!stop) snprintf(row, sizeof(row), "%lld steps in a row were skipped; ", (long long)run->skipped_last);
     user_error(
-        "step %lld: the loss is %g and the norm of the gradient %g; the last good checkpoint is %s; type a smaller "
+        "step %lld: the loss is %g and the norm of the gradient %g; %sthe last good checkpoint is %s; type a smaller "
         "--lr (now %g), a longer --warmup or a smaller --clip",
-        (long long)run->step, loss, norm, run->last_checkpoint[0] ? run->last_checkpoint : "none", run->options->lr);
+        (long long)run->step, loss, norm, row, run->last_checkpoint[0] ? run->last_checkpoint : "none",
+        run->options->lr);
+}
+
+// A signal, or a file called save in the run folder.
+static bool save_asked(const Run* run) {
+    char request[PATH_BYTES];
+    path_join(request, run->folder, "save");
+    bool asked = signal_save || file_exists(request);
+    if (asked) unlink(request);
+    signal_save = 0;
+    return asked;
+}
+
+// `counted` steps took `seconds`.
+static void tell_end(Run* run, double counted, double seconds) {
+    char rate[32];
+    format_count(counted * (double)run->options->tokens_per_step / seconds, rate, sizeof(rate));
+    if (counted > 0) {
+        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", signal_stop ? "stopped" : "done   ",
+            1e3 * seconds / counted, rate);
+    }
+    if (run->skipped > 0) {
+        say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)run->skipped,
+            (long long)run->step);
+    }
 }
 
 // From run->step to the end, or to a signal.
@@ -1670,16 +1662,21 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     int64_t first = run->step, timed_from = first;
     double timed_since = seconds_now(), step_seconds = 0;
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
+    bool due = false;  // a checkpoint
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
     while (run->step < o->steps && !signal_stop) {
         double begin = seconds_now(), lr = learning_rate(o, run->step);
-        if (!train_step(m, &feeder, sequences / m->B, (float)lr, (float)o->clip, run->step + 1)) {
+        int64_t update = run->step + 1 - run->skipped;  // what moments and their bias corrections count
+        if (!train_step(m, &feeder, sequences / m->B, (float)lr, (float)o->clip, update)) {
             if (run->step > saved_at) checkpoint_save(run);
             user_error("--data: %s; the last checkpoint is %s", feeder.error, run->last_checkpoint);
         }
         copy_to_host(m->dev, scalars, m->scalars, 3 * sizeof(float));
         run->step++;
         run->sequences += sequences;
+        bool skipped = !isfinite(scalars[2]);
+        run->skipped += skipped;
+        run->skipped_last = skipped ? run->skipped_last + 1 : 0;
         double now = seconds_now(), loss = scalars[0], norm = scalars[1];
         if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
         if (isnan(norm)) norm = fabs(norm);
@@ -1687,35 +1684,26 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         step_seconds += now - begin;
         double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
         if (run->step == timed_from) each = now - begin;
-        double rate = (double)o->tokens_per_step / (now - begin), peak = device_peak(m->dev, m->type == OPTIM_FP32);
-        const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s", "mfu"};
-        const double values[] = {loss, lr, norm, now - begin, rate, rate * flops_per_token(m) / peak};
-        log_line(run, "train", peak > 0 ? 6 : 5, names, values);
-        if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
+        log_step(run, skipped ? NAN : loss, norm, lr, now - begin);
+        if (skipped) {
+            step_skipped(run, loss, norm);
+        } else if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
             print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
         }
-        if (!isfinite(loss) || !isfinite(norm)) nonfinite_stop(run, loss, norm);
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
-        char request[PATH_BYTES];
-        path_join(request, run->folder, "save");
-        bool asked = signal_save || file_exists(request);
-        if (asked) unlink(request);
-        if (asked || last || signal_stop || (o->save_every > 0 && run->step % o->save_every == 0)) {
-            signal_save = 0;
+        bool asked = save_asked(run);
+        due = due || (o->save_every > 0 && run->step % o->save_every == 0);
+        // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
+        if (asked || last || signal_stop || (due && !skipped)) {
+            due = false;
             checkpoint_save(run);
             saved_at = run->step;
         }
         if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !signal_stop) run_sample(run);
     }
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
-    double counted = (double)(run->step - timed_from);
-    if (counted > 0) {
-        char rate[32];
-        format_count(counted * (double)o->tokens_per_step / step_seconds, rate, sizeof(rate));
-        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", signal_stop ? "stopped" : "done   ",
-            1e3 * step_seconds / counted, rate);
-    }
+    tell_end(run, (double)(run->step - timed_from), step_seconds);
     feeder_close(&feeder);
     if (m->dev->gpu) pinned_free(scalars);
     if (!m->dev->gpu) free(scalars);
@@ -1867,11 +1855,10 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
 }
 
 // Weights and states: from the checkpoint, from --model DIR, or drawn.
-static void model_begin(Run* run, const char* checkpoint) {
+static void model_begin(Run* run, const OptimConfig* config, const Json* state, const char* checkpoint) {
     Model* m = run->model;
     if (checkpoint) {
-        model_read(m, checkpoint);
-        optimizer_read(m, checkpoint);
+        checkpoint_read(run, config, state, checkpoint);
         snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", checkpoint);
         say(run, " resume   %s, step %lld\n", checkpoint, (long long)run->step);
     } else if (folder_exists(run->options->model)) {
@@ -1884,11 +1871,14 @@ static void model_begin(Run* run, const char* checkpoint) {
 static int train_main(Options* o, const bool* given) {
     char folder[PATH_BYTES] = "", changed[16384] = "";
     bool named_itself;
-    Json* state = resume_locate(o, folder, &named_itself);
+    Json* state = nullptr;
+    char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
+    if (!checkpoint_locate(o->resume, o->run, folder, sizeof(folder), &named_itself, &state, error)) {
+        user_error("%s", error);
+    }
     const char* checkpoint = state ? folder : nullptr;
-    if (state) resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
     if (state) {
-        char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
+        resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
         if (!o->run[0]) o->run = strdup(folder_parent(checkpoint, parent, sizeof(parent)));
         if (!checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) user_error("%s", error);
     }
@@ -1911,6 +1901,8 @@ static int train_main(Options* o, const bool* given) {
     run.step = state ? json_int(state, "step", 0) : 0;
     run.sequences = state ? json_int(state, "sequences", 0) : 0;
     run.best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;
+    run.skipped = state ? json_int(state, "skipped", 0) : 0;
+    run.skipped_last = state ? json_int(state, "skipped_last", 0) : 0;
     run.data_tokens = train_data.tokens;
     int64_t tokens_before = state ? json_int(state, "data_tokens", train_data.tokens) : train_data.tokens;
     if (tokens_before != train_data.tokens) {
@@ -1930,7 +1922,7 @@ static int train_main(Options* o, const bool* given) {
 
     // The weights come before the run folder: a bad model file leaves nothing behind.
     model_allocate(&m, &config);
-    model_begin(&run, checkpoint);
+    model_begin(&run, &config, state, checkpoint);
     signals_catch();
     // Paths as they are found from any folder, so that the run can be resumed from anywhere.
     if (o->data[0]) o->data = path_absolute(o->data);

@@ -102,7 +102,7 @@ int checkpoint_list(const char* run_folder, int64_t** steps) {
     return count;
 }
 
-bool checkpoint_seal(const char* folder, const char* text, const char* const* files, int count, char* error) {
+bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error) {
     char path[PATH_BYTES];
     char* whole = NULL;
     size_t length = 0;
@@ -111,12 +111,12 @@ bool checkpoint_seal(const char* folder, const char* text, const char* const* fi
     const char* separator = "";
     bool fine = true;
     for (int i = 0; i < count && fine; i++) {
-        snprintf(path, sizeof(path), "%s/%s", folder, files[i]);
-        if (!file_exists(path)) continue;
-        uint32_t crc;
-        int64_t bytes;
-        fine = file_sum(folder, files[i], &crc, &bytes, error);
-        fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, files[i], (long long)bytes, crc);
+        CheckpointFile file = files[i];
+        snprintf(path, sizeof(path), "%s/%s", folder, file.name);
+        if (file.bytes < 0 && !file_exists(path)) continue;
+        if (file.bytes < 0) fine = file_sum(folder, file.name, &file.crc, &file.bytes, error);
+        fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, file.name, (long long)file.bytes,
+                file.crc);
         separator = ",";
     }
     fprintf(state, "\n},\n");
@@ -205,6 +205,45 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
     }
     free(steps);
     return state;
+}
+
+bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
+                       Json** state, char* error) {
+    char inner[PATH_BYTES], reason[DATA_ERROR_BYTES];
+    *named_itself = false;
+    *state = NULL;
+    if (strcmp(resume, "off") == 0) return true;
+    bool automatic = strcmp(resume, "auto") == 0;
+    const char* named = automatic ? run : resume;
+    if (automatic && !run[0]) return data_error(error, "--resume auto needs the run folder: add --run DIR");
+    if (!automatic && !folder_exists(named)) {
+        return data_error(
+            error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
+    }
+    snprintf(inner, sizeof(inner), "%s/state.json", named);
+    *named_itself = !automatic && file_exists(inner);
+    if (*named_itself) {
+        snprintf(folder, bytes, "%s", named);
+        while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
+        *state = checkpoint_verify(folder, reason);
+        if (!*state) {
+            return data_error(error,
+                              "--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder",
+                              named, reason);
+        }
+    } else {
+        *state = checkpoint_newest(named, folder, bytes);
+        if (!*state && !automatic) {
+            return data_error(error,
+                              "--resume %s holds no whole checkpoint (step_*); begin anew with --run %s --resume auto",
+                              named, named);
+        }
+    }
+    if (!*state || json_int(*state, "version", 0) == 1) return true;
+    data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
+               (long long)json_int(*state, "version", 0));
+    json_free(*state);
+    return false;
 }
 
 bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,

@@ -27,9 +27,15 @@ const char* folder_parent(const char* path, char* parent, size_t bytes);
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // The name of a step's folder: RUN/step_%08lld.
 void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes);
+// A file of a checkpoint as it was written.
+typedef struct {
+    const char* name;
+    uint32_t crc;
+    int64_t bytes;  // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
+} CheckpointFile;
 // Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
 // follow.
-bool checkpoint_seal(const char* folder, const char* text, const char* const* files, int count, char* error);
+bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
 // Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
 // that a whole one stands there at any moment.
 bool checkpoint_commit(const char* folder, char* error);
@@ -37,6 +43,10 @@ bool checkpoint_commit(const char* folder, char* error);
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
 Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
+// The checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which sets
+// *named_itself, a checkpoint's. Its name into `folder` and its state.json's tree into *state, NULL: begin anew.
+bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
+                       Json** state, char* error);
 // May a run go on from `checkpoint` in `run_folder`? That is the checkpoint's own folder, in which it is the newest, or
 // one without a run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged
 // when `put_aside`. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.

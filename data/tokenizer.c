@@ -265,6 +265,25 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     return tokenizer;
 }
 
+bool tokenizer_files_copy(const char* from, const char* to, char* error) {
+    static const char* const names[][2] = {{"vocab.json", "vocab.json"},
+                                           {"merges.txt", "merges.txt"},
+                                           {"encoder.json", "vocab.json"},
+                                           {"vocab.bpe", "merges.txt"}};
+    for (int i = 0; i < 4; i++) {
+        char source[4608], copy[4608];
+        snprintf(source, sizeof(source), "%s/%s", from, names[i][0]);
+        snprintf(copy, sizeof(copy), "%s/%s", to, names[i][1]);
+        if (access(source, F_OK) != 0 || access(copy, F_OK) == 0) continue;
+        int64_t bytes;
+        char* text = file_read(source, &bytes, error);
+        bool fine = text && file_write(copy, text, bytes, error);
+        free(text);
+        if (!fine) return false;
+    }
+    return true;
+}
+
 void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
     free(tokenizer->text);

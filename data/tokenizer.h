@@ -13,6 +13,9 @@ typedef struct Tokenizer Tokenizer;
 // folder NULL or "": tokens are bytes. Otherwise vocab.json and merges.txt are read, or the same under OpenAI's names,
 // encoder.json and vocab.bpe. Without merges, tokens decode and tokenizer_encode returns -1.
 Tokenizer* tokenizer_open(const char* folder, char* error);
+// The files of FROM's tokenizer that TO has not yet, under the names vocab.json and merges.txt. Fine where FROM has
+// none.
+bool tokenizer_files_copy(const char* from, const char* to, char* error);
 void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);
 // <|endoftext|>'s token, or -1 for bytes.

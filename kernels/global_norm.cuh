@@ -1,6 +1,6 @@
 // The norm of all gradients, and the factor that clips it: norm = sqrt(sum of g^2), factor = clip / norm where clipping
-// is on (clip > 0) and norm > clip, otherwise 1; NaN when the norm is not finite, which makes the optimizer's step
-// change nothing. Both stay on the device: the step reads the factor there, and nobody waits for it.
+// is on (clip > 0) and norm > clip, otherwise 1; NaN when the norm or the loss is not finite, which makes the
+// optimizer's step change nothing. Both stay on the device: the step reads the factor there, and nobody waits for it.
 //
 // g: (n) float or bf16, 16-byte aligned. Bytes: reads n once, at the speed of a copy. Every thread sums squares in fp32
 // over a few thousand elements; threads and blocks are combined in double, in a fixed order.
@@ -12,14 +12,15 @@
 constexpr int GLOBAL_NORM_CPU_PARTS = 1024;  // fixed, so that the result does not depend on the number of threads
 constexpr int GLOBAL_NORM_THREADS = 512;
 
-inline void global_norm_result(float norm[2], double sum, float clip) {
+inline void global_norm_result(float norm[2], double sum, float clip, const float* loss) {
     double length = sqrt(sum);
     norm[0] = (float)length;
-    norm[1] = !isfinite(norm[0]) ? NAN : clip > 0.0f && norm[0] > clip ? (float)(clip / length) : 1.0f;
+    bool finite = isfinite(norm[0]) && (!loss || isfinite(*loss));
+    norm[1] = !finite ? NAN : clip > 0.0f && norm[0] > clip ? (float)(clip / length) : 1.0f;
 }
 
-// norm: (2); parts: (GLOBAL_NORM_CPU_PARTS); grads: (n)
-inline void global_norm_cpu(float* norm, double* parts, const float* grads, int64_t n, float clip) {
+// norm: (2); parts: (GLOBAL_NORM_CPU_PARTS); grads: (n); loss: a scalar, or null
+inline void global_norm_cpu(float* norm, double* parts, const float* grads, int64_t n, float clip, const float* loss) {
     int64_t length = ceil_div(ceil_div(n, GLOBAL_NORM_CPU_PARTS), 8) * 8;
 #pragma omp parallel for schedule(static)
     for (int part = 0; part < GLOBAL_NORM_CPU_PARTS; part++) {
@@ -31,7 +32,7 @@ inline void global_norm_cpu(float* norm, double* parts, const float* grads, int6
     }
     double sum = 0.0;
     for (int part = 0; part < GLOBAL_NORM_CPU_PARTS; part++) sum += parts[part];
-    global_norm_result(norm, sum, clip);
+    global_norm_result(norm, sum, clip, loss);
 }
 
 // Sum over the block in double, valid in thread 0. Block GLOBAL_NORM_THREADS.
@@ -68,15 +69,16 @@ __global__ void __launch_bounds__(GLOBAL_NORM_THREADS) global_norm_kernel(double
 
 // Grid 1, block GLOBAL_NORM_THREADS. Deterministic.
 __global__ static void __launch_bounds__(GLOBAL_NORM_THREADS)
-    global_norm_finish_kernel(float* norm, const double* parts, int count, float clip) {
+    global_norm_finish_kernel(float* norm, const double* parts, int count, float clip, const float* loss) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += GLOBAL_NORM_THREADS) sum += parts[i];
     sum = global_norm_block_sum(sum);
     if (threadIdx.x != 0) return;
     double length = sqrt(sum);
     float value = (float)length;
+    bool finite = isfinite(value) && (!loss || isfinite(*loss));
     norm[0] = value;
-    norm[1] = !isfinite(value) ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
+    norm[1] = !finite ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
 }
 
 inline int global_norm_blocks(const Device* dev) {
@@ -87,18 +89,20 @@ inline int64_t global_norm_scratch_bytes(const Device* dev) {
     return (dev->gpu ? global_norm_blocks(dev) : GLOBAL_NORM_CPU_PARTS) * (int64_t)sizeof(double);
 }
 
-// norm: (2) in device memory: the norm and the factor; scratch: global_norm_scratch_bytes, 8-byte aligned; grads: (n)
+// norm: (2) in device memory: the norm and the factor; scratch: global_norm_scratch_bytes, 8-byte aligned; grads: (n);
+// loss: a device scalar that must be finite too, or null
 template <typename G>
-void global_norm(const Device* dev, float* norm, float* scratch, const G* grads, int64_t n, float clip) {
+void global_norm(const Device* dev, float* norm, float* scratch, const G* grads, int64_t n, float clip,
+                 const float* loss = nullptr) {
     double* parts = (double*)scratch;
     if (!dev->gpu) {
         assert(sizeof(G) == sizeof(float));
-        global_norm_cpu(norm, parts, (const float*)grads, n, clip);
+        global_norm_cpu(norm, parts, (const float*)grads, n, clip, loss);
         return;
     }
     int blocks = global_norm_blocks(dev);
     global_norm_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, dev->stream>>>(parts, grads, n);
     check_launch();
-    global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(norm, parts, blocks, clip);
+    global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(norm, parts, blocks, clip, loss);
     check_launch();
 }

@@ -54,7 +54,8 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
                                   const V& state_v, const StepArguments& step, const TileStreams& tile,
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n) {
     float p[MOST], g[MOST], m[MOST], v[MOST], slow[MOST], root[MOST];
-    const NoiseKey key = {step.seed, step.step, NOISE_WEIGHTS, element}, key_m = {step.seed, step.step, NOISE_M, element},
+    const NoiseKey key = {step.seed, step.step, NOISE_WEIGHTS, element},
+                   key_m = {step.seed, step.step, NOISE_M, element},
                    key_v = {step.seed, step.step, NOISE_V, element, rule.adaptive ? root : nullptr},
                    key_slow = {step.seed, step.step, NOISE_SLOW, element};
     weights.load(tile.weights, first, p, n, key);
@@ -82,15 +83,15 @@ struct StepArrays {
 };
 
 struct StepShape {
-    int elements;               // of a thread: 16 bytes of the narrower moment, where that is 8 bits
-    int threads;                // of a group
-    int groups;                 // of a thread block, which is a multiprocessor's only one
-    int stages;                 // of a group
-    int bytes[STEP_ARRAYS];     // of a tile; 0: there is no such array
-    int offset[STEP_ARRAYS];    // in a stage; -1: not in multiples of 16 bytes, so accessed in memory
+    int elements;             // of a thread: 16 bytes of the narrower moment, where that is 8 bits
+    int threads;              // of a group
+    int groups;               // of a thread block, which is a multiprocessor's only one
+    int stages;               // of a group
+    int bytes[STEP_ARRAYS];   // of a tile; 0: there is no such array
+    int offset[STEP_ARRAYS];  // in a stage; -1: not in multiples of 16 bytes, so accessed in memory
     int stage_bytes;
     int load_bytes;
-    unsigned loaded, stored;    // bits: arrays that the stage receives, and gives back
+    unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
 };
 
 constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less what the barriers take
@@ -150,11 +151,10 @@ template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 struct StepLayout {
     static constexpr StreamInfo NOTHING = {"", "", 0, 1};
     static constexpr bool SLOW = Rule::KEEPS_SLOW;
-    static constexpr StepArrays ARRAYS = {{Weights::STREAM[0], Weights::STREAM[1], third_stream<Weights>(),
-                                           Grads::STREAM[0], M::STREAM[0], M::STREAM[1], third_stream<M>(),
-                                           V::STREAM[0], V::STREAM[1], third_stream<V>(),
-                                           SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
-                                           SLOW ? third_stream<M>() : NOTHING, Copy::STREAM[0]}};
+    static constexpr StepArrays ARRAYS = {
+        {Weights::STREAM[0], Weights::STREAM[1], third_stream<Weights>(), Grads::STREAM[0], M::STREAM[0], M::STREAM[1],
+         third_stream<M>(), V::STREAM[0], V::STREAM[1], third_stream<V>(), SLOW ? M::STREAM[0] : NOTHING,
+         SLOW ? M::STREAM[1] : NOTHING, SLOW ? third_stream<M>() : NOTHING, Copy::STREAM[0]}};
     static constexpr StepShape SHAPE = step_shape(ARRAYS, SHARED_BYTES<M> + SHARED_BYTES<V>);
     static constexpr int BLOCK_THREADS = SHAPE.groups * SHAPE.threads;
 
@@ -179,12 +179,9 @@ struct StepLayout {
 
     static __device__ __forceinline__ TileStreams tile_streams(const StepArguments& step, const Tile& tile,
                                                                unsigned char* stage) {
-        return {streams<0>(step.weights, tile, stage),
-                {at<GRADS_ARRAY>(step.grads.codes, tile, stage), nullptr},
-                streams<4>(step.m, tile, stage),
-                streams<7>(step.v, tile, stage),
-                streams<10>(step.slow, tile, stage),
-                {at<COPY_ARRAY>(step.copy.codes, tile, stage), nullptr}};
+        return {streams<0>(step.weights, tile, stage), {at<GRADS_ARRAY>(step.grads.codes, tile, stage), nullptr},
+                streams<4>(step.m, tile, stage),       streams<7>(step.v, tile, stage),
+                streams<10>(step.slow, tile, stage),   {at<COPY_ARRAY>(step.copy.codes, tile, stage), nullptr}};
     }
 
     // Calls transfer(array in memory, array in the stage, bytes) for all arrays of a tile that are loaded, or stored.
@@ -222,11 +219,10 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done = 0;
     while (!done) {
-        asm volatile(
-            "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(shared_address(barrier)), "r"(parity)
+                     : "memory");
     }
 }
 
@@ -304,9 +300,8 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         if (ahead >= step.tile_count) return;
         staged[group][s] = next;
         barrier_expect(&full[group][s], SHAPE.load_bytes);
-        Layout::each(step, next, memory + s * SHAPE.stage_bytes, true, [&](const void* from, void* to, int bytes) {
-            engine_load(from, to, bytes, &full[group][s]);
-        });
+        Layout::each(step, next, memory + s * SHAPE.stage_bytes, true,
+                     [&](const void* from, void* to, int bytes) { engine_load(from, to, bytes, &full[group][s]); });
         ahead += stride;
         if (ahead < step.tile_count) next = step.tiles[ahead];
     };

@@ -12,27 +12,13 @@
 #include "kernel.cuh"
 #include "names.h"
 #include "override.h"
+#include "storage.h"
 #include "table.cuh"
 #include "user.h"
 
 static_assert(TILE_ELEMENTS == OPTIM_ALIGN, "a tile is of one tensor, and so is a block");
 
-// Rows of the tables. A FormatRow is also what update_elements takes for a storage on the CPU.
-struct FormatRow {
-    const char* name;
-    const char* note;
-    const char* type;      // as NVRTC is told it
-    StreamInfo stream[3];  // codes, extra and more; those that there are not have no bits
-    void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
-    void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
-    void (*set)(const Streams& streams, int first, const float* x, int n);
-    void (*view)(const Streams& streams, int first, float* x, int n);
-    int table_bytes;  // of constants that the format looks up, which fill makes
-    void (*fill)(void* table);
-    bool has_sign;
-    const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
-};
-
+// Rows of the tables, beside FormatRow of storage.h.
 struct WeightsRow {
     FormatRow format;
     const void* decode[2];  // optim_decode_kernel into each OptimType
@@ -54,7 +40,7 @@ struct PresetRow {
 };
 
 struct BuiltInRow {
-    const char* types;       // all but the gradients'
+    const char* types;      // all but the gradients'
     const void* kernel[2];  // with those of grads_rows
 };
 
@@ -67,7 +53,6 @@ template <class T>
 constexpr void (*fill_function(long))(void*) {
     return nullptr;
 }
-
 
 // What a template's function pointers make of a type: T::load and its sisters, copied into a row.
 template <class T>
@@ -93,8 +78,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
 #define RULE_ROW(NAME, NOTE, TYPE) \
     {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, TYPE::DECOUPLED, EachElement<TYPE>::update},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
-#define BUILT_IN_ROW(...)                                                            \
-    {#__VA_ARGS__,                                                                   \
+#define BUILT_IN_ROW(...)                                                      \
+    {#__VA_ARGS__,                                                             \
      {(const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
       (const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
 
@@ -107,8 +92,9 @@ static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const BuiltInRow built_in_rows[] = {OPTIM_BUILT_IN(BUILT_IN_ROW)};
 static_assert(sizeof(grads_rows) == 2 * sizeof(FormatRow), "BuiltInRow has a kernel for each");
 // The types that the matmuls read, by OptimType.
-static const FormatRow compute_rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
-                                         format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
+static const FormatRow compute_rows[] = {
+    format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
+    format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
 
 static const char* row_name(const WeightsRow& row) {
     return row.format.name;
@@ -162,7 +148,7 @@ static Rows config_rows(const OptimConfig* config) {
 
 // Sizes.
 
-static int64_t tensor_padded(const OptimTensor* tensor) {
+int64_t tensor_padded(const OptimTensor* tensor) {
     return ceil_div(tensor->rows * tensor->cols, OPTIM_ALIGN) * OPTIM_ALIGN;
 }
 
@@ -185,6 +171,7 @@ struct Plan {
     Settings group[STEP_GROUPS];  // the first two without and with decay
     int groups;
     int *launch_of, *group_of;  // (tensors)
+    int64_t begin, end;         // the part of the arena that is kept here
 };
 
 static int plan_launch(Plan* plan, const char* m, const char* v, const char* pattern) {
@@ -247,7 +234,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     return plan;
 }
 
-static void plan_free(Plan* plan) {
+void plan_free(Plan* plan) {
     free(plan->launch_of);
     free(plan->group_of);
     free(plan);
@@ -267,20 +254,8 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config)
     return offset;
 }
 
-// The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
-static Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    Plan* plan = plan_create(config, tensors, count);
-    for (int t = 0; t < count; t++) {
-        LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
-        int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
-        if (launch->end == 0 || tensors[t].offset < launch->begin) launch->begin = tensors[t].offset;
-        if (end > launch->end) launch->end = end;
-    }
-    for (int i = 0; i < plan->launches; i++) {
-        const LaunchPlan* launch = &plan->launch[i];
-        assert(launch->end - launch->begin == launch->tiles * TILE_ELEMENTS);
-    }
-    return plan;
+static int64_t clamp_to(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
 }
 
 static int64_t arena_elements(const OptimTensor* tensors, int count) {
@@ -292,14 +267,76 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
     return elements;
 }
 
-static int64_t arena_tiles(const OptimTensor* tensors, int count) {
-    int64_t tiles = 0;
-    for (int i = 0; i < count; i++) tiles += ceil_div(tensor_padded(&tensors[i]), TILE_ELEMENTS);
-    return tiles;
+// The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
+Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    Plan* plan = plan_create(config, tensors, count);
+    plan->begin = config->begin;
+    plan->end = config->end > 0 ? config->end : arena_elements(tensors, count);
+    assert(plan->begin % OPTIM_ALIGN == 0 && plan->end % OPTIM_ALIGN == 0 && plan->begin <= plan->end);
+    for (int t = 0; t < count; t++) {
+        LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
+        int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
+        if (launch->end == 0 || tensors[t].offset < launch->begin) launch->begin = tensors[t].offset;
+        if (end > launch->end) launch->end = end;
+    }
+    for (int i = 0; i < plan->launches; i++) {
+        LaunchPlan* launch = &plan->launch[i];
+        assert(launch->end - launch->begin == launch->tiles * TILE_ELEMENTS);
+        // What lies outside the part has no elements, at one of its ends.
+        launch->begin = clamp_to(launch->begin, plan->begin, plan->end);
+        launch->end = clamp_to(launch->end, plan->begin, plan->end);
+        launch->tiles = (launch->end - launch->begin) / TILE_ELEMENTS;
+    }
+    return plan;
 }
 
-// Of one stream for a run of elements of the arena.
-static int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
+const char* slot_name(Slot slot) {
+    static const char* const names[SLOTS] = {"weights", "m", "v", "slow"};
+    return names[slot];
+}
+
+void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes) {
+    bool own_name = stream.name[0] && stream.name[0] != '.';
+    snprintf(name, bytes, "%s%s", own_name ? "" : array, stream.name);
+}
+
+// Arrays of launches after the first are named by its pattern too.
+static void launch_array(const Plan* plan, int launch, Slot slot, char* array, size_t bytes) {
+    snprintf(array, bytes, launch ? "%s.%d[%s]" : "%s", slot_name(slot), launch, plan->launch[launch].pattern);
+}
+
+// The name of a storage's row that rounds to nearest into the same arrays.
+static const char* nearest_name(const char* name, char (&nearest)[64]) {
+    size_t length = strlen(name), suffix = strlen(":sr");
+    bool noisy = length > suffix && strcmp(name + length - suffix, ":sr") == 0;
+    snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
+    return nearest;
+}
+
+Place plan_place(const Plan* plan, int tensor, Slot slot) {
+    int index = plan->launch_of[tensor];
+    const LaunchPlan* launch = &plan->launch[index];
+    Rows rows = config_rows(&launch->config);
+    const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
+                                       rows.rule->keeps_slow ? rows.m : nullptr};
+    Place place = {formats[slot], nullptr, "", launch->begin, launch->end - launch->begin};
+    if (!place.format) return place;
+    char nearest[64];
+    nearest_name(place.format->name, nearest);
+    const WeightsRow* weights = find(weights_rows, nearest);
+    place.nearest = slot != SLOT_WEIGHTS ? find_state(&launch->config, nearest) : weights ? &weights->format : nullptr;
+    if (!place.nearest) place.nearest = place.format;
+    if (slot != SLOT_WEIGHTS) {
+        launch_array(plan, index, slot, place.array, sizeof(place.array));
+        return place;
+    }
+    snprintf(place.array, sizeof(place.array), "%s", slot_name(slot));
+    place.begin = plan->begin;
+    place.elements = plan->end - plan->begin;
+    return place;
+}
+
+int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
     return ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
 }
 
@@ -336,15 +373,15 @@ static const FormatRow* step_copy(const FormatRow* weights, OptimType compute) {
 
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Rows rows = config_rows(config);
-    int64_t elements = arena_elements(tensors, count);
+    Plan* plan = plan_ranges(config, tensors, count);
+    int64_t elements = plan->end - plan->begin;
     OptimBytes bytes;
     bytes.weights = format_bytes(&rows.weights->format, elements);
     bytes.compute =
         serves_directly(&rows.weights->format, compute) ? 0 : format_bytes(&compute_rows[compute], elements);
     bytes.states = 0;
-    bytes.tables = allocated_bytes(arena_tiles(tensors, count) * (int64_t)sizeof(Tile)) +
+    bytes.tables = allocated_bytes(elements / TILE_ELEMENTS * (int64_t)sizeof(Tile)) +
                    allocated_bytes(rows.weights->format.table_bytes);
-    Plan* plan = plan_ranges(config, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         Rows launch = config_rows(&plan->launch[i].config);
         int64_t part = plan->launch[i].end - plan->launch[i].begin, kept = rows.rule->keeps_slow ? 2 : 1;
@@ -388,7 +425,7 @@ struct Optim {
     OptimType compute;
     OptimTensor* tensors;  // (count), with names of their own
     int count;
-    int64_t elements;  // of the arena
+    int64_t begin, elements;  // of the arena: what is kept here
     Streams weights;
     Streams copy;  // of the weights in the compute type; codes null when the stored weights serve
     Launch launch[LAUNCHES];
@@ -432,7 +469,7 @@ static Streams allocate_streams(Optim* optim, const FormatRow* format, int64_t e
     return {data[0], data[1], table_create(optim, format), data[2]};
 }
 
-// Adds a storage's arrays to the list that checkpoints write. A name with a leading dot follows the slot's.
+// Adds a storage's arrays to the list that checkpoints write.
 static void list_streams(Optim* optim, const char* slot, const FormatRow* format, const Streams* streams,
                          int64_t elements) {
     void* data[3] = {streams->codes, streams->extra, streams->more};
@@ -441,8 +478,7 @@ static void list_streams(Optim* optim, const char* slot, const FormatRow* format
         if (info.bits == 0) continue;
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
-        bool own_name = info.name[0] && info.name[0] != '.';
-        snprintf(name, sizeof(optim->stream_name[index]), "%s%s", own_name ? "" : slot, info.name);
+        stream_name(slot, info, name, sizeof(optim->stream_name[index]));
         optim->stream[index] = {name,          info.dtype,
                                 data[i],       stream_bytes(info, elements) / element_bytes,
                                 element_bytes, i == 0 && streams == &optim->weights};
@@ -457,7 +493,7 @@ static void free_streams(const Device* dev, Streams* streams) {
 }
 
 static void tiles_create(Optim* optim, const Plan* plan) {
-    optim->tile_count = arena_tiles(optim->tensors, optim->count);
+    optim->tile_count = optim->elements / TILE_ELEMENTS;
     int64_t bytes = optim->tile_count * (int64_t)sizeof(Tile);
     Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
     int64_t t = 0;
@@ -468,8 +504,10 @@ static void tiles_create(Optim* optim, const Plan* plan) {
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
             if (plan->launch_of[i] != l) continue;
-            for (int64_t start = 0; start < tensor_padded(tensor); start += TILE_ELEMENTS) {
-                tiles[t++] = {(uint32_t)((tensor->offset + start) / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
+            int64_t first = clamp_to(tensor->offset, plan->begin, plan->end);
+            int64_t end = clamp_to(tensor->offset + tensor_padded(tensor), plan->begin, plan->end);
+            for (; first < end; first += TILE_ELEMENTS) {
+                tiles[t++] = {(uint32_t)(first / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
             }
         }
     }
@@ -547,7 +585,8 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     int64_t blocks = ceil_div(tiles, shape.groups);
     launch->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
     if (launch->built_in) {
-        check(cudaFuncSetAttribute(launch->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, launch->shared_bytes));
+        check(
+            cudaFuncSetAttribute(launch->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, launch->shared_bytes));
     } else {
         jit_shared_bytes(&launch->jit, launch->shared_bytes);
     }
@@ -562,8 +601,7 @@ static void require_gpu(const Device* dev, const Rows* rows) {
         own->name);
 }
 
-// Moments of launch `index`, their names and the kernel. Streams of launches after the first are named by its pattern
-// too.
+// Moments of launch `index`, their names and the kernel.
 static void launch_create(Optim* optim, const Plan* plan, int index) {
     Launch* launch = &optim->launch[index];
     const LaunchPlan* planned = &plan->launch[index];
@@ -573,14 +611,15 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
     launch->begin = planned->begin;
     launch->elements = planned->end - planned->begin;
     struct {
-        const char* slot;
+        Slot slot;
         const FormatRow* format;
         Streams* streams;
-    } kept[] = {
-        {"m", launch->rows.m, &launch->m}, {"v", launch->rows.v, &launch->v}, {"slow", launch->rows.m, &launch->slow}};
+    } kept[] = {{SLOT_M, launch->rows.m, &launch->m},
+                {SLOT_V, launch->rows.v, &launch->v},
+                {SLOT_SLOW, launch->rows.m, &launch->slow}};
     for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
         char slot[128];
-        snprintf(slot, sizeof(slot), index ? "%s.%d[%s]" : "%s", kept[i].slot, index, planned->pattern);
+        launch_array(plan, index, kept[i].slot, slot, sizeof(slot));
         *kept[i].streams = allocate_streams(optim, kept[i].format, launch->elements, &optim->allocated.states);
         if (launch->elements > 0) list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements);
     }
@@ -605,14 +644,15 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
         optim->tensors[i] = tensors[i];
         optim->tensors[i].name = strdup(tensors[i].name);
     }
-    optim->elements = arena_elements(tensors, count);
+    Plan* plan = plan_ranges(config, tensors, count);
+    optim->begin = plan->begin;
+    optim->elements = plan->end - plan->begin;
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[compute];
     optim->weights = allocate_streams(optim, weights, optim->elements, &optim->allocated.weights);
     list_streams(optim, "weights", weights, &optim->weights, optim->elements);
     if (!serves_directly(weights, compute)) {
         optim->copy = allocate_streams(optim, copy, optim->elements, &optim->allocated.compute);
     }
-    Plan* plan = plan_ranges(config, tensors, count);
     optim->launches = plan->launches;
     memcpy(optim->group, plan->group, sizeof(plan->group));
     for (int i = 0; i < plan->launches; i++) launch_create(optim, plan, i);
@@ -636,86 +676,13 @@ void optim_free(Optim* optim) {
     free(optim);
 }
 
+OptimParts optim_parts(const Optim* optim) {
+    return {optim->dev,   &optim->config,  optim->tensors, optim->count, &optim->rows.weights->format,
+            optim->begin, optim->elements, optim->weights};
+}
+
 OptimBytes optim_allocated(const Optim* optim) {
     return optim->allocated;
-}
-
-// Weights in and out, a piece at a time through the host's memory. A piece is whole tiles, so it cuts no block.
-
-constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
-
-struct Piece {
-    float* values;    // (PIECE_ELEMENTS)
-    Streams streams;  // the piece as stored
-};
-
-static Piece piece_create(const FormatRow* format) {
-    return {(float*)calloc(PIECE_ELEMENTS, sizeof(float)),
-            {calloc(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS)),
-             calloc(1, (size_t)stream_bytes(format->stream[1], PIECE_ELEMENTS) + 1), nullptr,
-             calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1)}};
-}
-
-static void piece_free(Piece* piece) {
-    free(piece->values);
-    free(piece->streams.codes);
-    free(piece->streams.extra);
-    free(piece->streams.more);
-}
-
-static char* stream_at(void* base, const StreamInfo& stream, int64_t element) {
-    return (char*)base + stream_bytes(stream, element);
-}
-
-void optim_set_weights(Optim* optim, int index, const float* values) {
-    const OptimTensor* tensor = &optim->tensors[index];
-    const FormatRow* format = &optim->rows.weights->format;
-    int64_t elements = tensor->rows * tensor->cols, padded = tensor_padded(tensor);
-    Piece piece = piece_create(format);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = padded - start < PIECE_ELEMENTS ? padded - start : PIECE_ELEMENTS;
-        int64_t given = elements - start < n ? elements - start : n;
-        memcpy(piece.values, values + start, (size_t)given * sizeof(float));
-        memset(piece.values + given, 0, (size_t)(n - given) * sizeof(float));
-#pragma omp parallel for schedule(static)
-        for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
-            int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
-            format->set(piece.streams, (int)tile, piece.values + tile, length);
-        }
-        int64_t first = tensor->offset + start;
-        copy_to_device(optim->dev, stream_at(optim->weights.codes, format->stream[0], first), piece.streams.codes,
-                       stream_bytes(format->stream[0], n));
-        copy_to_device(optim->dev, stream_at(optim->weights.extra, format->stream[1], first), piece.streams.extra,
-                       stream_bytes(format->stream[1], n));
-        copy_to_device(optim->dev, stream_at(optim->weights.more, format->stream[2], first), piece.streams.more,
-                       stream_bytes(format->stream[2], n));
-    }
-    piece_free(&piece);
-}
-
-void optim_get_weights(const Optim* optim, int index, float* values) {
-    const OptimTensor* tensor = &optim->tensors[index];
-    const FormatRow* format = &optim->rows.weights->format;
-    int64_t elements = tensor->rows * tensor->cols, padded = tensor_padded(tensor);
-    Piece piece = piece_create(format);
-    for (int64_t start = 0; start < padded; start += PIECE_ELEMENTS) {
-        int64_t n = padded - start < PIECE_ELEMENTS ? padded - start : PIECE_ELEMENTS;
-        int64_t wanted = elements - start < n ? elements - start : n;
-        int64_t first = tensor->offset + start;
-        copy_to_host(optim->dev, piece.streams.codes, stream_at(optim->weights.codes, format->stream[0], first),
-                     stream_bytes(format->stream[0], n));
-        copy_to_host(optim->dev, piece.streams.extra, stream_at(optim->weights.extra, format->stream[1], first),
-                     stream_bytes(format->stream[1], n));
-        copy_to_host(optim->dev, piece.streams.more, stream_at(optim->weights.more, format->stream[2], first),
-                     stream_bytes(format->stream[2], n));
-#pragma omp parallel for schedule(static)
-        for (int64_t tile = 0; tile < n; tile += TILE_ELEMENTS) {
-            int length = (int)(n - tile < TILE_ELEMENTS ? n - tile : TILE_ELEMENTS);
-            format->view(piece.streams, (int)tile, piece.values + tile, length);
-        }
-        memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
-    }
-    piece_free(&piece);
 }
 
 // The streams of a tile, of arrays that begin at the arena's first element.
@@ -730,6 +697,7 @@ void* optim_weights(const Optim* optim) {
 void optim_decode(Optim* optim) {
     if (!optim->copy.codes) return;
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[optim->compute];
+    if (optim->elements == 0) return;
     if (optim->dev->gpu) {
         void* arguments[] = {&optim->weights, &optim->copy};
         dim3 grid((unsigned)(optim->elements / TILE_ELEMENTS)), block(TILE_ELEMENTS / DECODE_ELEMENTS);
@@ -738,9 +706,9 @@ void optim_decode(Optim* optim) {
         return;
     }
 #pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < optim->tile_count; t++) {
+    for (int64_t first = 0; first < optim->elements; first += TILE_ELEMENTS) {
         float x[TILE_ELEMENTS];
-        int64_t index = optim->tiles[t].index;
+        int64_t index = first / TILE_ELEMENTS;
         weights->view(row_tile(weights, optim->weights, index), 0, x, TILE_ELEMENTS);
         copy->set(row_tile(copy, optim->copy, index), 0, x, TILE_ELEMENTS);
     }
@@ -754,11 +722,10 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < arguments->tile_count; t++) {
         Tile tile = arguments->tiles[t];
-        TileStreams streams = {row_tile(weights, arguments->weights, tile.index),
-                               row_tile(rows->grads, arguments->grads, tile.index),
-                               row_tile(rows->m, arguments->m, tile.index), row_tile(rows->v, arguments->v, tile.index),
-                               row_tile(rows->m, arguments->slow, tile.index),
-                               row_tile(copy, arguments->copy, tile.index)};
+        TileStreams streams = {
+            row_tile(weights, arguments->weights, tile.index), row_tile(rows->grads, arguments->grads, tile.index),
+            row_tile(rows->m, arguments->m, tile.index),       row_tile(rows->v, arguments->v, tile.index),
+            row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
         update_elements<TILE_ELEMENTS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments, streams,
                                        arguments->group[tile.group], *arguments->grad_scale,
                                        (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
@@ -793,10 +760,12 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
-    StepArguments arguments;
-    arguments.weights = optim->weights;
-    arguments.grads = {(void*)grads, nullptr};
-    arguments.copy = optim->copy;
+    StepArguments arguments = {};
+    arguments.weights = from_begin(&optim->rows.weights->format, optim->weights, optim->begin);
+    arguments.grads = from_begin(optim->rows.grads, {(void*)grads, nullptr}, optim->begin);
+    if (optim->copy.codes) {
+        arguments.copy = from_begin(&compute_rows[optim->compute], optim->copy, optim->begin);
+    }
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;

@@ -8,6 +8,11 @@
 //
 // Bit contract: for every combination the step's result is the same on the CPU, on a GPU, for any launch shape, and
 // before and after a resume. Noise is keyed by (seed, step, stream, global element index).
+//
+// Sharding: an optimizer whose config names a part of the arena keeps that part alone, of weights, states and compute
+// copy, takes gradients of it, and computes what an unsharded one computes there, to the bit. Its arrays begin at the
+// part's first element; those of an unsharded one are the shards' one after another. A part may begin and end within a
+// tensor.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -40,6 +45,7 @@ struct OptimConfig {
     const char* overrides = "";           // formats, learning rate or decay by tensor name: see override.h
     const char* formats = "";             // files of formats of the user's own, for m and v on a GPU: see user.cuh
     const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
+    int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole OPTIM_ALIGN; end 0: all
 };
 
 // What the combination costs, known before anything is allocated.
@@ -56,7 +62,7 @@ enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer co
 struct OptimStream {
     const char* name;   // "weights", "master", "m", "v", "m.scales", ...
     const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
-    void* data;         // device memory, `elements` of `element_bytes` each, in the arena's layout
+    void* data;         // device memory, `elements` of `element_bytes` each, in the arena's layout from config.begin on
     int64_t elements;
     int element_bytes;
     bool is_weights;  // the primary weights; model.safetensors holds them when dtype is F32 or BF16
@@ -87,28 +93,50 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
 void optim_free(Optim* optim);
 
 // Sets the weights of one tensor from host values (rows x cols fp32), rounded to nearest; states are untouched. Call
-// optim_decode after the last one.
+// optim_decode after the last one. Of a shard, what lies in it.
 void optim_set_weights(Optim* optim, int tensor, const float* values);
 
 // Reads the weights of one tensor, as the model sees them (of bf16+fp32 the bf16 copy; not rounded to the compute
-// type), into host values.
+// type), into host values. Of a shard, what lies in it; other values stay.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
 
-// The weights in the compute type, arena layout, device memory; the pointer is constant for the optimizer's life.
+// The weights in the compute type, arena layout from config.begin on, device memory; the pointer is constant for the
+// optimizer's life.
 void* optim_weights(const Optim* optim);
 
 // Refreshes the compute copy after weights or streams were written from outside (no-op when there is no copy).
 void optim_decode(Optim* optim);
 
 // One step over the whole model in one launch per group: new weights and states from the gradients, in place, on
-// dev->stream, and the compute copy refreshed. `grads` is an arena in the config's grads format. `grad_scale` is a
-// device scalar that multiplies every gradient (the clip factor); when it is NaN or infinite the step changes nothing.
-// `step` counts from 1.
+// dev->stream, and the compute copy refreshed. `grads` is an arena in the config's grads format, of a shard the part
+// from config.begin on. `grad_scale` is a device scalar that multiplies every gradient (the clip factor); when it is
+// NaN or infinite the step changes nothing. `step` counts from 1, those that changed nothing not included.
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
 
 // The stored streams, in a fixed order.
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
+
+// An optimizer as a checkpoint holds it, in whatever formats.
+struct OptimStored {
+    OptimConfig config;  // resolved; its formats, rule and overrides are those of the run that wrote it
+    int arrays;          // how many its file has
+    // The bytes of the array of this name, safetensors type and size, in the layout of `config`; NULL: there is none.
+    // It is not asked for primary weights of type F32 or BF16: those come from `weights`.
+    const void* (*array)(void* context, const char* name, const char* dtype, int64_t bytes);
+    // The weights of a tensor, rows x cols, as the model file has them.
+    void (*weights)(void* context, int tensor, float* values);
+    // Is given a line without its end for every conversion and every moment that begins or ends here.
+    void (*notice)(void* context, const char* line);
+    void* context;
+};
+
+// Weights and states of a new optimizer, or shard, from a checkpoint, which is unsharded. What is stored in the same
+// format comes back to the bit, whatever the launches; other formats are decoded, of the weights what the update reads
+// (a master, if there is one), and encoded to nearest, a piece at a time, and said by `notice`. Moments that the
+// checkpoint's rule did not keep are zero, except v: a rule that needs one is refused. False, with a sentence, when it
+// or an array is missing; the optimizer is then of no use.
+bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t error_bytes);
 
 // Bytes really allocated: equal to optim_bytes.
 OptimBytes optim_allocated(const Optim* optim);

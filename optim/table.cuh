@@ -122,32 +122,32 @@
 
 // Kernels compiled ahead of time: the presets, with each kind of gradient. Every other combination is compiled by NVRTC
 // when it is first asked for. ROW(rule, weights, m, v, copy): what the step writes for the matmuls besides.
-#define OPTIM_BUILT_IN(ROW)                                                                                            \
-    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)   \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)      \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)               \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                     \
-        Elementwise<Bf16, NEAREST>)                                                                                    \
-    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None, None)                                \
-    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)   \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,                                   \
-        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                                   \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                   \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,                                   \
-        Blocks<E4m3, 256, ScaleFp32, NEAREST>, None)                                                                   \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                    \
-        Blocks<Lin4, 128, ScaleFp32, NEAREST>, None)                                                                   \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                    \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Split<int8_t, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>,   \
-        None)                                                                                                          \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                        \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                   \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                        \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                             \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                         \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                         \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
+#define OPTIM_BUILT_IN(ROW)                                                                                          \
+    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None) \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)    \
+    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)             \
+    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                   \
+        Elementwise<Bf16, NEAREST>)                                                                                  \
+    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None, None)                              \
+    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None) \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,                                 \
+        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                                 \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,                                 \
+        Blocks<E4m3, 256, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                  \
+        Blocks<Lin4, 128, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                  \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                \
+    ROW(AdamW, Split<int8_t, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, \
+        None)                                                                                                        \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                      \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                      \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                           \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                       \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                       \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                          \
     ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None, None)

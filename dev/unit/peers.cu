@@ -408,9 +408,9 @@ TEST(peers_levels) {
         int differ = 0;
         for (int64_t code = 0; code < ours.n; code++) {
             double a = ours.x[code], b = theirs.x[code];
-            if (format.shift && code == 255) continue;  // -128, which occurs neither here nor there
+            if (format.shift && code == 255) continue;                // -128, which occurs neither here nor there
             if (isnan(b) && (isnan(a) || format.moment_v)) continue;  // whose root is taken for the least
-            if (format.moment_v && b < 0.0) continue;  // e4m3's negative half has no root
+            if (format.moment_v && b < 0.0) continue;                 // e4m3's negative half has no root
             differ += a != b;
             double tiny = format.moment_v ? 2e-30 : 0.0;  // a v below 2^-100 counts as that in the root
             expect(fabs(a - b) <= bound * fabs(b) + tiny, "%s %s: level %lld is %.9g, theirs %.9g", format.peer,

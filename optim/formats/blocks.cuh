@@ -149,8 +149,8 @@ OPTIM_INLINE float noise_uniform(uint32_t bits) {
     return exact_add(noise_above_one(bits), -1.0f);
 }
 
-// What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the most that a narrow scale
-// holds.
+// What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the most that a narrow
+// scale holds.
 template <class Format, class Scale>
 OPTIM_INLINE constexpr float block_most() {
     double top = Format::ROOT ? 1.84e19 : 4.25e37, most = Scale::MOST * (double)Format::LARGEST;
@@ -260,8 +260,7 @@ OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float*
 }
 
 template <class Format, class Scale, Rounding ROUNDING>
-OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const float* x, int n,
-                             const NoiseKey& key) {
+OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
         float top = 0.0f, value[8];
         for (int i = 0; i < block; i++) top = exact_max(exact_abs(block_value<Format>(x[b + i])), top);
@@ -282,7 +281,8 @@ __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
 }
 
-// The largest of `top` over the COUNT neighbouring threads of a block, the same in each; all THREADS of a group call it together.
+// The largest of `top` over the COUNT neighbouring threads of a block, the same in each; all THREADS of a group call it
+// together.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ float neighbours_max(float top) {
 #pragma unroll
@@ -302,8 +302,7 @@ __device__ __forceinline__ float neighbours_max(float top) {
 }
 
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x,
-                                             const NoiseKey& key) {
+__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, const NoiseKey& key) {
     float value[COUNT], top = 0.0f;
     if constexpr (Format::ROOT) {
 #pragma unroll

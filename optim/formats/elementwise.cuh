@@ -7,8 +7,8 @@
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: weights written from outside
 //     view(streams, first, x, n)         stored -> fp32, what the model sees
 // and STREAM, which describes the 2 or 3 arrays it keeps. One thread of a GPU calls them with 8 or 16 elements, a core
-// of a CPU with a whole tile: x lies in registers in the one case and in L1 in the other. On a GPU the streams of a step
-// point into shared memory (kernel.cuh), and several threads share a scale, which is why a step writes in place.
+// of a CPU with a whole tile: x lies in registers in the one case and in L1 in the other. On a GPU the streams of a
+// step point into shared memory (kernel.cuh), and several threads share a scale, which is why a step writes in place.
 //
 // Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1, 2 or 4
 // bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Every access is

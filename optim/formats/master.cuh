@@ -13,9 +13,8 @@ struct WithMaster {
     typedef Elementwise<Fp32, NEAREST> Master;
     static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `extra`
     static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {"", "", 0, 1};
-    static constexpr StreamInfo STREAM[3] = {only_written(Copy::STREAM[0]),
-                                             SCALED ? only_written(Copy::STREAM[1]) : MASTER,
-                                             SCALED ? MASTER : NOTHING};
+    static constexpr StreamInfo STREAM[3] = {
+        only_written(Copy::STREAM[0]), SCALED ? only_written(Copy::STREAM[1]) : MASTER, SCALED ? MASTER : NOTHING};
 
     static OPTIM_INLINE Streams master(const Streams& streams) {
         return {SCALED ? streams.more : streams.extra, nullptr};

@@ -1,0 +1,337 @@
+// What the tests of the command line share: ./train (beside this binary) started as a user would, on the CPU, with a
+// model of one layer in a folder of its own; its exit code, the two output streams and the files. Every child has a
+// time limit, so that a hang is a failure. Children see no GPU unless a test asks for it.
+#pragma once
+#include <errno.h>
+#include <fcntl.h>
+#include <ftw.h>
+#include <libgen.h>
+#include <limits.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../../data/checkpoint.h"
+#include "test.h"
+
+constexpr double CHILD_SECONDS = 60;
+
+struct Child {
+    // Set before start().
+    bool gpu;            // may see the GPU
+    int threads;         // of OpenMP; 0: one
+    int64_t file_limit;  // bytes that a file may have, as on a full disk; -1: any
+    const char* folder;  // where it runs; NULL: here
+    // Set by start() and wait_for().
+    pid_t pid;
+    int pipe[2];    // its stdout and stderr
+    char* text[2];  // what came so far, NUL-terminated
+    size_t bytes[2];
+    int code;  // exit code, or 128 + signal
+    double started;
+};
+
+inline double now() {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+inline void pause_ms(double ms) {
+    struct timespec time = {(time_t)(ms / 1000), (long)(fmod(ms, 1000) * 1e6)};
+    nanosleep(&time, nullptr);
+}
+
+// In the child, after fork: never returns.
+[[noreturn]] inline void become_train(const Child* child, const int out[2], const int err[2], char** words) {
+    char threads[16], path[PATH_MAX];
+    snprintf(threads, sizeof(threads), "%d", child->threads ? child->threads : 1);
+    setenv("OMP_NUM_THREADS", threads, 1);
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    unsetenv("RANK");
+    if (!child->gpu) setenv("CUDA_VISIBLE_DEVICES", "", 1);
+    dup2(out[1], 1), dup2(err[1], 2);
+    close(out[0]), close(err[0]);
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 8);
+    path[length > 0 ? length : 0] = 0;
+    strcat(dirname(path), "/train");
+    if (child->folder && chdir(child->folder) != 0) _exit(127);
+    if (child->file_limit >= 0) {
+        struct rlimit limit = {(rlim_t)child->file_limit, (rlim_t)child->file_limit};
+        setrlimit(RLIMIT_FSIZE, &limit);
+    }
+    words[0] = path;
+    execv(path, words);
+    fprintf(stderr, "%s: %s\n", path, strerror(errno));
+    _exit(127);
+}
+
+// Starts ./train with the words of the formatted text, which spaces separate ('_' in a word stays as it is).
+__attribute__((format(printf, 2, 3))) inline void start(Child* child, const char* format, ...) {
+    static char text[16384];
+    char* words[128] = {nullptr};
+    int count = 1, out[2], err[2];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    for (char* word = strtok(text, " "); word && count < 127; word = strtok(nullptr, " ")) words[count++] = word;
+    for (int i = 0; i < 2; i++) child->text[i] = (char*)calloc(1, 1), child->bytes[i] = 0;
+    if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
+    child->started = now();
+    fflush(stdout);
+    child->pid = fork();
+    if (child->pid == 0) become_train(child, out, err, words);
+    close(out[1]), close(err[1]);
+    child->pipe[0] = out[0], child->pipe[1] = err[0];
+}
+
+// Reads what the child has written, waiting for at most `ms`; false once both streams have ended.
+inline bool pump(Child* child, int ms) {
+    char piece[4096];
+    struct pollfd watched[2] = {{child->pipe[0], POLLIN, 0}, {child->pipe[1], POLLIN, 0}};
+    if (child->pipe[0] < 0 && child->pipe[1] < 0) return false;
+    poll(watched, 2, ms);
+    for (int i = 0; i < 2; i++) {
+        if (child->pipe[i] < 0 || !watched[i].revents) continue;
+        ssize_t got = read(child->pipe[i], piece, sizeof(piece));
+        if (got <= 0) {
+            close(child->pipe[i]);
+            child->pipe[i] = -1;
+            continue;
+        }
+        child->text[i] = (char*)realloc(child->text[i], child->bytes[i] + got + 1);
+        memcpy(child->text[i] + child->bytes[i], piece, got);
+        child->bytes[i] += got;
+        child->text[i][child->bytes[i]] = 0;
+    }
+    return true;
+}
+
+// Waits for the end; a child that takes longer than CHILD_SECONDS is killed and has code -1.
+inline void finish(Child* child) {
+    bool late = false;
+    int status = 0;
+    while (pump(child, 100)) {
+        if (late || now() - child->started < CHILD_SECONDS) continue;
+        late = true;
+        kill(child->pid, SIGKILL);
+    }
+    waitpid(child->pid, &status, 0);
+    child->code = late ? -1 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+inline void forget(Child* child) {
+    free(child->text[0]), free(child->text[1]);
+}
+
+inline Child new_child() {
+    Child child = {};
+    child.file_limit = -1;
+    return child;
+}
+
+#define OUT(child) ((child).text[0])
+#define ERR(child) ((child).text[1])
+
+// Runs to the end and expects this exit code; prints stderr otherwise.
+#define expect_code(child, want) \
+    expect((child).code == (want), "exit code %d, want %d; stderr: %s", (child).code, want, ERR(child))
+
+// Runs ./train to the end; the caller forgets the child.
+#define run_train(child, ...)   \
+    Child child = new_child();  \
+    start(&child, __VA_ARGS__); \
+    finish(&child)
+
+// Runs ./train to the end, expecting success.
+#define train_well(...)                \
+    do {                               \
+        run_train(child, __VA_ARGS__); \
+        expect_code(child, 0);         \
+        forget(&child);                \
+    } while (0)
+
+// A folder for one test, holding text.txt: sentences of a few words.
+
+inline int remove_one(const char* path, const struct stat*, int, struct FTW*) {
+    return remove(path);
+}
+
+inline void remove_tree(const char* folder) {
+    nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+inline void write_bytes(const char* folder, const char* name, const void* bytes, size_t count) {
+    char path[2 * PATH_MAX];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    FILE* file = fopen(path, "wb");
+    if (!file || fwrite(bytes, 1, count, file) != count) abort();
+    fclose(file);
+}
+
+inline void write_words(const char* folder, const char* name, int sentences) {
+    static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
+    char* text = nullptr;
+    size_t length = 0;
+    FILE* memory = open_memstream(&text, &length);
+    for (int i = 0; i < 8 * sentences; i++) {
+        fprintf(memory, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
+    }
+    fclose(memory);
+    write_bytes(folder, name, text, length);
+    free(text);
+}
+
+inline const char* work_folder() {
+    static char path[PATH_MAX / 4];  // with room for names in it
+    const char* base = getenv("TMPDIR");
+    snprintf(path, sizeof(path), "%s/nibble_cli_XXXXXX", base && *base ? base : "/tmp");
+    if (!mkdtemp(path)) abort();
+    write_words(path, "text.txt", 500);
+    return path;
+}
+
+// llm.c's shard of `tokens` tokens that repeat with a period of 7, the last one being `last`.
+inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,
+                        int last) {
+    int32_t header[256] = {magic, version, claimed};
+    char* bytes = (char*)malloc(1024 + 2 * (size_t)tokens);
+    memcpy(bytes, header, 1024);
+    for (int i = 0; i < tokens; i++) {
+        uint16_t token = (uint16_t)(i == tokens - 1 ? last : 40 * (i % 7) + 3);
+        memcpy(bytes + 1024 + 2 * i, &token, 2);
+    }
+    write_bytes(folder, name, bytes, 1024 + 2 * (size_t)tokens);
+    free(bytes);
+}
+
+inline bool exists(const char* folder, const char* name) {
+    char path[2 * PATH_MAX];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    return access(path, F_OK) == 0;
+}
+
+inline char* contents(const char* folder, const char* name, int64_t* bytes) {
+    char path[2 * PATH_MAX], error[DATA_ERROR_BYTES];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    return file_read(path, bytes, error);
+}
+
+#define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"
+#define QUICK "--batch 2 --val-every 0 --sample-every 0 --print-every 1000000"
+
+inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name) {
+    int64_t a_bytes = 0, b_bytes = 0;
+    char *a_text = contents(a, name, &a_bytes), *b_text = contents(b, name, &b_bytes);
+    expect(a_text && b_text, "%s/%s or %s/%s is not there", a, name, b, name);
+    if (a_text && b_text) {
+        expect(a_bytes == b_bytes && memcmp(a_text, b_text, a_bytes) == 0, "%s/%s and %s/%s differ", a, name, b, name);
+    }
+    free(a_text), free(b_text);
+}
+
+// The training loss of every step as the log spells it; of a step done twice the last. Every line must be JSON.
+constexpr int MOST_STEPS = 4000;
+struct Losses {
+    char text[MOST_STEPS][32];
+    int last;   // largest step
+    int lines;  // of training
+};
+
+inline void read_losses(Test* test, const char* run, Losses* losses) {
+    char error[DATA_ERROR_BYTES];
+    int64_t bytes = 0;
+    memset(losses, 0, sizeof(*losses));
+    char* log = contents(run, "log.jsonl", &bytes);
+    expect(log && bytes > 0 && log[bytes - 1] == '\n', "%s/log.jsonl ends in half a line", run);
+    for (char* line = log; line && *line;) {
+        char* end = strchr(line, '\n');
+        if (!end) break;
+        Json* json = json_parse(line, end - line, "log.jsonl", error);
+        expect(json, "%s", error);
+        const Json* loss = json_get(json, "loss");
+        int64_t step = json_int(json, "step", -1);
+        if (loss && strcmp(json_string(json, "type", ""), "train") == 0 && step >= 0 && step < MOST_STEPS) {
+            snprintf(losses->text[step], sizeof(losses->text[step]), "%s", loss->text ? loss->text : "null");
+            if (step > losses->last) losses->last = (int)step;
+            losses->lines++;
+        }
+        json_free(json);
+        line = end + 1;
+    }
+    free(log);
+}
+
+// Both runs did the same steps with the same losses to the last bit, and ended in the same weights and states.
+inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps) {
+    static Losses of_a, of_b;
+    char folder_a[PATH_MAX], folder_b[PATH_MAX];
+    read_losses(test, a, &of_a), read_losses(test, b, &of_b);
+    expect(of_a.last == steps && of_b.last == steps, "%d and %d steps, want %d", of_a.last, of_b.last, steps);
+    for (int step = 1; step <= steps; step++) {
+        if (strcmp(of_a.text[step], of_b.text[step]) == 0) continue;
+        expect(false, "loss of step %d: %s and %s", step, of_a.text[step], of_b.text[step]);
+        break;
+    }
+    checkpoint_name(a, steps, folder_a, sizeof(folder_a)), checkpoint_name(b, steps, folder_b, sizeof(folder_b));
+    expect_equal_files(test, folder_a, folder_b, "model.safetensors");
+    expect_equal_files(test, folder_a, folder_b, "optimizer.safetensors");
+}
+
+// Waits until the run's log has a training line of this step or later. False when the child ended before.
+inline bool wait_for_step(Child* child, const char* run, int step) {
+    char want[32];
+    snprintf(want, sizeof(want), "\"step\": %d,", step);
+    while (now() - child->started < CHILD_SECONDS) {
+        int64_t bytes;
+        char* log = contents(run, "log.jsonl", &bytes);
+        bool there = log && strstr(log, want);
+        free(log);
+        if (there) return true;
+        if (!pump(child, 1)) return false;
+    }
+    return false;
+}
+
+inline int checkpoints(const char* run, int64_t* newest) {
+    int64_t* steps;
+    int count = checkpoint_list(run, &steps);
+    *newest = count > 0 ? steps[0] : -1;
+    free(steps);
+    return count;
+}
+
+inline void write_text(const char* folder, const char* name, const char* text) {
+    write_bytes(folder, name, text, strlen(text));
+}
+
+// A copy of `from`, a checkpoint, with `find` in its config.json replaced, and the first `share` of its weights.
+inline void make_model(const char* work, const char* name, const char* from, const char* find, const char* replace,
+                       double share) {
+    char folder[PATH_MAX];
+    int64_t bytes;
+    snprintf(folder, sizeof(folder), "%s/%s", work, name);
+    mkdir(folder, 0755);
+    char *config = contents(from, "config.json", &bytes), *at = strstr(config, find), *changed = nullptr;
+    if (!at || asprintf(&changed, "%.*s%s%s", (int)(at - config), config, replace, at + strlen(find)) < 0) abort();
+    write_text(folder, "config.json", changed);
+    char* weights = contents(from, "model.safetensors", &bytes);
+    if (share > 0) write_bytes(folder, "model.safetensors", weights, (size_t)((double)bytes * share));
+    free(config), free(changed), free(weights);
+}
+
+// One sentence on stderr and exit code 2.
+inline void expect_error(Test* test, const Child* child, const char* what, const char* needle, const char* needle2) {
+    const char* error = child->text[1];
+    const char* end = strchr(error, '\n');
+    expect(child->code == 2, "%s: exit code %d, want 2; stderr: %s", what, child->code, error);
+    expect(strncmp(error, "train: error: ", 14) == 0 && end && end[1] == 0, "%s: not one sentence: %s", what, error);
+    expect(strstr(error, needle) && strstr(error, needle2), "%s: neither '%s' nor '%s' may be missing in: %s", what,
+           needle, needle2, error);
+}

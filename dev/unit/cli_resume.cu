@@ -1,0 +1,376 @@
+// Tests of the command line: a run that stops, is stopped, resumed, converted or damaged (cli.h says how they run it).
+#include "cli.h"
+
+// The number after a key in the newest checkpoint's state.json, -1 without it.
+static int64_t state_number(const char* run, const char* key) {
+    char folder[PATH_MAX];
+    Json* state = checkpoint_newest(run, folder, sizeof(folder));
+    int64_t number = state ? json_int(state, key, -1) : -1;
+    json_free(state);
+    return number;
+}
+
+// The losses and counts of all training lines from one on: every step was skipped.
+static void expect_skipped_steps(Test* test, const char* run, int steps) {
+    static Losses losses;
+    read_losses(test, run, &losses);
+    expect(losses.lines == steps && losses.last == steps, "%d lines up to step %d", losses.lines, losses.last);
+    for (int step = 1; step <= steps; step++) {
+        char want[64];
+        snprintf(want, sizeof(want), "\"skipped\": %d, \"nonfinite\": true", step);
+        int64_t bytes;
+        char* log = contents(run, "log.jsonl", &bytes);
+        expect(strcmp(losses.text[step], "null") == 0, "step %d: loss %s", step, losses.text[step]);
+        expect(log && strstr(log, want), "step %d: no %s", step, want);
+        free(log);
+    }
+}
+
+// A model with one infinite weight: every step has a loss of NaN. A few are skipped and change nothing, the count lives
+// on in the checkpoint, and ten in a row are the end.
+TEST(cli_nonfinite) {
+    const char* work = work_folder();
+    char from[PATH_MAX], bad[PATH_MAX], run[PATH_MAX], last[PATH_MAX];
+    train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
+    snprintf(from, sizeof(from), "%s/used/step_00000001", work);
+    snprintf(bad, sizeof(bad), "%s/bad", work);
+    snprintf(run, sizeof(run), "%s/run", work);
+    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
+    int64_t bytes;
+    char* weights = contents(bad, "model.safetensors", &bytes);
+    memcpy(weights + bytes - 2, "\x80\x7f", 2);  // bf16's infinity
+    write_bytes(bad, "model.safetensors", weights, (size_t)bytes);
+    free(weights);
+    const char* common = QUICK " --device cpu --seq 32";
+    run_train(skips, "%s --data %s/text.txt --model %s --run %s --steps 3", common, work, bad, run);
+    expect_code(skips, 0);
+    expect(strstr(OUT(skips), "skip      2  loss nan  norm nan"), "a skipped step is not told: %s", OUT(skips));
+    expect(strstr(OUT(skips), "\nskipped  3 of 3 steps"), "the count is not told at the end");
+    expect(state_number(run, "skipped") == 3, "state.json says %lld", (long long)state_number(run, "skipped"));
+    expect_skipped_steps(test, run, 3);
+    checkpoint_name(run, 3, last, sizeof(last));
+    expect_equal_files(test, bad, last, "model.safetensors");
+    run_train(more, "--resume %s --steps 8 --device cpu", run);
+    expect_code(more, 0);
+    expect(state_number(run, "skipped") == 8, "state.json says %lld", (long long)state_number(run, "skipped"));
+    expect_skipped_steps(test, run, 8);
+    run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
+    expect_error(test, &end, "ten in a row", "step 10: the loss is nan", "10 steps in a row were skipped");
+    expect(strstr(ERR(end), "step_00000008") && strstr(ERR(end), "--lr"), "%s", ERR(end));
+    expect_skipped_steps(test, run, 10);
+    run_train(stop, "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad,
+              work);
+    expect_error(test, &stop, "--on-nonfinite stop", "step 1: the loss is nan", "--lr");
+    forget(&skips), forget(&more), forget(&end), forget(&stop);
+    remove_tree(work);
+}
+
+// Resume.
+
+// One run to the end; the same in two halves with another number of steps; the same after its later checkpoints are
+// gone, as after a crash.
+static void check_resume(Test* test, const char* options, bool gpu) {
+    const char* work = work_folder();
+    char whole[PATH_MAX], halves[PATH_MAX];
+    snprintf(whole, sizeof(whole), "%s/whole", work);
+    snprintf(halves, sizeof(halves), "%s/halves", work);
+    const char* device = gpu ? "gpu" : "cpu";
+    const char* common = SHAPE " --batch 2 --tokens-per-step 128 --val-every 3 --val-tokens 128 --warmup 2 --keep 9";
+    Child child[4];
+    for (Child& c : child) c = new_child(), c.gpu = gpu;
+    start(&child[0], "%s --data %s/text.txt --run %s --steps 12 --schedule constant --device %s %s", common, work,
+          whole, device, options);
+    finish(&child[0]);
+    expect_code(child[0], 0);
+    start(&child[1], "%s --data %s/text.txt --run %s --steps 6 --schedule constant --device %s %s", common, work,
+          halves, device, options);
+    finish(&child[1]);
+    expect_code(child[1], 0);
+    start(&child[2], "--run %s --resume auto --steps 12 --device %s", halves, device);
+    finish(&child[2]);
+    expect_code(child[2], 0);
+    expect(strstr(OUT(child[2]), "--steps 12 (was 6)"), "the changed option is not listed");
+    expect(strstr(OUT(child[2]), "step_00000006, step 6"), "the checkpoint is not named");
+    expect(ERR(child[2])[0] == 0, "stderr: %s", ERR(child[2]));
+    expect_equal_runs(test, whole, halves, 12);
+    // A crash: back to step 6, by the run folder's name alone.
+    char last[PATH_MAX];
+    checkpoint_name(halves, 12, last, sizeof(last));
+    remove_tree(last);
+    start(&child[3], "--resume %s --steps 12 --device %s", halves, device);
+    finish(&child[3]);
+    expect_code(child[3], 0);
+    expect_equal_runs(test, whole, halves, 12);
+    for (Child& c : child) forget(&c);
+    remove_tree(work);
+}
+
+TEST(cli_resume) {
+    check_resume(test, "", false);
+    check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", false);
+}
+
+TEST(cli_resume_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    check_resume(test, "", true);
+    check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", true);
+    check_resume(test, "--matmul fp32 --weights fp32", true);
+}
+
+// With cosine, where every learning rate depends on the number of steps: a checkpoint in the middle, named itself.
+TEST(cli_resume_checkpoint) {
+    const char* work = work_folder();
+    char whole[PATH_MAX], again[PATH_MAX];
+    snprintf(whole, sizeof(whole), "%s/whole", work);
+    snprintf(again, sizeof(again), "%s/again", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, whole);
+    char last[PATH_MAX];
+    train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, again);
+    for (int step : {10, 12}) {
+        checkpoint_name(again, step, last, sizeof(last));
+        remove_tree(last);
+    }
+    train_well("--resume %s/step_00000005/ --device cpu", again);
+    expect_equal_runs(test, whole, again, 12);
+    // A run that is over has nothing left to do.
+    train_well("--resume %s --device cpu", again);
+    remove_tree(work);
+}
+
+// Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
+TEST(cli_resume_presets) {
+    const char* work = work_folder();
+    char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX], name[32];
+    int presets = 0, used = 0;
+    run_train(list, "--list-presets");
+    expect_code(list, 0);
+    for (char* line = OUT(list); line && *line; line = strchr(line, '\n'), line = line ? line + 1 : nullptr) {
+        if (sscanf(line, " %31s%n", name, &used) != 1 || name[0] == '-') continue;
+        snprintf(whole, sizeof(whole), "%s/whole_%s", work, name);
+        snprintf(again, sizeof(again), "%s/again_%s", work, name);
+        train_well("%s %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 --preset %s", SHAPE, QUICK,
+                   work, whole, name);
+        run_train(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
+        expect_code(child, 0);
+        expect(!strstr(OUT(child), " notice "), "%s: %s", name, OUT(child));
+        checkpoint_name(whole, 8, ends[0], sizeof(ends[0])), checkpoint_name(again, 8, ends[1], sizeof(ends[1]));
+        expect_equal_files(test, ends[0], ends[1], "model.safetensors");
+        expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
+        forget(&child), presets++;
+    }
+    expect(presets >= 10, "--list-presets lists %d", presets);
+    snprintf(test->note, sizeof(test->note), "%d presets", presets);
+    forget(&list);
+    remove_tree(work);
+}
+
+// adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
+// the new formats.
+TEST(cli_resume_converts) {
+    static Losses before, after;
+    const char* work = work_folder();
+    char wide[PATH_MAX], narrow[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX];
+    snprintf(wide, sizeof(wide), "%s/wide", work);
+    snprintf(narrow, sizeof(narrow), "%s/narrow", work);
+    snprintf(again, sizeof(again), "%s/again", work);
+    train_well("%s %s --batch 8 --data %s/text.txt --run %s --steps 40 --lr 0.003 --schedule constant", SHAPE, QUICK,
+               work, wide);
+    run_train(child, "--resume %s --run %s --preset adamw8 --steps 80 --save-every 60 --keep 9 --device cpu", wide,
+              narrow);
+    expect_code(child, 0);
+    for (const char* line : {" notice   weights: bf16+fp32 in the checkpoint, converted to bf16:sr (to nearest)",
+                             " notice   m: fp32 in the checkpoint, converted to dyn8/256 (to nearest); not bit-exact\n",
+                             " notice   v: fp32 in the checkpoint, converted to udyn8/256 (to nearest)"}) {
+        expect(strstr(OUT(child), line), "no '%s' in: %s", line, OUT(child));
+    }
+    read_losses(test, wide, &before), read_losses(test, narrow, &after);
+    double old = atof(before.text[40]), first = atof(after.text[41]), last = atof(after.text[80]);
+    expect(after.lines == 40 && first < old + 0.3 && last < first, "the loss goes %g, %g, %g", old, first, last);
+    run_train(exact, "--resume %s/step_00000060 --run %s --device cpu", narrow, again);
+    expect_code(exact, 0);
+    expect(!strstr(OUT(exact), " notice "), "%s", OUT(exact));
+    checkpoint_name(narrow, 80, ends[0], sizeof(ends[0])), checkpoint_name(again, 80, ends[1], sizeof(ends[1]));
+    expect_equal_files(test, ends[0], ends[1], "model.safetensors");
+    expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
+    snprintf(test->note, sizeof(test->note), "loss %.3f, then %.3f to %.3f", old, first, last);
+    forget(&child), forget(&exact);
+    remove_tree(work);
+}
+
+// Other rules: without v, with a slow average, and one that cannot go on.
+TEST(cli_resume_rules) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 4 --override ln*:m=bf16", SHAPE, QUICK, work, run);
+    const char* const cases[][2] = {
+        {"--rule lion", " notice   v: left behind; lion keeps none\n"},
+        {"--rule ademamix", " notice   slow: not in the checkpoint, whose rule is adamw; it starts at zero\n"},
+        {"--override *.bias:m=dyn8", " notice   m: bf16 in the checkpoint in 3 tensors, converted to fp32"},
+        {"--weights fp32 --m dyn8", " notice   weights: bf16+fp32 in the checkpoint, converted to fp32"}};
+    for (const auto& row : cases) {
+        char other[PATH_MAX];
+        snprintf(other, sizeof(other), "%s/other", work);
+        run_train(child, "--resume %s --run %s --steps 8 --device cpu %s", run, other, row[0]);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), row[1]), "%s: no '%s' in: %s", row[0], row[1], OUT(child));
+        forget(&child);
+        remove_tree(other);
+    }
+    train_well("%s %s --data %s/text.txt --run %s/lion --steps 4 --preset lion8", SHAPE, QUICK, work, work);
+    run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
+    expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");
+    expect(!exists(work, "other"), "a run folder is left");
+    forget(&child);
+    remove_tree(work);
+}
+
+#define LONG SHAPE " " QUICK " --steps 1500 --keep 1000 --data %s/text.txt"
+
+// The folder of an uninterrupted run of LONG.
+static void long_run(Test* test, const char* work, char (&run)[PATH_MAX], const char* options) {
+    snprintf(run, sizeof(run), "%s/whole", work);
+    train_well(LONG " --run %s %s", work, run, options);
+}
+
+TEST(cli_signals) {
+    const char* work = work_folder();
+    char whole[PATH_MAX], run[PATH_MAX];
+    long_run(test, work, whole, "--save-every 0");
+    for (int number : {SIGTERM, SIGINT}) {
+        int64_t stopped_at;
+        snprintf(run, sizeof(run), "%s/signal_%d", work, number);
+        Child child = new_child();
+        start(&child, LONG " --run %s --save-every 0", work, run);
+        expect(wait_for_step(&child, run, 40), "the run ended before the signal");
+        kill(child.pid, number);
+        finish(&child);
+        expect_code(child, 0);
+        expect(checkpoints(run, &stopped_at) == 1 && stopped_at >= 40 && stopped_at < 1500,
+               "signal %d: checkpoint of step %lld", number, (long long)stopped_at);
+        expect(strstr(OUT(child), "stopped"), "signal %d: the end is not told", number);
+        train_well("--run %s --resume auto --device cpu", run);
+        expect_equal_runs(test, whole, run, 1500);
+        forget(&child);
+    }
+    // SIGUSR1, and a file called save in the run folder: both save and go on.
+    snprintf(run, sizeof(run), "%s/saves", work);
+    Child child = new_child();
+    start(&child, LONG " --run %s --save-every 0", work, run);
+    expect(wait_for_step(&child, run, 40), "the run ended before the signal");
+    kill(child.pid, SIGUSR1);
+    expect(wait_for_step(&child, run, 300), "the run ended at the signal");
+    write_text(run, "save", "");
+    finish(&child);
+    expect_code(child, 0);
+    int64_t newest;
+    expect(checkpoints(run, &newest) == 3 && newest == 1500, "%d checkpoints, newest %lld", checkpoints(run, &newest),
+           (long long)newest);
+    expect(!exists(run, "save"), "the request is still there");
+    expect_equal_runs(test, whole, run, 1500);
+    forget(&child);
+    remove_tree(work);
+}
+
+// kill -9 at moments that differ from one test run to the next; NIBBLE_TEST_SEED repeats one.
+TEST(cli_kill) {
+    const char* work = work_folder();
+    const char* given = getenv("NIBBLE_TEST_SEED");
+    uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
+    char whole[PATH_MAX], run[PATH_MAX];
+    long_run(test, work, whole, "--save-every 50");
+    snprintf(run, sizeof(run), "%s/killed", work);
+    int killed = 0;
+    bool done = false;
+    for (int i = 0; i < 30 && !done; i++) {
+        Child child = new_child();
+        start(&child, LONG " --run %s --save-every 50 --resume auto", work, run);
+        pause_ms(50 + 150 * (1 + test_uniform(seed, i)));
+        kill(child.pid, SIGKILL);
+        finish(&child);
+        expect(child.code == 128 + SIGKILL || child.code == 0, "exit code %d: %s", child.code, ERR(child));
+        expect(!strstr(ERR(child), "damaged"), "%s", ERR(child));
+        killed += child.code == 128 + SIGKILL;
+        done = child.code == 0;
+        forget(&child);
+    }
+    train_well(LONG " --run %s --save-every 50 --resume auto", work, run);
+    expect_equal_runs(test, whole, run, 1500);
+    snprintf(test->note, sizeof(test->note), "NIBBLE_TEST_SEED=%llu, killed %d times", (unsigned long long)seed,
+             killed);
+    remove_tree(work);
+}
+
+// Damage.
+
+enum Damage { TRUNCATE, FLIP, REMOVE };
+
+static void damage(const char* folder, const char* name, Damage how) {
+    char path[2 * PATH_MAX];
+    int64_t bytes = 0;
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    char* text = contents(folder, name, &bytes);
+    if (!text) abort();
+    if (how == FLIP) text[bytes / 2] ^= 4;
+    write_bytes(folder, name, text, (size_t)(how == TRUNCATE ? bytes / 2 : bytes));
+    if (how == REMOVE) unlink(path);
+    free(text);
+}
+
+TEST(cli_damaged_checkpoint) {
+    static const struct {
+        const char* name;
+        Damage how;
+    } damages[] = {{"model.safetensors", TRUNCATE},   {"model.safetensors", FLIP}, {"optimizer.safetensors", FLIP},
+                   {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
+                   {"state.json", TRUNCATE},          {"state.json", REMOVE}};
+    const char* work = work_folder();
+    char whole[PATH_MAX], run[PATH_MAX], newest[PATH_MAX], temporary[PATH_MAX + 8];
+    snprintf(whole, sizeof(whole), "%s/whole", work);
+    snprintf(run, sizeof(run), "%s/run", work);
+    const char* common = SHAPE " " QUICK " --steps 12 --save-every 4 --keep 9";
+    train_well("%s --data %s/text.txt --run %s", common, work, whole);
+    train_well("%s --data %s/text.txt --run %s", common, work, run);
+    checkpoint_name(run, 12, newest, sizeof(newest));
+    for (const auto& d : damages) {
+        damage(newest, d.name, d.how);
+        run_train(refused, "--resume %s --device cpu", newest);
+        if (strcmp(d.name, "state.json") != 0 || d.how != REMOVE) expect_error(test, &refused, d.name, newest, "");
+        run_train(child, "--run %s --resume auto --device cpu", run);
+        expect_code(child, 0);
+        expect(strncmp(ERR(child), "train: notice: ", 15) == 0 && strstr(ERR(child), newest), "%s is not named: %s",
+               d.name, ERR(child));
+        expect(strstr(OUT(child), "step_00000008, step 8"), "the checkpoint before is not used");
+        expect_equal_runs(test, whole, run, 12);
+        forget(&child), forget(&refused);
+    }
+    // Half written: the folder still has its temporary name.
+    snprintf(temporary, sizeof(temporary), "%s.tmp", newest);
+    damage(newest, "model.safetensors", TRUNCATE);
+    if (rename(newest, temporary) != 0) abort();
+    train_well("--run %s --resume auto --device cpu", run);
+    expect(access(temporary, F_OK) != 0, "half a checkpoint is still there");
+    expect_equal_runs(test, whole, run, 12);
+    for (int step : {4, 8, 12}) {
+        checkpoint_name(run, step, newest, sizeof(newest));
+        damage(newest, "model.safetensors", FLIP);
+    }
+    run_train(child, "--resume %s --device cpu", run);
+    expect(child.code == 2 && strstr(ERR(child), "no whole checkpoint"), "exit code %d: %s", child.code, ERR(child));
+    forget(&child);
+    remove_tree(work);
+}
+
+TEST(cli_keep) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    int64_t newest;
+    for (int keep : {1, 3}) {
+        snprintf(run, sizeof(run), "%s/keep_%d", work, keep);
+        train_well("%s %s --data %s/text.txt --run %s --steps 11 --save-every 2 --keep %d", SHAPE, QUICK, work, run,
+                   keep);
+        expect(checkpoints(run, &newest) == keep && newest == 11, "--keep %d keeps %d, newest %lld", keep,
+               checkpoints(run, &newest), (long long)newest);
+    }
+    remove_tree(work);
+}

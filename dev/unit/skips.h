@@ -1,0 +1,79 @@
+// Whole-model tests of steps that are not finite: a part of test_gpt2.cu, which includes it where its helpers are
+// known.
+#pragma once
+
+// Micro-batch `step` of random tokens.
+static void feed_random(const Model* m, int step) {
+    int n = m->B * m->T, *tokens = (int*)malloc(2 * n * sizeof(int)), *targets = tokens + n;
+    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(40 + step, i)));
+    feed(m, tokens, targets, true, 1.0f);
+    free(tokens);
+}
+
+// What can be wrong with a step.
+enum Poison { GRADIENT_NAN, GRADIENT_INFINITE, GRADIENT_HUGE, LOSS_NAN, LOSS_INFINITE, POISONS };
+
+static void poison(const Model* m, Poison kind) {
+    // The norm of 64 elements of 3e38 is beyond fp32.
+    float value = kind == GRADIENT_NAN || kind == LOSS_NAN ? NAN : kind == GRADIENT_HUGE ? 3e38f : INFINITY;
+    if (kind >= LOSS_NAN) {
+        copy_to_device(m->dev, m->scalars, &value, sizeof(value));
+        return;
+    }
+    bf16 rounded = from_float<bf16>(value);
+    for (int i = 0; i < (kind == GRADIENT_HUGE ? 64 : 1); i++) {
+        int64_t at = m->tensors[FIRST_BLOCK + 2].offset + 5 + i;
+        if (m->grads_bf16) copy_to_device(m->dev, (bf16*)m->grads + at, &rounded, sizeof(rounded));
+        if (!m->grads_bf16) copy_to_device(m->dev, (float*)m->grads + at, &value, sizeof(value));
+    }
+}
+
+// Four steps, and the same with poisoned ones among them: those change nothing, and all else is the same to the bit.
+static void check_skips(Test* test, const Device* dev, const Setup* setup) {
+    char *state[2], *before, *after;
+    int64_t bytes;
+    Model m;
+    for (int run = 0; run < 2; run++) {
+        model_open(&m, dev, setup);
+        model_init(&m, 5);
+        for (int step = 1; step <= 4; step++) {
+            for (int kind = 0; kind < (run == 1 ? POISONS : 0); kind++) {
+                feed_random(&m, 100 + step);
+                poison(&m, (Poison)kind);
+                before = streams(&m, &bytes);
+                update(&m, 1e-3f, step % 2 ? 1.0f : 0.0f, step);
+                after = streams(&m, &bytes);
+                expect(isnan(scalar(&m, 2)), "poison %d: the factor is %g", kind, scalar(&m, 2));
+                expect(memcmp(before, after, bytes) == 0, "poison %d changes weights or states", kind);
+                free(before), free(after);
+            }
+            feed_random(&m, step);
+            expect(isfinite(scalar(&m, 0)), "a loss of %g after poisoned steps", scalar(&m, 0));
+            before = streams(&m, &bytes);
+            update(&m, 1e-3f, 1.0f, step);
+            after = streams(&m, &bytes);
+            expect(memcmp(before, after, bytes) != 0, "step %d changes nothing", step);
+            free(before), free(after);
+        }
+        state[run] = streams(&m, &bytes);
+        model_free(&m);
+    }
+    expect(memcmp(state[0], state[1], bytes) == 0, "steps that were skipped leave traces");
+    free(state[0]), free(state[1]);
+}
+
+TEST(model_skips_nonfinite_steps) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_skips(test, &dev, &TRAINED);
+}
+
+TEST(model_skips_nonfinite_steps_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    Setup setup = TRAINED;
+    check_skips(test, &dev, &setup);
+    setup.T = 32, setup.type = OPTIM_BF16, setup.grads_bf16 = true;
+    check_skips(test, &dev, &setup);
+    device_close(&dev);
+}

@@ -1,0 +1,25 @@
+// Random numbers on the host, each a function of where it is used: initial weights and the draws of samples. (The noise
+// of stochastic rounding is the optimizer's own.)
+#pragma once
+#include <math.h>
+#include <stdint.h>
+
+// 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer.
+inline uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element) {
+    uint64_t z = seed * 0x9E3779B97F4A7C15ull ^ (tensor << 40) ^ element;
+    for (int round = 0; round < 2; round++) {
+        z += 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        z ^= z >> 31;
+    }
+    return z;
+}
+
+// Box-Muller: element 2k takes the cosine, 2k+1 the sine.
+inline float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
+    uint64_t bits = random_bits(seed, tensor, element / 2);
+    double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
+    double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
+    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
+}

@@ -1,0 +1,340 @@
+// Weights and moments between an optimizer and host memory: as fp32 values, and from a checkpoint's arrays in the same
+// or other formats (optim_load). All of it goes through pieces of 2^19 elements of one tensor, whole tiles, so that no
+// block is cut; the tables' functions encode and decode on the host's cores, whatever the device. Of a shard only the
+// tensors' parts that lie in it are touched.
+// Cost: the arrays are read and written once; a piece is some 10 MB.
+#include "kernel.cuh"
+#include "storage.h"
+
+constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
+
+struct Piece {
+    float* values;    // (PIECE_ELEMENTS)
+    Streams streams;  // the piece as stored
+};
+
+static Piece piece_create(const FormatRow* format) {
+    Piece piece = {(float*)calloc(PIECE_ELEMENTS, sizeof(float)),
+                   {calloc(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
+                    calloc(1, (size_t)stream_bytes(format->stream[1], PIECE_ELEMENTS) + 1), nullptr,
+                    calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1)}};
+    if (format->table_bytes > 0 && format->fill) {
+        void* table = malloc((size_t)format->table_bytes);
+        format->fill(table);
+        piece.streams.table = table;
+    }
+    return piece;
+}
+
+static void piece_free(Piece* piece) {
+    free(piece->values);
+    free(piece->streams.codes);
+    free(piece->streams.extra);
+    free(piece->streams.more);
+    free((void*)piece->streams.table);
+}
+
+static void* stream_data(const Streams* streams, int index) {
+    return index == 0 ? streams->codes : index == 1 ? streams->extra : streams->more;
+}
+
+// The functions of a row over a piece, a core a tile.
+
+enum Decode { AS_UPDATED, AS_SEEN };  // by the update; by the model
+
+static void piece_decode(const FormatRow* format, Piece* piece, int64_t n, Decode decode) {
+#pragma omp parallel for schedule(static)
+    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
+        if (decode == AS_UPDATED) format->load(piece->streams, tile, piece->values + tile, TILE_ELEMENTS, NoiseKey{});
+        if (decode == AS_SEEN) format->view(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
+    }
+}
+
+// `format` rounds to nearest where the slot is a moment.
+static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot) {
+    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
+    NoiseKey key = {0, 0, noise[slot]};  // says what a zero becomes; draws nothing
+#pragma omp parallel for schedule(static)
+    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
+        if (slot == SLOT_WEIGHTS) format->set(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
+        if (slot != SLOT_WEIGHTS) format->store(piece->streams, tile, piece->values + tile, TILE_ELEMENTS, key);
+    }
+}
+
+static int64_t piece_length(int64_t end, int64_t start) {
+    return end - start < PIECE_ELEMENTS ? end - start : PIECE_ELEMENTS;
+}
+
+// The elements of a tensor, padding included, that lie in arrays of `elements` from `begin` of the arena on.
+struct Held {
+    int64_t begin, end;
+};
+
+static Held held_of(const OptimTensor* tensor, int64_t begin, int64_t elements) {
+    int64_t padded = tensor_padded(tensor), first = begin - tensor->offset, end = first + elements;
+    return {first < 0 ? 0 : first, end < padded ? end : padded};
+}
+
+// `given` values of a tensor into the piece; padding is zero.
+static void piece_values(Piece* piece, const float* values, int64_t given, int64_t n) {
+    given = given < 0 ? 0 : given < n ? given : n;
+    if (given > 0) memcpy(piece->values, values, (size_t)given * sizeof(float));
+    memset(piece->values + given, 0, (size_t)(n - given) * sizeof(float));
+}
+
+void optim_set_weights(Optim* optim, int index, const float* values) {
+    OptimParts parts = optim_parts(optim);
+    const OptimTensor* tensor = &parts.tensors[index];
+    const FormatRow* format = parts.weights_format;
+    int64_t elements = tensor->rows * tensor->cols;
+    Held held = held_of(tensor, parts.begin, parts.elements);
+    Piece piece = piece_create(format);
+    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
+        piece_values(&piece, values + start, elements - start, n);
+        piece_encode(format, &piece, n, SLOT_WEIGHTS);
+        for (int i = 0; i < 3; i++) {
+            const StreamInfo& info = format->stream[i];
+            copy_to_device(parts.dev, (char*)stream_data(&parts.weights, i) + stream_bytes(info, first),
+                           stream_data(&piece.streams, i), stream_bytes(info, n));
+        }
+    }
+    piece_free(&piece);
+}
+
+void optim_get_weights(const Optim* optim, int index, float* values) {
+    OptimParts parts = optim_parts(optim);
+    const OptimTensor* tensor = &parts.tensors[index];
+    const FormatRow* format = parts.weights_format;
+    int64_t elements = tensor->rows * tensor->cols;
+    Held held = held_of(tensor, parts.begin, parts.elements);
+    Piece piece = piece_create(format);
+    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
+        int64_t wanted = elements - start < n ? elements - start : n;
+        for (int i = 0; i < 3; i++) {
+            const StreamInfo& info = format->stream[i];
+            copy_to_host(parts.dev, stream_data(&piece.streams, i),
+                         (char*)stream_data(&parts.weights, i) + stream_bytes(info, first), stream_bytes(info, n));
+        }
+        piece_decode(format, &piece, n, AS_SEEN);
+        memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
+    }
+    piece_free(&piece);
+}
+
+// Checkpoints.
+
+constexpr int CHANGES = 32;  // more kinds of conversion than slots and launches can make
+
+struct Change {
+    Slot slot;
+    const char *from, *to;
+    int tensors;
+};
+
+struct Conversion {
+    Optim* optim;
+    const OptimStored* stored;
+    OptimParts to;
+    OptimConfig from;      // the checkpoint's, of the whole arena
+    OptimTensor* tensors;  // (to.count), laid out as the checkpoint was
+    Plan *from_plan, *to_plan;
+    Change change[CHANGES];
+    int changes;
+};
+
+static Place place_from(const Conversion* c, int tensor, Slot slot) {
+    return plan_place(c->from_plan, tensor, slot);
+}
+
+static Place place_to(const Conversion* c, int tensor, Slot slot) {
+    return plan_place(c->to_plan, tensor, slot);
+}
+
+// Whether the model file holds this array of the weights.
+static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
+    bool plain = strcmp(info.dtype, "F32") == 0 || strcmp(info.dtype, "BF16") == 0;
+    return slot == SLOT_WEIGHTS && index == 0 && plain;
+}
+
+static const void* stored_array(const Conversion* c, const Place* place, const StreamInfo& info) {
+    char name[256];
+    stream_name(place->array, info, name, sizeof(name));
+    return c->stored->array(c->stored->context, name, info.dtype, stream_bytes(info, place->elements));
+}
+
+// All arrays that the checkpoint's formats need are there, and no others.
+static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
+    int arrays = 0;
+    for (int slot = 0; slot < SLOTS; slot++) {
+        for (int t = 0; t < c->to.count; t++) {
+            Place place = place_from(c, t, (Slot)slot);
+            if (!place.format || place.begin != c->tensors[t].offset) continue;  // once an array, at its first tensor
+            for (int i = 0; i < 3; i++) {
+                const StreamInfo& info = place.format->stream[i];
+                if (info.bits == 0 || in_model_file((Slot)slot, i, info)) continue;
+                arrays++;
+                if (stored_array(c, &place, info)) continue;
+                char name[256];
+                stream_name(place.array, info, name, sizeof(name));
+                snprintf(error, bytes, "it holds no array %s of %s with %lld bytes, which %s needs", name, info.dtype,
+                         (long long)stream_bytes(info, place.elements), place.format->name);
+                return false;
+            }
+        }
+    }
+    if (arrays == c->stored->arrays) return true;
+    snprintf(error, bytes, "it holds %d arrays and its formats (weights %s, m %s, v %s) make %d", c->stored->arrays,
+             c->stored->config.weights, c->stored->config.m, c->stored->config.v, arrays);
+    return false;
+}
+
+static bool rule_fits(const Conversion* c, char* error, size_t bytes) {
+    const char *from = c->stored->config.rule, *to = c->to.config->rule;
+    if (c->to.count == 0 || !place_to(c, 0, SLOT_V).format || place_from(c, 0, SLOT_V).format) return true;
+    snprintf(error, bytes,
+             "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule and "
+             "--preset out, or begin anew from its weights with --model",
+             to, from);
+    return false;
+}
+
+// Whether the arrays are taken as they are. Rows of --format are read anew for each configuration, so their names say.
+static bool same_storage(const Place* from, const Place* to) {
+    if (from->nearest == to->nearest) return true;
+    bool own = from->format && to->format && from->format->source && to->format->source;
+    return own && strcmp(from->format->name, to->format->name) == 0;
+}
+
+// A format of the user's own exists for NVRTC alone, and conversion runs on the host.
+static bool formats_convert(const Conversion* c, char* error, size_t bytes) {
+    for (int slot = 0; slot < SLOTS; slot++) {
+        for (int t = 0; t < c->to.count; t++) {
+            Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
+            bool own = (from.format && from.format->source) || (to.format && to.format->source);
+            if (!own || !from.format || !to.format || same_storage(&from, &to)) continue;
+            snprintf(error, bytes,
+                     "%s is %s in the checkpoint and %s was asked for, and a format of --format is not converted; "
+                     "resume in the checkpoint's",
+                     slot_name((Slot)slot), from.format->name, to.format->name);
+            return false;
+        }
+    }
+    return true;
+}
+
+static void note_change(Conversion* c, Slot slot, const Place* from, const Place* to) {
+    const char *old = from->format ? from->format->name : nullptr, *now = to->format ? to->format->name : nullptr;
+    for (int i = 0; i < c->changes; i++) {
+        Change* known = &c->change[i];
+        if (known->slot != slot || known->from != old || known->to != now) continue;
+        known->tensors++;
+        return;
+    }
+    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, 1};
+}
+
+// The piece from element `start` of a tensor on, as the checkpoint has it. `values`: the model file's, of weights.
+static void piece_read(const Conversion* c, const Place* from, Slot slot, int tensor, const float* values,
+                       int64_t start, int64_t n, Piece* piece) {
+    int64_t elements = c->to.tensors[tensor].rows * c->to.tensors[tensor].cols;
+    if (slot == SLOT_WEIGHTS) {
+        piece_values(piece, values + start, elements - start, n);
+        piece_encode(from->format, piece, n, slot);
+    }
+    for (int i = 0; i < 3; i++) {
+        const StreamInfo& info = from->format->stream[i];
+        if (info.bits == 0 || in_model_file(slot, i, info)) continue;
+        const char* array = (const char*)stored_array(c, from, info) +
+                            stream_bytes(info, c->tensors[tensor].offset + start - from->begin);
+        memcpy(stream_data(&piece->streams, i), array, (size_t)stream_bytes(info, n));
+    }
+}
+
+// A piece as stored into the optimizer's arrays, from element `first` of the arena on.
+static void piece_write(const Conversion* c, const Place* to, int64_t first, int64_t n, const Piece* piece) {
+    for (int i = 0; i < 3; i++) {
+        const StreamInfo& info = to->format->stream[i];
+        char name[256];
+        stream_name(to->array, info, name, sizeof(name));
+        for (int s = 0; s < optim_stream_count(c->optim) && info.bits > 0; s++) {
+            OptimStream stream = optim_stream(c->optim, s);
+            if (strcmp(stream.name, name) != 0) continue;
+            copy_to_device(c->to.dev, (char*)stream.data + stream_bytes(info, first - to->begin),
+                           stream_data(&piece->streams, i), stream_bytes(info, n));
+        }
+    }
+}
+
+static void slot_load(Conversion* c, int index, Slot slot) {
+    Place from = place_from(c, index, slot), to = place_to(c, index, slot);
+    if (!from.format && !to.format) return;
+    bool same = same_storage(&from, &to);
+    if (!same) note_change(c, slot, &from, &to);
+    if (!from.format || !to.format) return;
+    const OptimTensor* tensor = &c->to.tensors[index];
+    int64_t elements = tensor->rows * tensor->cols;
+    Held held = held_of(tensor, to.begin, to.elements);
+    if (held.begin >= held.end) return;
+    Piece old = piece_create(from.format), now = piece_create(to.format);
+    float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
+    if (values) c->stored->weights(c->stored->context, index, values);
+    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start);
+        piece_read(c, &from, slot, index, values, start, n, &old);
+        if (!same) {
+            piece_decode(from.format, &old, n, AS_UPDATED);
+            piece_values(&now, old.values, elements - start, n);
+            piece_encode(to.nearest, &now, n, slot);
+        }
+        piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
+    }
+    free(values);
+    piece_free(&old);
+    piece_free(&now);
+}
+
+static void tell_changes(const Conversion* c) {
+    for (int i = 0; i < c->changes; i++) {
+        const Change* change = &c->change[i];
+        const char* slot = slot_name(change->slot);
+        char line[512], share[64] = "";
+        if (change->tensors < c->to.count) snprintf(share, sizeof(share), " in %d tensors", change->tensors);
+        if (!change->from) {
+            snprintf(line, sizeof(line), "%s: not in the checkpoint, whose rule is %s; it starts at zero", slot,
+                     c->stored->config.rule);
+        } else if (!change->to) {
+            snprintf(line, sizeof(line), "%s: left behind; %s keeps none", slot, c->to.config->rule);
+        } else {
+            snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact",
+                     slot, change->from, share, change->to);
+        }
+        c->stored->notice(c->stored->context, line);
+    }
+}
+
+bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t bytes) {
+    Conversion* c = (Conversion*)calloc(1, sizeof(Conversion));
+    c->optim = optim;
+    c->stored = stored;
+    c->to = optim_parts(optim);
+    c->tensors = (OptimTensor*)malloc((size_t)c->to.count * sizeof(OptimTensor) + 1);
+    memcpy(c->tensors, c->to.tensors, (size_t)c->to.count * sizeof(OptimTensor));
+    c->from = stored->config;
+    c->from.begin = c->from.end = 0;
+    optim_layout(c->tensors, c->to.count, &c->from);
+    c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
+    c->to_plan = plan_ranges(c->to.config, c->to.tensors, c->to.count);
+    bool fine = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_convert(c, error, bytes);
+    for (int slot = 0; slot < SLOTS && fine; slot++) {
+        for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
+    }
+    if (fine) tell_changes(c);
+    if (fine) optim_decode(optim);
+    plan_free(c->from_plan);
+    plan_free(c->to_plan);
+    free(c->tensors);
+    free(c);
+    return fine;
+}
