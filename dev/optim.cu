@@ -86,7 +86,7 @@ static int64_t traffic(const Optim* optim, int64_t elements) {
         int64_t size = stream.elements * stream.element_bytes;
         bytes += master && stream.is_weights ? size : 2 * size;
     }
-    return bytes;
+    return bytes + optim_allocated(optim).compute;  // the matmul's copy, written
 }
 
 struct Size {

@@ -580,7 +580,7 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
-    launch->threads = shape.groups * shape.threads;
+    launch->threads = shape.block_threads;
     launch->shared_bytes = dev->compute >= 90 ? step_shared_bytes(shape) : 0;
     int64_t blocks = ceil_div(tiles, shape.groups);
     launch->grid = blocks < dev->sm_count ? blocks : dev->sm_count;

@@ -31,10 +31,24 @@ EMBED_SOURCE
 
 struct NoTable {};
 
+// Two numbers that one look-up gives: those of a byte's two codes of 4 bits.
+struct alignas(8) FloatPair {
+    float first, second;
+};
+
 template <class A, class B>
 constexpr bool SAME_TYPE = false;
 template <class A>
 constexpr bool SAME_TYPE<A, A> = true;
+
+template <bool FIRST, class A, class B>
+struct Either {
+    typedef A Type;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    typedef B Type;
+};
 
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
@@ -106,37 +120,39 @@ struct ScaleFp16 {
     static OPTIM_INLINE float decode(uint16_t code) { return Fp16::decode(code); }
 };
 
-// Comparisons with a defined result for NaN: the second operand.
-OPTIM_INLINE float exact_min(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return fminf(a, b);
-#else
-    return a < b ? a : b;
-#endif
-}
-
-OPTIM_INLINE float exact_max(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return fmaxf(a, b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
-OPTIM_INLINE float exact_abs(float a) {
-#ifdef __CUDA_ARCH__
-    return fabsf(a);  // free in the comparison that follows
-#else
-    return bits_float(float_bits(a) & 0x7fffffffu);
-#endif
-}
-
 // 2^23 + floor(x) for 0 <= x < 2^22, whose lower bits are the integer.
 OPTIM_INLINE uint32_t floor_bits(float x) {
 #ifdef __CUDA_ARCH__
     return __float_as_uint(__fadd_rd(x, 8388608.0f));
 #else
     return 0x4b000000u + (uint32_t)x;
+#endif
+}
+
+// a * b + c, rounded once, then cut to [0, 1]; of NaN 0.
+OPTIM_INLINE float exact_saturated(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+    float x;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
+    return x;
+#else
+    float x = exact_fma(a, b, c);
+    return exact_min(exact_max(x, 0.0f), 1.0f);
+#endif
+}
+
+// floor_bits(x * 2^BITS) for 0 <= x <= 1, and what it exceeds the integer by.
+template <int BITS>
+OPTIM_INLINE constexpr uint32_t floor_part_bias() {
+    return 0x4b000000u - ((uint32_t)BITS << 23);
+}
+
+template <int BITS>
+OPTIM_INLINE uint32_t floor_part_bits(float x) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(__fadd_rd(x, (float)(8388608 >> BITS)));
+#else
+    return floor_part_bias<BITS>() + (uint32_t)(x * (float)(1 << BITS));
 #endif
 }
 
@@ -196,10 +212,11 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
             if constexpr (Format::IN_UPPER_BITS) {
                 word[i] = Format::stochastic_word(table, x[i], inverse, bits, lowest);
             } else {
-                packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest) - Format::BIAS);
+                packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest));
             }
         }
         if constexpr (Format::IN_UPPER_BITS) packed.gather(word);
+        if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
     } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i += 2) packed.word[i / 4] |= Format::nearest2(x + i, inverse, lowest) << i % 4 * 8;
@@ -211,8 +228,9 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     } else {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            packed.add(i, Format::nearest(table, x[i], inverse, lowest) - Format::BIAS);
+            packed.add(i, Format::nearest(table, x[i], inverse, lowest));
         }
+        if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
     }
     store_value(streams.codes, first * Format::BITS / 8, packed);
 }
