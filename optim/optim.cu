@@ -67,7 +67,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
             T::view,
             SHARED_BYTES<T>,
             fill_function<T>(0),
-            HAS_SIGN<T>};
+            HAS_SIGN<T>,
+            IS_DITHERED<T>};
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
@@ -127,6 +128,7 @@ FormatRow* user_storage_create(const UserFormats* formats) {
         }
         row->table_bytes = own->table_bytes;
         row->has_sign = own->has_sign;
+        row->dithered = own->dithered;
     }
     return rows;
 }
