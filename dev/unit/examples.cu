@@ -5,9 +5,13 @@
 #include "../../optim/jit.h"
 #include "../../optim/table.cuh"
 #include "../../optim/kernel.cuh"
-#include "../examples/rule.cuh"
 #include "cache.h"
 #include "rules.h"
+
+// A name of its own, so that a copy among the rules of table.cuh is another.
+namespace example {
+#include "../examples/rule.cuh"
+}
 
 struct PresetExample {
     const char *name, *rule, *weights, *m, *v, *note;
@@ -82,7 +86,7 @@ static StepArguments step_arguments(Arrays* a, int step) {
 // A step's kernel with the rule, and the same on the CPU.
 template <class Weights, class M, class V, class Grads>
 struct Combination {
-    typedef StepLayout<NAdamW, Weights, M, V, None, Grads> Layout;
+    typedef StepLayout<example::NAdamW, Weights, M, V, None, Grads> Layout;
 
     static void start(Arrays* a) {
         static float values[ELEMENTS];
@@ -109,8 +113,9 @@ struct Combination {
                                 tile_at(V::STREAM[0], V::STREAM[1], nothing, arguments.v, t),
                                 {},
                                 {}};
-            update_elements<TILE_ELEMENTS>(EachElement<NAdamW>(), Weights(), Grads(), M(), V(), arguments, tile,
-                                           arguments.group[0], a->grad_scale, t * TILE_ELEMENTS, 0, TILE_ELEMENTS);
+            update_elements<TILE_ELEMENTS>(EachElement<example::NAdamW>(), Weights(), Grads(), M(), V(), arguments,
+                                           tile, arguments.group[0], a->grad_scale, t * TILE_ELEMENTS, 0,
+                                           TILE_ELEMENTS);
         }
     }
 
@@ -189,11 +194,12 @@ TEST(examples_rule_leaves_padding_zero) {
 // The rule's kernel as NVRTC compiles it.
 static bool rule_kernel(Test* test, const char* types, const char* architecture, JitImage* image) {
     static char error[JIT_ERROR_BYTES];
-    char expression[1024], *text = read_text(test, "dev/examples/rule.cuh");
-    snprintf(expression, sizeof(expression), "optim_step_kernel<NAdamW, %s>", types);
-    bool good = jit_compile(expression, architecture, image, error, text);
+    char expression[1024], *source = nullptr, *text = read_text(test, "dev/examples/rule.cuh");
+    snprintf(expression, sizeof(expression), "optim_step_kernel<example::NAdamW, %s>", types);
+    expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
+    bool good = jit_compile(expression, architecture, image, error, source);
     expect(good, "%s", error);
-    free(text);
+    free(text), free(source);
     return good;
 }
 
