@@ -67,7 +67,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
             T::view,
             SHARED_BYTES<T>,
             fill_function<T>(0),
-            HAS_SIGN<T>};
+            HAS_SIGN<T>,
+            IS_DITHERED<T>};
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
@@ -127,6 +128,7 @@ FormatRow* user_storage_create(const UserFormats* formats) {
         }
         row->table_bytes = own->table_bytes;
         row->has_sign = own->has_sign;
+        row->dithered = own->dithered;
     }
     return rows;
 }
@@ -793,12 +795,12 @@ static void list_row(FILE* file, const FormatRow* row) {
     int block = row->stream[1].run > row->stream[0].run ? row->stream[1].run : row->stream[0].run;
     char blocks[32] = "-";
     if (block > 1) snprintf(blocks, sizeof(blocks), "%d", block);
-    fprintf(file, "  %-12s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
+    fprintf(file, "  %-15s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
             row->note);
 }
 
 static void list_heading(FILE* file, const char* option, const char* what) {
-    fprintf(file, "%s: %s\n  %-12s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
+    fprintf(file, "%s: %s\n  %-15s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
 }
 
 void optim_list_formats(FILE* file, const char* formats) {
@@ -818,7 +820,7 @@ void optim_list_formats(FILE* file, const char* formats) {
         file,
         "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n");
     fprintf(file, "--rule\n");
-    for (const RuleRow& row : rule_rows) fprintf(file, "  %-12s %s\n", row.name, row.note);
+    for (const RuleRow& row : rule_rows) fprintf(file, "  %-15s %s\n", row.name, row.note);
     user_formats_free(user);
 }
 

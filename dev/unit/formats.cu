@@ -539,7 +539,8 @@ TEST(formats_every_row_compiles) {
                                     {"de4/32:sr", "lin4/2048:sr"},
                                     {"nf4", "sqrt4:sr"},
                                     {"e2m1:sr", "ulin8"},
-                                    {"lin8:sr", "fp32"}};
+                                    {"lin8:sr", "fp32"},
+                                    {"lin8/32:dither", "sqrt4/2048:dither"}};
     for (const auto& pair : drawn) {
         OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
         char expression[1024];
@@ -583,6 +584,24 @@ TEST(formats_each_in_m_and_v_equals_cpu_gpu) {
         compare(test, &gpu, &config, 20, false);
         compare(test, &gpu, &config, 4, true);
     }
+    device_close(&gpu);
+}
+
+TEST(formats_dithered_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    const char* const pairs[][2] = {{"lin8:dither", "ulin8:dither"},      {"lin8:dither", "lin4:dither"},
+                                    {"lin8/32:dither", "sqrt8:dither"},   {"lin8/2048:dither", "sqrt4:dither"},
+                                    {"bf16:sr", "lin8/64:dither"},        {"fp32", "sqrt4/2048:dither"},
+                                    {"lin8/512:dither", "lin4/32:dither"}};
+    for (const auto& pair : pairs) {
+        OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
+        compare(test, &gpu, &config, 20, false);
+        compare(test, &gpu, &config, 4, true);
+    }
+    OptimConfig config = state_config("ademamix", "bf16:sr", "fp32", "lin8:dither", "sqrt4:dither");
+    compare(test, &gpu, &config, 20, false);
     device_close(&gpu);
 }
 

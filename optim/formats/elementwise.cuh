@@ -56,7 +56,7 @@ OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
     return TILE_ELEMENTS / stream.run * stream.bits / 8;
 }
 
-enum Rounding { NEAREST, STOCHASTIC };
+enum Rounding { NEAREST, STOCHASTIC, DITHER };  // the last in blocks only: dither.cuh
 
 // 8 codes, moved 16 bytes at a time, or 8 when there are no more.
 template <class Code>

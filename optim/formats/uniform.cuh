@@ -69,6 +69,21 @@ struct Uniform {
         float t = exact_fma(x, inverse, exact_add(noise_above_one(noise), (float)-FIRST - 1.0f));
         return floor_bits(exact_min(exact_max(t, (float)lowest), (float)(LAST - FIRST) + 0.5f)) + BIAS - 0x4b000000u;
     }
+
+    // What is zero in a format with two signs has the code after the last level's.
+    static OPTIM_INLINE uint32_t dither(float x, float inverse, float u, int lowest, bool zero) {
+        float t = exact_max(exact_fma(x, inverse, exact_add(u, 0.5f - (float)FIRST)), (float)lowest);
+        return floor_bits(SIGNED && zero && x == 0.0f ? (float)(LAST - FIRST + 1) : t);
+    }
+
+    // The root comes back with an error of variance unit^2 / 12, and so much larger would its square be on average.
+    static OPTIM_INLINE float undither(uint32_t code, float scale, float u) {
+        static_assert(!SIGNED || LAST - FIRST + 1 < 1 << BITS, "a code is left for zero");
+        float number = bits_float(0x4b000000u | code), unit = exact_mul(scale, 1.0f / UNITS);
+        float x = exact_fma(exact_add(number, -8388608.0f), unit, exact_mul(exact_add((float)FIRST, -u), unit));
+        if (SIGNED) return code == LAST - FIRST + 1 ? 0.0f : x;
+        return ROOT ? exact_fma(x, x, exact_mul(exact_mul(unit, unit), -1.0f / 12.0f)) : x;
+    }
 };
 
 typedef Uniform<8, -127, 127, false> Lin8;
