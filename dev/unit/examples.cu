@@ -136,7 +136,7 @@ struct Combination {
             copy_to_device(gpu, there->grads, a->grads, sizeof(a->grads));
             StepArguments arguments = step_arguments(there, step);
             void* pointers[] = {&arguments};
-            jit_launch(kernel, grid, Layout::BLOCK_THREADS, shared_bytes, pointers, gpu->stream);
+            jit_launch(kernel, grid, Layout::SHAPE.block_threads, shared_bytes, pointers, gpu->stream);
         }
         copy_to_host(gpu, a, there, sizeof(Arrays));
         device_free(gpu, there);

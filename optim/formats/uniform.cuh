@@ -73,7 +73,7 @@ struct Uniform {
     // What is zero in a format with two signs has the code after the last level's.
     static OPTIM_INLINE uint32_t dither(float x, float inverse, float u, int lowest, bool zero) {
         float t = exact_max(exact_fma(x, inverse, exact_add(u, 0.5f - (float)FIRST)), (float)lowest);
-        return floor_bits(SIGNED && zero && x == 0.0f ? (float)(LAST - FIRST + 1) : t);
+        return floor_bits(SIGNED && zero && x == 0.0f ? (float)(LAST - FIRST + 1) : t) + BIAS - 0x4b000000u;
     }
 
     // The root comes back with an error of variance unit^2 / 12, and so much larger would its square be on average.
