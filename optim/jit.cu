@@ -13,6 +13,7 @@
 asm(".pushsection optim_toolkit, \"a\"\n.incbin \"curand_philox4x32_x.h\"\n.popsection\n");
 #endif
 #include "kernel.cuh"
+#include "measure.cuh"
 #include "table.cuh"
 #include "user.cuh"
 

@@ -15,6 +15,7 @@
 #include "formats/nf4.cuh"
 #include "formats/none.cuh"
 #include "formats/soft8.cuh"
+#include "formats/spans.cuh"
 #include "formats/split.cuh"
 #include "formats/uniform.cuh"
 #include "rules/adam.cuh"
@@ -56,7 +57,10 @@
     ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)             \
     ROW("e5m2+8", "as e4m3+8, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, NEAREST>)                 \
     ROW("e5m2+8:sr", "as e4m3+8:sr, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, STOCHASTIC>)        \
-    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)
+    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
+    ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls take it; two passes a step",                        \
+        WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                              \
+    ROW("e5m2/tensor+fp32", "likewise", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
 
 #define OPTIM_GRADS(ROW)                                                                         \
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \
@@ -83,6 +87,11 @@
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@fp16", ScaleFp16) \
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@e8m0", ScaleE8m0)
 
+// Scales that reach further than a tile.
+#define OPTIM_SPAN(ROW, NAME, NOTE, FORMAT, SPAN) \
+    ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
+    ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
+
 #define OPTIM_STATES(ROW)                                                                                             \
     ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
     ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)            \
@@ -101,7 +110,14 @@
     OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)        \
     OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                             \
     OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                    \
-    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)
+    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                 \
+    OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
+    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: likewise", E5m2, SPAN_TENSOR)                                          \
+    OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)         \
+    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: likewise", Udyn8, SPAN_RANK1)                                   \
+    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: likewise", De4, SPAN_RANK1)                                       \
+    OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                         \
+    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1)
 
 // ROW(name, rule, weights, m, v, when to use). --grads is the trainer's choice.
 #define OPTIM_PRESETS(ROW)                                                                                           \
