@@ -936,12 +936,12 @@ static void list_row(FILE* file, const FormatRow* row) {
     if (format_span(row) != SPAN_RUN) {
         snprintf(blocks, sizeof(blocks), "%s", format_span(row) == SPAN_TENSOR ? "tensor" : "rank1");
     }
-    fprintf(file, "  %-12s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
+    fprintf(file, "  %-16s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
             row->note);
 }
 
 static void list_heading(FILE* file, const char* option, const char* what) {
-    fprintf(file, "%s: %s\n  %-12s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
+    fprintf(file, "%s: %s\n  %-16s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
 }
 
 void optim_list_formats(FILE* file, const char* formats) {
@@ -961,7 +961,7 @@ void optim_list_formats(FILE* file, const char* formats) {
         file,
         "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n");
     fprintf(file, "--rule\n");
-    for (const RuleRow& row : rule_rows) fprintf(file, "  %-12s %s\n", row.name, row.note);
+    for (const RuleRow& row : rule_rows) fprintf(file, "  %-16s %s\n", row.name, row.note);
     user_formats_free(user);
 }
 

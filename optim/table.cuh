@@ -38,7 +38,7 @@
     ROW("bf16:kahan", "what was rounded off is kept in a bf16 of its own: about 17 bits, no noise", Kahan<Bf16>)    \
     ROW("bf16+8", "bf16 and 8 bits more: 16 significant bits in 3 bytes", Split<int8_t, NEAREST>)                   \
     ROW("bf16+8:sr", "the same, never stalling; noise of 1/256 of bf16:sr's", Split<int8_t, STOCHASTIC>)            \
-    ROW("bf16+16", "fp32 to the last bit with the matmul's bf16 inside it, 2 bytes below bf16+fp32",                \
+    ROW("bf16+16", "fp32 to the last bit with the matmul's bf16 inside, 2 bytes below bf16+fp32",                   \
         Split<int16_t, NEAREST>)                                                                                    \
     ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",               \
         WithMaster<Elementwise<Bf16, NEAREST>>)                                                                     \

@@ -675,10 +675,7 @@ TEST(spans_refuse_a_cut_tensor) {
     }
     close(ends[1]);
     size_t used = 0;
-    for (ssize_t got = 1; got > 0 && used < sizeof(said) - 1; used += (size_t)got) {
-        got = read(ends[0], said + used, sizeof(said) - 1 - used);
-        if (got <= 0) break;
-    }
+    for (ssize_t got; (got = read(ends[0], said + used, sizeof(said) - 1 - used)) > 0;) used += (size_t)got;
     close(ends[0]);
     expect(child > 0 && waitpid(child, &status, 0) == child, "no child");
     expect(WIFEXITED(status) && WEXITSTATUS(status) == 2, "status %d", status);
