@@ -113,11 +113,13 @@ constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less wh
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
-    bool slow = arrays.array[10].bits > 0;
+    bool slow = arrays.array[10].bits > 0, tensor = false, rank1 = false;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
         const StreamInfo& info = arrays.array[a];
+        tensor = tensor || info.span == SPAN_TENSOR;
+        rank1 = rank1 || info.span == SPAN_RANK1;
         shape.bytes[a] = tile_bytes(info);
         shape.offset[a] = shape.bytes[a] % 16 == 0 ? shape.stage_bytes : -1;
         if (shape.bytes[a] == 0 || shape.offset[a] < 0) continue;
@@ -129,6 +131,7 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     }
     // As many threads as their registers allow without spilling; fewer when three stages each do not fit.
     shape.groups = (shape.elements == 16 ? (slow ? 512 : 768) : (slow ? 768 : 1024)) / shape.threads;
+    if (tensor || rank1) shape.groups = (rank1 ? 384 : 512) / shape.threads;
     int most = SHARED_MOST - table_bytes;
     while (shape.groups * shape.threads > 512 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;

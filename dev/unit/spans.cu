@@ -388,6 +388,39 @@ TEST(spans_rank1_by_hand) {
     expect(second.at == 7 && second.row == 2 && second.col == 648 && !second.begins, "%u %u", second.row, second.col);
 }
 
+// Threads of a GPU take 8 or 16 elements, a core a whole tile: the same maxima and codes, wherever rows end.
+TEST(spans_pieces_of_a_tile) {
+    typedef Spans<De4, SPAN_RANK1, STOCHASTIC> Storage;
+    static float x[TILE_ELEMENTS], back[2][TILE_ELEMENTS], now[8000], next[3][8000];
+    static uint8_t codes[3][TILE_ELEMENTS / 2], table[sizeof(De4::Table)] __attribute__((aligned(16)));
+    const int sizes[3] = {TILE_ELEMENTS, 16, 8};
+    Storage::fill(table);
+    for (const Shape& shape : {Shape{3, 1001}, {1500, 3}, {4000, 1}, {37, 117}, {2, 5000}, {1, 4000}}) {
+        OptimTensor tensor = {"tensor", shape.rows, shape.cols, true, 0};
+        SpanTile tile = span_tile(SPAN_RANK1, &tensor, TILE_ELEMENTS, 5);
+        int64_t kept = length(&tensor) - TILE_ELEMENTS;
+        memset(next, 0, sizeof(next));
+        for (int64_t i = 0; i < TILE_ELEMENTS; i++) x[i] = i < kept ? gradient(1, i) : 0.0f;
+        for (int k = 0; k < 3; k++) {
+            Streams streams = {codes[k], now, table, nullptr, next[k], &tile};
+            for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::measure(streams, i, x + i, sizes[k]);
+            NoiseKey key = {1, 2, NOISE_M, TILE_ELEMENTS};
+            for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::store(streams, i, x + i, sizes[k], key);
+            streams.extra = next[k];
+            float* to = back[k > 0];
+            for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::load(streams, i, to + i, sizes[k], NoiseKey{});
+            bool same =
+                memcmp(next[k], next[0], sizeof(next[0])) == 0 && memcmp(codes[k], codes[0], sizeof(codes[0])) == 0;
+            expect(same && memcmp(to, back[0], sizeof(back[0])) == 0, "%lld x %lld by %d", (long long)shape.rows,
+                   (long long)shape.cols, sizes[k]);
+        }
+        int64_t zeros = 0;
+        for (int64_t i = kept < 0 ? 0 : kept; i < TILE_ELEMENTS; i++) zeros += back[0][i] == 0.0f;
+        expect(kept >= TILE_ELEMENTS || zeros == TILE_ELEMENTS - kept, "padding of %lld x %lld", (long long)shape.rows,
+               (long long)shape.cols);
+    }
+}
+
 // NaN does not count, infinity is cut to the most, zeros are zeros, and no v above zero becomes zero.
 template <class Storage>
 static void check_edges(Test* test, const char* name) {
