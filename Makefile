@@ -19,7 +19,6 @@ find_header = $(firstword $(wildcard $(CUDA_HOME)/include/$(1) /usr/include/$(1)
 CUBLASLT := $(call find_header,cublasLt.h)
 NVRTC := $(call find_header,nvrtc.h)
 NCCL := $(call find_header,nccl.h)
-PHILOX := $(call find_header,curand_philox4x32_x.h)
 
 ifeq ($(origin CUDA_ARCH),undefined)
 GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ')
@@ -42,7 +41,7 @@ OPTIM_OBJECTS := $(patsubst optim/%.cu,build/optim/%.o,$(wildcard optim/*.cu)) $
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,build/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) build/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
-                             data/*.c data/*.h dev/*.cu dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
+                             data/*.c data/*.h dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu,$(SOURCES)) train_gpt2.cu
 
@@ -92,7 +91,6 @@ build/found: FORCE
 	@{ echo "nvcc      $(CUDA_RELEASE)  $(NVCC)"; \
 	   echo "cuBLASLt  $(or $(CUBLASLT),missing: install libcublas-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
 	   echo "NVRTC     $(or $(NVRTC),missing: install cuda-nvrtc-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
-	   echo "cuRAND    $(or $(PHILOX),missing: install libcurand-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
 	   echo "NCCL      $(or $(NCCL),not found (not needed yet: install libnccl-dev for several GPUs))"; \
 	   echo "target    $(foreach a,$(CUDA_ARCH),sm_$(a)) $(foreach a,$(CUDA_PTX),and PTX of compute_$(a))$(if $(GPU_ARCH), (the GPU of this machine))"; } > $@.new
 	@cmp -s $@.new $@ && rm $@.new || { cat $@.new; mv $@.new $@; }

@@ -6,29 +6,7 @@
 //   ./build/dev/bench [MODEL BATCH TOKENS_PER_STEP]...    default: gpt2 64 524288  gpt2-xl 16 262144
 #define TESTING
 #include "../train_gpt2.cu"
-
-// Median milliseconds of `run()` on the stream, of `times` after two for warm-up.
-template <typename Function>
-static double median_ms(const Device* dev, int times, Function run) {
-    cudaEvent_t begin, end;
-    check(cudaEventCreate(&begin));
-    check(cudaEventCreate(&end));
-    double ms[64];
-    for (int i = -2; i < times; i++) {
-        check(cudaEventRecord(begin, dev->stream));
-        run();
-        check(cudaEventRecord(end, dev->stream));
-        check(cudaEventSynchronize(end));
-        float elapsed;
-        check(cudaEventElapsedTime(&elapsed, begin, end));
-        int at = i;
-        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
-        if (i >= 0) ms[at] = elapsed;
-    }
-    check(cudaEventDestroy(begin));
-    check(cudaEventDestroy(end));
-    return ms[times / 2];
-}
+#include "timing.h"
 
 __global__ void fill_random_kernel(bf16* values, int64_t n, float scale) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -56,10 +34,9 @@ static Ceilings measure_ceilings(const Device* dev) {
     int64_t bytes = 4ll << 30, n = 8192;
     bf16* a = random_values(dev, bytes / 2, 1.0f);
     bf16* b = random_values(dev, bytes / 2, 1.0f);
-    double ms = median_ms(dev, 10, [&] { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
-    ceilings.copy = 2.0 * (double)bytes / (1e-3 * ms);
+    ceilings.copy = copy_rate(dev, b, a, bytes);
     bf16* c = random_values(dev, n * n, 1.0f);
-    ms = median_ms(dev, 10, [&] { matmul_forward<bf16>(dev, c, nullptr, a, b, nullptr, n, (int)n, (int)n); });
+    double ms = median_ms(dev, 10, [&] { matmul_forward<bf16>(dev, c, nullptr, a, b, nullptr, n, (int)n, (int)n); });
     ceilings.gemm = 2.0 * n * n * n / (1e-3 * ms);
     device_free(dev, a);
     device_free(dev, b);

@@ -8,6 +8,7 @@
 //   without names: every preset, and every state format on bf16:sr weights
 #define TESTING
 #include "../train_gpt2.cu"
+#include "timing.h"
 
 static const char* const COMBINATIONS[] = {
     "adamw32", "adamw16", "fp32",  "adamw8", "adamw8c", "adamwfp8", "adamw4",
@@ -26,37 +27,15 @@ __global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
     values[i] = from_float<bf16>((z & 1 ? -1.0f : 1.0f) * magnitude * 1e-2f);
 }
 
-template <typename Function>
-static double median_ms(const Device* dev, int times, Function run) {
-    cudaEvent_t begin, end;
-    check(cudaEventCreate(&begin));
-    check(cudaEventCreate(&end));
-    double ms[64];
-    for (int i = -2; i < times; i++) {
-        check(cudaEventRecord(begin, dev->stream));
-        run();
-        check(cudaEventRecord(end, dev->stream));
-        check(cudaEventSynchronize(end));
-        float elapsed;
-        check(cudaEventElapsedTime(&elapsed, begin, end));
-        int at = i;
-        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
-        if (i >= 0) ms[at] = elapsed;
-    }
-    check(cudaEventDestroy(begin));
-    check(cudaEventDestroy(end));
-    return ms[times / 2];
-}
-
-static double copy_rate(const Device* dev) {
+static double measure_copy(const Device* dev) {
     int64_t bytes = 4ll << 30;
     bf16 *a = (bf16*)device_alloc(dev, bytes), *b = (bf16*)device_alloc(dev, bytes);
     fill_kernel<<<(unsigned)(bytes / 2 / 256), 256, 0, dev->stream>>>(a, bytes / 2, 1);
     check_launch();
-    double ms = median_ms(dev, 10, [&] { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
+    double rate = copy_rate(dev, b, a, bytes);
     device_free(dev, a);
     device_free(dev, b);
-    return 2.0 * (double)bytes / (1e-3 * ms);
+    return rate;
 }
 
 // "adamw8", "bf16:sr,dyn8/256,udyn8/256" or "lion,bf16:sr,dyn8/256,none" to a resolved configuration.
@@ -86,7 +65,7 @@ static int64_t traffic(const Optim* optim, int64_t elements) {
         int64_t size = stream.elements * stream.element_bytes;
         bytes += master && stream.is_weights ? size : 2 * size;
     }
-    return bytes;
+    return bytes + optim_allocated(optim).compute;  // the matmul's copy, written
 }
 
 struct Size {
@@ -160,7 +139,7 @@ int main(int argc, char** argv) {
     o.matmul = "bf16";
     Device dev;
     device_resolve(&o, &dev);
-    double copy = copy_rate(&dev);
+    double copy = measure_copy(&dev);
     printf("%s: copy %.0f GB/s\n", dev.name, copy * 1e-9);
     FILE* csv = csv_path ? fopen(csv_path, "w") : nullptr;
     if (csv_path && !csv) user_error("--csv %s cannot be written: %s", csv_path, strerror(errno));

@@ -58,18 +58,24 @@ static void* stream_data(const Streams* streams, int index) {
 
 enum Decode { AS_UPDATED, AS_SEEN };  // by the update; by the model
 
-static void piece_decode(const FormatRow* format, Piece* piece, int64_t n, Decode decode) {
+// Says what a zero becomes and, where there is dither, which; draws no other noise. `element`: the piece's first, in
+// the arena that the arrays are of.
+static NoiseKey piece_key(Slot slot, int64_t element) {
+    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
+    return {0, 0, noise[slot], element};
+}
+
+static void piece_decode(const FormatRow* format, Piece* piece, int64_t n, Decode decode, const NoiseKey& key) {
 #pragma omp parallel for schedule(static)
     for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
-        if (decode == AS_UPDATED) format->load(piece->streams, tile, piece->values + tile, TILE_ELEMENTS, NoiseKey{});
+        if (decode == AS_UPDATED) format->load(piece->streams, tile, piece->values + tile, TILE_ELEMENTS, key);
         if (decode == AS_SEEN) format->view(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
     }
 }
 
-// `format` rounds to nearest where the slot is a moment.
-static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot) {
-    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
-    NoiseKey key = {0, 0, noise[slot]};  // says what a zero becomes; draws nothing
+// `format` rounds to nearest, or dithers, where the slot is a moment.
+static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot, int64_t element) {
+    const NoiseKey key = piece_key(slot, element);
 #pragma omp parallel for schedule(static)
     for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
         if (slot == SLOT_WEIGHTS) format->set(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
@@ -131,7 +137,7 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
         int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
         piece_values(&piece, values + start, elements - start, n);
         piece_at(&piece, tensor, start);
-        piece_encode(format, &piece, n, SLOT_WEIGHTS);
+        piece_encode(format, &piece, n, SLOT_WEIGHTS, tensor->offset + start);
         for (int i = 0; i < 3; i++) {
             const StreamInfo& info = format->stream[i];
             copy_to_device(parts.dev, (char*)stream_data(&parts.weights, i) + stream_bytes(info, first),
@@ -160,7 +166,7 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
             copy_to_host(parts.dev, stream_data(&piece.streams, i),
                          (char*)stream_data(&parts.weights, i) + stream_bytes(info, first), stream_bytes(info, n));
         }
-        piece_decode(format, &piece, n, AS_SEEN);
+        piece_decode(format, &piece, n, AS_SEEN, NoiseKey{});
         memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
     }
     piece_free(&piece);
@@ -173,6 +179,7 @@ constexpr int CHANGES = 32;  // more kinds of conversion than slots and launches
 struct Change {
     Slot slot;
     const char *from, *to;
+    bool dithered;  // what it is stored in now
     int tensors;
 };
 
@@ -243,8 +250,11 @@ static bool rule_fits(const Conversion* c, char* error, size_t bytes) {
     return false;
 }
 
-// Whether the arrays are taken as they are. Rows of --format are read anew for each configuration, so their names say.
-static bool same_storage(const Place* from, const Place* to) {
+// Whether a tensor's arrays are taken as they are: not what is dithered and now lies elsewhere, where overrides place
+// it. Rows of --format are read anew for each configuration, so their names say.
+static bool same_storage(const Conversion* c, int tensor, const Place* from, const Place* to) {
+    bool moved = c->tensors[tensor].offset != c->to.tensors[tensor].offset;
+    if (moved && from->format && from->format->dithered) return false;
     if (from->nearest == to->nearest) return true;
     bool own = from->format && to->format && from->format->source && to->format->source;
     return own && strcmp(from->format->name, to->format->name) == 0;
@@ -256,11 +266,14 @@ static bool formats_convert(const Conversion* c, char* error, size_t bytes) {
         for (int t = 0; t < c->to.count; t++) {
             Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
             bool own = (from.format && from.format->source) || (to.format && to.format->source);
-            if (!own || !from.format || !to.format || same_storage(&from, &to)) continue;
+            if (!own || !from.format || !to.format || same_storage(c, t, &from, &to)) continue;
+            bool moved = strcmp(from.format->name, to.format->name) == 0;
             snprintf(error, bytes,
-                     "%s is %s in the checkpoint and %s was asked for, and a format of --format is not converted; "
-                     "resume in the checkpoint's",
-                     slot_name((Slot)slot), from.format->name, to.format->name);
+                     "%s is %s in the checkpoint and %s was asked for%s, and a format of --format is not converted; "
+                     "resume %s the checkpoint's%s",
+                     slot_name((Slot)slot), from.format->name, to.format->name,
+                     moved ? " at another place, which decides its dither" : "", moved ? "with" : "in",
+                     moved ? " --override" : "");
             return false;
         }
     }
@@ -275,7 +288,7 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
         known->tensors++;
         return;
     }
-    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, 1};
+    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, to->format && to->format->dithered, 1};
 }
 
 // The piece from element `start` of a tensor on, as the checkpoint has it. `values`: the model file's, of weights.
@@ -285,7 +298,7 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     piece_at(piece, &c->to.tensors[tensor], start);
     if (in_model_file(slot, 0, from->format->stream[0])) {
         piece_values(piece, values + start, elements - start, n);
-        piece_encode(from->format, piece, n, slot);
+        piece_encode(from->format, piece, n, slot, c->tensors[tensor].offset + start);
     }
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = from->format->stream[i];
@@ -334,7 +347,7 @@ static void numbers_write(const Conversion* c, const Place* to, const Piece* pie
 static void slot_load(Conversion* c, int index, Slot slot) {
     Place from = place_from(c, index, slot), to = place_to(c, index, slot);
     if (!from.format && !to.format) return;
-    bool same = same_storage(&from, &to);
+    bool same = same_storage(c, index, &from, &to);
     if (!same) note_change(c, slot, &from, &to);
     if (!from.format || !to.format) return;
     const OptimTensor* tensor = &c->to.tensors[index];
@@ -350,13 +363,13 @@ static void slot_load(Conversion* c, int index, Slot slot) {
             int64_t n = piece_length(held.end, start);
             piece_read(c, &from, slot, index, values, start, n, &old);
             if (!same) {
-                piece_decode(from.format, &old, n, AS_UPDATED);
+                piece_decode(from.format, &old, n, AS_UPDATED, piece_key(slot, c->tensors[index].offset + start));
                 piece_values(&now, old.values, elements - start, n);
                 piece_at(&now, tensor, start);
             }
             if (measure) piece_measure(to.nearest, &now, n);
             if (measure) continue;
-            if (!same) piece_encode(to.nearest, &now, n, slot);
+            if (!same) piece_encode(to.nearest, &now, n, slot, tensor->offset + start);
             piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
         }
     }
@@ -378,8 +391,8 @@ static void tell_changes(const Conversion* c) {
         } else if (!change->to) {
             snprintf(line, sizeof(line), "%s: left behind; %s keeps none", slot, c->to.config->rule);
         } else {
-            snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact",
-                     slot, change->from, share, change->to);
+            snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (%s); not bit-exact", slot,
+                     change->from, share, change->to, change->dithered ? "with dither" : "to nearest");
         }
         c->stored->notice(c->stored->context, line);
     }

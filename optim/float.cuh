@@ -158,6 +158,49 @@ OPTIM_INLINE float one_nan(float x, uint32_t nan) {
 #endif
 }
 
+// The sign of x at bit 31; none of NaN, whose sign differs between machines.
+OPTIM_INLINE uint32_t sign_bits(float x) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(x) & 0x80000000u;  // arithmetic makes NaN positive
+#else
+    return is_nan(x) ? 0u : float_bits(x) & 0x80000000u;
+#endif
+}
+
+// The result of an arithmetic operation, with the NaN that a GPU makes.
+OPTIM_INLINE float one_nan(float x) {
+#ifdef __CUDA_ARCH__
+    return x;
+#else
+    return is_nan(x) ? bits_float(0x7fffffffu) : x;
+#endif
+}
+
 OPTIM_INLINE float canonical(float x) {
     return is_nan(x) ? bits_float(0x7fc00000u) : x;
+}
+
+// Comparisons with a defined result for NaN: the second operand.
+OPTIM_INLINE float exact_min(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return fminf(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+OPTIM_INLINE float exact_max(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return fmaxf(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+OPTIM_INLINE float exact_abs(float a) {
+#ifdef __CUDA_ARCH__
+    return fabsf(a);  // free in the comparison that follows
+#else
+    return bits_float(float_bits(a) & 0x7fffffffu);
+#endif
 }

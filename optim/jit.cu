@@ -1,8 +1,7 @@
 // See jit.h. The source reaches the binary through EMBED_SOURCE: each header that says it is put, by the assembler,
 // into the section optim_sources, in the order in which the compiler meets the headers, so the section read from end to
-// end is one program; only its own #include lines must be blanked. The toolkit's Philox goes into a section of its own
-// and is handed to NVRTC as a header. Nothing but the includes below says which files these are, so make's dependencies
-// are right and a new format needs no line here.
+// end is one program; only its own #include lines must be blanked. Nothing but the includes below says which files
+// these are, so make's dependencies are right and a new format needs no line here.
 #include "../kernels/common.cuh"
 #include "jit.h"
 
@@ -10,7 +9,6 @@
 #define EMBED_SOURCE                                                                                         \
     asm(".pushsection optim_sources, \"a\"\n.ascii \"#line 1 \\\"" __FILE__ "\\\"\\n\"\n.incbin \"" __FILE__ \
         "\"\n.popsection\n");
-asm(".pushsection optim_toolkit, \"a\"\n.incbin \"curand_philox4x32_x.h\"\n.popsection\n");
 #endif
 #include "kernel.cuh"
 #include "measure.cuh"
@@ -26,7 +24,6 @@ asm(".pushsection optim_toolkit, \"a\"\n.incbin \"curand_philox4x32_x.h\"\n.pops
 #include <unistd.h>
 
 extern "C" const char __start_optim_sources[], __stop_optim_sources[];
-extern "C" const char __start_optim_toolkit[], __stop_optim_toolkit[];
 
 typedef unsigned __int128 Hash;
 
@@ -153,9 +150,6 @@ static const char* const jit_options[] = {"--std=c++17",     "-fmad=false",     
                                           "--prec-div=true", "--prec-sqrt=true", "--disable-warnings"};
 constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
 
-// Stands in for the toolkit's <nv/target>: Philox asks it one question only, and this is device code.
-static const char jit_target_header[] = "#define NV_IF_ELSE_TARGET(condition, host, device) device\n";
-
 static void image_set(JitImage* image, const char* symbol, int64_t image_bytes) {
     size_t length = strlen(symbol) + 1;
     image->symbol = (char*)malloc(length + (size_t)image_bytes);
@@ -187,12 +181,8 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     Nvrtc nvrtc;
     memset(image, 0, sizeof(*image));
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
-    int64_t philox_bytes = __stop_optim_toolkit - __start_optim_toolkit, source_bytes;
-    char* philox = (char*)calloc(1, (size_t)philox_bytes + 1);
-    memcpy(philox, __start_optim_toolkit, (size_t)philox_bytes);
+    int64_t source_bytes;
     char* source = jit_source(&source_bytes, user_source);
-    const char* header_sources[] = {philox, jit_target_header};
-    const char* header_names[] = {"curand_philox4x32_x.h", "nv/target"};
     char option_arch[64];
     snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s", architecture);
     const char* options[JIT_OPTIONS + 1];
@@ -203,7 +193,7 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     const char* symbol = "";
     bool ptx = strncmp(architecture, "compute_", 8) == 0;
     size_t bytes = 0;
-    int status = nvrtc.create(&program, source, "optim.cu", 2, header_sources, header_names);
+    int status = nvrtc.create(&program, source, "optim.cu", 0, nullptr, nullptr);
     if (status == 0 && *expression) status = nvrtc.add_name(program, expression);
     if (status == 0) status = nvrtc.compile(program, JIT_OPTIONS + 1, options);
     if (status == 0 && *expression) status = nvrtc.lowered_name(program, expression, &symbol);
@@ -218,7 +208,6 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     }
     if (program) nvrtc.destroy(&program);
     free(source);
-    free(philox);
     return status == 0;
 }
 
@@ -237,8 +226,6 @@ void jit_key(const char* expression, const char* architecture, const char* user_
              char key[JIT_KEY_BYTES]) {
     int version[2] = {major, minor};
     Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
-    hash = hash_bytes(hash, __start_optim_toolkit, __stop_optim_toolkit - __start_optim_toolkit);
-    hash = hash_bytes(hash, jit_target_header, sizeof(jit_target_header));
     for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
     hash = hash_bytes(hash, version, sizeof(version));
     for (const char* text : {architecture, expression, user_source}) {

@@ -9,11 +9,13 @@
 // On the GPU groups of threads each walk through tiles of their own, a thread taking 16 consecutive elements (8 where
 // a moment has more than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all
 // arrays of a tile into one of a group's 2 to 4 stages while the group computes on another, the update writes in place,
-// and the copy engine takes the stage back. No thread waits for memory, spends registers on loads in flight or computes
-// addresses, and every access to memory is whole lines. Elsewhere the same code reads and writes memory directly.
-// On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks that share a scale are runs
-// of at most 2048 elements from a tensor's first one on, so they lie in one tile: the quantise step can reduce over a
-// thread's neighbours on the GPU, where all threads of a group always run together, and over its own array on the CPU.
+// and the copy engine takes the stage back. Four warps of the thread block, the couriers, give the engine its orders
+// for the groups; the others wait for memory as little as for each other, spend no registers on loads in flight and
+// compute no addresses, and every access to memory is whole lines. Elsewhere the same code reads and writes memory
+// directly. On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks that share a scale
+// are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile: the quantise step can reduce
+// over a thread's neighbours on the GPU, where all threads of a group always run together, and over its own array on
+// the CPU.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
@@ -57,7 +59,7 @@ OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& stream
 }
 
 // One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena.
-template <int MOST, Pass PASS, class Rule, class Weights, class Grads, class M, class V>
+template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
 OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
                                   const V& state_v, const StepArguments& step, const TileStreams& tile,
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n) {
@@ -101,6 +103,7 @@ struct StepShape {
     int elements;             // of a thread: 16 bytes of the narrower moment, where that is 8 bits
     int threads;              // of a group
     int groups;               // of a thread block, which is a multiprocessor's only one
+    int block_threads;        // theirs, and the couriers'
     int stages;               // of a group
     int bytes[STEP_ARRAYS];   // of a tile; 0: there is no such array
     int offset[STEP_ARRAYS];  // in a stage; -1: not in multiples of 16 bytes, so accessed in memory
@@ -109,11 +112,12 @@ struct StepShape {
     unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
 };
 
+constexpr int COURIERS = 4;              // warps
 constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less what the barriers take
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
-    bool slow = arrays.array[10].bits > 0, tensor = false, rank1 = false;
+    bool tensor = false, rank1 = false;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
@@ -129,14 +133,16 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
         shape.loaded |= 1u << a;
         shape.load_bytes += shape.bytes[a];
     }
-    // As many threads as their registers allow without spilling; fewer when three stages each do not fit.
-    shape.groups = (shape.elements == 16 ? (slow ? 512 : 768) : (slow ? 768 : 1024)) / shape.threads;
+    // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages; three each are
+    // better than a third or fourth group, measured on an H200.
+    shape.groups = (shape.elements == 16 ? 512 : 768) / shape.threads;
     if (tensor || rank1) shape.groups = (rank1 ? 384 : 512) / shape.threads;
     int most = SHARED_MOST - table_bytes;
-    while (shape.groups * shape.threads > 512 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
+    while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = most / (shape.groups * shape.stage_bytes);
     shape.stages = stages > 4 ? 4 : stages;
+    shape.block_threads = shape.groups * shape.threads + 32 * COURIERS;
     return shape;
 }
 
@@ -178,7 +184,6 @@ struct StepLayout {
          third_stream<M>(), V::STREAM[0], V::STREAM[1], third_stream<V>(), SLOW ? M::STREAM[0] : NOTHING,
          SLOW ? M::STREAM[1] : NOTHING, SLOW ? third_stream<M>() : NOTHING, Copy::STREAM[0]}};
     static constexpr StepShape SHAPE = step_shape(ARRAYS, SHARED_BYTES<M> + SHARED_BYTES<V>);
-    static constexpr int BLOCK_THREADS = SHAPE.groups * SHAPE.threads;
 
     // Where array A of a tile is: in the stage, or, without one, in memory.
     template <int A>
@@ -234,8 +239,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // The copy engine: from memory into a stage, counted by a barrier in shared memory; and back, counted in groups.
-__device__ __forceinline__ void barrier_create(uint64_t* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_create(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
@@ -243,14 +252,13 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-    uint32_t done = 0;
-    while (!done) {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done)
-                     : "r"(shared_address(barrier)), "r"(parity)
-                     : "memory");
-    }
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return done != 0;
 }
 
 __device__ __forceinline__ void engine_load(const void* from, void* to, int bytes, uint64_t* barrier) {
@@ -291,10 +299,12 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     TileStreams streams = Layout::tile_streams(step, tile, stage);
     int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
-    update_elements<COUNT, STORE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams,
-                                  step.group[tile.group], grad_scale, element, first, COUNT);
+    update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
+                           grad_scale, element, first, COUNT);
     if constexpr (Copy::STREAM[0].bits > 0) {
-        group_sync<TILE_ELEMENTS / COUNT>();  // scales come from neighbours
+        // Scales come from neighbours.
+        if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
+        if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float seen[COUNT];
         if constexpr (HAS_SPANS<Weights>) streams.weights.extra = streams.weights.next;
         Weights::view(streams.weights, first, seen, COUNT);
@@ -302,67 +312,109 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     }
 }
 
-// grid: a thread block a multiprocessor, or fewer; block: StepLayout::BLOCK_THREADS; shared memory: the formats'
-// tables, static, and from Hopper on step_shared_bytes, dynamic; deterministic.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// What the courier and the groups share, beside the stages.
+template <int GROUPS, int STAGES>
+struct Couriers {
+    uint64_t full[GROUPS][STAGES];  // a tile has arrived
+    uint64_t done[GROUPS][STAGES];  // all warps of the group have computed it
+    Tile tile[GROUPS][STAGES];
+};
+
+// By one thread, for every COURIERS-th group: fills their stages, then walks through the tiles as the groups compute
+// them, a tile of each group in turn: takes a stage back, and fills the one before it, whose way back began a turn ago,
+// with its group's next tile.
+template <class Layout, class Shared>
+__device__ __forceinline__ void courier(const StepArguments& step, Shared* shared, unsigned char* memory, int first) {
+    constexpr StepShape SHAPE = Layout::SHAPE;
+    constexpr int GROUPS = SHAPE.groups, STAGES = SHAPE.stages;
+    auto fill = [&](const Tile& tile, int group, int s) {
+        shared->tile[group][s] = tile;
+        barrier_expect(&shared->full[group][s], SHAPE.load_bytes);
+        unsigned char* stage = memory + (group * STAGES + s) * SHAPE.stage_bytes;
+        Layout::each(step, tile, stage, true, [&](const void* from, void* to, int bytes) {
+            engine_load(from, to, bytes, &shared->full[group][s]);
+        });
+    };
+    const int64_t stride = (int64_t)gridDim.x * GROUPS;
+    for (int s = 0; s < STAGES; s++) {
+        for (int group = first; group < GROUPS; group += COURIERS) {
+            int64_t t = s * stride + group * (int64_t)gridDim.x + blockIdx.x;
+            if (t < step.tile_count) fill(step.tiles[t], group, s);
+        }
+    }
+    int last_group = 0, last_s = 0, s = 0;
+    uint32_t parity = 0;
+    int64_t next = step.tile_count;  // the tile for the stage before
+    for (int64_t base = blockIdx.x; base + first * (int64_t)gridDim.x < step.tile_count; base += stride) {
+        for (int group = first; group < GROUPS; group += COURIERS) {
+            int64_t t = base + group * (int64_t)gridDim.x;
+            if (t >= step.tile_count) break;
+            Tile coming = next < step.tile_count ? step.tiles[next] : Tile{};  // on its way during the wait
+            while (!barrier_passed(&shared->done[group][s], parity))
+                __nanosleep(100);  // looking costs the others slots
+            Tile tile = shared->tile[group][s];
+            unsigned char* stage = memory + (group * STAGES + s) * SHAPE.stage_bytes;
+            Layout::each(step, tile, stage, false,
+                         [&](void* to, const void* from, int bytes) { engine_store(to, from, bytes); });
+            engine_commit();
+            engine_wait_read<1>();
+            if (next < step.tile_count) fill(coming, last_group, last_s);
+            next = t + STAGES * stride, last_group = group, last_s = s;
+        }
+        if (++s == STAGES) s = 0, parity ^= 1;
+    }
+    engine_wait_read<0>();
+}
+#endif
+
+// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: the formats' tables and
+// barriers, static, and from Hopper on step_shared_bytes, dynamic; deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::BLOCK_THREADS), 1)
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_step_kernel(const __grid_constant__ StepArguments step) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr StepShape SHAPE = Layout::SHAPE;
     const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
-    const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     const float grad_scale = *step.grad_scale;
     if (!is_finite(grad_scale)) return;  // changes nothing
     if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
     if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char step_memory[];
-    __shared__ uint64_t full[SHAPE.groups][SHAPE.stages];
-    __shared__ Tile staged[SHAPE.groups][SHAPE.stages];
-    // With two stages one is filled again as soon as it was stored; with more, while the next is computed.
-    constexpr int DELAY = SHAPE.stages == 2 ? 0 : 1;
-    unsigned char* memory = step_memory + group * (SHAPE.stages * SHAPE.stage_bytes);
-    int64_t t = group * (int64_t)gridDim.x + blockIdx.x, ahead = t;
-    Tile next = ahead < step.tile_count ? step.tiles[ahead] : Tile{};
-    auto fill = [&](int s) {
-        if (ahead >= step.tile_count) return;
-        staged[group][s] = next;
-        barrier_expect(&full[group][s], SHAPE.load_bytes);
-        Layout::each(step, next, memory + s * SHAPE.stage_bytes, true,
-                     [&](const void* from, void* to, int bytes) { engine_load(from, to, bytes, &full[group][s]); });
-        ahead += stride;
-        if (ahead < step.tile_count) next = step.tiles[ahead];
-    };
-    if (thread == 0) {
-        for (int s = 0; s < SHAPE.stages; s++) barrier_create(&full[group][s]);
+    __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
+    if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
+        barrier_create(&shared.full[0][0] + threadIdx.x, 1);
+        barrier_create(&shared.done[0][0] + threadIdx.x, SHAPE.threads / 32);
         engine_fence();
-        for (int s = 0; s < SHAPE.stages - DELAY; s++) fill(s);
     }
     __syncthreads();
-    uint32_t parity = 0;
-    for (int s = 0; t < step.tile_count; t += stride) {
-        barrier_wait(&full[group][s], parity);
-        Tile tile = staged[group][s];
-        unsigned char* stage = memory + s * SHAPE.stage_bytes;
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, tile, stage, grad_scale, thread);
-        engine_fence();
-        group_sync<SHAPE.threads>();
-        if (thread == 0) {
-            Layout::each(step, tile, stage, false,
-                         [&](void* to, const void* from, int bytes) { engine_store(to, from, bytes); });
-            engine_commit();
-            engine_wait_read<DELAY>();
-            fill(s >= DELAY ? s - DELAY : SHAPE.stages - 1);
+    if (group >= SHAPE.groups) {
+        if (threadIdx.x % 32 == 0) {
+            courier<Layout>(step, &shared, step_memory, threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
         }
-        s = s + 1 < SHAPE.stages ? s + 1 : 0;
-        if (s == 0) parity ^= 1;
+        return;
     }
-    if (thread == 0) engine_wait_read<0>();
+    unsigned char* memory = step_memory + group * (SHAPE.stages * SHAPE.stage_bytes);
+    const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
+    uint32_t parity = 0;
+    int s = 0;
+    for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
+        while (!barrier_passed(&shared.full[group][s], parity)) {
+        }
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, shared.tile[group][s], memory + s * SHAPE.stage_bytes,
+                                                      grad_scale, thread);
+        engine_fence();
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(&shared.done[group][s]);
+        if (++s == SHAPE.stages) s = 0, parity ^= 1;
+    }
 #else
     __syncthreads();
+    if (group >= SHAPE.groups) return;
+    const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
         update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], nullptr, grad_scale, thread);
-        group_sync<SHAPE.threads>();
     }
 #endif
 }

@@ -75,7 +75,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
             measure<T>,
             SHARED_BYTES<T>,
             fill_function<T>(0),
-            HAS_SIGN<T>};
+            HAS_SIGN<T>,
+            IS_DITHERED<T>};
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
@@ -136,6 +137,7 @@ FormatRow* user_storage_create(const UserFormats* formats) {
         }
         row->table_bytes = own->table_bytes;
         row->has_sign = own->has_sign;
+        row->dithered = own->dithered;
     }
     return rows;
 }
@@ -703,7 +705,7 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
-    launch->threads = shape.groups * shape.threads;
+    launch->threads = shape.block_threads;
     launch->measure_threads = shape.threads;
     launch->shared_bytes = dev->compute >= 90 ? step_shared_bytes(shape) : 0;
     int64_t blocks = ceil_div(tiles, shape.groups);

@@ -18,6 +18,7 @@ struct FormatRow {
     int table_bytes;  // of constants that the format looks up, which fill makes
     void (*fill)(void* table);
     bool has_sign;
+    bool dithered;                 // load and store depend on the place in the arena: see dither.cuh
     const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
 };
 
@@ -56,7 +57,7 @@ const char* slot_name(Slot slot);
 
 struct Place {
     const FormatRow* format;   // null: the rule keeps no such moment
-    const FormatRow* nearest;  // of the same arrays, rounding to nearest
+    const FormatRow* nearest;  // of the same arrays, rounding to nearest; itself where it is dithered
     char array[160];           // as stream_name wants it
     int64_t begin, elements;   // of the arena: what its arrays hold
     int64_t numbers, at;       // of spans: in its array, and where the tensor's begin

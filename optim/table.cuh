@@ -87,6 +87,18 @@
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@fp16", ScaleFp16) \
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@e8m0", ScaleE8m0)
 
+// The same with dither, which not all formats have and only fp32 scales.
+#define OPTIM_DITHER(ROW, NAME, NOTE, FORMAT, BLOCK) \
+    ROW(NAME "/" #BLOCK ":dither", NOTE, Blocks<FORMAT, BLOCK, ScaleFp32, DITHER>)
+#define OPTIM_DITHERS(ROW, NAME, NOTE, FORMAT, BLOCK) \
+    OPTIM_DITHER(ROW, NAME, NOTE, FORMAT, BLOCK)      \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 32)           \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 64)           \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 128)          \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 256)          \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 512)          \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 1024)         \
+    OPTIM_DITHER(ROW, NAME, "", FORMAT, 2048)
 // Scales that reach further than a tile.
 #define OPTIM_SPAN(ROW, NAME, NOTE, FORMAT, SPAN) \
     ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
@@ -111,6 +123,11 @@
     OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                             \
     OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                    \
     OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                 \
+    OPTIM_DITHERS(ROW, "lin8", "for m: subtractive dither, unbiased with less noise than :sr", Lin8, 256)             \
+    OPTIM_DITHERS(ROW, "ulin8", "for v, likewise", Ulin8, 256)                                                        \
+    OPTIM_DITHERS(ROW, "lin4", "for v, likewise", Lin4, 128)                                                          \
+    OPTIM_DITHERS(ROW, "sqrt8", "for v, likewise, in the root", Sqrt8, 32)                                            \
+    OPTIM_DITHERS(ROW, "sqrt4", "for v, likewise, in the root", Sqrt4, 128)                                           \
     OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
     OPTIM_SPAN(ROW, "e5m2/tensor", "for study: likewise", E5m2, SPAN_TENSOR)                                          \
     OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)         \

@@ -18,11 +18,16 @@ constexpr bool HAS_SIGN = true;
 template <class T>
 constexpr bool HAS_SIGN<T, decltype((void)T::SIGNED)> = T::SIGNED;
 
+template <class T, class = void>
+constexpr bool IS_DITHERED = false;
+template <class T>
+constexpr bool IS_DITHERED<T, decltype((void)T::DITHERED)> = T::DITHERED;
+
 // One row of a file; texts end with a 0.
 struct UserRow {
     int file;      // counted from 0 in the order of --format
     int too_long;  // a text did not fit
-    int table_bytes, has_sign;
+    int table_bytes, has_sign, dithered;
     int bits[3], run[3], span[3];  // of STREAM
     char suffix[3][16], dtype[3][16];
     char name[32], note[128], type[512];
@@ -53,6 +58,7 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     row.too_long = !fits;
     row.table_bytes = SHARED_BYTES<T>;
     row.has_sign = HAS_SIGN<T>;
+    row.dithered = IS_DITHERED<T>;
     return row;
 }
 

@@ -39,16 +39,11 @@ static void fixture_close(Fixture* f) {
     device_close(&f->dev);
 }
 
-// Weights, and some steps to fill the moments.
-static void fixture_train(Fixture* f, int steps) {
+static void fixture_steps(Fixture* f, int first, int last) {
     float *values = (float*)calloc((size_t)f->elements, sizeof(float)), one = 1.0f;
     float *grads = (float*)device_alloc(&f->dev, f->elements * 4), *scale = (float*)device_alloc(&f->dev, 4);
     copy_to_device(&f->dev, scale, &one, 4);
-    for (int t = 0; t < TENSORS; t++) {
-        for (int64_t i = 0; i < f->tensor[t].cols; i++) values[i] = start(t * 1000000 + i);
-        optim_set_weights(f->optim, t, values);
-    }
-    for (int step = 1; step <= steps; step++) {
+    for (int step = first; step <= last; step++) {
         memset(values, 0, (size_t)f->elements * sizeof(float));
         for (int t = 0; t < TENSORS; t++) {
             float* at = values + f->tensor[t].offset;
@@ -61,6 +56,17 @@ static void fixture_train(Fixture* f, int steps) {
     device_free(&f->dev, grads);
     device_free(&f->dev, scale);
     free(values);
+}
+
+// Weights, and some steps to fill the moments.
+static void fixture_train(Fixture* f, int steps) {
+    float* values = (float*)calloc((size_t)f->elements, sizeof(float));
+    for (int t = 0; t < TENSORS; t++) {
+        for (int64_t i = 0; i < f->tensor[t].cols; i++) values[i] = start(t * 1000000 + i);
+        optim_set_weights(f->optim, t, values);
+    }
+    free(values);
+    fixture_steps(f, 1, steps);
 }
 
 // A fixture on the CPU as a checkpoint.
@@ -136,6 +142,12 @@ static Place find_place(const Fixture* f, int tensor, Slot slot) {
     return place;
 }
 
+// What decides a slot's zeros and dither.
+static NoiseKey slot_key(const Fixture* f, int tensor, Slot slot) {
+    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
+    return {0, 0, noise[slot], f->tensor[tensor].offset};
+}
+
 // What the update reads; the caller frees it. Padding counts as zero.
 static float* slot_values(const Fixture* f, int tensor, Slot slot) {
     Place place = find_place(f, tensor, slot);
@@ -143,7 +155,7 @@ static float* slot_values(const Fixture* f, int tensor, Slot slot) {
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     float* values = (float*)malloc((size_t)padded * sizeof(float));
     for (int64_t i = 0; i < padded; i += OPTIM_ALIGN)
-        place.format->load(streams, (int)i, values + i, OPTIM_ALIGN, NoiseKey{});
+        place.format->load(streams, (int)i, values + i, OPTIM_ALIGN, slot_key(f, tensor, slot));
     for (int64_t i = f->tensor[tensor].cols; i < padded; i++) values[i] = 0.0f;
     free((void*)streams.table);
     return values;
@@ -151,7 +163,6 @@ static float* slot_values(const Fixture* f, int tensor, Slot slot) {
 
 // Whether the slot's arrays hold these bytes: those of `values` stored to nearest.
 static bool holds_nearest(const Fixture* f, int tensor, Slot slot, const float* values) {
-    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
     Place place = find_place(f, tensor, slot);
     Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
@@ -160,8 +171,8 @@ static bool holds_nearest(const Fixture* f, int tensor, Slot slot, const float* 
     for (int i = 0; i < 3; i++) *to[i] = calloc(1, (size_t)stream_bytes(place.format->stream[i], padded) + 1);
     for (int64_t i = 0; i < padded; i += OPTIM_ALIGN) {
         if (slot == SLOT_WEIGHTS) place.format->set(want, i, values + i, OPTIM_ALIGN);
-        NoiseKey key = {0, 0, noise[slot]};
-        if (slot != SLOT_WEIGHTS) place.nearest->store(want, i, values + i, OPTIM_ALIGN, key);
+        if (slot == SLOT_WEIGHTS) continue;
+        place.nearest->store(want, (int)i, values + i, OPTIM_ALIGN, slot_key(f, tensor, slot));
     }
     bool same = true;
     for (int i = 0; i < 3; i++) {
@@ -208,9 +219,11 @@ static int64_t differing(const Fixture* a, const Fixture* b, Slot slot) {
 }
 
 // Whether values of the format may move when they are stored again. A block's largest may come back smaller, and its
-// scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16 leaves the largest a level below the last.
+// scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16 leaves the largest a level below the last; and
+// what dither moves a block's largest by is another scale, and so another dither.
 static bool may_move(const char* name) {
-    return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@bf16");
+    return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@bf16") ||
+           strstr(name, ":dither");
 }
 
 // Every state format from fp32 and back to fp32, in m (where it has a sign) and v, and into the format again.
@@ -323,10 +336,69 @@ TEST(convert_overrides) {
     for (Fixture& each : f) fixture_close(&each);
 }
 
+static bool same_streams(const Fixture* a, const Fixture* b) {
+    bool same = optim_stream_count(a->optim) == optim_stream_count(b->optim);
+    for (int s = 0; same && s < optim_stream_count(a->optim); s++) {
+        OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
+        int64_t bytes = x.elements * x.element_bytes;
+        same = is(x.name, y.name) && bytes == y.elements * y.element_bytes && !memcmp(x.data, y.data, (size_t)bytes);
+    }
+    return same;
+}
+
+// A run that goes on from a checkpoint draws the dither of the one that wrote it, although it is at another step.
+TEST(convert_resumes_dither) {
+    const char* const formats[][3] = {{"adamw", "lin8:dither", "sqrt4:dither"},
+                                      {"adamw", "lin8/32:dither", "sqrt8:dither"},
+                                      {"adamw", "lin8/2048:dither", "lin4:dither"},
+                                      {"ademamix", "lin8:dither", "ulin8:dither"},
+                                      {"adam", "bf16:sr", "lin8:dither"}};
+    for (const auto& format : formats) {
+        OptimConfig config = states_config(format[1], format[2]);
+        config.rule = format[0];
+        Fixture whole, first, second;
+        for (Fixture* f : {&whole, &first, &second}) fixture_open(f, &config, 3000, false);
+        fixture_train(&whole, 7);
+        fixture_train(&first, 4);
+        expect_load(test, &second, &first);
+        expect(same_streams(&first, &second) && second.notice_count == 0, "%s %s: a checkpoint", format[1], format[2]);
+        fixture_steps(&second, 5, 7);
+        expect(same_streams(&whole, &second), "%s %s %s: resumed", format[0], format[1], format[2]);
+        for (Fixture* f : {&whole, &first, &second}) fixture_close(f);
+    }
+}
+
+// Where a tensor lies decides its dither: what another order of the launches moves is stored anew, and said.
+TEST(convert_moves_dither) {
+    const char* const texts[] = {"ln*: m=fp32", "wpe: m=fp32", "ln*: m=fp32; wpe: lr=0.5"};
+    Fixture f[3];
+    for (int i = 0; i < 3; i++) {
+        OptimConfig config = states_config("lin8:dither", "sqrt4:dither");
+        config.overrides = texts[i];
+        fixture_open(&f[i], &config, 3000, false);
+        if (i == 0) fixture_train(&f[i], 3);
+        if (i > 0) expect_load(test, &f[i], &f[0]);
+    }
+    int moved = 0;
+    for (int t = 0; t < TENSORS; t++) {
+        float* values = slot_values(&f[0], t, SLOT_V);
+        moved += f[1].tensor[t].offset != f[0].tensor[t].offset;
+        if (f[1].tensor[t].offset != f[0].tensor[t].offset) {
+            expect(holds_nearest(&f[1], t, SLOT_V, values), "v of %s", tensor_names[t]);
+        }
+        free(values);
+    }
+    expect(moved >= 2, "%d tensors lie elsewhere", moved);
+    const char* notice = f[1].notices[f[1].notice_count - 1];
+    expect(strstr(notice, "v: sqrt4/128:dither in the checkpoint") && strstr(notice, "(with dither)"), "%s", notice);
+    expect(same_streams(&f[0], &f[2]) && f[2].notice_count == 0, "the same places");
+    for (Fixture& each : f) fixture_close(&each);
+}
+
 // A checkpoint into two shards, cut within a tensor, is what it is in one optimizer, cut.
 TEST(convert_into_shards) {
     OptimConfig wide = make_config("adamw", "bf16+fp32", "fp32");
-    for (const char* state : {"fp32", "de4"}) {
+    for (const char* state : {"fp32", "de4", "lin8:dither"}) {
         OptimConfig config = make_config("adamw", "bf16:sr", state);
         config.overrides = "wpe: m=bf16";
         Fixture from, whole, shard[2];
@@ -410,6 +482,7 @@ TEST(convert_equal_gpu) {
     const char* const formats[][3] = {{"bf16:sr", "dyn8", "udyn8"},
                                       {"bf16+16", "de4", "sqrt4"},
                                       {"e4m3+8:sr", "bf16:sr", "fp32"},
+                                      {"bf16:sr", "lin8:dither", "sqrt4:dither"},
                                       {"bf16+fp32", "fp32", "fp32"}};
     OptimConfig wide = states_config("fp32", "fp32");
     Fixture exact;

@@ -147,6 +147,9 @@ static double nearest_slack(const FormatCase* format, double y) {
     bool uniform = strstr(format->name, "lin") || strstr(format->name, "sqrt");
     // soft8's bounds are the middle in z, at most 1/500 of a step from the middle of the levels.
     if (strcmp(format->name, "soft8") == 0) return 2e-5 + 1e-4 * fabs(y);
+    // In even cells y counts as the multiple of 2^-21 next to it; e2m1's y below 1 is rounded to 2^-23.
+    if (strcmp(format->name, "de4") == 0 || strcmp(format->name, "nf4") == 0) return 0x1p-21;
+    if (strcmp(format->name, "e2m1") == 0) return 0x1p-22;
     return uniform ? ldexp((double)format->largest, -15) : 0.0;
 }
 
@@ -174,7 +177,7 @@ TEST(formats_nearest_against_search) {
 
 TEST(formats_ties_and_limits) {
     // Ties: the upper level in tables and uniform formats, the even code in small floats.
-    expect(Case<De4>::nearest(0.0055f / 2, 0) == 8 && Case<De4>::nearest(-0.0055f / 2, 0) == 7, "de4");
+    expect(Case<Dyn8>::nearest(0.996484375f, 0) == 255 && Case<Dyn8>::nearest(-0.9859375f, 0) == 1, "dyn8");
     expect(Case<Lin4>::nearest(1.5f / 16.0f, 0) == 1 && Case<Sqrt4>::nearest(2.5f / 16.0f, 0) == 2, "lin4, sqrt4");
     expect(Case<E4m3>::nearest(17.0f, 0) == Case<E4m3>::nearest(16.0f, 0), "e4m3 17 between 16 and 18");
     expect(Case<E4m3>::nearest(19.0f, 0) == Case<E4m3>::nearest(20.0f, 0), "e4m3 19 between 18 and 20");
@@ -536,7 +539,8 @@ TEST(formats_every_row_compiles) {
                                     {"de4/32:sr", "lin4/2048:sr"},
                                     {"nf4", "sqrt4:sr"},
                                     {"e2m1:sr", "ulin8"},
-                                    {"lin8:sr", "fp32"}};
+                                    {"lin8:sr", "fp32"},
+                                    {"lin8/32:dither", "sqrt4/2048:dither"}};
     for (const auto& pair : drawn) {
         OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
         char expression[1024];
@@ -580,6 +584,24 @@ TEST(formats_each_in_m_and_v_equals_cpu_gpu) {
         compare(test, &gpu, &config, 20, false);
         compare(test, &gpu, &config, 4, true);
     }
+    device_close(&gpu);
+}
+
+TEST(formats_dithered_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    const char* const pairs[][2] = {{"lin8:dither", "ulin8:dither"},      {"lin8:dither", "lin4:dither"},
+                                    {"lin8/32:dither", "sqrt8:dither"},   {"lin8/2048:dither", "sqrt4:dither"},
+                                    {"bf16:sr", "lin8/64:dither"},        {"fp32", "sqrt4/2048:dither"},
+                                    {"lin8/512:dither", "lin4/32:dither"}};
+    for (const auto& pair : pairs) {
+        OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
+        compare(test, &gpu, &config, 20, false);
+        compare(test, &gpu, &config, 4, true);
+    }
+    OptimConfig config = state_config("ademamix", "bf16:sr", "fp32", "lin8:dither", "sqrt4:dither");
+    compare(test, &gpu, &config, 20, false);
     device_close(&gpu);
 }
 

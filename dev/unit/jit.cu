@@ -464,11 +464,8 @@ TEST(jit_without_nvrtc) {
 
 // ./train, beside this program, with its two streams into `output`; returns its exit code.
 static int run_train(const char* words, char* output, size_t bytes) {
-    char path[2048], command[4096];
-    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    path[length > 0 ? length : 0] = 0;
-    *strrchr(path, '/') = 0;
-    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", path, words);
+    char command[4096];
+    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
     FILE* pipe = popen(command, "r");
     size_t used = 0, got;
     while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
@@ -591,13 +588,10 @@ TEST(jit_times) {
 // The seed of the sample: NIBBLE_TEST_SEED (any text), else the commit, else the source itself.
 static void sample_seed(char* seed, size_t bytes) {
     const char* given = getenv("NIBBLE_TEST_SEED");
-    char path[2048], command[2200];
+    char command[2200];
     snprintf(seed, bytes, "%s", given ? given : "");
     if (*seed) return;
-    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    path[length > 0 ? length : 0] = 0;
-    *strrchr(path, '/') = 0;
-    snprintf(command, sizeof(command), "git -C '%s' rev-parse HEAD 2> /dev/null", path);
+    snprintf(command, sizeof(command), "git -C '%s' rev-parse HEAD 2> /dev/null", test_folder());
     FILE* git = popen(command, "r");
     if (git && fgets(seed, (int)bytes, git)) seed[strcspn(seed, "\n")] = 0;
     if (git) pclose(git);

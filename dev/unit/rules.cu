@@ -376,11 +376,12 @@ TEST(rules_fp16_codes_survive_and_nearest_is_the_nearest) {
         for (uint32_t noise = 0; noise < 65536; noise++) up += Fp16::encode(x, noise) != code;
         expect(code == 0x7bff || up == 65536 * 3 / 8, "%a went up %u times", x, up);
     }
-    expect(Fp16::encode(INFINITY) == 0x7c00 && Fp16::encode(-INFINITY, 0xffff) == 0xfc00, "infinity");
+    expect(Fp16::encode(INFINITY) == 0x7c00 && Fp16::encode(-INFINITY) == 0xfc00, "infinity");
+    expect(Fp16::encode(-INFINITY, 0xffff) == 0xfbff && Fp16::encode(NAN, 0) == 0x7bff, "with noise they saturate");
     expect(isinf(Fp16::decode(0x7c00)) && isnan(Fp16::decode(0x7e00)) && Fp16::encode(NAN) == 0x7e00, "NaN");
     expect(Fp16::encode(1e6f) == 0x7bff && Fp16::encode(0x1p-120f) == 0 && Fp16::encode(0x1p-120f, 0xffff) == 0,
            "ends");
-    expect(Fp16::encode(0x1p-40f, 0xffff) == 1 && Fp16::encode(0x1p-40f, 0xfffe) == 0, "a 2^-16th of a step");
+    expect(Fp16::encode(0x1p-37f, 0xfff8) == 1 && Fp16::encode(0x1p-37f, 0xfff7) == 0, "a 2^-13th of a step");
 }
 
 // Blocks of weights over 30 powers of two, some of them zero; every block has another size.

@@ -127,7 +127,10 @@ static OptimConfig shard_config(const char* preset, const char* overrides) {
 }
 
 static void check_presets(Test* test, bool gpu) {
-    int count = 0;
+    OptimConfig dither = shard_config("adamw32", "");
+    dither.m = "lin8/256:dither", dither.v = "sqrt4/128:dither";
+    check_cuts(test, &dither, gpu);
+    int count = 1;
     for (const char* preset : presets) {
         // Tensors 1 and 4 go into a launch of their own, at the arena's end.
         for (const char* overrides : {"", "ln*: m=fp32 lr=0.5; *.bias: wd=0.3"}) {

@@ -194,20 +194,21 @@ static uint32_t code_at(const PlainFormat* format, const uint8_t* codes, int64_t
 }
 
 static float plain_decode(const PlainFormat* format, const uint8_t* codes, int64_t element, float scale) {
-    float x = format->level(code_at(format, codes, element)) * scale;
-    return format->root ? x * x : x;
+    float level = format->level(code_at(format, codes, element)), unit = scale / 16;
+    return format->root ? 16 * level * (16 * level) * (unit * unit) : level * scale;  // sqrt4's squares, multiplied
 }
 
-// Whether the stored code is that of a level nearest to x: none is closer, but for the rounding of x / scale.
+// Whether the stored code is that of a level nearest to x: none is closer, but for the rounding of x / scale, which
+// with 4 bits is to a multiple of 2^-21.
 static bool is_nearest(const PlainFormat* format, uint32_t code, float x, float scale, bool is_v) {
-    double y = format->root ? sqrt((double)x) : (double)x, got;
+    double y = format->root ? sqrt((double)x) : (double)x, got, slack = format->bits == 4 ? 0x1p-21 : 0.0;
     if (scale == 0.0f) return true;
     y /= (double)scale;
     got = fabs((double)format->level(code) - y);
     for (uint32_t other = 0; other < 1u << format->bits; other++) {
         double at = (double)format->level(other);
         if (isnan(at) || fabs(at) > (double)format->largest || (is_v && at <= 0.0)) continue;
-        if (fabs(at - y) < got - 1e-6 * fabs(y)) return false;
+        if (fabs(at - y) < got - 1e-6 * fabs(y) - slack) return false;
     }
     return true;
 }

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 struct Test {
     const char* name;
@@ -81,6 +82,15 @@ inline float test_uniform(uint64_t seed, int64_t i) {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     z ^= z >> 31;
     return (float)((double)(z >> 11) / 9007199254740992.0 * 2.0 - 1.0);
+}
+
+// The folder of this program, where ./train and the sources are too.
+inline const char* test_folder() {
+    static char path[2048];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    path[length > 0 ? length : 0] = 0;
+    if (strrchr(path, '/')) *strrchr(path, '/') = 0;
+    return path;
 }
 
 bool test_gpu_present();  // a CUDA device answers

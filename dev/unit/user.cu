@@ -7,18 +7,9 @@
 #include "data.h"
 #include "test.h"
 
-// The folder of this program, where the sources are too.
-static const char* root() {
-    static char path[2048];
-    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    path[length > 0 ? length : 0] = 0;
-    *strrchr(path, '/') = 0;
-    return path;
-}
-
 static const char* example() {
     static char path[2100];
-    snprintf(path, sizeof(path), "%s/dev/examples/format.cuh", root());
+    snprintf(path, sizeof(path), "%s/dev/examples/format.cuh", test_folder());
     return path;
 }
 
@@ -220,7 +211,7 @@ TEST(user_format_tables_compile) {
 
 static int run_train(const char* words, char* output, size_t bytes) {
     char command[12000];
-    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", root(), words);
+    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
     FILE* pipe = popen(command, "r");
     size_t used = 0, got;
     while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
@@ -257,7 +248,8 @@ TEST(user_format_command_line) {
                 {"--device cpu", "README.md", "NVRTC could not compile it", 2}};
     for (const auto& run : runs) {
         char format[4200];
-        snprintf(format, sizeof(format), "%s%s", run.formats[0] == '/' ? "" : root(), run.formats[0] == '/' ? "" : "/");
+        snprintf(format, sizeof(format), "%s%s", run.formats[0] == '/' ? "" : test_folder(),
+                 run.formats[0] == '/' ? "" : "/");
         strcat(format, run.formats);
         snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
         int code = run_train(words, output, sizeof(output));

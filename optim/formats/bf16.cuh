@@ -31,4 +31,18 @@ struct Bf16 {
         // The lower bits of infinity and of this NaN are zero: no noise carries out of them.
         return (uint16_t)((float_bits(one_nan(x, 0x7fff0000u)) + noise) >> 16);
     }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    // Two codes in a word, the first in its lower half.
+    static __device__ __forceinline__ uint32_t encode2(float first, float second) {
+        uint32_t codes;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(second), "f"(first));
+        return codes;
+    }
+
+    static __device__ __forceinline__ uint32_t encode2(float first, float second, uint32_t noise, uint32_t noise2) {
+        uint32_t low = float_bits(one_nan(first, 0x7fff0000u)) + noise;
+        return __byte_perm(low, float_bits(one_nan(second, 0x7fff0000u)) + noise2, 0x7632);
+    }
+#endif
 };

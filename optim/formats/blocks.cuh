@@ -22,8 +22,9 @@
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
-// UNITS * LARGEST by rounding errors at most.
+// UNITS * LARGEST by rounding errors at most. Those for DITHER have two functions more: dither.cuh.
 #pragma once
+#include "dither.cuh"
 #include "elementwise.cuh"
 #include "fp16.cuh"
 
@@ -31,10 +32,24 @@ EMBED_SOURCE
 
 struct NoTable {};
 
+// Two numbers that one look-up gives: those of a byte's two codes of 4 bits.
+struct alignas(8) FloatPair {
+    float first, second;
+};
+
 template <class A, class B>
 constexpr bool SAME_TYPE = false;
 template <class A>
 constexpr bool SAME_TYPE<A, A> = true;
+
+template <bool FIRST, class A, class B>
+struct Either {
+    typedef A Type;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    typedef B Type;
+};
 
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
@@ -106,37 +121,39 @@ struct ScaleFp16 {
     static OPTIM_INLINE float decode(uint16_t code) { return Fp16::decode(code); }
 };
 
-// Comparisons with a defined result for NaN: the second operand.
-OPTIM_INLINE float exact_min(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return fminf(a, b);
-#else
-    return a < b ? a : b;
-#endif
-}
-
-OPTIM_INLINE float exact_max(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return fmaxf(a, b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
-OPTIM_INLINE float exact_abs(float a) {
-#ifdef __CUDA_ARCH__
-    return fabsf(a);  // free in the comparison that follows
-#else
-    return bits_float(float_bits(a) & 0x7fffffffu);
-#endif
-}
-
 // 2^23 + floor(x) for 0 <= x < 2^22, whose lower bits are the integer.
 OPTIM_INLINE uint32_t floor_bits(float x) {
 #ifdef __CUDA_ARCH__
     return __float_as_uint(__fadd_rd(x, 8388608.0f));
 #else
     return 0x4b000000u + (uint32_t)x;
+#endif
+}
+
+// a * b + c, rounded once, then cut to [0, 1]; of NaN 0.
+OPTIM_INLINE float exact_saturated(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+    float x;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
+    return x;
+#else
+    float x = exact_fma(a, b, c);
+    return exact_min(exact_max(x, 0.0f), 1.0f);
+#endif
+}
+
+// floor_bits(x * 2^BITS) for 0 <= x <= 1, and what it exceeds the integer by.
+template <int BITS>
+OPTIM_INLINE constexpr uint32_t floor_part_bias() {
+    return 0x4b000000u - ((uint32_t)BITS << 23);
+}
+
+template <int BITS>
+OPTIM_INLINE uint32_t floor_part_bits(float x) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(__fadd_rd(x, (float)(8388608 >> BITS)));
+#else
+    return floor_part_bias<BITS>() + (uint32_t)(x * (float)(1 << BITS));
 #endif
 }
 
@@ -196,10 +213,11 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
             if constexpr (Format::IN_UPPER_BITS) {
                 word[i] = Format::stochastic_word(table, x[i], inverse, bits, lowest);
             } else {
-                packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest) - Format::BIAS);
+                packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest));
             }
         }
         if constexpr (Format::IN_UPPER_BITS) packed.gather(word);
+        if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
     } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i += 2) packed.word[i / 4] |= Format::nearest2(x + i, inverse, lowest) << i % 4 * 8;
@@ -211,8 +229,9 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     } else {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            packed.add(i, Format::nearest(table, x[i], inverse, lowest) - Format::BIAS);
+            packed.add(i, Format::nearest(table, x[i], inverse, lowest));
         }
+        if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
     }
     store_value(streams.codes, first * Format::BITS / 8, packed);
 }
@@ -250,12 +269,32 @@ OPTIM_INLINE void block_limit(float top, float* value, int n) {
     }
 }
 
+// Codes of COUNT elements of a block of BLOCK whose scale is known, both ways.
+template <class Format, Rounding ROUNDING, int COUNT>
+OPTIM_INLINE void part_put(int block, const Streams& streams, int first, const float* x, const BlockScale& s,
+                           const NoiseKey& key) {
+    if constexpr (ROUNDING == DITHER) {
+        dither_put<Format, COUNT>(streams, first, x, s.inverse, dither_draw(key, first & -block, s.scale), key);
+    } else {
+        block_put<Format, ROUNDING, COUNT>(streams, first, x, s.inverse, key);
+    }
+}
+
+template <class Format, Rounding ROUNDING, int COUNT>
+OPTIM_INLINE void part_get(int block, const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
+    if constexpr (ROUNDING == DITHER) {
+        dither_get<Format, COUNT>(streams, first, scale, dither_draw(key, first & -block, scale), x);
+    } else {
+        block_get<Format, COUNT>(streams, first, scale, x);
+    }
+}
+
 // The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
-template <class Format, class Scale>
-OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n) {
+template <class Format, class Scale, Rounding ROUNDING>
+OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
         float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[(first + i) / block]);
-        block_get<Format, 8>(streams, first + i, scale, x + i);
+        part_get<Format, ROUNDING, 8>(block, streams, first + i, scale, x + i, key);
     }
 }
 
@@ -268,7 +307,7 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
             block_limit<Format, Scale>(top, value, 8);
-            block_put<Format, ROUNDING, 8>(streams, first + b + c, value, s.inverse, key);
+            part_put<Format, ROUNDING, 8>(block, streams, first + b + c, value, s, key);
         }
     }
 }
@@ -318,7 +357,7 @@ __device__ __forceinline__ void thread_store(const Streams& streams, int first, 
     BlockScale s = block_scale<Format, Scale>(top, &code);
     block_limit<Format, Scale>(top, value, COUNT);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
-    block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+    part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
 }
 #endif
 
@@ -326,7 +365,8 @@ template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
 struct Blocks {
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
-    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
+    static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
     // Host: makes the constants of TABLE_BYTES.
@@ -345,16 +385,16 @@ struct Blocks {
     }
 #endif
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
         if (n == 16) {
-            block_get<Format, 16>(streams, first, scale, x);
+            part_get<Format, ROUNDING, 16>(BLOCK, streams, first, scale, x, key);
         } else {
-            block_get<Format, 8>(streams, first, scale, x);
+            part_get<Format, ROUNDING, 8>(BLOCK, streams, first, scale, x, key);
         }
 #else
-        blocks_load<Format, Scale>(BLOCK, streams, first, x, n);
+        blocks_load<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);
 #endif
     }
 

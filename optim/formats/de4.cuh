@@ -8,8 +8,8 @@
 EMBED_SOURCE
 
 struct DynamicSigned4 {
-    static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 2, BINADE_BITS = 4;
-    static constexpr bool SIGNED = true;
+    static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 8, BINADE_BITS = 0;
+    static constexpr bool SIGNED = true, EVEN = true;
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {

@@ -72,7 +72,7 @@ constexpr bool HAS_SPANS = true;
 template <class Storage>
 constexpr bool HAS_SPANS<Storage, decltype((void)Storage::STREAM)> = Storage::STREAM[1].span != SPAN_RUN;
 
-enum Rounding { NEAREST, STOCHASTIC };
+enum Rounding { NEAREST, STOCHASTIC, DITHER };  // the last in blocks only: dither.cuh
 
 // 8 codes, moved 16 bytes at a time, or 8 when there are no more.
 template <class Code>
@@ -117,6 +117,15 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     static OPTIM_INLINE int shift(int i) { return BITS * (BITS == 4 ? i % EACH ^ 1 : i % EACH); }
     OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & ((1u << BITS) - 1u); }
     OPTIM_INLINE void add(int i, uint32_t code) { word[i / EACH] += code << shift(i); }
+
+    // What all codes that were added are too large by.
+    OPTIM_INLINE void subtract(uint32_t bias) {
+        uint32_t all = 0;
+        OPTIM_UNROLL
+        for (int i = 0; i < EACH; i++) all += bias << shift(i);
+        OPTIM_UNROLL
+        for (int w = 0; w < WORDS; w++) word[w] -= all;
+    }
 
 #ifdef __CUDACC__
     // Sets all from words whose upper bits are the codes.
@@ -166,6 +175,12 @@ constexpr float LEAST_OF = 0.0f;
 template <class Format>
 constexpr float LEAST_OF<Format, decltype((void)Format::LEAST)> = Format::LEAST;
 
+// Whether a format encodes two at a time, on GPUs that can.
+template <class Format, class = void>
+constexpr bool HAS_ENCODE2 = false;
+template <class Format>
+constexpr bool HAS_ENCODE2<Format, decltype((void)Format::encode2(0.0f, 0.0f))> = true;
+
 template <class Format, Rounding ROUNDING>
 struct Elementwise {
     typedef typename Format::Code Code;
@@ -191,8 +206,13 @@ struct Elementwise {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             Codes<Code> codes;
-            OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) codes.lane[i] = Format::encode(x[c + i]);
+            if constexpr (HAS_ENCODE2<Format>) {
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i += 2) ((uint32_t*)&codes)[i / 2] = Format::encode2(x[c + i], x[c + i + 1]);
+            } else {
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i++) codes.lane[i] = Format::encode(x[c + i]);
+            }
             store_codes(streams.codes, first + c, codes);
         }
     }
@@ -217,8 +237,19 @@ struct Elementwise {
             for (int c = 0; c < n; c += 8) {
                 Noise noise = noise_draw(key, first + c);
                 Codes<Code> codes;
-                OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, i));
+                if constexpr (HAS_ENCODE2<Format>) {
+                    OPTIM_UNROLL
+                    for (int i = 0; i < 8; i += 2) {
+                        float a = kept(x[c + i], key), b = kept(x[c + i + 1], key);
+                        ((uint32_t*)&codes)[i / 2] =
+                            Format::encode2(a, b, noise_lane(noise, i), noise_lane(noise, i + 1));
+                    }
+                } else {
+                    OPTIM_UNROLL
+                    for (int i = 0; i < 8; i++) {
+                        codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, i));
+                    }
+                }
                 store_codes(streams.codes, first + c, codes);
             }
         }

@@ -1,8 +1,9 @@
 // fp16: IEEE's half precision, 5 exponent and 10 mantissa bits, 2 bytes. Three bits more than bf16 and a far smaller
 // range: steps of 2^-24 below 2^-14, and nothing above 65504. A finite value never becomes infinite: it saturates.
-// |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in that binade's: the mantissa
-// is shifted right by 13 bits and more, to nearest with ties to even, or, stochastic, after noise of as many bits was
-// added (where more than 16 are cut off, of the upper 16). A carry into the exponent comes out right by itself.
+// To nearest: |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in that binade's:
+// the mantissa is shifted right by 13 bits and more, ties to even. Stochastic: multiplied by 2^-112 x has fp16's
+// exponents, fp32's own subnormals in the place of fp16's, and 13 random bits are added to the 13 that are cut off. A
+// carry into the exponent comes out right by itself.
 #pragma once
 #include "../float.cuh"
 
@@ -15,10 +16,16 @@ struct Fp16 {
 
     // The magnitude's bits moved to fp32's place make a float 2^112 times too small, subnormals included.
     static OPTIM_INLINE float decode(uint16_t code) {
+#ifdef __CUDA_ARCH__
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(code));
+        return value;
+#else
         uint32_t sign = (uint32_t)(code & 0x8000u) << 16, magnitude = code & 0x7fffu;
         float x = exact_mul(bits_float(magnitude << 13), bits_float(239u << 23));
         uint32_t bits = magnitude < 0x7c00u ? float_bits(x) : 0x7f800000u | (magnitude & 0x3ffu) << 13;
         return bits_float(bits | sign);
+#endif
     }
 
     // Mantissa of x with its leading 1, and by how much it is shifted, at most 31 bits: all of it and more.
@@ -45,9 +52,10 @@ struct Fp16 {
         return finish(x, (m + (1u << (shift - 1)) - 1u + (m >> shift & 1u)) >> shift);
     }
 
+    // Infinity and NaN saturate.
     static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
-        int shift;
-        uint32_t m = mantissa(x, &shift);
-        return finish(x, (m + (shift < 16 ? noise >> (16 - shift) : noise << (shift - 16))) >> shift);
+        const float lower = 1.0f / (float)(1ull << 56) / (float)(1ull << 56), most = 65504.0f * lower;
+        float a = exact_min(exact_abs(exact_mul(x, lower)), most);
+        return (uint16_t)((float_bits(a) + (noise >> 3)) >> 13 | (sign_bits(x) >> 16));
     }
 };

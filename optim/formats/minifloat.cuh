@@ -1,9 +1,9 @@
 // Small floats with a scale a block: OCP's e4m3 (largest 448) and e5m2 (57344) with 8 bits, e2m1 (6) with 4. No code
-// for infinity is written; NaN becomes NaN to nearest where there is a code (0x7f), else the largest. scale = absmax /
-// largest, as torchao has it.
-// The code is the upper bits of |y| as a float, less those of the least exponent, after what rounds them was added
-// below: half a step for nearest (ties to the even code, as hardware does) or noise, and a carry runs into the exponent
-// as it should. Both roundings are linear in value, at binades' borders and in subnormals too.
+// for infinity is written; NaN becomes NaN to nearest where there is a code (0x7f), else zero or the largest. scale =
+// absmax / largest, as torchao has it.
+// The code is the upper bits of |y| as a float with the format's exponents, after what rounds them was added below:
+// half a step for nearest (ties to the even code, as hardware does) or noise, and a carry runs into the exponent as it
+// should. Both roundings are linear in value, at binades' borders and in subnormals too.
 #pragma once
 #include "blocks.cuh"
 
@@ -11,11 +11,15 @@ EMBED_SOURCE
 
 template <int BITS_, int MANTISSA, int LEAST, int LARGEST_>
 struct Minifloat {
-    typedef NoTable Table;
+    // Of a byte's two codes of 4 bits: their values, so that one look-up decodes both.
+    struct Pairs {
+        FloatPair pair[256];
+    };
+    typedef typename Either<BITS_ == 4, Pairs, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = 0;
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
     static constexpr float LARGEST = (float)LARGEST_, UNITS = 1.0f;
-    static constexpr bool SIGNED = true, ROOT = false, IN_UPPER_BITS = ON_GPU, PAIRS = false;
+    static constexpr bool SIGNED = true, ROOT = false, IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
     static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);  // of the code in a word; of a float
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     static constexpr bool HARDWARE = BITS == 8;
@@ -30,6 +34,20 @@ struct Minifloat {
         float tiny = bits_float((code & SIGN) << (32 - BITS) | (code & (SIGN - 1u)) << (23 - MANTISSA));
         if (BITS == 8 && (code & (SIGN - 1u)) == SIGN - 1u) return bits_float(0x7fc00000u);
         return exact_mul(exact_mul(tiny, bits_float((uint32_t)(LEAST + 253) << 23)), scale);
+    }
+
+    static OPTIM_HOST void fill(Table* table) {
+        if constexpr (BITS == 4) {
+            for (uint32_t byte = 0; byte < 256; byte++) {
+                table->pair[byte] = {decode(nullptr, byte >> 4, 1.0f), decode(nullptr, byte & 15u, 1.0f)};
+            }
+        }
+    }
+
+    static OPTIM_INLINE void decode_pair(const Table* table, uint32_t byte, float scale, float* x) {
+        FloatPair pair = table->pair[byte];
+        x[0] = exact_mul(pair.first, scale);
+        x[1] = exact_mul(pair.second, scale);
     }
 
 #ifdef __CUDA_ARCH__
@@ -66,32 +84,40 @@ struct Minifloat {
         return lowest > 0 ? exact_max(y, bits_float((uint32_t)(127 + LEAST - MANTISSA) << 23)) : y;
     }
 
-    static constexpr uint32_t BORDER = (uint32_t)(127 + LEAST) << 23;  // the bits of 2^LEAST
-    static constexpr uint32_t START = BORDER << SHIFT;                 // likewise, with the code at UPPER
+    // y's place among fp32's smallest numbers: multiplied by this, 2^LEAST becomes the least exponent of fp32, whose
+    // own subnormals then are the format's, with 20 bits more.
+    static constexpr float LOWER = 1.0f / (float)(1ull << 63) / (float)(1ull << (63 + LEAST));
 
-    static OPTIM_INLINE uint32_t signed_word(float x, uint32_t magnitude) {
-        return magnitude | (float_bits(x) & 0x80000000u);
+    static OPTIM_INLINE uint32_t signed_word(uint32_t bits, uint32_t word) {
+        return (word & 0x7fffffffu) | (bits & 0x80000000u);
     }
 
-    // Normal numbers: half a step less one is added, one more where the code is odd. Others: the sum with a float whose
-    // last place is their step is rounded as it should.
+    // Half a step less one is added, one more where the code is odd. Below the least exponent y is first rounded to
+    // 2^-22 of a step, so this serves 4 bits, where no hardware has to agree.
     static OPTIM_INLINE uint32_t nearest_word(const Table*, float x, float inverse, int lowest) {
+        if constexpr (BITS == 8) return nearest_exact(x, inverse, lowest);
+        float y = bounded(exact_mul(x, inverse), lowest);
+        uint32_t bits = float_bits(one_nan(exact_mul(y, LOWER))), word = bits << SHIFT;
+        return signed_word(bits, word + ((1u << (UPPER - 1)) - 1u) + (word >> UPPER & 1u));
+    }
+
+    // The noise lies right below the code.
+    static OPTIM_INLINE uint32_t stochastic_word(const Table*, float x, float inverse, uint32_t noise, int lowest) {
+        uint32_t bits = float_bits(one_nan(exact_mul(bounded(exact_mul(x, inverse), lowest), LOWER)));
+        return signed_word(bits, (bits << SHIFT) + ((noise << (UPPER - 16)) + (1u << (UPPER - 17))));
+    }
+
+    // As the conversion instructions do it, exactly, for 8 bits: below the least exponent the sum with a float whose
+    // last place is a step is rounded as it should.
+    static OPTIM_INLINE uint32_t nearest_exact(float x, float inverse, int lowest) {
+        const uint32_t border = (uint32_t)(127 + LEAST) << 23;  // the bits of 2^LEAST
         const float one_step = bits_float((uint32_t)(127 + 23 + LEAST - MANTISSA) << 23);
         float y = bounded(exact_mul(x, inverse), lowest), a = exact_min(exact_abs(y), LARGEST);
-        uint32_t bits = (float_bits(a) << SHIFT) - (START - (1u << (UPPER + MANTISSA)));
-        bits += (1u << (UPPER - 1)) - 1u + (bits >> UPPER & 1u);
-        if (a < bits_float(BORDER)) bits = float_bits(exact_add(a, one_step)) << UPPER;
-        if (BITS == 8 && is_nan(y)) return (SIGN - 1u) << UPPER;  // whose sign differs between machines
-        return signed_word(x, bits);
-    }
-
-    // The noise lies right below the code. Below the least exponent |y| + 2^LEAST has that binade's steps.
-    static OPTIM_INLINE uint32_t stochastic_word(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        float a = exact_min(exact_abs(bounded(exact_mul(x, inverse), lowest)), LARGEST);
-        bool below = a < bits_float(BORDER);
-        if (below) a = exact_add(a, bits_float(BORDER));
-        uint32_t base = below ? START : START - (1u << (UPPER + MANTISSA));
-        return signed_word(x, (float_bits(a) << SHIFT) + ((noise << (UPPER - 16)) + (1u << (UPPER - 17))) - base);
+        if (is_nan(y)) return (SIGN - 1u) << UPPER;  // whose sign differs between machines
+        uint32_t word = (float_bits(a) - border + (1u << 23)) << SHIFT;
+        word += (1u << (UPPER - 1)) - 1u + (word >> UPPER & 1u);
+        if (a < bits_float(border)) word = float_bits(exact_add(a, one_step)) << UPPER;
+        return signed_word(float_bits(y), word);
     }
 
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {

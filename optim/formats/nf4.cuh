@@ -7,8 +7,8 @@
 EMBED_SOURCE
 
 struct Normal4 {
-    static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 4, BINADE_BITS = 4;
-    static constexpr bool SIGNED = true;
+    static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 4, BINADE_BITS = 0;
+    static constexpr bool SIGNED = true, EVEN = true;
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {

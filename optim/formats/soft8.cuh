@@ -9,8 +9,8 @@
 EMBED_SOURCE
 
 struct Softsign8 {
-    static constexpr int BITS = 8, ZERO = 127, CELL_BITS = 6, BINADE_BITS = 4;
-    static constexpr bool SIGNED = true;
+    static constexpr int BITS = 8, ZERO = 127, CELL_BITS = 8, BINADE_BITS = 0;
+    static constexpr bool SIGNED = true, EVEN = true;
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double expand(double z) { return z / (2.0 - fabs(z)); }

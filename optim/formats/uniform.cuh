@@ -1,6 +1,6 @@
 // Formats whose levels are equally far apart: x = (code + FIRST) * scale, or the square of that where the root of x is
-// what is stored. Pure arithmetic: to nearest, floor(y + 1/2), a y in the middle going up; stochastic, floor(y + r)
-// with r uniform in (0, 1).
+// what is stored (with 4 bits the product of the squares). Pure arithmetic: to nearest, floor(y + 1/2), a y in the
+// middle going up; stochastic, floor(y + r) with r uniform in (0, 1).
 //     lin8    m, -127 .. 127 times absmax / 127       steps of 1/127 of the block's largest: small elements become 0
 //     ulin8   v, 0 .. 255 times absmax / 255          for comparison: its floor inflates small v (0 is never used)
 //     lin4    v, 1 .. 16 times absmax / 16            lpmm's and torchao's map for v: linear without zero, block 128
@@ -14,33 +14,75 @@ EMBED_SOURCE
 
 template <int BITS_, int FIRST, int LAST, bool ROOT_>
 struct Uniform {
-    typedef NoTable Table;
+    // Of a byte's two codes of 4 bits: code + FIRST, or its square, so that one look-up decodes both.
+    struct Pairs {
+        FloatPair pair[256];
+    };
+    typedef typename Either<BITS_ == 4, Pairs, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 when there is no zero
     static constexpr const char* DTYPE = "U8";
     static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, HARDWARE = false,
-                          IN_UPPER_BITS = false, PAIRS = false;
-    static constexpr uint32_t BIAS = 0x4b000000u;  // floor_bits'
+                          IN_UPPER_BITS = false, PAIRS = ON_GPU && BITS == 4;
+    static constexpr uint32_t BIAS = floor_part_bias<BITS>();
     static constexpr float LARGEST = SIXTEENTHS ? 1.0f : (float)LAST, UNITS = SIXTEENTHS ? 16.0f : 1.0f;
+
+    static OPTIM_HOST void fill(Table* table) {
+        if constexpr (BITS == 4) {
+            for (int byte = 0; byte < 256; byte++) {
+                float first = (float)((byte >> 4) + FIRST), second = (float)((byte & 15) + FIRST);
+                table->pair[byte] = {ROOT ? first * first : first, ROOT ? second * second : second};
+            }
+        }
+    }
+
+    // What a level of 4 bits is multiplied by. The scale of roots is at least 2^-50, so that its square is a number.
+    static OPTIM_INLINE float unit_of(float scale) {
+        float unit = exact_mul(scale, 1.0f / UNITS);
+        return ROOT ? exact_mul(unit, unit) : unit;
+    }
+
+    static OPTIM_INLINE void decode_pair(const Table* table, uint32_t byte, float scale, float* x) {
+        FloatPair pair = table->pair[byte];
+        x[0] = exact_mul(pair.first, unit_of(scale));
+        x[1] = exact_mul(pair.second, unit_of(scale));
+    }
 
     static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
         // The code as a float: 2^23 + code, less what is too much.
-        float number = bits_float(0x4b000000u | code), unit = exact_mul(scale, 1.0f / UNITS), x;
-        if (ROOT && FIRST == 0) {
-            // The same product in one operation: 2^23 * unit is exact, and the scale of a root leaves room for it.
-            x = exact_fma(number, unit, exact_mul(unit, -8388608.0f));
-        } else {
-            x = exact_mul(exact_add(number, (float)FIRST - 8388608.0f), unit);
-        }
-        return ROOT ? exact_mul(x, x) : x;
+        float number = bits_float(0x4b000000u | code), level = exact_add(number, (float)FIRST - 8388608.0f);
+        if (BITS == 4) return exact_mul(ROOT ? exact_mul(level, level) : level, unit_of(scale));
+        if (!ROOT) return exact_mul(level, scale);
+        // The same product in one operation: 2^23 * scale is exact, and the scale of a root leaves room for it.
+        float x = exact_fma(number, scale, exact_mul(scale, -8388608.0f));
+        return exact_mul(x, x);
     }
 
+    // floor(y + 1/2) as the last bits of a sum with a float whose last place is one; in sixteenths, or 256ths, of which
+    // the hardware cuts off what is below 0 (and NaN) at no cost.
     static OPTIM_INLINE uint32_t nearest(const Table*, float x, float inverse, int lowest) {
-        return floor_bits(exact_max(exact_fma(x, inverse, 0.5f - (float)FIRST), (float)lowest));
+        constexpr float part = 1.0f / (float)(1 << BITS);
+        float t = exact_saturated(x, exact_mul(inverse, part), part * (0.5f - (float)FIRST - (float)lowest));
+        return floor_part_bits<BITS>(t) + (uint32_t)lowest;
     }
 
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
         float t = exact_fma(x, inverse, exact_add(noise_above_one(noise), (float)-FIRST - 1.0f));
-        return floor_bits(exact_min(exact_max(t, (float)lowest), (float)(LAST - FIRST) + 0.5f));
+        return floor_bits(exact_min(exact_max(t, (float)lowest), (float)(LAST - FIRST) + 0.5f)) + BIAS - 0x4b000000u;
+    }
+
+    // What is zero in a format with two signs has the code after the last level's.
+    static OPTIM_INLINE uint32_t dither(float x, float inverse, float u, int lowest, bool zero) {
+        float t = exact_max(exact_fma(x, inverse, exact_add(u, 0.5f - (float)FIRST)), (float)lowest);
+        return floor_bits(SIGNED && zero && x == 0.0f ? (float)(LAST - FIRST + 1) : t) + BIAS - 0x4b000000u;
+    }
+
+    // The root comes back with an error of variance unit^2 / 12, and so much larger would its square be on average.
+    static OPTIM_INLINE float undither(uint32_t code, float scale, float u) {
+        static_assert(!SIGNED || LAST - FIRST + 1 < 1 << BITS, "a code is left for zero");
+        float number = bits_float(0x4b000000u | code), unit = exact_mul(scale, 1.0f / UNITS);
+        float x = exact_fma(exact_add(number, -8388608.0f), unit, exact_mul(exact_add((float)FIRST, -u), unit));
+        if (SIGNED) return code == LAST - FIRST + 1 ? 0.0f : x;
+        return ROOT ? exact_fma(x, x, exact_mul(exact_mul(unit, unit), -1.0f / 12.0f)) : x;
     }
 };
 

@@ -1,0 +1,33 @@
+// Times of work on a GPU's stream, for the programs in dev/.
+#pragma once
+#include "../kernels/common.cuh"
+
+// Median milliseconds of `run()` on the stream, of `times` (at most 64) after two for warm-up, by CUDA events.
+template <typename Function>
+double median_ms(const Device* dev, int times, Function run) {
+    cudaEvent_t begin, end;
+    check(cudaEventCreate(&begin));
+    check(cudaEventCreate(&end));
+    double ms[64];
+    for (int i = -2; i < times; i++) {
+        check(cudaEventRecord(begin, dev->stream));
+        run();
+        check(cudaEventRecord(end, dev->stream));
+        check(cudaEventSynchronize(end));
+        float elapsed;
+        check(cudaEventElapsedTime(&elapsed, begin, end));
+        int at = i;
+        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
+        if (i >= 0) ms[at] = elapsed;
+    }
+    check(cudaEventDestroy(begin));
+    check(cudaEventDestroy(end));
+    return ms[times / 2];
+}
+
+// The ceiling of what only moves bytes: those read and written in a second when one array is copied to the other.
+inline double copy_rate(const Device* dev, void* to, const void* from, int64_t bytes) {
+    double ms =
+        median_ms(dev, 10, [&] { check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
+    return 2.0 * (double)bytes / (1e-3 * ms);
+}

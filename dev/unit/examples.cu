@@ -1,0 +1,316 @@
+// Tests of dev/examples, the format, the rule and the preset that optim/README.md shows: it shows them as they are, and
+// they work in the way that it says (the format's way, --format, is tested in user.cu). The rule is an ordinary file of
+// optim/rules, so this unit includes it where table.cuh would, and NVRTC gets its text behind the optimizer's own.
+#include "../../optim/constants.h"
+#include "../../optim/jit.h"
+#include "../../optim/table.cuh"
+#include "../../optim/kernel.cuh"
+#include "cache.h"
+#include "rules.h"
+
+// A name of its own, so that a copy among the rules of table.cuh is another.
+namespace example {
+#include "../examples/rule.cuh"
+}
+
+struct PresetExample {
+    const char *name, *rule, *weights, *m, *v, *note;
+};
+
+#define ROW(...) {__VA_ARGS__},
+static const PresetExample presets[] = {
+#include "../examples/preset.cuh"
+};
+#undef ROW
+
+// The text of a file beside this program; the caller frees it.
+static char* read_text(Test* test, const char* name) {
+    char path[4096], *text = nullptr, piece[4096];
+    size_t bytes = 0, got;
+    snprintf(path, sizeof(path), "%s/%s", test_folder(), name);
+    FILE *file = fopen(path, "r"), *to = open_memstream(&text, &bytes);
+    expect(file, "%s cannot be opened", path);
+    while (file && (got = fread(piece, 1, sizeof(piece), file)) > 0) fwrite(piece, 1, got, to);
+    if (file) fclose(file);
+    fclose(to);
+    return text;
+}
+
+TEST(examples_stand_in_the_readme) {
+    char* readme = read_text(test, "optim/README.md");
+    for (const char* name : {"dev/examples/format.cuh", "dev/examples/rule.cuh", "dev/examples/preset.cuh"}) {
+        char *text = read_text(test, name), *block = nullptr;
+        expect(asprintf(&block, "```cpp\n%s```\n", text) > 0 && strstr(readme, block),
+               "optim/README.md does not show %s as it is", name);
+        expect(strstr(readme, name), "optim/README.md does not say where %s is", name);
+        int lines = 0;
+        for (const char* c = text; *c; c++) lines += *c == '\n';
+        expect(lines > 2 && lines < 40, "%s has %d lines", name, lines);
+        free(text), free(block);
+    }
+    free(readme);
+}
+
+// The arrays of a step in host memory, over tiles of one tensor with decay.
+constexpr int TILES = 5, ELEMENTS = TILES * TILE_ELEMENTS, USED = ELEMENTS - 900, STEPS = 20;
+
+struct Arrays {
+    char weights[4 * ELEMENTS], grads[4 * ELEMENTS], m[4 * ELEMENTS], m_scales[ELEMENTS], v[4 * ELEMENTS],
+        v_scales[ELEMENTS];
+    Tile tiles[TILES];
+    float grad_scale;
+};
+
+static Arrays on_host;
+
+static OptimConfig rule_config() {
+    OptimConfig config = {};
+    config.beta1 = 0.9f, config.beta2 = 0.95f, config.eps = 1e-8f, config.weight_decay = 0.1f, config.seed = 77;
+    config.decay_mode = "coupled";
+    return config;
+}
+
+static StepArguments step_arguments(Arrays* a, int step) {
+    const OptimConfig config = rule_config();
+    const Settings settings = {1.0, (double)config.weight_decay};
+    StepArguments arguments = {};
+    arguments.weights = {a->weights, nullptr}, arguments.grads = {a->grads, nullptr};
+    arguments.m = {a->m, a->m_scales}, arguments.v = {a->v, a->v_scales};
+    arguments.grad_scale = &a->grad_scale;
+    arguments.tiles = a->tiles, arguments.tile_count = TILES;
+    arguments.seed = config.seed, arguments.step = (uint32_t)step;
+    arguments.group[0] = hyper_create(&config, &settings, 1e-2, step);
+    return arguments;
+}
+
+// A step's kernel with the rule, and the same on the CPU.
+template <class Weights, class M, class V, class Grads>
+struct Combination {
+    typedef StepLayout<example::NAdamW, Weights, M, V, None, Grads> Layout;
+
+    static void start(Arrays* a) {
+        static float values[ELEMENTS];
+        memset((void*)a, 0, sizeof(*a));
+        a->grad_scale = 1.0f;
+        for (uint32_t t = 0; t < TILES; t++) a->tiles[t] = {t, 0};
+        for (int i = 0; i < USED; i++) values[i] = ::start(i);
+        Weights::set({a->weights, nullptr}, 0, values, ELEMENTS);
+    }
+
+    static void set_grads(Arrays* a, int step) {
+        static float values[ELEMENTS];
+        for (int i = 0; i < USED; i++) values[i] = gradient(step, i);
+        Grads::set({a->grads, nullptr}, 0, values, ELEMENTS);
+    }
+
+    static void step_cpu(Arrays* a, int step) {
+        StepArguments arguments = step_arguments(a, step);
+        const StreamInfo nothing = {"", "", 0, 1};
+        for (int t = 0; t < TILES; t++) {
+            TileStreams tile = {tile_at(Weights::STREAM[0], nothing, nothing, arguments.weights, t),
+                                tile_at(Grads::STREAM[0], nothing, nothing, arguments.grads, t),
+                                tile_at(M::STREAM[0], M::STREAM[1], nothing, arguments.m, t),
+                                tile_at(V::STREAM[0], V::STREAM[1], nothing, arguments.v, t),
+                                {},
+                                {}};
+            update_elements<TILE_ELEMENTS>(EachElement<example::NAdamW>(), Weights(), Grads(), M(), V(), arguments,
+                                           tile, arguments.group[0], a->grad_scale, t * TILE_ELEMENTS, 0,
+                                           TILE_ELEMENTS);
+        }
+    }
+
+    static void run_cpu(Arrays* a) {
+        start(a);
+        for (int step = 1; step <= STEPS; step++) set_grads(a, step), step_cpu(a, step);
+    }
+
+    static void run_gpu(Arrays* a, const Device* gpu, const JitKernel* kernel) {
+        Arrays* there = (Arrays*)device_alloc(gpu, sizeof(Arrays));
+        int shared_bytes = gpu->compute >= 90 ? step_shared_bytes(Layout::SHAPE) : 0;
+        int64_t grid = (TILES + Layout::SHAPE.groups - 1) / Layout::SHAPE.groups;
+        jit_shared_bytes(kernel, shared_bytes);
+        start(a);
+        copy_to_device(gpu, there, a, sizeof(Arrays));
+        for (int step = 1; step <= STEPS; step++) {
+            set_grads(a, step);
+            copy_to_device(gpu, there->grads, a->grads, sizeof(a->grads));
+            StepArguments arguments = step_arguments(there, step);
+            void* pointers[] = {&arguments};
+            jit_launch(kernel, grid, Layout::SHAPE.block_threads, shared_bytes, pointers, gpu->stream);
+        }
+        copy_to_host(gpu, a, there, sizeof(Arrays));
+        device_free(gpu, there);
+    }
+};
+
+typedef Elementwise<Fp32, NEAREST> Wide;
+typedef Combination<Wide, Wide, Wide, Wide> Exact;
+typedef Combination<Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, DITHER>,
+                    Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>>
+    Narrow;
+static const char* const exact_types =
+    "Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None, "
+    "Elementwise<Fp32, NEAREST>";
+static const char* const narrow_types =
+    "Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, DITHER>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, "
+    "None, Elementwise<Bf16, NEAREST>";
+
+// The formulas at the head of the file, in double.
+TEST(examples_rule_is_its_formula) {
+    static float want[ELEMENTS];
+    const OptimConfig c = rule_config();
+    const double beta1 = (double)c.beta1, beta2 = (double)c.beta2, lr = 1e-2;
+    Exact::run_cpu(&on_host);
+    for (int i = 0; i < USED; i++) {
+        double p = (double)start(i), m = 0.0, v = 0.0;
+        for (int step = 1; step <= STEPS; step++) {
+            double g = (double)gradient(step, i);
+            m += (1.0 - beta1) * (g - m);
+            v += (1.0 - beta2) * (g * g - v);
+            double ahead = m + (1.0 - beta1) * (g - m), root = sqrt(v) / sqrt(1.0 - pow(beta2, step));
+            p *= 1.0 - lr * (double)c.weight_decay;
+            p -= lr / (1.0 - pow(beta1, step)) * ahead / (root + (double)c.eps);
+        }
+        want[i] = (float)p;
+    }
+    // Each step rounds a weight a few times, and the quotient, which is a few at most, some ten times.
+    const double u = ldexp(1.0, -24);
+    expect_close(test, "weights", (const float*)on_host.weights, want, ELEMENTS, STEPS * lr * 20.0 * u,
+                 STEPS * 3.0 * u);
+}
+
+TEST(examples_rule_leaves_padding_zero) {
+    Narrow::run_cpu(&on_host);
+    const uint16_t* weights = (const uint16_t*)on_host.weights;
+    int moved = 0;
+    for (int i = 0; i < ELEMENTS; i++) {
+        float x = Bf16::decode(weights[i]);
+        expect(isfinite(x) && (i < USED || weights[i] == 0), "element %d is %g", i, (double)x);
+        moved += i < USED && x != start(i);
+    }
+    expect(moved > USED / 2, "%d of %d elements moved", moved, USED);
+}
+
+// The rule's kernel as NVRTC compiles it.
+static bool rule_kernel(Test* test, const char* types, const char* architecture, JitImage* image) {
+    static char error[JIT_ERROR_BYTES];
+    char expression[1024], *source = nullptr, *text = read_text(test, "dev/examples/rule.cuh");
+    snprintf(expression, sizeof(expression), "optim_step_kernel<example::NAdamW, %s>", types);
+    expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
+    bool good = jit_compile(expression, architecture, image, error, source);
+    expect(good, "%s", error);
+    free(text), free(source);
+    return good;
+}
+
+TEST(examples_rule_compiles) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    for (const char* types : {exact_types, narrow_types}) {
+        JitImage image;
+        if (!rule_kernel(test, types, "sm_90", &image)) continue;
+        expect(strstr(image.symbol, "NAdamW"), "%s", image.symbol);
+        jit_free(&image);
+    }
+}
+
+template <class Combination>
+static void compare_rule(Test* test, const Device* gpu, const char* types) {
+    static Arrays got;
+    static char error[JIT_ERROR_BYTES];
+    char architecture[32];
+    JitImage image;
+    JitKernel kernel;
+    expect(jit_architecture(gpu->compute, architecture, sizeof(architecture), error), "%s", error);
+    if (!rule_kernel(test, types, architecture, &image)) return;
+    expect(jit_load(&image, &kernel, error), "%s", error);
+    Combination::run_cpu(&on_host);
+    Combination::run_gpu(&got, gpu, &kernel);
+    int differ = 0;
+    const char *a = (const char*)&got, *b = (const char*)&on_host;
+    for (size_t i = 0; i < sizeof(got); i++) differ += a[i] != b[i];
+    expect(differ == 0, "%s: %d bytes differ", types, differ);
+    jit_free(&image);
+}
+
+TEST(examples_rule_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    compare_rule<Exact>(test, &gpu, exact_types);
+    compare_rule<Narrow>(test, &gpu, narrow_types);
+    device_close(&gpu);
+}
+
+static OptimConfig preset_config(Test* test, const PresetExample* row) {
+    OptimConfig config = rule_config();
+    char error[4096] = "";
+    config.rule = row->rule, config.weights = row->weights, config.m = row->m, config.v = row->v, config.grads = "fp32";
+    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+    // A preset gives names in full.
+    expect(is(config.rule, row->rule) && is(config.weights, row->weights), "%s %s", config.rule, config.weights);
+    expect(is(config.m, row->m) && is(config.v, row->v), "%s %s", config.m, config.v);
+    return config;
+}
+
+// Steps down a parabola in each element, from +-1 to +-0.25; returns the largest distance that is left.
+static double descend(const Device* dev, const OptimConfig* config) {
+    static float values[USED], gradients[ELEMENTS];
+    OptimTensor tensor = {"tensor", 1, USED, false, 0};
+    optim_layout(&tensor, 1);
+    Optim* optim = optim_create(dev, config, &tensor, 1, OPTIM_FP32);
+    float *grads = (float*)device_alloc(dev, ELEMENTS * 4), *scale = (float*)device_alloc(dev, 4), one = 1.0f;
+    copy_to_device(dev, scale, &one, 4);
+    for (int i = 0; i < USED; i++) values[i] = i % 2 ? 1.0f : -1.0f;
+    optim_set_weights(optim, 0, values);
+    double most = 0.0;
+    for (int step = 1; step <= 150; step++) {
+        for (int i = 0; i < USED; i++) gradients[i] = (values[i] - (i % 2 ? 0.25f : -0.25f)) * (float)(1 + i % 7);
+        copy_to_device(dev, grads, gradients, ELEMENTS * 4);
+        optim_step(optim, grads, scale, 1e-2f, step);
+        optim_get_weights(optim, 0, values);
+    }
+    for (int i = 0; i < USED; i++) most = fmax(most, fabs(fabs((double)values[i]) - 0.25));
+    device_free(dev, grads), device_free(dev, scale);
+    optim_free(optim);
+    return most;
+}
+
+TEST(examples_preset) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (const PresetExample& row : presets) {
+        OptimConfig config = preset_config(test, &row);
+        char line[256], expression[2048];
+        static char error[JIT_ERROR_BYTES];
+        double bytes = 0.0, told = atof(row.note), left = descend(&dev, &config);
+        expect(left < 0.1, "%s is still %g away", row.name, left);
+        optim_describe(&config, line, sizeof(line));
+        const char* said = strstr(line, row.v);
+        expect(said && sscanf(said + strlen(row.v), "%lf", &bytes) == 1 && fabs(bytes - told) < 0.1,
+               "\"%s\" and it is %g bytes", row.note, bytes);
+        if (!jit_available()) continue;
+        JitImage image;
+        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
+        bool good = jit_compile(expression, "sm_90", &image, error);
+        expect(good, "%s", error);
+        if (good) jit_free(&image);
+        snprintf(test->note, sizeof(test->note), "%g left of 0.75", left);
+    }
+}
+
+static void check_preset_gpu(Test* test) {
+    Device devices[2];
+    device_open(&devices[0], false, 0);
+    device_open(&devices[1], true, 0);
+    for (const PresetExample& row : presets) {
+        OptimConfig config = preset_config(test, &row);
+        double cpu = descend(&devices[0], &config), gpu = descend(&devices[1], &config);
+        expect(cpu == gpu, "%s: %g and %g", row.name, cpu, gpu);
+    }
+    device_close(&devices[1]);
+}
+
+TEST(examples_preset_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, check_preset_gpu);
+}
