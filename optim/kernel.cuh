@@ -117,12 +117,11 @@ constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less wh
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
-    bool tensor = false, rank1 = false;
+    bool rank1 = false;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
         const StreamInfo& info = arrays.array[a];
-        tensor = tensor || info.span == SPAN_TENSOR;
         rank1 = rank1 || info.span == SPAN_RANK1;
         shape.bytes[a] = tile_bytes(info);
         shape.offset[a] = shape.bytes[a] % 16 == 0 ? shape.stage_bytes : -1;
@@ -136,7 +135,7 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages; three each are
     // better than a third or fourth group, measured on an H200.
     shape.groups = (shape.elements == 16 ? 512 : 768) / shape.threads;
-    if (tensor || rank1) shape.groups = (rank1 ? 384 : 512) / shape.threads;
+    if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
     int most = SHARED_MOST - table_bytes;
     while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
