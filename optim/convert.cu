@@ -1,7 +1,7 @@
 // Weights and moments between an optimizer and host memory: as fp32 values, and from a checkpoint's arrays in the same
 // or other formats (optim_load). All of it goes through pieces of 2^19 elements of one tensor, whole tiles, so that no
 // block is cut; the tables' functions encode and decode on the host's cores, whatever the device. Of a shard only the
-// tensors' parts that lie in it are touched.
+// tensors' parts that lie in it are touched. Into formats in spans a tensor goes twice, the first time for its maxima.
 // Cost: the arrays are read and written once; a piece is some 10 MB.
 #include "kernel.cuh"
 #include "storage.h"
@@ -10,14 +10,23 @@ constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
 struct Piece {
     float* values;    // (PIECE_ELEMENTS)
-    Streams streams;  // the piece as stored
+    Streams streams;  // the piece as stored; of spans the numbers of the whole tensor, which begin at 0
+    Span span;
+    int64_t number_bytes;
+    SpanTile place;
 };
 
-static Piece piece_create(const FormatRow* format) {
+static Piece piece_create(const FormatRow* format, const OptimTensor* tensor) {
+    Span span = format_span(format);
+    int64_t numbers = span_numbers(span, tensor) * (int64_t)sizeof(float);
     Piece piece = {(float*)calloc(PIECE_ELEMENTS, sizeof(float)),
                    {calloc(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
-                    calloc(1, (size_t)stream_bytes(format->stream[1], PIECE_ELEMENTS) + 1), nullptr,
-                    calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1)}};
+                    calloc(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + numbers) + 1), nullptr,
+                    calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1),
+                    (float*)calloc(1, (size_t)numbers + 1)},
+                   span,
+                   numbers,
+                   {}};
     if (format->table_bytes > 0 && format->fill) {
         void* table = malloc((size_t)format->table_bytes);
         format->fill(table);
@@ -31,7 +40,14 @@ static void piece_free(Piece* piece) {
     free(piece->streams.codes);
     free(piece->streams.extra);
     free(piece->streams.more);
+    free(piece->streams.next);
     free((void*)piece->streams.table);
+}
+
+// The piece is now the one from element `start` of the tensor on.
+static void piece_at(Piece* piece, const OptimTensor* tensor, int64_t start) {
+    piece->place = span_tile(piece->span, tensor, start, 0);
+    piece->streams.span = &piece->place;
 }
 
 static void* stream_data(const Streams* streams, int index) {
@@ -67,6 +83,13 @@ static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n,
     }
 }
 
+static void piece_measure(const FormatRow* format, const Piece* piece, int64_t n) {
+#pragma omp parallel for schedule(static)
+    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
+        format->measure(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
+    }
+}
+
 static int64_t piece_length(int64_t end, int64_t start) {
     return end - start < PIECE_ELEMENTS ? end - start : PIECE_ELEMENTS;
 }
@@ -88,16 +111,32 @@ static void piece_values(Piece* piece, const float* values, int64_t given, int64
     memset(piece->values + given, 0, (size_t)(n - given) * sizeof(float));
 }
 
+// The numbers of spans of a tensor's weights, in device memory.
+static char* weights_numbers(const OptimParts* parts, int index) {
+    Plan* plan = plan_ranges(parts->config, parts->tensors, parts->count);
+    Place place = plan_place(plan, index, SLOT_WEIGHTS);
+    plan_free(plan);
+    return (char*)parts->weights.extra + place.at * (int64_t)sizeof(float);
+}
+
 void optim_set_weights(Optim* optim, int index, const float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const FormatRow* format = parts.weights_format;
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, parts.begin, parts.elements);
-    Piece piece = piece_create(format);
+    if (held.begin >= held.end) return;
+    Piece piece = piece_create(format, tensor);
+    for (int64_t start = held.begin; piece.span && start < held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(held.end, start);
+        piece_values(&piece, values + start, elements - start, n);
+        piece_at(&piece, tensor, start);
+        piece_measure(format, &piece, n);
+    }
     for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
         int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
         piece_values(&piece, values + start, elements - start, n);
+        piece_at(&piece, tensor, start);
         piece_encode(format, &piece, n, SLOT_WEIGHTS, tensor->offset + start);
         for (int i = 0; i < 3; i++) {
             const StreamInfo& info = format->stream[i];
@@ -105,6 +144,7 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
                            stream_data(&piece.streams, i), stream_bytes(info, n));
         }
     }
+    if (piece.span) copy_to_device(parts.dev, weights_numbers(&parts, index), piece.streams.next, piece.number_bytes);
     piece_free(&piece);
 }
 
@@ -114,10 +154,13 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
     const FormatRow* format = parts.weights_format;
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, parts.begin, parts.elements);
-    Piece piece = piece_create(format);
+    if (held.begin >= held.end) return;
+    Piece piece = piece_create(format, tensor);
+    if (piece.span) copy_to_host(parts.dev, piece.streams.extra, weights_numbers(&parts, index), piece.number_bytes);
     for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
         int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
         int64_t wanted = elements - start < n ? elements - start : n;
+        piece_at(&piece, tensor, start);
         for (int i = 0; i < 3; i++) {
             const StreamInfo& info = format->stream[i];
             copy_to_host(parts.dev, stream_data(&piece.streams, i),
@@ -168,7 +211,7 @@ static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
 static const void* stored_array(const Conversion* c, const Place* place, const StreamInfo& info) {
     char name[256];
     stream_name(place->array, info, name, sizeof(name));
-    return c->stored->array(c->stored->context, name, info.dtype, stream_bytes(info, place->elements));
+    return c->stored->array(c->stored->context, name, info.dtype, place_bytes(place, info));
 }
 
 // All arrays that the checkpoint's formats need are there, and no others.
@@ -186,7 +229,7 @@ static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
                 char name[256];
                 stream_name(place.array, info, name, sizeof(name));
                 snprintf(error, bytes, "it holds no array %s of %s with %lld bytes, which %s needs", name, info.dtype,
-                         (long long)stream_bytes(info, place.elements), place.format->name);
+                         (long long)place_bytes(&place, info), place.format->name);
                 return false;
             }
         }
@@ -252,7 +295,8 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
 static void piece_read(const Conversion* c, const Place* from, Slot slot, int tensor, const float* values,
                        int64_t start, int64_t n, Piece* piece) {
     int64_t elements = c->to.tensors[tensor].rows * c->to.tensors[tensor].cols;
-    if (slot == SLOT_WEIGHTS) {
+    piece_at(piece, &c->to.tensors[tensor], start);
+    if (in_model_file(slot, 0, from->format->stream[0])) {
         piece_values(piece, values + start, elements - start, n);
         piece_encode(from->format, piece, n, slot, c->tensors[tensor].offset + start);
     }
@@ -265,19 +309,39 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     }
 }
 
+// The optimizer's own array; null when the storage has none.
+static char* array_here(const Conversion* c, const Place* to, const StreamInfo& info) {
+    char name[256];
+    stream_name(to->array, info, name, sizeof(name));
+    for (int s = 0; s < optim_stream_count(c->optim) && info.bits > 0; s++) {
+        OptimStream stream = optim_stream(c->optim, s);
+        if (strcmp(stream.name, name) == 0) return (char*)stream.data;
+    }
+    return nullptr;
+}
+
 // A piece as stored into the optimizer's arrays, from element `first` of the arena on.
 static void piece_write(const Conversion* c, const Place* to, int64_t first, int64_t n, const Piece* piece) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = to->format->stream[i];
-        char name[256];
-        stream_name(to->array, info, name, sizeof(name));
-        for (int s = 0; s < optim_stream_count(c->optim) && info.bits > 0; s++) {
-            OptimStream stream = optim_stream(c->optim, s);
-            if (strcmp(stream.name, name) != 0) continue;
-            copy_to_device(c->to.dev, (char*)stream.data + stream_bytes(info, first - to->begin),
-                           stream_data(&piece->streams, i), stream_bytes(info, n));
-        }
+        char* array = array_here(c, to, info);
+        if (!array) continue;
+        copy_to_device(c->to.dev, array + stream_bytes(info, first - to->begin), stream_data(&piece->streams, i),
+                       stream_bytes(info, n));
     }
+}
+
+// The numbers of spans of a tensor: those of the checkpoint, and into the optimizer's array.
+static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
+    if (!piece->span) return;
+    const char* array = (const char*)stored_array(c, from, from->format->stream[1]);
+    memcpy(piece->streams.extra, array + from->at * (int64_t)sizeof(float), (size_t)piece->number_bytes);
+}
+
+static void numbers_write(const Conversion* c, const Place* to, const Piece* piece, const void* numbers) {
+    if (!piece->span) return;
+    copy_to_device(c->to.dev, array_here(c, to, to->format->stream[1]) + to->at * (int64_t)sizeof(float), numbers,
+                   piece->number_bytes);
 }
 
 static void slot_load(Conversion* c, int index, Slot slot) {
@@ -290,19 +354,26 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, to.begin, to.elements);
     if (held.begin >= held.end) return;
-    Piece old = piece_create(from.format), now = piece_create(to.format);
+    Piece old = piece_create(from.format, tensor), now = piece_create(to.format, tensor);
     float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
-    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(held.end, start);
-        piece_read(c, &from, slot, index, values, start, n, &old);
-        if (!same) {
-            piece_decode(from.format, &old, n, AS_UPDATED, piece_key(slot, c->tensors[index].offset + start));
-            piece_values(&now, old.values, elements - start, n);
-            piece_encode(to.nearest, &now, n, slot, tensor->offset + start);
+    numbers_read(c, &from, &old);
+    for (int measure = !same && now.span ? 1 : 0; measure >= 0; measure--) {
+        for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
+            int64_t n = piece_length(held.end, start);
+            piece_read(c, &from, slot, index, values, start, n, &old);
+            if (!same) {
+                piece_decode(from.format, &old, n, AS_UPDATED, piece_key(slot, c->tensors[index].offset + start));
+                piece_values(&now, old.values, elements - start, n);
+                piece_at(&now, tensor, start);
+            }
+            if (measure) piece_measure(to.nearest, &now, n);
+            if (measure) continue;
+            if (!same) piece_encode(to.nearest, &now, n, slot, tensor->offset + start);
+            piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
         }
-        piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
     }
+    numbers_write(c, &to, &now, same ? old.streams.extra : now.streams.next);
     free(values);
     piece_free(&old);
     piece_free(&now);

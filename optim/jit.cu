@@ -11,6 +11,7 @@
         "\"\n.popsection\n");
 #endif
 #include "kernel.cuh"
+#include "measure.cuh"
 #include "table.cuh"
 #include "user.cuh"
 

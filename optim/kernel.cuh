@@ -20,8 +20,8 @@
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
 #pragma once
-#include "formats/blocks.cuh"
 #include "formats/none.cuh"
+#include "formats/spans.cuh"
 #include "rules/hyper.cuh"
 
 EMBED_SOURCE
@@ -50,8 +50,16 @@ struct TileStreams {
     Streams weights, grads, m, v, slow, copy;
 };
 
+// What becomes of the new values: they are stored, or, before that, their maxima are taken (formats/spans.cuh).
+enum Pass { STORE, MEASURE };
+
+template <class Storage>
+OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n) {
+    if constexpr (HAS_SPANS<Storage>) storage.measure(streams, first, x, n);
+}
+
 // One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena.
-template <int MOST, class Rule, class Weights, class Grads, class M, class V>
+template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
 OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
                                   const V& state_v, const StepArguments& step, const TileStreams& tile,
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n) {
@@ -68,10 +76,17 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
     rule.update(hyper, p, g, m, v, slow, root, n);
-    weights.store(tile.weights, first, p, n, key);
-    state_m.store(tile.m, first, m, n, key_m);
-    state_v.store(tile.v, first, v, n, key_v);
-    if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key_slow);
+    if constexpr (PASS == MEASURE) {
+        measure_elements(weights, tile.weights, first, p, n);
+        measure_elements(state_m, tile.m, first, m, n);
+        measure_elements(state_v, tile.v, first, v, n);
+        if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
+    } else {
+        weights.store(tile.weights, first, p, n, key);
+        state_m.store(tile.m, first, m, n, key_m);
+        state_v.store(tile.v, first, v, n, key_v);
+        if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key_slow);
+    }
 }
 
 // How a step's kernel is laid out; the host computes the same from the rows of its tables.
@@ -102,11 +117,12 @@ constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less wh
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
-    bool slow = arrays.array[10].bits > 0;
+    bool rank1 = false;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
         const StreamInfo& info = arrays.array[a];
+        rank1 = rank1 || info.span == SPAN_RANK1;
         shape.bytes[a] = tile_bytes(info);
         shape.offset[a] = shape.bytes[a] % 16 == 0 ? shape.stage_bytes : -1;
         if (shape.bytes[a] == 0 || shape.offset[a] < 0) continue;
@@ -119,6 +135,7 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages; three each are
     // better than a third or fourth group, measured on an H200.
     shape.groups = (shape.elements == 16 ? 512 : 768) / shape.threads;
+    if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
     int most = SHARED_MOST - table_bytes;
     while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
@@ -136,8 +153,12 @@ OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape) {
 // The arrays of the tile `index`, of some that begin at the arena's first element.
 OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
                              const Streams& whole, int64_t index) {
-    return {(char*)whole.codes + index * tile_bytes(codes), (char*)whole.extra + index * tile_bytes(extra), whole.table,
-            (char*)whole.more + index * tile_bytes(more)};
+    return {(char*)whole.codes + index * tile_bytes(codes),
+            (char*)whole.extra + index * tile_bytes(extra),
+            whole.table,
+            (char*)whole.more + index * tile_bytes(more),
+            whole.next,
+            whole.span ? whole.span + index : nullptr};
 }
 
 #ifdef __CUDACC__
@@ -178,8 +199,13 @@ struct StepLayout {
 
     template <int A>
     static __device__ __forceinline__ Streams streams(const Streams& whole, const Tile& tile, unsigned char* stage) {
-        return {at<A>(whole.codes, tile, stage), at<A + 1>(whole.extra, tile, stage), whole.table,
-                at<A + 2>(whole.more, tile, stage)};
+        constexpr bool spans = ARRAYS.array[A + 1].span != SPAN_RUN;
+        return {at<A>(whole.codes, tile, stage),
+                spans ? whole.extra : at<A + 1>(whole.extra, tile, stage),
+                whole.table,
+                at<A + 2>(whole.more, tile, stage),
+                whole.next,
+                whole.span + tile.index};
     }
 
     static __device__ __forceinline__ TileStreams tile_streams(const StepArguments& step, const Tile& tile,
@@ -279,6 +305,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float seen[COUNT];
+        if constexpr (HAS_SPANS<Weights>) streams.weights.extra = streams.weights.next;
         Weights::view(streams.weights, first, seen, COUNT);
         Copy::set(streams.copy, first, seen, COUNT);
     }

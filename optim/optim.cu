@@ -10,6 +10,7 @@
 #include "jit.h"
 #include "constants.h"
 #include "kernel.cuh"
+#include "measure.cuh"
 #include "names.h"
 #include "override.h"
 #include "storage.h"
@@ -54,6 +55,12 @@ constexpr void (*fill_function(long))(void*) {
     return nullptr;
 }
 
+// T::measure, or nothing for a storage without spans.
+template <class T>
+static void measure(const Streams& streams, int first, const float* x, int n) {
+    if constexpr (HAS_SPANS<T>) T::measure(streams, first, x, n);
+}
+
 // What a template's function pointers make of a type: T::load and its sisters, copied into a row.
 template <class T>
 constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
@@ -65,6 +72,7 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
             T::store,
             T::set,
             T::view,
+            measure<T>,
             SHARED_BYTES<T>,
             fill_function<T>(0),
             HAS_SIGN<T>,
@@ -124,7 +132,8 @@ FormatRow* user_storage_create(const UserFormats* formats) {
         FormatRow* row = &rows[i];
         row->name = own->name, row->note = own->note, row->type = own->type, row->source = formats->source;
         for (int k = 0; k < 3; k++) {
-            row->stream[k] = {own->suffix[k], own->dtype[k], own->bits[k], own->bits[k] ? own->run[k] : 1};
+            row->stream[k] = {own->suffix[k], own->dtype[k],     own->bits[k], own->bits[k] ? own->run[k] : 1,
+                              false,          (Span)own->span[k]};
         }
         row->table_bytes = own->table_bytes;
         row->has_sign = own->has_sign;
@@ -163,6 +172,7 @@ struct LaunchPlan {
     const char* pattern;  // of the override that asked for it
     int64_t begin, end;   // its part of the arena
     int64_t tiles;
+    int64_t at[SPANS], numbers[SPANS];  // its tensors' among the numbers of spans of all
 };
 
 struct Plan {
@@ -174,6 +184,8 @@ struct Plan {
     int groups;
     int *launch_of, *group_of;  // (tensors)
     int64_t begin, end;         // the part of the arena that is kept here
+    int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
+    int64_t numbers[SPANS];
 };
 
 static int plan_launch(Plan* plan, const char* m, const char* v, const char* pattern) {
@@ -183,7 +195,7 @@ static int plan_launch(Plan* plan, const char* m, const char* v, const char* pat
     }
     if (plan->launches == LAUNCHES) user_error("--override asks for more than %d pairs of m and v", LAUNCHES);
     LaunchPlan* launch = &plan->launch[plan->launches];
-    *launch = {plan->launch[0].config, pattern, 0, 0, 0};
+    *launch = {plan->launch[0].config, pattern, 0, 0, 0, {}, {}};
     launch->config.m = m;
     launch->config.v = v;
     return plan->launches++;
@@ -205,13 +217,14 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     if (!overrides_parse(config->overrides, plan->overrides, &plan->override_count, error, sizeof(error))) {
         user_error("%s", error);
     }
-    plan->launch[0] = {*config, "", 0, 0, 0};
+    plan->launch[0] = {*config, "", 0, 0, 0, {}, {}};
     plan->launches = 1;
     plan->group[0] = {1.0, 0.0};
     plan->group[1] = {1.0, (double)config->weight_decay};
     plan->groups = 2;
     plan->launch_of = (int*)calloc((size_t)count + 1, sizeof(int));
     plan->group_of = (int*)calloc((size_t)count + 1, sizeof(int));
+    plan->at = (int64_t(*)[SPANS])calloc((size_t)count + 1, sizeof(plan->at[0]));
     int matched[OVERRIDES] = {};
     for (int t = 0; t < count; t++) {
         const char *m = config->m, *v = config->v, *pattern = "";
@@ -239,6 +252,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 void plan_free(Plan* plan) {
     free(plan->launch_of);
     free(plan->group_of);
+    free(plan->at);
     free(plan);
 }
 
@@ -269,6 +283,37 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
     return elements;
 }
 
+// Numbers of spans are those of whole tensors.
+static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
+    Rows rows = config_rows(&launch->config);
+    for (const FormatRow* format : {&rows.weights->format, rows.m, rows.v}) {
+        if (format_span(format) == SPAN_RUN) continue;
+        user_error(
+            "%s was asked for, whose scales are of whole tensors, and the shard of elements %lld to %lld cuts "
+            "%s; take a format in blocks, such as e4m3/256 or lin4/128",
+            format->name, (long long)plan->begin, (long long)plan->end, tensor->name);
+    }
+}
+
+// Counts the numbers of spans of the tensors that are kept here.
+static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
+    for (int l = 0; l < plan->launches; l++) {
+        LaunchPlan* launch = &plan->launch[l];
+        memcpy(launch->at, plan->numbers, sizeof(launch->at));
+        for (int t = 0; t < count; t++) {
+            int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
+            if (plan->launch_of[t] != l || end <= plan->begin || begin >= plan->end) continue;
+            if (begin < plan->begin || end > plan->end) require_whole(plan, launch, &tensors[t]);
+            for (int span = 0; span < SPANS; span++) {
+                int64_t numbers = span_numbers((Span)span, &tensors[t]);
+                plan->at[t][span] = plan->numbers[span];
+                plan->numbers[span] += numbers;
+                launch->numbers[span] += numbers;
+            }
+        }
+    }
+}
+
 // The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
@@ -289,6 +334,7 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
         launch->end = clamp_to(launch->end, plan->begin, plan->end);
         launch->tiles = (launch->end - launch->begin) / TILE_ELEMENTS;
     }
+    plan_numbers(plan, tensors, count);
     return plan;
 }
 
@@ -321,7 +367,14 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     Rows rows = config_rows(&launch->config);
     const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
                                        rows.rule->keeps_slow ? rows.m : nullptr};
-    Place place = {formats[slot], nullptr, "", launch->begin, launch->end - launch->begin};
+    Span span = format_span(formats[slot]);
+    Place place = {formats[slot],
+                   nullptr,
+                   "",
+                   launch->begin,
+                   launch->end - launch->begin,
+                   launch->numbers[span],
+                   plan->at[tensor][span] - launch->at[span]};
     if (!place.format) return place;
     char nearest[64];
     nearest_name(place.format->name, nearest);
@@ -335,11 +388,22 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     snprintf(place.array, sizeof(place.array), "%s", slot_name(slot));
     place.begin = plan->begin;
     place.elements = plan->end - plan->begin;
+    place.numbers = plan->numbers[span];
+    place.at = plan->at[tensor][span];
     return place;
 }
 
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
-    return ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
+    return stream.span != SPAN_RUN ? 0 : ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
+}
+
+// Of one stream of an array: a run of elements, with the numbers of spans of its tensors.
+static int64_t array_bytes(const StreamInfo& stream, int64_t elements, const int64_t (&numbers)[SPANS]) {
+    return stream.span != SPAN_RUN ? numbers[stream.span] * (int64_t)sizeof(float) : stream_bytes(stream, elements);
+}
+
+int64_t place_bytes(const Place* place, const StreamInfo& stream) {
+    return stream.span != SPAN_RUN ? place->numbers * (int64_t)sizeof(float) : stream_bytes(stream, place->elements);
 }
 
 // As device_alloc rounds it.
@@ -347,15 +411,24 @@ static int64_t allocated_bytes(int64_t bytes) {
     return ceil_div(bytes, 256) * 256;
 }
 
-static int64_t format_bytes(const FormatRow* format, int64_t elements) {
+static int64_t format_bytes(const FormatRow* format, int64_t elements, const int64_t (&numbers)[SPANS]) {
     int64_t bytes = 0;
-    for (const StreamInfo& stream : format->stream) bytes += allocated_bytes(stream_bytes(stream, elements));
+    for (const StreamInfo& stream : format->stream) bytes += allocated_bytes(array_bytes(stream, elements, numbers));
     return bytes;
 }
 
+// What a storage needs beside its arrays: constants, and of spans the next numbers and where its tiles lie.
+static int64_t format_table_bytes(const FormatRow* format, int64_t elements, const int64_t (&numbers)[SPANS]) {
+    int64_t bytes = allocated_bytes(format->table_bytes);
+    if (format_span(format) == SPAN_RUN) return bytes;
+    return bytes + allocated_bytes(array_bytes(format->stream[1], elements, numbers)) +
+           allocated_bytes(elements / TILE_ELEMENTS * (int64_t)sizeof(SpanTile));
+}
+
+// The numbers of spans, a few a tensor, are left out.
 static double format_bytes_each(const FormatRow* format) {
     double bits = 0.0;
-    for (const StreamInfo& stream : format->stream) bits += (double)stream.bits / stream.run;
+    for (const StreamInfo& stream : format->stream) bits += stream.span ? 0.0 : (double)stream.bits / stream.run;
     return bits / 8.0;
 }
 
@@ -378,17 +451,20 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
     Plan* plan = plan_ranges(config, tensors, count);
     int64_t elements = plan->end - plan->begin;
     OptimBytes bytes;
-    bytes.weights = format_bytes(&rows.weights->format, elements);
-    bytes.compute =
-        serves_directly(&rows.weights->format, compute) ? 0 : format_bytes(&compute_rows[compute], elements);
+    bytes.weights = format_bytes(&rows.weights->format, elements, plan->numbers);
+    bytes.compute = serves_directly(&rows.weights->format, compute)
+                        ? 0
+                        : format_bytes(&compute_rows[compute], elements, plan->numbers);
     bytes.states = 0;
     bytes.tables = allocated_bytes(elements / TILE_ELEMENTS * (int64_t)sizeof(Tile)) +
-                   allocated_bytes(rows.weights->format.table_bytes);
+                   format_table_bytes(&rows.weights->format, elements, plan->numbers);
     for (int i = 0; i < plan->launches; i++) {
         Rows launch = config_rows(&plan->launch[i].config);
+        const int64_t(&numbers)[SPANS] = plan->launch[i].numbers;
         int64_t part = plan->launch[i].end - plan->launch[i].begin, kept = rows.rule->keeps_slow ? 2 : 1;
-        bytes.states += format_bytes(launch.m, part) * kept + format_bytes(launch.v, part);
-        bytes.tables += allocated_bytes(launch.m->table_bytes) * kept + allocated_bytes(launch.v->table_bytes);
+        bytes.states += format_bytes(launch.m, part, numbers) * kept + format_bytes(launch.v, part, numbers);
+        bytes.tables +=
+            format_table_bytes(launch.m, part, numbers) * kept + format_table_bytes(launch.v, part, numbers);
     }
     plan_free(plan);
     return bytes;
@@ -418,6 +494,9 @@ struct Launch {
     int threads, shared_bytes;
     const void* built_in;  // the step's kernel on a GPU: this one or jit
     JitKernel jit;
+    bool measures;  // the pass before it, of formats in spans
+    JitKernel measure;
+    int measure_threads;
 };
 
 struct Optim {
@@ -439,6 +518,8 @@ struct Optim {
     OptimStream stream[3 + 9 * LAUNCHES];  // the arrays of the weights, and of each launch's m, v and slow
     char stream_name[3 + 9 * LAUNCHES][160];
     int stream_count;
+    Settle settle[1 + 3 * LAUNCHES];
+    int settles;
 };
 
 static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
@@ -463,17 +544,46 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     return table;
 }
 
-static Streams allocate_streams(Optim* optim, const FormatRow* format, int64_t elements, int64_t* total) {
+// What formats in spans keep beside their arrays. `launch`: whose tensors these are; -1: all.
+static void spans_create(Optim* optim, const Plan* plan, int launch, const FormatRow* format, Streams* streams) {
+    Span span = format_span(format);
+    if (span == SPAN_RUN) return;
+    const LaunchPlan whole = {{}, "", plan->begin, plan->end, 0, {}, {}};
+    const LaunchPlan* part = launch < 0 ? &whole : &plan->launch[launch];
+    int64_t tiles = (part->end - part->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
+    int64_t numbers = launch < 0 ? plan->numbers[span] : part->numbers[span];
+    SpanTile *host = (SpanTile*)malloc((size_t)bytes + 1), *device;
+    for (int t = 0; t < optim->count; t++) {
+        const OptimTensor* tensor = &optim->tensors[t];
+        if (tensor->offset < part->begin || tensor->offset >= part->end) continue;
+        for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
+            host[(tensor->offset + first - part->begin) / TILE_ELEMENTS] =
+                span_tile(span, tensor, first, plan->at[t][span] - part->at[span]);
+        }
+    }
+    device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
+    copy_to_device(optim->dev, device, host, bytes);
+    free(host);
+    streams->span = device;
+    streams->next = (float*)allocate_zero(optim->dev, numbers * (int64_t)sizeof(float), &optim->allocated.tables);
+    optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, numbers};
+}
+
+static Streams allocate_streams(Optim* optim, const Plan* plan, int launch, const FormatRow* format, int64_t* total) {
+    const int64_t(&numbers)[SPANS] = launch < 0 ? plan->numbers : plan->launch[launch].numbers;
+    int64_t elements = launch < 0 ? plan->end - plan->begin : plan->launch[launch].end - plan->launch[launch].begin;
     void* data[3];
     for (int i = 0; i < 3; i++) {
-        data[i] = allocate_zero(optim->dev, stream_bytes(format->stream[i], elements), total);
+        data[i] = allocate_zero(optim->dev, array_bytes(format->stream[i], elements, numbers), total);
     }
-    return {data[0], data[1], table_create(optim, format), data[2]};
+    Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
+    spans_create(optim, plan, launch, format, &streams);
+    return streams;
 }
 
 // Adds a storage's arrays to the list that checkpoints write.
 static void list_streams(Optim* optim, const char* slot, const FormatRow* format, const Streams* streams,
-                         int64_t elements) {
+                         int64_t elements, const int64_t (&numbers)[SPANS]) {
     void* data[3] = {streams->codes, streams->extra, streams->more};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
@@ -482,7 +592,7 @@ static void list_streams(Optim* optim, const char* slot, const FormatRow* format
         char* name = optim->stream_name[index];
         stream_name(slot, info, name, sizeof(optim->stream_name[index]));
         optim->stream[index] = {name,          info.dtype,
-                                data[i],       stream_bytes(info, elements) / element_bytes,
+                                data[i],       array_bytes(info, elements, numbers) / element_bytes,
                                 element_bytes, i == 0 && streams == &optim->weights};
     }
 }
@@ -492,6 +602,8 @@ static void free_streams(const Device* dev, Streams* streams) {
     device_free(dev, streams->codes);
     device_free(dev, streams->extra);
     device_free(dev, streams->more);
+    device_free(dev, streams->next);
+    device_free(dev, (void*)streams->span);
 }
 
 static void tiles_create(Optim* optim, const Plan* plan) {
@@ -549,29 +661,40 @@ const char* optim_source(const OptimConfig* config) {
     return user_source(&rows);
 }
 
-void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
+static void kernel_expression(const char* kernel, const OptimConfig* config, OptimType compute, char* expression,
+                              size_t bytes) {
     char types[2048];
     config_types(config, compute, types, sizeof(types));
-    snprintf(expression, bytes, "optim_step_kernel<%s, %s>", types, config_rows(config).grads->type);
+    snprintf(expression, bytes, "%s<%s, %s>", kernel, types, config_rows(config).grads->type);
 }
 
-// The kernel of the step: built in or, failing that or when NIBBLE_JIT=1 asks for it, from NVRTC.
-static void kernel_create(const Device* dev, OptimType compute, Launch* launch) {
-    const char* always = getenv("NIBBLE_JIT");
-    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config, compute);
-    if (launch->built_in) return;
+void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
+    kernel_expression("optim_step_kernel", config, compute, expression, bytes);
+}
+
+static void jit_create(const Device* dev, OptimType compute, const Launch* launch, const char* name,
+                       JitKernel* kernel) {
     char expression[2100], architecture[32];
     char* error = (char*)calloc(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
-    optim_expression(&launch->config, compute, expression, sizeof(expression));
+    kernel_expression(name, &launch->config, compute, expression, sizeof(expression));
     if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
         !jit_get(expression, architecture, &image, error, user_source(&launch->rows)) ||
-        !jit_load(&image, &launch->jit, error)) {
+        !jit_load(&image, kernel, error)) {
         user_error("%s", error);
     }
     jit_free(&image);
     free(error);
+}
+
+// The kernel of the step: built in or, failing that or when NIBBLE_JIT=1 asks for it, from NVRTC. That of formats in
+// spans, and the pass before it, are never built in.
+static void kernel_create(const Device* dev, OptimType compute, Launch* launch) {
+    const char* always = getenv("NIBBLE_JIT");
+    if (launch->measures) jit_create(dev, compute, launch, "optim_measure_kernel", &launch->measure);
+    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config, compute);
+    if (!launch->built_in) jit_create(dev, compute, launch, "optim_step_kernel", &launch->jit);
 }
 
 // One thread block a multiprocessor, with as many groups of threads as its registers and its shared memory hold.
@@ -583,6 +706,7 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
     launch->threads = shape.block_threads;
+    launch->measure_threads = shape.threads;
     launch->shared_bytes = dev->compute >= 90 ? step_shared_bytes(shape) : 0;
     int64_t blocks = ceil_div(tiles, shape.groups);
     launch->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
@@ -612,6 +736,8 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
     require_gpu(optim->dev, &launch->rows);
     launch->begin = planned->begin;
     launch->elements = planned->end - planned->begin;
+    launch->measures = format_span(&launch->rows.weights->format) != SPAN_RUN ||
+                       format_span(launch->rows.m) != SPAN_RUN || format_span(launch->rows.v) != SPAN_RUN;
     struct {
         Slot slot;
         const FormatRow* format;
@@ -622,8 +748,9 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
     for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
         char slot[128];
         launch_array(plan, index, kept[i].slot, slot, sizeof(slot));
-        *kept[i].streams = allocate_streams(optim, kept[i].format, launch->elements, &optim->allocated.states);
-        if (launch->elements > 0) list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements);
+        *kept[i].streams = allocate_streams(optim, plan, index, kept[i].format, &optim->allocated.states);
+        if (launch->elements == 0) continue;
+        list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements, planned->numbers);
     }
     if (!optim->dev->gpu || launch->elements == 0) return;
     kernel_create(optim->dev, optim->compute, launch);
@@ -650,10 +777,10 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     optim->begin = plan->begin;
     optim->elements = plan->end - plan->begin;
     const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[compute];
-    optim->weights = allocate_streams(optim, weights, optim->elements, &optim->allocated.weights);
-    list_streams(optim, "weights", weights, &optim->weights, optim->elements);
+    optim->weights = allocate_streams(optim, plan, -1, weights, &optim->allocated.weights);
+    list_streams(optim, "weights", weights, &optim->weights, optim->elements, plan->numbers);
     if (!serves_directly(weights, compute)) {
-        optim->copy = allocate_streams(optim, copy, optim->elements, &optim->allocated.compute);
+        optim->copy = allocate_streams(optim, plan, -1, copy, &optim->allocated.compute);
     }
     optim->launches = plan->launches;
     memcpy(optim->group, plan->group, sizeof(plan->group));
@@ -718,6 +845,7 @@ void optim_decode(Optim* optim) {
 
 // The step.
 
+template <Pass PASS>
 static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArguments* arguments) {
     if (!is_finite(*arguments->grad_scale)) return;  // changes nothing
     const FormatRow* weights = &rows->weights->format;
@@ -728,11 +856,12 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
             row_tile(weights, arguments->weights, tile.index), row_tile(rows->grads, arguments->grads, tile.index),
             row_tile(rows->m, arguments->m, tile.index),       row_tile(rows->v, arguments->v, tile.index),
             row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
-        update_elements<TILE_ELEMENTS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments, streams,
-                                       arguments->group[tile.group], *arguments->grad_scale,
-                                       (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
-        if (!arguments->copy.codes) continue;
+        update_elements<TILE_ELEMENTS, PASS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments,
+                                             streams, arguments->group[tile.group], *arguments->grad_scale,
+                                             (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
+        if (PASS == MEASURE || !arguments->copy.codes) continue;
         float seen[TILE_ELEMENTS];
+        if (format_span(weights) != SPAN_RUN) streams.weights.extra = streams.weights.next;
         weights->view(streams.weights, 0, seen, TILE_ELEMENTS);
         copy->set(streams.copy, 0, seen, TILE_ELEMENTS);
     }
@@ -752,8 +881,17 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     arguments->tile_count = launch->tile_count;
     void* pointers[] = {arguments};
     if (!optim->dev->gpu) {
-        step_cpu(&launch->rows, &compute_rows[optim->compute], arguments);
-    } else if (launch->built_in) {
+        const FormatRow* copy = &compute_rows[optim->compute];
+        if (launch->measures) step_cpu<MEASURE>(&launch->rows, copy, arguments);
+        step_cpu<STORE>(&launch->rows, copy, arguments);
+        return;
+    }
+    if (launch->measures) {
+        int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
+        jit_launch(&launch->measure, launch->tile_count < blocks ? launch->tile_count : blocks, launch->measure_threads,
+                   0, pointers, optim->dev->stream);
+    }
+    if (launch->built_in) {
         check(cudaLaunchKernel(launch->built_in, dim3((unsigned)launch->grid), dim3((unsigned)launch->threads),
                                pointers, (size_t)launch->shared_bytes, optim->dev->stream));
     } else {
@@ -775,6 +913,8 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         arguments.group[group] = hyper_create(&optim->config, &optim->group[group], (double)lr, step);
     }
     for (int i = 0; i < optim->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
+    // Not before, since tensors of several launches share the weights' array.
+    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
     bool copied = !optim->dev->gpu || step_copy(&optim->rows.weights->format, optim->compute) != &none_row;
     if (!copied) optim_decode(optim);
 }
@@ -795,12 +935,15 @@ static void list_row(FILE* file, const FormatRow* row) {
     int block = row->stream[1].run > row->stream[0].run ? row->stream[1].run : row->stream[0].run;
     char blocks[32] = "-";
     if (block > 1) snprintf(blocks, sizeof(blocks), "%d", block);
-    fprintf(file, "  %-15s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
+    if (format_span(row) != SPAN_RUN) {
+        snprintf(blocks, sizeof(blocks), "%s", format_span(row) == SPAN_TENSOR ? "tensor" : "rank1");
+    }
+    fprintf(file, "  %-16s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
             row->note);
 }
 
 static void list_heading(FILE* file, const char* option, const char* what) {
-    fprintf(file, "%s: %s\n  %-15s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
+    fprintf(file, "%s: %s\n  %-16s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
 }
 
 void optim_list_formats(FILE* file, const char* formats) {
@@ -820,7 +963,7 @@ void optim_list_formats(FILE* file, const char* formats) {
         file,
         "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n");
     fprintf(file, "--rule\n");
-    for (const RuleRow& row : rule_rows) fprintf(file, "  %-15s %s\n", row.name, row.note);
+    for (const RuleRow& row : rule_rows) fprintf(file, "  %-16s %s\n", row.name, row.note);
     user_formats_free(user);
 }
 

@@ -12,7 +12,7 @@
 // Sharding: an optimizer whose config names a part of the arena keeps that part alone, of weights, states and compute
 // copy, takes gradients of it, and computes what an unsharded one computes there, to the bit. Its arrays begin at the
 // part's first element; those of an unsharded one are the shards' one after another. A part may begin and end within a
-// tensor.
+// tensor, unless a format has one scale a tensor, or scales by row and column.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -53,7 +53,8 @@ struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
     int64_t compute;  // a decoded copy for the matmul, 0 when the stored weights serve
     int64_t states;   // m, v, what else the rule keeps, and their scales
-    int64_t tables;   // the tile table, 8 bytes every 2048 elements, and the formats' constants
+    int64_t tables;  // the tile table, 8 bytes every 2048 elements, the formats' constants, and of formats with a scale
+                     // a tensor or by row and column 32 bytes more every 2048 elements, and their scales once more
 };
 
 enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with
@@ -62,7 +63,8 @@ enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer co
 struct OptimStream {
     const char* name;   // "weights", "master", "m", "v", "m.scales", ...
     const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
-    void* data;         // device memory, `elements` of `element_bytes` each, in the arena's layout from config.begin on
+    void* data;  // device memory, `elements` of `element_bytes` each, in the arena's layout from config.begin on;
+                 // scales of tensors, rows and columns: those of one tensor after another
     int64_t elements;
     int element_bytes;
     bool is_weights;  // the primary weights; model.safetensors holds them when dtype is F32 or BF16

@@ -1,7 +1,7 @@
 // What the files of optim/ share beside optim.h: a row of the tables of storages, and where a configuration keeps the
 // weights and moments of a tensor.
 #pragma once
-#include "formats/elementwise.cuh"
+#include "formats/spans.cuh"
 #include "optim.h"
 
 // A storage, by function pointers; update_elements takes it on the CPU.
@@ -14,6 +14,7 @@ struct FormatRow {
     void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
     void (*set)(const Streams& streams, int first, const float* x, int n);
     void (*view)(const Streams& streams, int first, float* x, int n);
+    void (*measure)(const Streams& streams, int first, const float* x, int n);  // does nothing without spans
     int table_bytes;  // of constants that the format looks up, which fill makes
     void (*fill)(void* table);
     bool has_sign;
@@ -21,8 +22,23 @@ struct FormatRow {
     const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
 };
 
-// Of one stream for a run of elements of the arena.
+// Of one stream for a run of elements of the arena; none of the numbers of spans, which are of tensors.
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements);
+
+// The span of the numbers that a storage has beside its codes, if it has such.
+Span format_span(const FormatRow* format);
+
+// How many of them a tensor has, and how its elements from `first` on, a multiple of a tile, find theirs in an array
+// where the tensor's begin at `at`.
+int64_t span_numbers(Span span, const OptimTensor* tensor);
+SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at);
+
+// The numbers that a step goes by, and those that it made, which become the current ones unless it changed nothing.
+struct Settle {
+    float *now, *next;  // (count), device memory
+    int64_t count;
+};
+void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
 
 // A stream's name among all of an optimizer: `array` says which slot and launch, a name with a leading dot follows it.
 void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes);
@@ -44,8 +60,12 @@ struct Place {
     const FormatRow* nearest;  // of the same arrays, rounding to nearest; itself where it is dithered
     char array[160];           // as stream_name wants it
     int64_t begin, elements;   // of the arena: what its arrays hold
+    int64_t numbers, at;       // of spans: in its array, and where the tensor's begin
 };
 Place plan_place(const Plan* plan, int tensor, Slot slot);
+
+// Of one of its arrays.
+int64_t place_bytes(const Place* place, const StreamInfo& stream);
 
 // What is fixed for an optimizer's life.
 struct OptimParts {

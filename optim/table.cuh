@@ -15,6 +15,7 @@
 #include "formats/nf4.cuh"
 #include "formats/none.cuh"
 #include "formats/soft8.cuh"
+#include "formats/spans.cuh"
 #include "formats/split.cuh"
 #include "formats/uniform.cuh"
 #include "rules/adam.cuh"
@@ -37,7 +38,7 @@
     ROW("bf16:kahan", "what was rounded off is kept in a bf16 of its own: about 17 bits, no noise", Kahan<Bf16>)    \
     ROW("bf16+8", "bf16 and 8 bits more: 16 significant bits in 3 bytes", Split<int8_t, NEAREST>)                   \
     ROW("bf16+8:sr", "the same, never stalling; noise of 1/256 of bf16:sr's", Split<int8_t, STOCHASTIC>)            \
-    ROW("bf16+16", "fp32 to the last bit with the matmul's bf16 inside it, 2 bytes below bf16+fp32",                \
+    ROW("bf16+16", "fp32 to the last bit with the matmul's bf16 inside, 2 bytes below bf16+fp32",                   \
         Split<int16_t, NEAREST>)                                                                                    \
     ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",               \
         WithMaster<Elementwise<Bf16, NEAREST>>)                                                                     \
@@ -56,7 +57,10 @@
     ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)             \
     ROW("e5m2+8", "as e4m3+8, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, NEAREST>)                 \
     ROW("e5m2+8:sr", "as e4m3+8:sr, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, STOCHASTIC>)        \
-    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)
+    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
+    ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls take it; two passes a step",                        \
+        WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                              \
+    ROW("e5m2/tensor+fp32", "likewise", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
 
 #define OPTIM_GRADS(ROW)                                                                         \
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \
@@ -95,6 +99,10 @@
     OPTIM_DITHER(ROW, NAME, "", FORMAT, 512)          \
     OPTIM_DITHER(ROW, NAME, "", FORMAT, 1024)         \
     OPTIM_DITHER(ROW, NAME, "", FORMAT, 2048)
+// Scales that reach further than a tile.
+#define OPTIM_SPAN(ROW, NAME, NOTE, FORMAT, SPAN) \
+    ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
+    ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
 
 #define OPTIM_STATES(ROW)                                                                                             \
     ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
@@ -119,7 +127,14 @@
     OPTIM_DITHERS(ROW, "ulin8", "for v, likewise", Ulin8, 256)                                                        \
     OPTIM_DITHERS(ROW, "lin4", "for v, likewise", Lin4, 128)                                                          \
     OPTIM_DITHERS(ROW, "sqrt8", "for v, likewise, in the root", Sqrt8, 32)                                            \
-    OPTIM_DITHERS(ROW, "sqrt4", "for v, likewise, in the root", Sqrt4, 128)
+    OPTIM_DITHERS(ROW, "sqrt4", "for v, likewise, in the root", Sqrt4, 128)                                           \
+    OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
+    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: likewise", E5m2, SPAN_TENSOR)                                          \
+    OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)         \
+    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: likewise", Udyn8, SPAN_RANK1)                                   \
+    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: likewise", De4, SPAN_RANK1)                                       \
+    OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                         \
+    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1)
 
 // ROW(name, rule, weights, m, v, when to use). --grads is the trainer's choice.
 #define OPTIM_PRESETS(ROW)                                                                                           \

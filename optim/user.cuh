@@ -28,7 +28,7 @@ struct UserRow {
     int file;      // counted from 0 in the order of --format
     int too_long;  // a text did not fit
     int table_bytes, has_sign, dithered;
-    int bits[3], run[3];  // of STREAM
+    int bits[3], run[3], span[3];  // of STREAM
     char suffix[3][16], dtype[3][16];
     char name[32], note[128], type[512];
 };
@@ -52,6 +52,7 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
         fits = user_text(row.dtype[i], T::STREAM[i].dtype) && fits;
         row.bits[i] = T::STREAM[i].bits;
         row.run[i] = T::STREAM[i].run;
+        row.span[i] = T::STREAM[i].span;
     }
     row.file = file;
     row.too_long = !fits;

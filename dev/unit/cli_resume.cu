@@ -164,6 +164,28 @@ TEST(cli_resume_presets) {
     remove_tree(work);
 }
 
+// The same of formats whose scales are of whole tensors, of rows and columns, and of an fp8 copy of the weights.
+TEST(cli_resume_spans) {
+    const char* const formats[][2] = {{"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
+                                      {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
+    const char* work = work_folder();
+    char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX];
+    for (const auto& format : formats) {
+        snprintf(whole, sizeof(whole), "%s/whole_%s", work, format[0]);
+        snprintf(again, sizeof(again), "%s/again_%s", work, format[0]);
+        train_well("%s %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 %s", SHAPE, QUICK, work, whole,
+                   format[1]);
+        run_train(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
+        expect_code(child, 0);
+        expect(!strstr(OUT(child), " notice "), "%s: %s", format[1], OUT(child));
+        checkpoint_name(whole, 8, ends[0], sizeof(ends[0])), checkpoint_name(again, 8, ends[1], sizeof(ends[1]));
+        expect_equal_files(test, ends[0], ends[1], "model.safetensors");
+        expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
+        forget(&child);
+    }
+    remove_tree(work);
+}
+
 // adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
 // the new formats.
 TEST(cli_resume_converts) {

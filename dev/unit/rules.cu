@@ -594,7 +594,9 @@ TEST(rules_weights_cost_what_they_say) {
                   {"e5m2:sr", 1 + 1 / 128.0},
                   {"e5m2+8", 2 + 1 / 128.0},
                   {"e5m2+8:sr", 2 + 1 / 128.0},
-                  {"e5m2+fp32", 5 + 1 / 128.0}};
+                  {"e5m2+fp32", 5 + 1 / 128.0},
+                  {"e4m3/tensor+fp32", 5},
+                  {"e5m2/tensor+fp32", 5}};
     static_assert(sizeof(wanted) / sizeof(wanted[0]) == sizeof(weights_names) / sizeof(weights_names[0]),
                   "some are missing");
     for (const auto& row : wanted) {

@@ -9,6 +9,11 @@ inline bool is(const char* a, const char* b) {
     return strcmp(a, b) == 0;
 }
 
+// Formats whose scales reach further than a tile; their tests are in spans.cu.
+inline bool in_spans(const char* name) {
+    return strstr(name, "/tensor") || strstr(name, "/rank1");
+}
+
 inline bool keeps_v(const char* rule) {
     return !is(rule, "lion") && !is(rule, "sgd");
 }

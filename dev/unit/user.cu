@@ -62,6 +62,28 @@ TEST(user_format_example) {
     cache_leave(&folder);
 }
 
+// Scales of tensors, rows and columns: what the host must know of them is read too.
+TEST(user_format_spans) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    put_text(test, in(folder, "spans.cuh"),
+             "OPTIM_FORMAT(\"one\", \"\", Spans<E4m3, SPAN_TENSOR, NEAREST>)\n"
+             "OPTIM_FORMAT(\"two\", \"\", Spans<Sqrt4, SPAN_RANK1, STOCHASTIC>)\n");
+    OptimConfig config = asked(in(folder, "spans.cuh"), "one", "two"),
+                same = asked("", "e4m3/tensor", "sqrt4/rank1:sr");
+    if (resolve(test, &config) && resolve(test, &same)) {
+        OptimTensor tensor = {"tensor", 1000, 77, true, 0};
+        optim_layout(&tensor, 1, &config);
+        OptimBytes own = optim_bytes(&config, &tensor, 1, OPTIM_BF16),
+                   want = optim_bytes(&same, &tensor, 1, OPTIM_BF16);
+        expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
+               (long long)want.states);
+    }
+    folder_end(test, folder);
+    cache_leave(&cache);
+}
+
 TEST(user_format_lists) {
     if (!jit_available()) skip("libnvrtc was not found");
     CacheFolder folder = cache_enter();
@@ -309,12 +331,15 @@ TEST(user_format_equals_built_in_gpu) {
              "OPTIM_FORMAT(\"b\", \"\", Blocks<Udyn8, 128, ScaleFp32, STOCHASTIC>)\n"
              "OPTIM_FORMAT(\"c\", \"\", Blocks<De4, 128, ScaleFp32, STOCHASTIC>)\n"
              "OPTIM_FORMAT(\"d\", \"\", Blocks<Nf4, 64, ScaleBf16, NEAREST>)\n"
-             "OPTIM_FORMAT(\"e\", \"\", Blocks<Soft8, 32, ScaleFp32, NEAREST>)\n");
+             "OPTIM_FORMAT(\"e\", \"\", Blocks<Soft8, 32, ScaleFp32, NEAREST>)\n"
+             "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
+             "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n");
     const char* tables = in(folder, "tables.cuh");
     expect_equal_runs(test, &gpu, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
     expect_equal_runs(test, &gpu, tables, "c", "fp32", "de4/128:sr", "fp32");
     expect_equal_runs(test, &gpu, tables, "e", "b", "soft8/32", "udyn8/128:sr");
     expect_equal_runs(test, &gpu, tables, "d", "fp32", "nf4@bf16", "fp32");
+    expect_equal_runs(test, &gpu, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
     folder_end(test, folder);
     cache_leave(&cache);
     device_close(&gpu);

@@ -25,16 +25,24 @@ struct Streams {
     void* extra;                  // what is kept beside them, or null
     const void* table = nullptr;  // constants that the format looks up (blocks.cuh), shared by all its arrays, or null
     void* more = nullptr;         // a third array, or null
+    // Of storages in spans (spans.cuh): what `extra` becomes when the step is over, and where the tile lies.
+    float* next = nullptr;
+    const struct SpanTile* span = nullptr;
 };
 
+// What a number of an array is of: a run of elements of the arena, or more than a tile holds (spans.cuh).
+enum Span { SPAN_RUN, SPAN_TENSOR, SPAN_RANK1, SPANS };
+
 // One of them: its name (a suffix of the slot's: weights, m, v; or a name of its own without a leading dot), the
-// safetensors type, and `bits` for every `run` elements of the arena. bits 0: there is no such array.
+// safetensors type, and `bits` for every `run` elements of the arena. bits 0: there is no such array. The numbers of a
+// `span` are of tensors, so that none belongs to a tile; only the second array of a storage has them.
 struct StreamInfo {
     const char* name;
     const char* dtype;
     int bits;
     int run;
     bool written_only = false;  // the update does not read it
+    Span span = SPAN_RUN;
 };
 
 OPTIM_INLINE constexpr StreamInfo only_written(StreamInfo stream) {
@@ -53,8 +61,16 @@ constexpr int TILE_ELEMENTS = 2048;  // tensors start at multiples of this; the 
 
 // Of a tile.
 OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
-    return TILE_ELEMENTS / stream.run * stream.bits / 8;
+    return stream.span != SPAN_RUN ? 0 : TILE_ELEMENTS / stream.run * stream.bits / 8;
 }
+
+// Whether a storage has such numbers, and so a function more:
+//     measure(streams, first, x, n)      before any of a tensor is stored, of all of it
+// Rows of tables have it in any case.
+template <class Storage, class = void>
+constexpr bool HAS_SPANS = true;
+template <class Storage>
+constexpr bool HAS_SPANS<Storage, decltype((void)Storage::STREAM)> = Storage::STREAM[1].span != SPAN_RUN;
 
 enum Rounding { NEAREST, STOCHASTIC, DITHER };  // the last in blocks only: dither.cuh
 

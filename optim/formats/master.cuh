@@ -36,4 +36,8 @@ struct WithMaster {
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         Copy::view(streams, first, x, n);
     }
+
+    static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
+        if constexpr (HAS_SPANS<Copy>) Copy::measure(streams, first, x, n);
+    }
 };

@@ -1,0 +1,828 @@
+// Tests of storages whose scales reach further than a tile: steps against plain loops over whole matrices, lpmm's
+// rank-1 scales by hand, what an fp8 copy keeps for a matmul, what is not finite, checkpoints in the same and other
+// formats, shards of whole tensors and the refusal of others, and where there is a GPU equal bits.
+#include <sys/wait.h>
+
+#include "../../optim/constants.h"
+#include "../../optim/jit.h"
+#include "../../optim/kernel.cuh"
+#include "../../optim/storage.h"
+#include "../../optim/table.cuh"
+#include "rules.h"
+
+#define ROW_NAME(NAME, ...) NAME,
+static const char* const rule_names[] = {OPTIM_RULES(ROW_NAME)};
+static const char* const state_names[] = {OPTIM_STATES(ROW_NAME)};
+static const char* const weights_names[] = {OPTIM_WEIGHTS(ROW_NAME)};
+
+// Rows or columns that are no multiple of a thread's elements, one row, one column, several tiles, a vector's tail.
+struct Shape {
+    int64_t rows, cols;
+};
+static const Shape shapes[] = {{3, 1001}, {1, 300}, {70, 1}, {37, 16}, {130, 257}, {1, 5000}, {5, 4099}, {2, 2}};
+constexpr int TENSORS = sizeof(shapes) / sizeof(shapes[0]);
+static const char* const tensor_names[TENSORS] = {"wpe.weight",       "ln_f.weight",      "h.0.one.weight",
+                                                  "h.0.small.weight", "h.0.mlp.weight",   "h.0.mlp.bias",
+                                                  "h.0.wide.weight",  "h.1.little.weight"};
+
+struct Run {
+    Device dev;
+    OptimConfig config;
+    OptimTensor tensor[TENSORS];
+    int64_t elements;
+    Optim* optim;
+    float *grads, *scale;  // on the device
+};
+
+static OptimConfig spans_config(const char* rule, const char* weights, const char* m, const char* v) {
+    OptimConfig config = make_config(rule, weights, "fp32");
+    char error[4096];
+    config.m = m;
+    if (keeps_v(rule)) config.v = v;
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+static int64_t length(const OptimTensor* tensor) {
+    return tensor->rows * tensor->cols;
+}
+
+static void run_open(Run* run, const OptimConfig* config, bool gpu, OptimType compute) {
+    memset((void*)run, 0, sizeof(*run));
+    device_open(&run->dev, gpu, 0);
+    run->config = *config;
+    for (int t = 0; t < TENSORS; t++) run->tensor[t] = {tensor_names[t], shapes[t].rows, shapes[t].cols, t % 2 == 0, 0};
+    run->elements = optim_layout(run->tensor, TENSORS, config);
+    run->optim = optim_create(&run->dev, config, run->tensor, TENSORS, compute);
+    int64_t held = (config->end ? config->end : run->elements) - config->begin;
+    run->grads = (float*)device_alloc(&run->dev, held * 4);
+    run->scale = (float*)device_alloc(&run->dev, 4);
+    float *values = (float*)malloc((size_t)run->elements * 4), half = 0.5f;
+    for (int t = 0; t < TENSORS; t++) {
+        for (int64_t i = 0; i < length(&run->tensor[t]); i++)
+            values[i] = ldexpf(start(t * 100000 + i), (int)(i % 7) - 9);
+        optim_set_weights(run->optim, t, values);
+    }
+    optim_decode(run->optim);
+    copy_to_device(&run->dev, run->scale, &half, 4);
+    free(values);
+}
+
+static void run_close(Run* run) {
+    device_free(&run->dev, run->grads);
+    device_free(&run->dev, run->scale);
+    optim_free(run->optim);
+    device_close(&run->dev);
+}
+
+// Rows and columns of magnitudes of their own; wild ones are not finite here and there.
+static float spans_gradient(int tensor, int64_t row, int64_t col, int step, bool wild) {
+    int64_t i = row * 5003 + col;
+    float g = ldexpf(gradient(step, tensor * 100000 + i), (int)(row % 5) - (int)(col % 11));
+    const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
+    return wild && step == 2 && i % 97 == 5 ? strange[i / 97 % 7] : g;
+}
+
+// The whole arena's, of a step.
+static float* make_gradients(const Run* run, int step, bool wild) {
+    float* values = (float*)calloc((size_t)run->elements, 4);
+    for (int t = 0; t < TENSORS; t++) {
+        float* at = values + run->tensor[t].offset;
+        int64_t cols = run->tensor[t].cols;
+        for (int64_t i = 0; i < length(&run->tensor[t]); i++) {
+            at[i] = spans_gradient(t, i / cols, i % cols, step, wild);
+        }
+    }
+    return values;
+}
+
+static void run_steps(Run* run, int first, int last, bool wild) {
+    const OptimConfig* c = &run->config;
+    for (int step = first; step <= last; step++) {
+        float* values = make_gradients(run, step, wild);
+        int64_t end = c->end ? c->end : run->elements;
+        copy_to_device(&run->dev, run->grads, values + c->begin, (end - c->begin) * 4);
+        optim_step(run->optim, run->grads, run->scale, 1e-2f, step);
+        free(values);
+    }
+    device_sync(&run->dev);
+}
+
+// Host memory of an array; the caller frees it. Null when there is none.
+static void* array(const Run* run, const char* name) {
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        OptimStream stream = optim_stream(run->optim, s);
+        int64_t bytes = stream.elements * stream.element_bytes;
+        if (!is(stream.name, name)) continue;
+        void* copy = malloc((size_t)bytes + 1);
+        copy_to_host(&run->dev, copy, stream.data, bytes);
+        return copy;
+    }
+    return nullptr;
+}
+
+// Formats by plain loops: levels, and codes as they lie in memory.
+
+struct PlainFormat {
+    const char* name;
+    int bits, largest;
+    bool root, tensor;  // one scale a tensor, of the absmax over `largest`; else rank-1
+    float (*level)(uint32_t code);
+};
+
+template <class Format>
+static float level(uint32_t code) {
+    static typename Format::Table table;
+    static bool ready = false;
+    if constexpr (HAS_TABLE<Format>) {
+        if (!ready) Format::fill(&table);
+    }
+    ready = true;
+    float x = Format::decode(&table, code, 1.0f);
+    return Format::ROOT ? sqrtf(x) : x;
+}
+
+static const PlainFormat plain[] = {
+    {"e4m3/tensor", 8, 448, false, true, level<E4m3>}, {"e5m2/tensor", 8, 57344, false, true, level<E5m2>},
+    {"dyn8/rank1", 8, 1, false, false, level<Dyn8>},   {"udyn8/rank1", 8, 1, false, false, level<Udyn8>},
+    {"de4/rank1", 4, 1, false, false, level<De4>},     {"lin4/rank1", 4, 1, false, false, level<Lin4>},
+    {"sqrt4/rank1", 4, 1, true, false, level<Sqrt4>}};
+
+static const PlainFormat* find_plain(const char* name) {
+    for (const PlainFormat& format : plain) {
+        if (strncmp(name, format.name, strlen(format.name)) == 0) return &format;
+    }
+    return nullptr;
+}
+
+// How many numbers a tensor has beside its codes.
+static int64_t numbers_of(const PlainFormat* format, const OptimTensor* tensor) {
+    if (format->tensor) return 3;
+    return tensor->rows > 1 ? tensor->rows + tensor->cols : (tensor->cols + 127) / 128;
+}
+
+// The number that scales element i of a tensor, from its numbers.
+static float scale_at(const PlainFormat* format, const OptimTensor* tensor, const float* numbers, int64_t i) {
+    if (format->tensor) return numbers[0] / (float)format->largest;
+    if (tensor->rows == 1) return format->root && numbers[i / 128] <= 0x1p-50f ? 0.0f : numbers[i / 128];
+    float row = numbers[i / tensor->cols], col = numbers[tensor->rows + i % tensor->cols];
+    float top = row < col ? row : col;
+    return format->root && top <= 0x1p-50f ? 0.0f : top;  // the root of nothing
+}
+
+// The numbers of values, by their definition.
+static void plain_numbers(const PlainFormat* format, const OptimTensor* tensor, const float* values, float* numbers) {
+    memset(numbers, 0, (size_t)numbers_of(format, tensor) * 4);
+    for (int64_t i = 0; i < length(tensor); i++) {
+        float x = fabsf(format->root ? sqrtf(values[i]) : values[i]);
+        if (format->root && values[i] < 0x1p-100f) x = 0x1p-50f;
+        float* to[2] = {numbers, numbers};
+        if (!format->tensor && tensor->rows == 1) to[0] = to[1] = numbers + i / 128;
+        if (!format->tensor && tensor->rows > 1) {
+            to[0] = numbers + i / tensor->cols, to[1] = numbers + tensor->rows + i % tensor->cols;
+        }
+        for (float* each : to) *each = x > *each ? x : *each;
+    }
+    if (!format->tensor) return;
+    numbers[1] = numbers[0] / (float)format->largest;
+    numbers[2] = numbers[0] > 0.0f ? 1.0f / numbers[1] : 0.0f;
+}
+
+static uint32_t code_at(const PlainFormat* format, const uint8_t* codes, int64_t element) {
+    if (format->bits == 8) return codes[element];
+    return element % 2 ? codes[element / 2] & 15u : codes[element / 2] >> 4;
+}
+
+static float plain_decode(const PlainFormat* format, const uint8_t* codes, int64_t element, float scale) {
+    float level = format->level(code_at(format, codes, element)), unit = scale / 16;
+    return format->root ? 16 * level * (16 * level) * (unit * unit) : level * scale;  // sqrt4's squares, multiplied
+}
+
+// Whether the stored code is that of a level nearest to x: none is closer, but for the rounding of x / scale, which
+// with 4 bits is to a multiple of 2^-21.
+static bool is_nearest(const PlainFormat* format, uint32_t code, float x, float scale, bool is_v) {
+    double y = format->root ? sqrt((double)x) : (double)x, got, slack = format->bits == 4 ? 0x1p-21 : 0.0;
+    if (scale == 0.0f) return true;
+    y /= (double)scale;
+    got = fabs((double)format->level(code) - y);
+    for (uint32_t other = 0; other < 1u << format->bits; other++) {
+        double at = (double)format->level(other);
+        if (isnan(at) || fabs(at) > (double)format->largest || (is_v && at <= 0.0)) continue;
+        if (fabs(at - y) < got - 1e-6 * fabs(y) - slack) return false;
+    }
+    return true;
+}
+
+// One slot of a run, as values of the arena by plain loops.
+static void plain_slot(const Run* run, const PlainFormat* format, const char* slot, float* values) {
+    char name[64];
+    snprintf(name, sizeof(name), "%s.%s", slot, format->tensor ? "scales" : "maxima");
+    uint8_t* codes = (uint8_t*)array(run, slot);
+    float *numbers = (float*)array(run, name), *at = numbers;
+    for (int t = 0; t < TENSORS; t++) {
+        const OptimTensor* tensor = &run->tensor[t];
+        for (int64_t i = 0; i < length(tensor); i++) {
+            int64_t element = tensor->offset + i;
+            values[element] = plain_decode(format, codes, element, scale_at(format, tensor, at, i));
+        }
+        at += numbers_of(format, tensor);
+    }
+    free(codes);
+    free(numbers);
+}
+
+// Stored against values: numbers equal, codes nearest.
+static void check_slot(Test* test, const Run* run, const PlainFormat* format, const char* slot, const float* values,
+                       int step) {
+    char name[64];
+    static float want[16384];
+    snprintf(name, sizeof(name), "%s.%s", slot, format->tensor ? "scales" : "maxima");
+    uint8_t* codes = (uint8_t*)array(run, slot);
+    float *numbers = (float*)array(run, name), *at = numbers;
+    bool is_v = is(slot, "v");
+    for (int t = 0; t < TENSORS && codes && numbers; t++) {
+        const OptimTensor* tensor = &run->tensor[t];
+        int64_t count = numbers_of(format, tensor), wrong = 0, far = 0;
+        plain_numbers(format, tensor, values + tensor->offset, want);
+        for (int64_t i = 0; i < count; i++) wrong += want[i] != at[i];
+        expect(wrong == 0, "%s %s step %d tensor %d: %lld of %lld numbers differ; the first %a, want %a", slot,
+               format->name, step, t, (long long)wrong, (long long)count, (double)at[0], (double)want[0]);
+        for (int64_t i = 0; i < length(tensor); i++) {
+            float x = values[tensor->offset + i], scale = scale_at(format, tensor, at, i);
+            uint32_t code = code_at(format, codes, tensor->offset + i);
+            far += !is_nearest(format, code, x, scale, is_v);
+            float back = plain_decode(format, codes, tensor->offset + i, scale);
+            if (is_v && x > 0.0f && scale > 0.0f)
+                expect(back > 0.0f, "%s: a v of %g decodes to zero", format->name, (double)x);
+        }
+        expect(far == 0, "%s %s step %d tensor %d: %lld codes are not the nearest", slot, format->name, step, t,
+               (long long)far);
+        at += count;
+    }
+    expect(codes && numbers, "%s %s: no such arrays", slot, name);
+    free(codes);
+    free(numbers);
+}
+
+// The update of a step from the stored states and weights, by AdamW's own formula an element at a time.
+static void plain_update(const Run* run, int step, float* p, float* m, float* v) {
+    Settings settings[2] = {{1.0, 0.0}, {1.0, (double)run->config.weight_decay}};
+    float* grads = make_gradients(run, step, false);
+    for (int t = 0; t < TENSORS; t++) {
+        Hyper hyper = hyper_create(&run->config, &settings[run->tensor[t].decay], (double)1e-2f, step);
+        for (int64_t i = 0; i < length(&run->tensor[t]); i++) {
+            int64_t element = run->tensor[t].offset + i;
+            float g = grads[element] * 0.5f, slow, root;
+            EachElement<AdamW>::update(hyper, &p[element], &g, &m[element], &v[element], &slow, &root, 1);
+        }
+    }
+    free(grads);
+}
+
+TEST(spans_states_against_plain_loops) {
+    const char* const pairs[][2] = {{"e4m3/tensor", "e5m2/tensor"}, {"e5m2/tensor", "e4m3/tensor"},
+                                    {"de4/rank1", "lin4/rank1"},    {"dyn8/rank1", "udyn8/rank1"},
+                                    {"e4m3/tensor", "sqrt4/rank1"}, {"dyn8/rank1", "lin4/rank1"}};
+    constexpr int STEPS = 4;
+    int64_t compared = 0;
+    for (const auto& pair : pairs) {
+        OptimConfig config = spans_config("adamw", "fp32", pair[0], pair[1]);
+        const PlainFormat *format_m = find_plain(pair[0]), *format_v = find_plain(pair[1]);
+        Run run;
+        run_open(&run, &config, false, OPTIM_FP32);
+        float* all = (float*)calloc((size_t)run.elements * 2, 4);
+        float *m = all, *v = all + run.elements, *p = (float*)array(&run, "weights");
+        for (int step = 1; step <= STEPS; step++) {
+            plain_slot(&run, format_m, "m", m);
+            plain_slot(&run, format_v, "v", v);
+            plain_update(&run, step, p, m, v);
+            run_steps(&run, step, step, false);
+            float* weights = (float*)array(&run, "weights");
+            expect(memcmp(weights, p, (size_t)run.elements * 4) == 0, "%s %s step %d: the weights", pair[0], pair[1],
+                   step);
+            check_slot(test, &run, format_m, "m", m, step);
+            check_slot(test, &run, format_v, "v", v, step);
+            free(weights);
+            compared += 2 * run.elements;
+        }
+        free(all), free(p);
+        run_close(&run);
+    }
+    snprintf(test->note, sizeof(test->note), "%.1fe6 codes", 1e-6 * (double)compared);
+}
+
+// Stochastic rounding: the same numbers, and codes of one of the two levels around.
+TEST(spans_stochastic_states) {
+    const char* const pairs[][2] = {
+        {"e4m3/tensor", "e5m2/tensor"}, {"de4/rank1", "lin4/rank1"}, {"dyn8/rank1", "udyn8/rank1"}};
+    for (const auto& pair : pairs) {
+        char noisy[2][64];
+        for (int k = 0; k < 2; k++) snprintf(noisy[k], sizeof(noisy[k]), "%s:sr", pair[k]);
+        OptimConfig config = spans_config("adamw", "fp32", noisy[0], noisy[1]);
+        Run run;
+        run_open(&run, &config, false, OPTIM_FP32);
+        float* all = (float*)calloc((size_t)run.elements * 4, 4);
+        float *m = all, *v = m + run.elements, *back = v + run.elements, *numbers = back + run.elements;
+        float* p = (float*)array(&run, "weights");
+        plain_update(&run, 1, p, m, v);
+        run_steps(&run, 1, 1, false);
+        for (int k = 0; k < 2; k++) {
+            const PlainFormat* format = find_plain(pair[k]);
+            const float* values = k ? v : m;
+            int64_t beyond = 0, up = 0, down = 0;
+            plain_slot(&run, format, k ? "v" : "m", back);
+            for (int t = 0; t < TENSORS; t++) {
+                const OptimTensor* tensor = &run.tensor[t];
+                plain_numbers(format, tensor, values + tensor->offset, numbers);
+                for (int64_t i = 0; i < length(tensor); i++) {
+                    float scale = scale_at(format, tensor, numbers, i), x = values[tensor->offset + i];
+                    double y = (double)x / (double)scale, got = (double)back[tensor->offset + i] / (double)scale;
+                    if (scale == 0.0f) continue;
+                    up += got > y, down += got < y;
+                    for (uint32_t code = 0; code < 1u << format->bits; code++) {
+                        double at = (double)format->level(code), between = 1e-6 * fabs(y) + 1e-6 * fabs(got);
+                        if (fabs(at) > (double)format->largest || (k && at <= 0.0)) continue;
+                        beyond += (at > y + between && at < got - between) || (at < y - between && at > got + between);
+                    }
+                }
+            }
+            expect(beyond == 0, "%s: %lld codes pass a level", noisy[k], (long long)beyond);
+            expect(up > 500 && down > 500, "%s: %lld up, %lld down", noisy[k], (long long)up, (long long)down);
+        }
+        free(all), free(p);
+        run_close(&run);
+    }
+}
+
+// lpmm's definition on a matrix of 2 x 3, worked out by hand, and on a vector of 130.
+TEST(spans_rank1_by_hand) {
+    typedef Spans<Lin4, SPAN_RANK1, NEAREST> Storage;
+    const float x[16] = {4.0f, 1.0f, 0.5f, 2.0f, 8.0f, 0.25f};
+    const float maxima[5] = {4.0f, 8.0f, 4.0f, 8.0f, 0.5f};  // of rows, of columns
+    // Scales 4 4 .5 / 4 8 .5; values over scales, in sixteenths: 16 4 16 / 8 16 8.
+    const uint32_t codes[6] = {15, 3, 15, 7, 15, 7};
+    float now[5] = {}, next[5] = {}, back[16];
+    uint8_t stored[8] = {};
+    SpanTile tile = {0, 2, 3, 0, 0, 1, 1};
+    Streams streams = {stored, now, nullptr, nullptr, next, &tile};
+    Storage::measure(streams, 0, x, 16);
+    expect(memcmp(next, maxima, sizeof(maxima)) == 0, "maxima %g %g %g %g %g", (double)next[0], (double)next[1],
+           (double)next[2], (double)next[3], (double)next[4]);
+    Storage::store(streams, 0, x, 16, NoiseKey{0, 0, NOISE_V});
+    for (int i = 0; i < 6; i++) {
+        uint32_t code = i % 2 ? stored[i / 2] & 15u : stored[i / 2] >> 4;
+        expect(code == codes[i], "element %d has code %u, want %u", i, code, codes[i]);
+    }
+    memcpy(now, next, sizeof(now));
+    Storage::load(streams, 0, back, 16, NoiseKey{});
+    for (int i = 0; i < 16; i++) expect(back[i] == x[i], "element %d is %g", i, (double)back[i]);
+    float vector[256] = {}, vector_now[2] = {}, vector_next[2] = {};
+    uint8_t vector_codes[128] = {};
+    vector[3] = 2.0f, vector[129] = 5.0f;
+    SpanTile line = {0, 2, 128, 0, 0, 0, 1};
+    Storage::measure({vector_codes, vector_now, nullptr, nullptr, vector_next, &line}, 0, vector, 256);
+    expect(vector_next[0] == 2.0f && vector_next[1] == 5.0f, "%g %g", (double)vector_next[0], (double)vector_next[1]);
+    OptimTensor matrix = {"matrix", 300, 700, true, 0}, bias = {"bias", 1, 130, false, 0};
+    expect(span_numbers(SPAN_RANK1, &matrix) == 1000 && span_numbers(SPAN_RANK1, &bias) == 2, "numbers");
+    expect(span_numbers(SPAN_TENSOR, &matrix) == 3 && span_numbers(SPAN_RUN, &matrix) == 0, "numbers");
+    SpanTile second = span_tile(SPAN_RANK1, &matrix, 2048, 7);
+    expect(second.at == 7 && second.row == 2 && second.col == 648 && !second.begins, "%u %u", second.row, second.col);
+}
+
+// Threads of a GPU take 8 or 16 elements, a core a whole tile: the same maxima and codes, wherever rows end.
+TEST(spans_pieces_of_a_tile) {
+    typedef Spans<De4, SPAN_RANK1, STOCHASTIC> Storage;
+    static float x[TILE_ELEMENTS], back[2][TILE_ELEMENTS], now[8000], next[3][8000];
+    static uint8_t codes[3][TILE_ELEMENTS / 2], table[sizeof(De4::Table)] __attribute__((aligned(16)));
+    const int sizes[3] = {TILE_ELEMENTS, 16, 8};
+    Storage::fill(table);
+    for (const Shape& shape : {Shape{3, 1001}, {1500, 3}, {4000, 1}, {37, 117}, {2, 5000}, {1, 4000}}) {
+        OptimTensor tensor = {"tensor", shape.rows, shape.cols, true, 0};
+        SpanTile tile = span_tile(SPAN_RANK1, &tensor, TILE_ELEMENTS, 5);
+        int64_t kept = length(&tensor) - TILE_ELEMENTS;
+        memset(next, 0, sizeof(next));
+        for (int64_t i = 0; i < TILE_ELEMENTS; i++) x[i] = i < kept ? gradient(1, i) : 0.0f;
+        for (int k = 0; k < 3; k++) {
+            Streams streams = {codes[k], now, table, nullptr, next[k], &tile};
+            for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::measure(streams, i, x + i, sizes[k]);
+            NoiseKey key = {1, 2, NOISE_M, TILE_ELEMENTS};
+            for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::store(streams, i, x + i, sizes[k], key);
+            streams.extra = next[k];
+            float* to = back[k > 0];
+            for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::load(streams, i, to + i, sizes[k], NoiseKey{});
+            bool same =
+                memcmp(next[k], next[0], sizeof(next[0])) == 0 && memcmp(codes[k], codes[0], sizeof(codes[0])) == 0;
+            expect(same && memcmp(to, back[0], sizeof(back[0])) == 0, "%lld x %lld by %d", (long long)shape.rows,
+                   (long long)shape.cols, sizes[k]);
+        }
+        int64_t zeros = 0;
+        for (int64_t i = kept < 0 ? 0 : kept; i < TILE_ELEMENTS; i++) zeros += back[0][i] == 0.0f;
+        expect(kept >= TILE_ELEMENTS || zeros == TILE_ELEMENTS - kept, "padding of %lld x %lld", (long long)shape.rows,
+               (long long)shape.cols);
+    }
+}
+
+// NaN does not count, infinity is cut to the most, zeros are zeros, and no v above zero becomes zero.
+template <class Storage>
+static void check_edges(Test* test, const char* name) {
+    constexpr int N = 64;
+    SpanTile tile = {0, 4, 16, 0, 0, 1, 1};
+    float x[N], back[N], now[20] = {}, next[20] = {};
+    static uint8_t codes[N], table[65536] __attribute__((aligned(16)));
+    if constexpr (Storage::TABLE_BYTES > 0) Storage::fill(table);
+    Streams streams = {codes, now, table, nullptr, next, &tile};
+    for (int i = 0; i < N; i++) x[i] = i / 16 == 2 ? 0.0f : ldexpf(1.0f + fabsf(test_uniform(3, i)), -(i * 37 % 100));
+    x[5] = NAN;
+    Storage::measure(streams, 0, x, N);
+    for (float top : next) expect(top >= 0.0f && top <= 2.0f, "%s: a maximum is %g", name, (double)top);
+    Storage::store(streams, 0, x, N, NoiseKey{1, 1, NOISE_V});
+    memcpy(now, next, sizeof(now));
+    Storage::load(streams, 0, back, N, NoiseKey{});
+    bool rank1 = Storage::STREAM[1].span == SPAN_RANK1;
+    for (int i = 0; i < N; i++) {
+        if (i == 5) continue;
+        if (i / 16 == 2 && rank1) expect(back[i] == 0.0f, "%s: zero %d becomes %g", name, i, (double)back[i]);
+        if (i / 16 != 2) expect(back[i] > 0.0f, "%s: v %d becomes %g", name, i, (double)back[i]);
+    }
+    if constexpr (!Storage::SIGNED) return;
+    x[7] = INFINITY;
+    Storage::measure(streams, 0, x, N);
+    Storage::store(streams, 0, x, N, NoiseKey{1, 1, NOISE_M});
+    memcpy(now, next, sizeof(now));
+    Storage::load(streams, 0, back, N, NoiseKey{});
+    expect(back[7] > 4.1e37f && back[7] < 4.3e37f, "%s: infinity becomes %g", name, (double)back[7]);
+    for (int i = 0; i < N; i++) expect(i == 5 || isfinite(back[i]), "%s: element %d is %g", name, i, (double)back[i]);
+}
+
+TEST(spans_edges) {
+    check_edges<Spans<E4m3, SPAN_TENSOR, NEAREST>>(test, "e4m3/tensor");
+    check_edges<Spans<E5m2, SPAN_TENSOR, STOCHASTIC>>(test, "e5m2/tensor:sr");
+    check_edges<Spans<Dyn8, SPAN_RANK1, NEAREST>>(test, "dyn8/rank1");
+    check_edges<Spans<De4, SPAN_RANK1, STOCHASTIC>>(test, "de4/rank1:sr");
+    check_edges<Spans<Udyn8, SPAN_RANK1, STOCHASTIC>>(test, "udyn8/rank1:sr");
+    check_edges<Spans<Lin4, SPAN_RANK1, NEAREST>>(test, "lin4/rank1");
+    check_edges<Spans<Sqrt4, SPAN_RANK1, NEAREST>>(test, "sqrt4/rank1");
+}
+
+// What an fp8 copy of fp32 weights keeps: exact, of the new master, after steps as after the weights were set.
+static void check_copy(Test* test, const Run* run, const PlainFormat* format, int step) {
+    float* master = (float*)array(run, "master");
+    check_slot(test, run, format, "weights", master, step);
+    float *numbers = (float*)array(run, "weights.scales"), *seen = (float*)malloc((size_t)run->elements * 4);
+    uint8_t* codes = (uint8_t*)array(run, "weights");
+    uint16_t* copy = (uint16_t*)malloc((size_t)run->elements * 2);
+    copy_to_host(&run->dev, copy, optim_weights(run->optim), run->elements * 2);
+    for (int t = 0; t < TENSORS; t++) {
+        const OptimTensor* tensor = &run->tensor[t];
+        const float* number = numbers + 3 * t;
+        expect(number[1] == number[0] / (float)format->largest && number[2] == 1.0f / number[1], "%s: %a %a %a",
+               format->name, (double)number[0], (double)number[1], (double)number[2]);
+        optim_get_weights(run->optim, t, seen);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < length(tensor); i++) {
+            float want = format->level(codes[tensor->offset + i]) * number[1];
+            wrong += seen[i] != want || copy[tensor->offset + i] != Bf16::encode(want);
+        }
+        expect(wrong == 0, "%s step %d tensor %d: %lld weights are not code times scale", format->name, step, t,
+               (long long)wrong);
+    }
+    free(master), free(numbers), free(seen), free(codes), free(copy);
+}
+
+TEST(spans_weights_with_master) {
+    for (const char* name : {"e4m3/tensor", "e5m2/tensor"}) {
+        char weights[64];
+        snprintf(weights, sizeof(weights), "%s+fp32", name);
+        OptimConfig narrow = spans_config("adamw", weights, "fp32", "bf16"),
+                    wide = spans_config("adamw", "fp32", "fp32", "bf16");
+        Run run, exact;
+        run_open(&run, &narrow, false, OPTIM_BF16);
+        run_open(&exact, &wide, false, OPTIM_BF16);
+        check_copy(test, &run, find_plain(name), 0);
+        for (int step = 1; step <= 3; step++) {
+            run_steps(&run, step, step, false);
+            run_steps(&exact, step, step, false);
+            check_copy(test, &run, find_plain(name), step);
+            float *master = (float*)array(&run, "master"), *want = (float*)array(&exact, "weights");
+            expect(memcmp(master, want, (size_t)run.elements * 4) == 0, "%s: the master is an fp32 run's", weights);
+            free(master), free(want);
+        }
+        run_close(&run), run_close(&exact);
+    }
+}
+
+// Configurations of all kinds, for what follows.
+static const char* const mixed[][5] = {{"adamw", "bf16:sr", "e4m3/tensor", "e5m2/tensor:sr", ""},
+                                       {"adamw", "bf16:sr", "de4/rank1:sr", "lin4/rank1", ""},
+                                       {"adamw", "e4m3/tensor+fp32", "dyn8", "udyn8", ""},
+                                       {"adamw", "e5m2/tensor+fp32", "dyn8/rank1", "sqrt4/rank1:sr", ""},
+                                       {"adamw", "e4m3:sr", "fp32", "udyn8/rank1:sr", ""},
+                                       {"ademamix", "e4m3/tensor+fp32", "e5m2/tensor:sr", "udyn8/rank1", ""},
+                                       {"lion", "bf16+8", "de4/rank1", "", ""},
+                                       {"adamw", "e4m3/tensor+fp32", "de4", "lin4/rank1",
+                                        "ln*|wpe: m=dyn8/rank1 v=fp32; *.mlp: m=e4m3/tensor; h.1: lr=0.5"}};
+
+static OptimConfig mixed_config(const char* const* row) {
+    OptimConfig config = spans_config(row[0], row[1], row[2], row[3]);
+    config.overrides = row[4];
+    return config;
+}
+
+static bool same_arrays(const Run* a, const Run* b) {
+    bool same = optim_stream_count(a->optim) == optim_stream_count(b->optim);
+    for (int s = 0; s < optim_stream_count(a->optim) && same; s++) {
+        OptimStream stream = optim_stream(a->optim, s), other = optim_stream(b->optim, s);
+        int64_t bytes = stream.elements * stream.element_bytes;
+        same = is(stream.name, other.name) && bytes == other.elements * other.element_bytes;
+        void *x = array(a, stream.name), *y = same ? array(b, stream.name) : nullptr;
+        same = same && memcmp(x, y, (size_t)bytes) == 0;
+        free(x), free(y);
+    }
+    return same;
+}
+
+TEST(spans_cost_what_they_say) {
+    for (const auto& row : mixed) {
+        OptimConfig config = mixed_config(row);
+        Run run;
+        run_open(&run, &config, false, OPTIM_BF16);
+        OptimBytes plan = optim_bytes(&config, run.tensor, TENSORS, OPTIM_BF16), real = optim_allocated(run.optim);
+        expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s %s %s: planned and allocated", row[1], row[2], row[3]);
+        run_close(&run);
+    }
+    OptimConfig config = spans_config("adamw", "e4m3/tensor+fp32", "e4m3/tensor", "lin4/rank1");
+    char line[256];
+    optim_describe(&config, line, sizeof(line));
+    expect(strstr(line, "6.5 B/param"), "%s", line);
+}
+
+TEST(spans_nonfinite_scale_changes_nothing) {
+    for (const auto& row : mixed) {
+        OptimConfig config = mixed_config(row);
+        Run run, other;
+        run_open(&run, &config, false, OPTIM_BF16);
+        run_open(&other, &config, false, OPTIM_BF16);
+        for (Run* each : {&run, &other}) run_steps(each, 1, 2, false);
+        for (float scale : {NAN, INFINITY}) {
+            copy_to_device(&run.dev, run.scale, &scale, 4);
+            run_steps(&run, 3, 3, true);
+        }
+        float half = 0.5f;
+        copy_to_device(&run.dev, run.scale, &half, 4);
+        expect(same_arrays(&run, &other), "%s %s %s: a step that is skipped", row[1], row[2], row[3]);
+        for (Run* each : {&run, &other}) run_steps(each, 3, 3, false);
+        expect(same_arrays(&run, &other), "%s %s %s: the step after it", row[1], row[2], row[3]);
+        run_close(&run), run_close(&other);
+    }
+}
+
+// Checkpoints, held in memory.
+
+static const void* stored_array(void* context, const char* name, const char* dtype, int64_t bytes) {
+    const Optim* optim = ((Run*)context)->optim;
+    for (int s = 0; s < optim_stream_count(optim); s++) {
+        OptimStream stream = optim_stream(optim, s);
+        bool same = is(stream.name, name) && is(stream.dtype, dtype) && stream.elements * stream.element_bytes == bytes;
+        if (same) return stream.data;
+    }
+    return nullptr;
+}
+
+static void stored_weights(void* context, int tensor, float* values) {
+    optim_get_weights(((Run*)context)->optim, tensor, values);
+}
+
+static void no_notice(void*, const char*) {}
+
+static void load(Test* test, Run* to, const Run* from) {
+    char error[512] = "";
+    OptimStored stored = {from->config, 0, stored_array, stored_weights, no_notice, (void*)from};
+    for (int s = 0; s < optim_stream_count(from->optim); s++) {
+        OptimStream stream = optim_stream(from->optim, s);
+        stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
+    }
+    expect(optim_load(to->optim, &stored, error, sizeof(error)), "%s", error);
+}
+
+TEST(spans_resume_to_the_bit) {
+    for (const auto& row : mixed) {
+        OptimConfig config = mixed_config(row);
+        Run whole, first, second;
+        for (Run* run : {&whole, &first, &second}) run_open(run, &config, false, OPTIM_BF16);
+        run_steps(&whole, 1, 6, false);
+        run_steps(&first, 1, 3, false);
+        load(test, &second, &first);
+        expect(same_arrays(&first, &second), "%s %s %s: loaded", row[1], row[2], row[3]);
+        run_steps(&second, 4, 6, false);
+        expect(same_arrays(&whole, &second), "%s %s %s: resumed", row[1], row[2], row[3]);
+        expect(!same_arrays(&whole, &first), "%s %s %s: nothing moves", row[1], row[2], row[3]);
+        for (Run* run : {&whole, &first, &second}) run_close(run);
+    }
+}
+
+// From fp32 into the formats and back: numbers of the loaded values, the nearest codes, and what they decode to.
+TEST(spans_convert) {
+    OptimConfig wide = spans_config("adamw", "fp32", "fp32", "fp32");
+    Run exact;
+    run_open(&exact, &wide, false, OPTIM_FP32);
+    run_steps(&exact, 1, 3, false);
+    float *m = (float*)array(&exact, "m"), *v = (float*)array(&exact, "v"), *p = (float*)array(&exact, "weights");
+    const char* const pairs[][2] = {{"e4m3/tensor", "e5m2/tensor:sr"},
+                                    {"de4/rank1:sr", "lin4/rank1"},
+                                    {"dyn8/rank1", "udyn8/rank1"},
+                                    {"e5m2/tensor", "sqrt4/rank1"}};
+    for (const auto& pair : pairs) {
+        OptimConfig config = spans_config("adamw", "e4m3/tensor+fp32", pair[0], pair[1]);
+        const PlainFormat* const formats[2] = {find_plain(pair[0]), find_plain(pair[1])};
+        Run narrow, back;
+        run_open(&narrow, &config, false, OPTIM_BF16);
+        run_open(&back, &wide, false, OPTIM_FP32);
+        load(test, &narrow, &exact);
+        check_slot(test, &narrow, formats[0], "m", m, 0);
+        check_slot(test, &narrow, formats[1], "v", v, 0);
+        check_slot(test, &narrow, find_plain("e4m3/tensor"), "weights", p, 0);
+        check_copy(test, &narrow, find_plain("e4m3/tensor"), 0);
+        load(test, &back, &narrow);
+        float *weights = (float*)array(&back, "weights"), *want = (float*)calloc((size_t)back.elements, 4);
+        expect(memcmp(weights, p, (size_t)back.elements * 4) == 0, "the master was not lossless");
+        for (int k = 0; k < 2; k++) {
+            float* got = (float*)array(&back, k ? "v" : "m");
+            memset(want, 0, (size_t)back.elements * 4);
+            plain_slot(&narrow, formats[k], k ? "v" : "m", want);
+            expect(memcmp(got, want, (size_t)back.elements * 4) == 0, "%s is not what fp32 holds of it", pair[k]);
+            free(got);
+        }
+        free(weights), free(want);
+        run_close(&narrow), run_close(&back);
+    }
+    free(m), free(v), free(p);
+    run_close(&exact);
+}
+
+// Shards of whole tensors are the whole's parts; one that cuts a tensor is refused.
+TEST(spans_shards) {
+    for (const auto& row : mixed) {
+        OptimConfig config = mixed_config(row);
+        Run whole, shard[2];
+        run_open(&whole, &config, false, OPTIM_BF16);
+        run_steps(&whole, 1, 3, false);
+        int64_t cut = whole.tensor[4].offset, used[32] = {};
+        for (int k = 0; k < 2; k++) {
+            OptimConfig part = config;
+            part.begin = k ? cut : 0, part.end = k ? whole.elements : cut;
+            run_open(&shard[k], &part, false, OPTIM_BF16);
+            run_steps(&shard[k], 1, 3, false);
+        }
+        for (int s = 0; s < optim_stream_count(whole.optim); s++) {
+            OptimStream want = optim_stream(whole.optim, s);
+            bool same = true;
+            for (const Run& each : shard) {
+                for (int i = 0; i < optim_stream_count(each.optim); i++) {
+                    OptimStream got = optim_stream(each.optim, i);
+                    int64_t bytes = got.elements * got.element_bytes;
+                    if (!is(got.name, want.name)) continue;
+                    same = same && memcmp((char*)want.data + used[s], got.data, (size_t)bytes) == 0;
+                    used[s] += bytes;
+                }
+            }
+            expect(same && used[s] == want.elements * want.element_bytes, "%s %s %s: %s", row[1], row[2], row[3],
+                   want.name);
+        }
+        for (Run* run : {&whole, &shard[0], &shard[1]}) run_close(run);
+    }
+}
+
+TEST(spans_refuse_a_cut_tensor) {
+    OptimConfig config = spans_config("adamw", "bf16:sr", "fp32", "lin4/rank1");
+    OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
+    optim_layout(&tensor, 1, &config);
+    config.begin = OPTIM_ALIGN, config.end = 3 * OPTIM_ALIGN;
+    int ends[2], status = 0;
+    char said[1024] = "";
+    expect(pipe(ends) == 0, "pipe");
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 2);
+        optim_bytes(&config, &tensor, 1, OPTIM_BF16);
+        _exit(0);
+    }
+    close(ends[1]);
+    size_t used = 0;
+    for (ssize_t got; (got = read(ends[0], said + used, sizeof(said) - 1 - used)) > 0;) used += (size_t)got;
+    close(ends[0]);
+    expect(child > 0 && waitpid(child, &status, 0) == child, "no child");
+    expect(WIFEXITED(status) && WEXITSTATUS(status) == 2, "status %d", status);
+    expect(strstr(said, "lin4/rank1") && strstr(said, "h.0.mlp.weight"), "%s", said);
+}
+
+// Every row through NVRTC, with the pass before the step.
+static bool compiles(Test* test, const OptimConfig* config, const char* architecture) {
+    static char error[JIT_ERROR_BYTES];
+    const char* const step = "optim_step_kernel";
+    char step_name[2100], measure_name[2200];
+    bool good = true;
+    optim_expression(config, OPTIM_BF16, step_name, sizeof(step_name));
+    expect(strncmp(step_name, step, strlen(step)) == 0, "%s", step_name);
+    snprintf(measure_name, sizeof(measure_name), "optim_measure_kernel%s", step_name + strlen(step));
+    for (const char* each : {step_name, measure_name}) {
+        JitImage image;
+        bool fine = jit_compile(each, architecture, &image, error);
+        expect(fine, "%s: %s", each, error);
+        if (fine) jit_free(&image);
+        good = good && fine;
+    }
+    return good;
+}
+
+TEST(spans_compile_at_run_time) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    int rows = 0;
+    for (const char* name : state_names) {
+        if (!in_spans(name)) continue;
+        OptimConfig config = spans_config(rows % 3 ? "adamw" : "lion", rows % 2 ? "bf16:sr" : "e4m3:sr", "fp32", name);
+        bool is_m = strncmp(name, "u", 1) != 0 && strncmp(name, "lin4", 4) != 0 && strncmp(name, "sqrt4", 5) != 0;
+        if (is_m) config.m = name;
+        if (!is_m) config = spans_config("adamw", "bf16:sr", "fp32", name);
+        compiles(test, &config, rows % 2 ? "sm_80" : "sm_90"), rows++;
+    }
+    for (const char* name : weights_names) {
+        if (!in_spans(name)) continue;
+        OptimConfig config = spans_config("adamw", name, "fp32", "bf16:sr");
+        compiles(test, &config, "sm_90"), rows++;
+    }
+    OptimConfig config = mixed_config(mixed[5]);
+    compiles(test, &config, "sm_90");
+    expect(rows == 16, "%d rows", rows);
+}
+
+static void expect_equal_devices(Test* test, const OptimConfig* config, OptimType compute, int steps, bool wild) {
+    Run run[2];
+    for (int gpu = 0; gpu < 2; gpu++) {
+        run_open(&run[gpu], config, gpu == 1, compute);
+        expect(gpu == 0 || same_arrays(&run[0], &run[1]), "%s: set differently", config->weights);
+        run_steps(&run[gpu], 1, steps, wild);
+    }
+    char line[256];
+    optim_describe(config, line, sizeof(line));
+    expect(same_arrays(&run[0], &run[1]), "%s \"%s\"%s", line, config->overrides, wild ? ", wild" : "");
+    int64_t bytes = run[0].elements * (compute == OPTIM_BF16 ? 2 : 4);
+    char* copy = (char*)malloc((size_t)bytes);
+    copy_to_host(&run[1].dev, copy, optim_weights(run[1].optim), bytes);
+    expect(memcmp(copy, optim_weights(run[0].optim), (size_t)bytes) == 0, "%s: the copy", line);
+    free(copy);
+    run_close(&run[0]), run_close(&run[1]);
+}
+
+static void equal_devices(Test* test) {
+    int pairs = 0;
+    for (const char* name : state_names) {
+        if (!in_spans(name)) continue;
+        bool is_m = strncmp(name, "u", 1) != 0 && strncmp(name, "lin4", 4) != 0 && strncmp(name, "sqrt4", 5) != 0;
+        OptimConfig config = spans_config("adamw", "bf16:sr", is_m ? name : "bf16:sr", name);
+        expect_equal_devices(test, &config, OPTIM_BF16, 20, false);
+        expect_equal_devices(test, &config, OPTIM_BF16, 4, true), pairs++;
+    }
+    for (const auto& row : mixed) {
+        OptimConfig config = mixed_config(row);
+        expect_equal_devices(test, &config, pairs % 2 ? OPTIM_FP32 : OPTIM_BF16, 20, false);
+        expect_equal_devices(test, &config, OPTIM_BF16, 4, true), pairs++;
+    }
+    for (const char* rule : rule_names) {
+        OptimConfig config = spans_config(rule, "e4m3/tensor+fp32", "dyn8/rank1", "sqrt4/rank1");
+        expect_equal_devices(test, &config, OPTIM_BF16, 20, false), pairs++;
+    }
+    snprintf(test->note, sizeof(test->note), "%d combinations", pairs);
+}
+
+TEST(spans_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, equal_devices);
+}
+
+// A skipped step and checkpoints on the GPU.
+static void skips_and_loads(Test* test) {
+    for (const auto& row : mixed) {
+        OptimConfig config = mixed_config(row);
+        Run cpu, gpu, again;
+        run_open(&cpu, &config, false, OPTIM_BF16);
+        run_open(&gpu, &config, true, OPTIM_BF16);
+        run_open(&again, &config, true, OPTIM_BF16);
+        run_steps(&cpu, 1, 3, false), run_steps(&gpu, 1, 3, false);
+        float scale = NAN, half = 0.5f;
+        copy_to_device(&gpu.dev, gpu.scale, &scale, 4);
+        run_steps(&gpu, 4, 4, true);
+        copy_to_device(&gpu.dev, gpu.scale, &half, 4);
+        expect(same_arrays(&cpu, &gpu), "%s %s %s: a step that is skipped", row[1], row[2], row[3]);
+        load(test, &again, &cpu);
+        expect(same_arrays(&cpu, &again), "%s %s %s: loaded", row[1], row[2], row[3]);
+        for (Run* run : {&cpu, &gpu, &again}) run_steps(run, 4, 6, false);
+        expect(same_arrays(&cpu, &gpu) && same_arrays(&cpu, &again), "%s %s %s: resumed", row[1], row[2], row[3]);
+        for (Run* run : {&cpu, &gpu, &again}) run_close(run);
+    }
+}
+
+TEST(spans_skip_and_resume_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, skips_and_loads);
+}

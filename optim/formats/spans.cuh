@@ -1,0 +1,213 @@
+// Storage whose scales reach further than a tile: one scale a tensor, or rank-1 scales (lpmm, arXiv 2309.01507).
+//     tensor    top = max |x| over the tensor
+//     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); of a vector: of its
+//               block of 128
+// Scale and code follow from top as in blocks.cuh, where also is said what becomes of zeros, NaN and infinity.
+//
+// A scale must be known before the first code is written. So a step is two passes: optim_measure_kernel (measure.cuh)
+// computes the update in registers and keeps its maxima alone, in `next`; the step then loads with the maxima of the
+// last step and stores with the next ones; last, those become the current. Maxima do not round, so their order does not
+// matter: integer atomics on the bits of floats that are not negative.
+// Cost: the first pass reads once more all that a step reads. AdamW with bf16 weights and gradients moves 10 bytes a
+// parameter with both states in 8 bits, and 16 so; rank-1 scales take a reciprocal an element besides. For study, and
+// for states and weights that others have scaled like this; blocks are faster and closer.
+//
+// Kept beside the codes are, for every tensor, the largest |x|, the scale (what a code is multiplied by) and its
+// inverse, or the maxima of the rows and then of the columns, or of a vector's blocks.
+#pragma once
+#include "blocks.cuh"
+
+EMBED_SOURCE
+
+constexpr int SPAN_BLOCK = 128;    // of a vector
+constexpr int TENSOR_NUMBERS = 3;  // top, scale, inverse
+
+// Where a tile lies among the numbers of its tensor. A vector is a matrix of rows of SPAN_BLOCK whose columns have no
+// maxima.
+struct alignas(16) SpanTile {
+    int64_t at;           // of the tensor's first number
+    uint32_t rows, cols;  // of the tensor
+    uint32_t row, col;    // of the tile's first element
+    uint32_t columns;     // whether they have maxima
+    uint32_t begins;      // the tensor begins here
+};
+
+// maximum = max(maximum, top), whoever else does the same; NaN does not count.
+OPTIM_INLINE void span_raise(float* maximum, float top) {
+#ifdef __CUDA_ARCH__
+    // Most do not exceed what is there already, which may be seen late but is never too large.
+    if (top > *(volatile const float*)maximum) atomicMax((int*)maximum, __float_as_int(top));
+#else
+    float seen;
+    __atomic_load(maximum, &seen, __ATOMIC_RELAXED);
+    while (top > seen) {
+        if (__atomic_compare_exchange(maximum, &seen, &top, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+    }
+#endif
+}
+
+// Row and column of one element after the other.
+struct SpanWalk {
+    uint32_t row, col;
+};
+
+OPTIM_INLINE SpanWalk span_start(const SpanTile& tile, int first) {
+    uint32_t col = tile.col + (uint32_t)first, rows = col / tile.cols;
+    return {tile.row + rows, col - rows * tile.cols};
+}
+
+// Whether a row begins.
+OPTIM_INLINE bool span_advance(const SpanTile& tile, SpanWalk* walk) {
+    walk->col++;
+    if (walk->col != tile.cols) return false;
+    walk->col = 0;
+    walk->row++;
+    return true;
+}
+
+// The largest that an element can be; 0 in the padding.
+OPTIM_INLINE float span_top(const SpanTile& tile, const SpanWalk& walk, const float* maxima) {
+    if (walk.row >= tile.rows) return 0.0f;
+    float top = maxima[tile.at + walk.row];
+    return tile.columns ? exact_min(top, maxima[tile.at + tile.rows + walk.col]) : top;
+}
+
+template <class Format>
+OPTIM_INLINE BlockScale span_scale(float top) {
+    float scale;
+    return block_scale<Format, ScaleFp32>(top, &scale);
+}
+
+template <class Format, Span SPAN, Rounding ROUNDING>
+struct Spans {
+    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
+                                             {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
+    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
+
+    static OPTIM_HOST void fill(void* table) {
+        if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
+    }
+
+#ifdef __CUDACC__
+    static __device__ __forceinline__ void prepare(const Streams& streams) {
+        Blocks<Format, SPAN_BLOCK, ScaleFp32, ROUNDING>::prepare(streams);
+    }
+#endif
+
+    template <int COUNT>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
+        const SpanTile tile = *streams.span;
+        const float* maxima = (const float*)streams.extra;
+        if constexpr (SPAN == SPAN_TENSOR) {
+            block_get<Format, COUNT>(streams, first, span_scale<Format>(maxima[tile.at]).scale, x);
+        } else {
+            const auto* table = format_table<Format>(streams);
+            auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
+            SpanWalk walk = span_start(tile, first);
+            OPTIM_UNROLL
+            for (int i = 0; i < COUNT; i++) {
+                float scale = span_scale<Format>(span_top(tile, walk, maxima)).scale;
+                x[i] = Format::decode(table, packed.get(i), scale);
+                span_advance(tile, &walk);
+            }
+        }
+    }
+
+    // One scale for all; the first thread of a tensor leaves it for those who read the weights.
+    template <int COUNT>
+    static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        const SpanTile tile = *streams.span;
+        float value[COUNT], top = streams.next[tile.at];
+        BlockScale s = span_scale<Format>(top);
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
+        block_limit<Format, ScaleFp32>(top, value, COUNT);
+        block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+        if (!tile.begins || first > 0) return;
+        streams.next[tile.at + 1] = s.scale;
+        streams.next[tile.at + 2] = s.inverse;
+    }
+
+    // A scale for every element, and so a code by itself.
+    template <int COUNT>
+    static OPTIM_INLINE void put_rank1(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        const auto* table = format_table<Format>(streams);
+        int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
+        const SpanTile tile = *streams.span;
+        SpanWalk walk = span_start(tile, first);
+        Packed<Format::BITS, COUNT> packed = {};
+        Noise noise = {};
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            float value = block_value<Format>(x[i]), top = span_top(tile, walk, streams.next);
+            float inverse = span_scale<Format>(top).inverse;
+            block_limit<Format, ScaleFp32>(top, &value, 1);
+            if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
+            uint32_t bits = noise_lane(noise, i % NOISE_ELEMENTS);
+            uint32_t code = ROUNDING == STOCHASTIC ? Format::stochastic(table, value, inverse, bits, lowest)
+                                                   : Format::nearest(table, value, inverse, lowest);
+            packed.add(i, code - Format::BIAS);
+            span_advance(tile, &walk);
+        }
+        store_value(streams.codes, first * Format::BITS / 8, packed);
+    }
+
+    template <int COUNT>
+    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        if constexpr (SPAN == SPAN_TENSOR) {
+            put_tensor<COUNT>(streams, first, x, key);
+        } else {
+            put_rank1<COUNT>(streams, first, x, key);
+        }
+    }
+
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+        int c = 0;
+        OPTIM_UNROLL
+        for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
+        if (c < n) get<8>(streams, first + c, x + c);
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+        int c = 0;
+        OPTIM_UNROLL
+        for (; c + 16 <= n; c += 16) put<16>(streams, first + c, x + c, key);
+        if (c < n) put<8>(streams, first + c, x + c, key);
+    }
+
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+        Spans<Format, SPAN, NEAREST>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
+    }
+
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        load(streams, first, x, n, NoiseKey{});
+    }
+
+    // Raises the next maxima to those of elements that are going to be stored. On a GPU all threads of a warp call it.
+    static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
+        const SpanTile tile = *streams.span;
+        float top = 0.0f;
+        if constexpr (SPAN == SPAN_TENSOR) {
+            OPTIM_UNROLL
+            for (int i = 0; i < n; i++) top = exact_max(exact_abs(block_value<Format>(x[i])), top);
+#ifdef __CUDA_ARCH__
+            top = neighbours_max<32, TILE_ELEMENTS>(top);
+            if (threadIdx.x % 32 != 0) return;
+#endif
+            span_raise(&streams.next[tile.at], top);
+        } else {
+            SpanWalk walk = span_start(tile, first);
+            OPTIM_UNROLL
+            for (int i = 0; i < n; i++) {
+                if (walk.row >= tile.rows) continue;
+                float size = exact_abs(block_value<Format>(x[i])), *row = &streams.next[tile.at + walk.row];
+                top = exact_max(size, top);
+                if (tile.columns) span_raise(&streams.next[tile.at + tile.rows + walk.col], size);
+                bool over = span_advance(tile, &walk);
+                if (over || i + 1 == n) span_raise(row, top);
+                if (over) top = 0.0f;
+            }
+        }
+    }
+};

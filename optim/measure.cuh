@@ -1,0 +1,38 @@
+// The first pass of a step whose storages have scales that reach further than a tile (formats/spans.cuh): the update as
+// the step will compute it, of which only the maxima are kept.
+// Bytes: all that the step loads, once more. Threads read memory directly: what is measured here is not in a hurry.
+#pragma once
+#include "kernel.cuh"
+#include "formats/spans.cuh"
+
+EMBED_SOURCE
+
+#ifdef __CUDACC__
+// grid: any, block: StepLayout::SHAPE.threads, which take a tile together; shared memory: the formats' tables, static;
+// deterministic, since its atomics are maxima.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.threads))
+    optim_measure_kernel(const __grid_constant__ StepArguments step) {
+    constexpr StepArrays arrays = StepLayout<Rule, Weights, M, V, Copy, Grads>::ARRAYS;
+    constexpr int COUNT = StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.elements;
+    const float grad_scale = *step.grad_scale;
+    if (!is_finite(grad_scale)) return;  // changes nothing
+    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
+    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
+    __syncthreads();
+    for (int64_t t = blockIdx.x; t < step.tile_count; t += gridDim.x) {
+        const Tile tile = step.tiles[t];
+        auto at = [&](int a, const Streams& whole) {
+            return tile_at(arrays.array[a], arrays.array[a + 1], arrays.array[a + 2], whole, tile.index);
+        };
+        const StreamInfo grads = arrays.array[GRADS_ARRAY];
+        TileStreams streams = {
+            at(0, step.weights), {(char*)step.grads.codes + (int64_t)tile.index * tile_bytes(grads), nullptr},
+            at(4, step.m),       at(7, step.v),
+            at(10, step.slow),   {}};
+        update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams,
+                                        step.group[tile.group], grad_scale, (int64_t)tile.index * TILE_ELEMENTS,
+                                        (int)threadIdx.x * COUNT, COUNT);
+    }
+}
+#endif

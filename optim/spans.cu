@@ -1,0 +1,59 @@
+// Where the numbers of storages in spans lie (formats/spans.cuh): in arrays that hold those of one tensor after
+// another, in the order of the arena; and the end of a step that made new ones.
+#include "formats/spans.cuh"
+#include "storage.h"
+
+// Rows and columns as scales see them. A matrix of more than 2^31 rows or columns counts as a vector.
+struct SpanShape {
+    int64_t rows, cols;
+    bool columns;
+};
+
+static SpanShape span_shape(const OptimTensor* tensor) {
+    bool matrix = tensor->rows > 1 && tensor->rows <= 1ll << 31 && tensor->cols <= 1ll << 31;
+    if (matrix) return {tensor->rows, tensor->cols, true};
+    return {ceil_div(tensor->rows * tensor->cols, SPAN_BLOCK), SPAN_BLOCK, false};
+}
+
+Span format_span(const FormatRow* format) {
+    return format ? format->stream[1].span : SPAN_RUN;
+}
+
+int64_t span_numbers(Span span, const OptimTensor* tensor) {
+    SpanShape shape = span_shape(tensor);
+    if (span == SPAN_TENSOR) return TENSOR_NUMBERS;
+    return span == SPAN_RANK1 ? shape.rows + (shape.columns ? shape.cols : 0) : 0;
+}
+
+SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at) {
+    SpanShape shape = span_shape(tensor);
+    SpanTile tile = {at, 1, 1, 0, 0, 0, first == 0};
+    if (span != SPAN_RANK1) return tile;
+    tile.rows = (uint32_t)shape.rows;
+    tile.cols = (uint32_t)shape.cols;
+    tile.row = (uint32_t)(first / shape.cols);
+    tile.col = (uint32_t)(first % shape.cols);
+    tile.columns = shape.columns;
+    return tile;
+}
+
+// grid: ceil(count / block), block: any; deterministic.
+__global__ void spans_settle_kernel(float* now, float* next, int64_t count, const float* grad_scale) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count || !is_finite(*grad_scale)) return;
+    now[i] = next[i];
+    next[i] = 0.0f;
+}
+
+void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
+    constexpr int THREADS = 256;
+    if (settle->count == 0) return;
+    if (dev->gpu) {
+        unsigned blocks = (unsigned)ceil_div(settle->count, THREADS);
+        spans_settle_kernel<<<blocks, THREADS, 0, dev->stream>>>(settle->now, settle->next, settle->count, grad_scale);
+        check_launch();
+    } else if (is_finite(*grad_scale)) {
+        memcpy(settle->now, settle->next, (size_t)settle->count * sizeof(float));
+        memset(settle->next, 0, (size_t)settle->count * sizeof(float));
+    }
+}
