@@ -124,7 +124,21 @@ struct Combination {
         for (int step = 1; step <= STEPS; step++) set_grads(a, step), step_cpu(a, step);
     }
 
+    // What a format looks up, in the GPU's memory; null where that is nothing.
+    template <class Storage>
+    static void* table_create(const Device* gpu) {
+        void* table = nullptr;
+        if constexpr (SHARED_BYTES<Storage> != 0) {
+            static char host[SHARED_BYTES<Storage>];
+            Storage::fill(host);
+            table = device_alloc(gpu, sizeof(host));
+            copy_to_device(gpu, table, host, sizeof(host));
+        }
+        return table;
+    }
+
     static void run_gpu(Arrays* a, const Device* gpu, const JitKernel* kernel) {
+        void *m_table = table_create<M>(gpu), *v_table = table_create<V>(gpu);
         Arrays* there = (Arrays*)device_alloc(gpu, sizeof(Arrays));
         int shared_bytes = gpu->compute >= 90 ? step_shared_bytes(Layout::SHAPE) : 0;
         int64_t grid = (TILES + Layout::SHAPE.groups - 1) / Layout::SHAPE.groups;
@@ -135,11 +149,14 @@ struct Combination {
             set_grads(a, step);
             copy_to_device(gpu, there->grads, a->grads, sizeof(a->grads));
             StepArguments arguments = step_arguments(there, step);
+            arguments.m.table = m_table, arguments.v.table = v_table;
             void* pointers[] = {&arguments};
             jit_launch(kernel, grid, Layout::SHAPE.block_threads, shared_bytes, pointers, gpu->stream);
         }
         copy_to_host(gpu, a, there, sizeof(Arrays));
         device_free(gpu, there);
+        device_free(gpu, m_table);
+        device_free(gpu, v_table);
     }
 };
 
