@@ -18,10 +18,11 @@ OPTIM_INLINE float double_inverse(float second) {
     return second > 0.0f ? exact_reciprocal(second) : 0.0f;
 }
 
-// The ratio's bits rounded up to those of a code; at least 1 unless it is zero, at most 255.
+// The ratio's bits rounded up to those of a code, but for what three roundings may have added; at least 1 unless it is
+// zero, at most 255.
 OPTIM_INLINE uint8_t double_encode(float scale, float inverse) {
     uint32_t bits = float_bits(exact_min(exact_mul(scale, inverse), 1.0f));
-    uint32_t code = (bits + 0x7ffffu) >> 19;
+    uint32_t code = (bits + 0x7ffffu - 3u) >> 19;
     code = code > DOUBLE_BASE + 1u ? code - DOUBLE_BASE : 1u;
     return (uint8_t)(scale > 0.0f ? code : 0u);
 }
