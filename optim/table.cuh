@@ -115,7 +115,7 @@
     OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                  \
     OPTIM_LOG(ROW, "log8", "for v: the same relative error over the block's own range; exact zeros", Log8, 2048)       \
     OPTIM_LOG(ROW, "log8", "", Log8, 256)                                                                              \
-    OPTIM_LOG(ROW, "log16", "for v, likewise: 13 bits and more of precision in 2 bytes", Log16, 2048)                  \
+    OPTIM_LOG(ROW, "log16", "for v, likewise, in 2 bytes: about 12 significant bits", Log16, 2048)                     \
     OPTIM_LOG(ROW, "adalog8", "for v, as adafactor8bit: from 2^-126 on, in steps of about 0.4 binades", AdaLog8, 2048) \
     OPTIM_DOUBLE(ROW, "soft8", "with 8-bit scales of the scales, as are all @dq8", Soft8, 32)                          \
     OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                          \

@@ -8,17 +8,19 @@
 //     log16     the same with 16 bits, k = 1 .. 65535
 // low and high lie on a grid of a quarter of the least step (2^-8 binades with 8 bits, 2^-12 with 16), so that what was
 // decoded is stored again as it was (adalog8's scale may move by its last bit); where the block's range is too short
-// for the least step, low is lowered. To nearest is nearest in log2 (as the peer's), the middle going up; stochastic is
+// for the least step, high is raised. To nearest is nearest in log2 (as the peer's), the middle going up; stochastic is
 // linear in value:
 //     x = level 2^u, 0 <= u < step, goes up with probability (2^u - 1) / (2^step - 1),
 // that is when u > log2(1 + r (2^step - 1)) with r uniform: the noise is bent instead of two levels being computed.
 // log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
-// the rounding of its exponent's sum, 2^-17 of a binade where |log2| is above 64; 2^x within 2^-21 of itself. So code
-// and level survive each other, and a code differs from the exact one only where x is that near to a bound.
-// Limits: v below 2^-126 counts as that, above 2^127 as that; NaN and what is negative as zero. No v but zero becomes
-// zero. There is no signed one for m: a code of a sign and 7 bits over a block's own range has 2.6e-4 of normal
-// numbers' square as its error in blocks of 256 and 4.6e-4 in 2048, more the nearer to zero the least happens to be.
-// Bytes an element: BITS / 8 and 4 (adalog8) or 8 over BLOCK.
+// the rounding of its sum with the exponent, 2^-24 of the range; 2^x within 2^-20 of itself. So code and level survive
+// each other, and a code differs from the exact one only where x is that near to a bound.
+// Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as zero. No
+// v but zero becomes zero.
+// There is no signed one for m: a sign and 7 bits over a block's own range leave 2.6e-4 of the square of normal numbers
+// in blocks of 256 and 4.5e-4 in 2048, where dyn8 leaves 1.2e-4 and 1.6e-4: the least of a block, which is next to
+// zero, decides how far apart all its levels are.
+// Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
 #pragma once
 #include "blocks.cuh"
 
@@ -73,6 +75,8 @@ OPTIM_INLINE float exp2_scaled(float t, float magic) {
 
 constexpr float EXP2_MAGIC = 12582912.0f;
 constexpr float LOG_LEAST = 1.17549435e-38f, LOG_MOST = 1.70141183e38f;  // 2^-126, 2^127
+// Of a block's least: there is room for a place below and for the shortest range above.
+constexpr float LOG_LOW_LEAST = 2.3509887e-38f, LOG_LOW_MOST = 2.5961484e33f;  // 2^-125, 2^111
 
 // 8 or 16 bits; OWN: the block's own range, with a code of zero below it.
 template <int BITS_, bool OWN_>
@@ -99,9 +103,10 @@ OPTIM_INLINE float grid_above(float x, float grid) {
     return -grid_below(-x, grid);
 }
 
-// The least element above zero and the largest, cut to LOG_LEAST .. LOG_MOST; 1 and 0 when there are none.
+// The least element above zero and the largest, within what is stored; 1 and 0 when there are none.
 struct LogEnds {
     float least, top;
+    bool cut;  // something is not
 };
 
 // A logarithm that misses a point of the grid by its error is on it.
@@ -115,7 +120,7 @@ OPTIM_INLINE LogRange log_range(LogEnds ends) {
         constexpr float near = 1.0f / 65536;
         float high = grid_above(exact_add(log2_fine(ends.top), -near), Codes::GRID);
         float low = grid_below(exact_add(log2_fine(ends.least), near), Codes::GRID);
-        return {exact_min(low, exact_add(high, -Codes::STEPS * Codes::LEAST_STEP)), high};
+        return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
     }
 }
 
@@ -123,14 +128,21 @@ OPTIM_INLINE LogRange log_range(LogEnds ends) {
 struct LogScale {
     float step, part, magic;      // of decoding
     float inverse, zero, offset;  // of encoding: 1 / step; the place of a logarithm of `zero` is offset
+    float floor;                  // what is below it is taken for it
     float bend, unbend;           // of the noise: 2^step - 1, and 1 over its logarithm as log2_factor has it
 };
 
+// From the first level to the last; a block of zeros counts as the shortest, as the peer has it too.
+template <class Codes>
+OPTIM_INLINE float log_span(LogRange range) {
+    if constexpr (!Codes::OWN) return exact_max(range.high, 1e-12f);
+    return exact_max(exact_add(range.high, -range.low), Codes::STEPS * Codes::LEAST_STEP);
+}
+
 template <class Codes>
 OPTIM_INLINE LogScale log_scale(LogRange range) {
-    float span = Codes::OWN ? exact_add(range.high, -range.low) : range.high;
     LogScale s = {};
-    s.step = exact_mul(span, 1.0f / Codes::STEPS);
+    s.step = exact_mul(log_span<Codes>(range), 1.0f / Codes::STEPS);
     float whole = grid_below(range.low, 1.0f);
     s.part = exact_add(range.low, -whole);
     s.magic = exact_add(EXP2_MAGIC, whole);
@@ -138,13 +150,14 @@ OPTIM_INLINE LogScale log_scale(LogRange range) {
     return s;
 }
 
-// A span of zero has no steps: all elements are on the first level then. (The peer takes 1e-12, likewise.)
+// To nearest, zeros count as a step below the first level, where their code is; with noise they are told apart.
 template <class Codes, Rounding ROUNDING>
-OPTIM_INLINE LogScale log_encoding(LogRange range) {
+OPTIM_INLINE LogScale log_encoding(LogRange range, float least) {
     LogScale s = log_scale<Codes>(range);
-    float span = Codes::OWN ? exact_add(range.high, -range.low) : range.high;
-    s.inverse = exact_mul(exact_reciprocal(exact_max(span, 1e-12f)), Codes::STEPS);
+    s.inverse = exact_mul(exact_reciprocal(log_span<Codes>(range)), Codes::STEPS);
     s.offset = exact_fma(-s.part, s.inverse, (float)Codes::FIRST + (ROUNDING == NEAREST ? 0.5f : 1.0f));
+    s.floor = Codes::OWN ? least : LOG_LEAST;
+    if (Codes::OWN && ROUNDING == NEAREST) s.floor = exp2_scaled(exact_add(s.part, -s.step), s.magic);
     if constexpr (ROUNDING == STOCHASTIC) {
         s.bend = exact_max(exact_add(exp2_scaled(s.step, EXP2_MAGIC), -1.0f), 1e-12f);
         s.unbend = exact_reciprocal(exact_mul(s.bend, log2_factor(s.bend)));
@@ -181,35 +194,39 @@ template <class Codes, Rounding ROUNDING, int COUNT>
 OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, LogEnds ends, const LogScale& s,
                           const NoiseKey& key) {
     constexpr uint32_t BIAS = 0x4b000000u;  // floor_bits'
-    const float least = Codes::OWN ? ends.least : LOG_LEAST;
     Packed<Codes::BITS, COUNT> packed = {};
     float value[COUNT];
     Noise noise = {};
     OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) value[i] = exact_max(x[i], least);
-    if (ends.top >= LOG_MOST) {
+    for (int i = 0; i < COUNT; i++) value[i] = exact_max(x[i], s.floor);
+    if (ends.cut) {
         OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) value[i] = exact_min(value[i], LOG_MOST);
+        for (int i = 0; i < COUNT; i++)
+            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : s.floor, LOG_MOST);
     }
     OPTIM_UNROLL
     for (int i = 0; i < COUNT; i++) {
         if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
         uint32_t bits = log_code<Codes, ROUNDING>(value[i], s, noise_lane(noise, i % NOISE_ELEMENTS));
-        if (Codes::OWN) bits = x[i] > 0.0f ? bits : BIAS;
+        if (Codes::OWN && ROUNDING == STOCHASTIC) bits = x[i] > 0.0f ? bits : BIAS;
         packed.add(i, bits - BIAS);
     }
     store_value(streams.codes, first * Codes::BITS / 8, packed);
+}
+
+// The level of 2^23 + code.
+template <class Codes>
+OPTIM_INLINE float log_level(float number, const LogScale& s) {
+    float steps = exact_add(number, -8388608.0f - (float)Codes::FIRST);
+    float level = exp2_scaled(exact_fma(steps, s.step, s.part), s.magic);
+    return Codes::OWN && steps < 0.0f ? 0.0f : level;
 }
 
 template <class Codes, int COUNT>
 OPTIM_INLINE void log_get(const Streams& streams, int first, const LogScale& s, float* x) {
     auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
     OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        float number = code_number(packed, i), steps = exact_add(number, -8388608.0f - (float)Codes::FIRST);
-        float level = exp2_scaled(exact_fma(steps, s.step, s.part), s.magic);
-        x[i] = Codes::OWN && steps < 0.0f ? 0.0f : level;
-    }
+    for (int i = 0; i < COUNT; i++) x[i] = log_level<Codes>(code_number(packed, i), s);
 }
 
 template <class Codes>
@@ -231,10 +248,13 @@ OPTIM_INLINE float log_turned(uint32_t bits_less_one) {
     return bits_less_one < LOG_TURNED ? bits_float(LOG_TURNED - bits_less_one) : 0.0f;
 }
 
+template <class Codes>
 OPTIM_INLINE LogEnds log_ends(float turned, float top) {
+    constexpr float bottom = Codes::OWN ? LOG_LOW_LEAST : LOG_LEAST;
+    if (!(top > 0.0f)) return {1.0f, 0.0f, false};
     float least = bits_float(LOG_TURNED + 1u - float_bits(turned));
-    if (!(top > 0.0f)) return {1.0f, 0.0f};
-    return {exact_min(exact_max(least, LOG_LEAST), LOG_MOST), exact_min(exact_max(top, LOG_LEAST), LOG_MOST)};
+    bool cut = top > LOG_MOST || (Codes::OWN && least < bottom);
+    return {exact_min(exact_max(least, bottom), LOG_LOW_MOST), exact_min(exact_max(top, bottom), LOG_MOST), cut};
 }
 
 // The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
@@ -254,10 +274,10 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
             top = exact_max(x[b + i], top);
             turned = exact_max(log_turned(float_bits(x[b + i]) - 1u), turned);
         }
-        LogEnds ends = log_ends(turned, top);
+        LogEnds ends = log_ends<Codes>(turned, top);
         LogRange range = log_range<Codes>(ends);
         log_keep<Codes>(streams, (first + b) / block, range);
-        LogScale s = log_encoding<Codes, ROUNDING>(range);
+        LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
         for (int c = b; c < b + block; c += 8) log_put<Codes, ROUNDING, 8>(streams, first + c, x + c, ends, s, key);
     }
 }
@@ -280,10 +300,32 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
         }
         turned = neighbours_max<BLOCK / COUNT, THREADS>(log_turned(least_bits));
     }
-    LogEnds ends = log_ends(turned, top);
+    LogEnds ends = log_ends<Codes>(turned, top);
     LogRange range = log_range<Codes>(ends);
     if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
-    log_put<Codes, ROUNDING, COUNT>(streams, first, x, ends, log_encoding<Codes, ROUNDING>(range), key);
+    LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
+    log_put<Codes, ROUNDING, COUNT>(streams, first, x, ends, s, key);
+}
+
+// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
+// them up, for a third of the instructions. Room for the groups of threads of a thread block.
+constexpr int LOG_GROUPS = 8;
+
+template <class Codes, int COUNT>
+__device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
+    constexpr int THREADS = TILE_ELEMENTS / COUNT;
+    __shared__ float levels[LOG_GROUPS][Codes::LAST + 1];
+    float* level = levels[threadIdx.x / THREADS];
+    group_sync<THREADS>();  // the last use of it is over
+#pragma unroll
+    for (int code = 0; code <= Codes::LAST; code += THREADS) {
+        int own = code + first / COUNT;
+        level[own] = log_level<Codes>(bits_float(0x4b000000u + (uint32_t)own), s);
+    }
+    group_sync<THREADS>();
+    auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
 }
 #endif
 
@@ -299,14 +341,25 @@ struct LogBlocks {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false;
+    static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
+    static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
+
+    // There are no constants: what TABLE_BYTES says is written by the kernel.
+    static OPTIM_HOST void fill(void*) {}
+
+#ifdef __CUDACC__
+    static __device__ __forceinline__ void prepare(const Streams&) {}
+#endif
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
 #ifdef __CUDA_ARCH__
         LogScale s = log_scale<Codes>(log_load<Codes>(streams, first / BLOCK));
         if (n == 16) {
-            log_get<Codes, 16>(streams, first, s, x);
+            if constexpr (SHARES) log_thread_load<Codes, 16>(streams, first, s, x);
+            if constexpr (!SHARES) log_get<Codes, 16>(streams, first, s, x);
         } else {
-            log_get<Codes, 8>(streams, first, s, x);
+            if constexpr (SHARES) log_thread_load<Codes, 8>(streams, first, s, x);
+            if constexpr (!SHARES) log_get<Codes, 8>(streams, first, s, x);
         }
 #else
         log_blocks_load<Codes>(BLOCK, streams, first, x, n);
