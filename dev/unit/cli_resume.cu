@@ -208,7 +208,7 @@ static void rename_format(const char* folder, const char* from, const char* to) 
         for (size_t i = 0; i < (found ? strlen(to) : 1); i++) *end++ = taken[i];
         at += found ? strlen(from) : 1;
     }
-    for (char* at = changed; (at = strstr(at, "\n\"crc32c\": ")); at++) seal = at + 1;
+    for (char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
     sprintf(seal, "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
     write_text(folder, "state.json", changed);
     free(text), free(changed);

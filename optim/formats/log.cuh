@@ -252,7 +252,7 @@ template <class Codes>
 OPTIM_INLINE LogEnds log_ends(float turned, float top) {
     constexpr float bottom = Codes::OWN ? LOG_LOW_LEAST : LOG_LEAST;
     if (!(top > 0.0f)) return {1.0f, 0.0f, false};
-    float least = bits_float(LOG_TURNED + 1u - float_bits(turned));
+    float least = Codes::OWN ? bits_float(LOG_TURNED + 1u - float_bits(turned)) : bottom;
     bool cut = top > LOG_MOST || (Codes::OWN && least < bottom);
     return {exact_min(exact_max(least, bottom), LOG_LOW_MOST), exact_min(exact_max(top, bottom), LOG_MOST), cut};
 }
@@ -345,7 +345,9 @@ struct LogBlocks {
     static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
 
     // There are no constants: what TABLE_BYTES says is written by the kernel.
-    static OPTIM_HOST void fill(void*) {}
+    static OPTIM_HOST void fill(void* table) {
+        for (int i = 0; i < TABLE_BYTES / 4; i++) ((float*)table)[i] = 0.0f;
+    }
 
 #ifdef __CUDACC__
     static __device__ __forceinline__ void prepare(const Streams&) {}
