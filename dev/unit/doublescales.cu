@@ -9,7 +9,7 @@
 
 // Levels of the ratio: each is stored as itself, whatever the tile's scale, and they rise by 1/16 to 1/8.
 TEST(doublescales_codes_survive) {
-    for (float second : {1.0f, 0x1.234566p-30f, 3e37f, 0x1p-100f, 0x1.fffffep-109f}) {
+    for (float second : {1.0f, 0x1.234566p-30f, 3e37f, 0x1p-93f, 0x1.fffffep-94f}) {
         float inverse = double_inverse(second), before = 0.0f;
         for (int code = 0; code < 256; code++) {
             float scale = double_decode<Lin8>((uint8_t)code, second);
@@ -17,12 +17,13 @@ TEST(doublescales_codes_survive) {
                    double_encode(scale, inverse));
             expect(scale > before || code == 0, "code %d of %g", code, (double)second);
             if (code > 1)
-                expect(scale <= before * 1.0626f, "code %d: %g after %g", code, (double)scale, (double)before);
+                expect(scale <= before * 1.2501f, "code %d: %g after %g", code, (double)scale, (double)before);
             before = scale;
         }
         expect(before == second, "code 255 of %g is %g", (double)second, (double)before);
     }
-    expect(double_decode<Lin8>(0, 1.0f) == 0.0f && double_decode<Lin8>(1, 1.0f) == 0x1.2p-16f, "the ends");
+    expect(double_decode<Lin8>(0, 1.0f) == 0.0f && double_decode<Lin8>(1, 1.0f) == 0x1.4p-32f, "the ends");
+    expect(double_decode<Lin8>(1, 0x1p-100f) == FLT_MIN && double_decode<Lin8>(0, 0x1p-100f) == 0.0f, "the floor");
     expect(double_encode(0.0f, 0.0f) == 0 && double_encode(0.0f, 1.0f) == 0, "zero");
 }
 
@@ -30,13 +31,13 @@ TEST(doublescales_codes_survive) {
 TEST(doublescales_round_up) {
     for (int i = 0; i < 200000; i++) {
         float second = ldexpf(1.0f + fabsf(test_uniform(1, i)), i % 200 - 90);
-        float ratio = ldexpf(0.5f + 0.5f * fabsf(test_uniform(2, i)), -(i % 21)), scale = ratio * second;
+        float ratio = ldexpf(0.5f + 0.5f * fabsf(test_uniform(2, i)), -(i % 37)), scale = ratio * second;
         uint8_t code = double_encode(scale, double_inverse(second));
         double got = double_decode<Lin8>(code, second), want = scale;
         expect(code > 0 && got >= want * (1.0 - 6e-7), "%g of %g became %g", want, (double)second, got);
         if (code > 1) {
             double lower = double_decode<Lin8>((uint8_t)(code - 1), second);
-            expect(lower < want && got <= want * 1.0626, "%g of %g became %g", want, (double)second, got);
+            expect(lower < want && got <= want * 1.1251, "%g of %g became %g", want, (double)second, got);
         }
     }
 }
@@ -65,11 +66,11 @@ static float wanted_scale(const float* x, int n) {
     return scale;
 }
 
-// Blocks of magnitudes 2^24 apart and more, one of zeros.
+// Blocks of magnitudes 2^32 apart and more, one of zeros.
 static void fill_tile(DoubleTile* tile, int block, bool has_sign) {
     for (int i = 0; i < TILE_ELEMENTS; i++) {
         float value = test_uniform(6, i);
-        tile->x[i] = i / block == 1 ? 0.0f : ldexpf(has_sign ? value : fabsf(value), i / block * 5 % 47 - 60);
+        tile->x[i] = i / block == 1 ? 0.0f : ldexpf(has_sign ? value : fabsf(value), i / block * 5 % 79 - 90);
     }
 }
 
@@ -87,7 +88,7 @@ static void check_blocks(Test* test, const char* name, bool has_sign) {
         largest += tile.scales[b] == 255, least += tile.scales[b] == 1;
         expect((tile.scales[b] == 0) == (want == 0.0), "%s: scale %d has code %d", name, b, tile.scales[b]);
         expect((double)scale >= want * (1.0 - 6e-7), "%s: scale %d is %g, want %g", name, b, (double)scale, want);
-        expect(tile.scales[b] < 2 || (double)scale <= want * 1.0626, "%s: scale %d is %g, want %g", name, b,
+        expect(tile.scales[b] < 2 || (double)scale <= want * 1.1251, "%s: scale %d is %g, want %g", name, b,
                (double)scale, want);
         float decoded[1 << Format::BITS];
         for (uint32_t code = 0; code < 1u << Format::BITS; code++) decoded[code] = Format::decode(table, code, scale);

@@ -1,17 +1,18 @@
 // Blocks (blocks.cuh) whose scales are themselves quantised: 8 bits a block, and an fp32 scale every 2048 elements.
 //     second = the largest of the 2048 elements' scales
-//     code = the ratio scale / second, rounded up to 4 bits of mantissa and 4 of exponent: 2^-16 (1 + 1/8) .. 1
+//     code = the ratio scale / second, rounded up to 3 bits of mantissa and 5 of exponent: 2^-32 (1 + 1/4) .. 1
 //     scale = level(code) * second             0 for code 0, which a block has that is all zero and no other
-// Rounded up, so that no element exceeds the largest level: a scale is up to 1/16 of itself larger than fp32's would
-// be. A block whose largest is below 2^-16 of the tile's is stored with that scale, as if it were a part of a longer
-// one. For short blocks, where fp32 scales cost 1 bit (32 elements) or half a bit an element: then 0.26 and 0.13 bits.
-// Bytes an element: BITS / 8, 1 / BLOCK and 4 / 2048.
+// Rounded up, so that no element exceeds the largest level: a scale is up to 1/8 of itself larger than fp32's would be.
+// Five bits of exponent, since v of rare tokens' rows is easily below 2^-16 of their neighbours'; a block below 2^-32
+// of its tile's largest is stored with that scale, as if it were a part of a longer one. For short blocks, where fp32
+// scales cost 1 bit (32 elements) or half a bit an element: then 0.27 and 0.14 bits. Bytes an element: BITS / 8, 1 /
+// BLOCK and 4 / 2048.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
 
-constexpr uint32_t DOUBLE_BASE = 0x3f800000u / (1u << 19) - 255u;  // code 255 is a ratio of 1
+constexpr uint32_t DOUBLE_BASE = 0x3f800000u / (1u << 20) - 255u;  // code 255 is a ratio of 1
 
 // 1 / second, or 0.
 OPTIM_INLINE float double_inverse(float second) {
@@ -22,14 +23,14 @@ OPTIM_INLINE float double_inverse(float second) {
 // zero, at most 255.
 OPTIM_INLINE uint8_t double_encode(float scale, float inverse) {
     uint32_t bits = float_bits(exact_min(exact_mul(scale, inverse), 1.0f));
-    uint32_t code = (bits + 0x7ffffu - 3u) >> 19;
+    uint32_t code = (bits + 0xfffffu - 3u) >> 20;
     code = code > DOUBLE_BASE + 1u ? code - DOUBLE_BASE : 1u;
     return (uint8_t)(scale > 0.0f ? code : 0u);
 }
 
 template <class Format>
 OPTIM_INLINE float double_decode(uint8_t code, float second) {
-    float scale = exact_mul(bits_float((code + DOUBLE_BASE) << 19), second);
+    float scale = exact_mul(bits_float((code + DOUBLE_BASE) << 20), second);
     return code > 0 ? exact_max(scale, Format::UNITS * 1.17549435e-38f) : 0.0f;
 }
 
