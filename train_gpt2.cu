@@ -1158,6 +1158,7 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     stored.config.v = json_string(from, "v", "");
     stored.config.overrides = json_string(from, "override", "");
     stored.config.decay_mode = "coupled";  // whatever it was: nothing is stored of it
+    stored.config.stored = true;
     if (!optim_resolve(&stored.config, error, sizeof(error))) user_error("%s/state.json: %s", folder, error);
     if (!optim_load(run->model->optim, &stored, error, sizeof(error))) user_error("%s: %s", path, error);
     safetensors_close(&reader.model);

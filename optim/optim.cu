@@ -96,6 +96,7 @@ static const RuleRow rule_rows[] = {OPTIM_RULES(RULE_ROW)};
 static const WeightsRow weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
 static const FormatRow grads_rows[] = {OPTIM_GRADS(FORMAT_ROW)};
 static const FormatRow state_rows[] = {OPTIM_STATES(FORMAT_ROW)};
+static const FormatRow import_rows[] = {OPTIM_IMPORTS(FORMAT_ROW)};
 static const FormatRow none_row = format_row<None>("none", "", "None");  // of a state that a rule does not keep
 static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const BuiltInRow built_in_rows[] = {OPTIM_BUILT_IN(BUILT_IN_ROW)};
@@ -121,6 +122,7 @@ static const Row* find(const Row (&rows)[COUNT], const char* name) {
 static const FormatRow* find_state(const OptimConfig* config, const char* name) {
     if (name && strcmp(name, none_row.name) == 0) return &none_row;
     const FormatRow* row = find(state_rows, name);
+    if (!row) row = find(import_rows, name);
     const UserFormats* user = config->user_formats;
     return row || !user ? row : find_row(user->storage, user->count, name);
 }
@@ -959,9 +961,12 @@ void optim_list_formats(FILE* file, const char* formats) {
         if (row.note[0]) list_row(file, &row);
     }
     for (int i = 0; user && i < user->count; i++) list_row(file, &user->storage[i]);
-    fprintf(
-        file,
-        "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n");
+    fprintf(file,
+            "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n"
+            "  not log16 and adalog8, whose block is 2048, nor log8, whose block is 2048 or 256\n");
+    for (const FormatRow& row : import_rows) {
+        if (row.note[0]) fprintf(file, "  %s, %s, is read from checkpoints, and converted\n", row.name, row.note);
+    }
     fprintf(file, "--rule\n");
     for (const RuleRow& row : rule_rows) fprintf(file, "  %-16s %s\n", row.name, row.note);
     user_formats_free(user);

@@ -46,6 +46,7 @@ struct OptimConfig {
     const char* formats = "";             // files of formats of the user's own, for m and v on a GPU: see user.cuh
     const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole OPTIM_ALIGN; end 0: all
+    bool stored = false;         // a checkpoint's: may name formats that are only read
 };
 
 // What the combination costs, known before anything is allocated.

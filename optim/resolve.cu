@@ -34,6 +34,7 @@ static const RuleName rule_rows[] = {OPTIM_RULES(RULE_ROW)};
 static const Name weights_rows[] = {OPTIM_WEIGHTS(NAME_ROW)};
 static const Name grads_rows[] = {OPTIM_GRADS(NAME_ROW)};
 static const StateName state_rows[] = {OPTIM_STATES(STATE_ROW)};
+static const StateName import_rows[] = {OPTIM_IMPORTS(STATE_ROW)};
 static const PresetName preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const char NONE[] = "none";  // a state that a rule does not keep
 
@@ -54,7 +55,8 @@ static const Row* find(const Row (&rows)[COUNT], const char* name) {
 }
 
 bool optim_name_is_taken(const char* name) {
-    return find(state_rows, name) || find(weights_rows, name) || find(grads_rows, name) || strcmp(name, NONE) == 0;
+    return find(state_rows, name) || find(import_rows, name) || find(weights_rows, name) || find(grads_rows, name) ||
+           strcmp(name, NONE) == 0;
 }
 
 // Looks a name up; when it is unknown the sentence lists the known ones and suggests the nearest.
@@ -70,8 +72,17 @@ static bool resolve_name(const Row (&rows)[COUNT], const char* option, const cha
 static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error, size_t bytes) {
     const UserFormats* user = config->user_formats;
     const UserRow* row = user && !find(state_rows, *name) ? find_row(user->row, user->count, *name) : nullptr;
+    const StateName* import = !row && !find(state_rows, *name) ? find(import_rows, *name) : nullptr;
     if (row) *name = row->name;
-    if (row || resolve_name(state_rows, option, name, error, bytes)) return true;
+    if (import && !config->stored) {
+        snprintf(error, bytes,
+                 "%s: \"%s\" was found, which is read from checkpoints and not written; take %s, say, and --resume "
+                 "converts it",
+                 option, *name, strcmp(option, "--v") == 0 ? "udyn8" : "nf4");
+        return false;
+    }
+    if (import) *name = import->name;
+    if (row || import || resolve_name(state_rows, option, name, error, bytes)) return true;
     size_t used = strlen(error);
     snprintf(error + used, bytes - used, "; one of your own needs --format FILE.cuh%s",
              user ? ", and the files given name no such" : "");
@@ -130,6 +141,7 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error, size
 // m has both signs.
 static bool resolve_sign(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
     const StateName* state = find(state_rows, m);
+    if (!state) state = find(import_rows, m);
     const UserFormats* user = config->user_formats;
     if (state ? state->has_sign : find_row(user->row, user->count, m)->has_sign) return true;
     snprintf(error, bytes, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",

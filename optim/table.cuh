@@ -4,12 +4,15 @@
 #pragma once
 #include "formats/elementwise.cuh"
 #include "formats/fp32.cuh"
+#include "formats/adanf4.cuh"
 #include "formats/bf16.cuh"
 #include "formats/blocksplit.cuh"
 #include "formats/de4.cuh"
+#include "formats/doubleblocks.cuh"
 #include "formats/dyn8.cuh"
 #include "formats/fp16.cuh"
 #include "formats/kahan.cuh"
+#include "formats/log.cuh"
 #include "formats/master.cuh"
 #include "formats/minifloat.cuh"
 #include "formats/nf4.cuh"
@@ -104,6 +107,14 @@
     ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
     ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
 
+// Two rows each of storages with blocks of their own kind: scales that are quantised themselves, and logarithms.
+#define OPTIM_DOUBLE(ROW, NAME, NOTE, FORMAT, BLOCK)                        \
+    ROW(NAME "/" #BLOCK "@dq8", NOTE, DoubleBlocks<FORMAT, BLOCK, NEAREST>) \
+    ROW(NAME "/" #BLOCK "@dq8:sr", "", DoubleBlocks<FORMAT, BLOCK, STOCHASTIC>)
+#define OPTIM_LOG(ROW, NAME, NOTE, CODES, BLOCK)                 \
+    ROW(NAME "/" #BLOCK, NOTE, LogBlocks<CODES, BLOCK, NEAREST>) \
+    ROW(NAME "/" #BLOCK ":sr", "", LogBlocks<CODES, BLOCK, STOCHASTIC>)
+
 #define OPTIM_STATES(ROW)                                                                                             \
     ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
     ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)            \
@@ -134,7 +145,30 @@
     OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: likewise", Udyn8, SPAN_RANK1)                                   \
     OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: likewise", De4, SPAN_RANK1)                                       \
     OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                         \
-    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1)
+    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1) \
+    OPTIM_LOG(ROW, "log8", "for v: the same relative error over the block's own range; exact zeros", Log8, 2048)       \
+    OPTIM_LOG(ROW, "log8", "", Log8, 256)                                                                              \
+    OPTIM_LOG(ROW, "log16", "for v, likewise, in 2 bytes: about 12 significant bits", Log16, 2048)                     \
+    OPTIM_LOG(ROW, "adalog8", "for v, as adafactor8bit: from 2^-126 on, in steps of about 0.4 binades", AdaLog8, 2048) \
+    OPTIM_DOUBLE(ROW, "soft8", "with 8-bit scales of the scales, as are all @dq8", Soft8, 32)                          \
+    OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                          \
+    OPTIM_DOUBLE(ROW, "dyn8", "", Dyn8, 64)                                                                            \
+    OPTIM_DOUBLE(ROW, "udyn8", "", Udyn8, 64)                                                                          \
+    OPTIM_DOUBLE(ROW, "e4m3", "", E4m3, 64)                                                                            \
+    OPTIM_DOUBLE(ROW, "de4", "as precise as de4/32 in 4.3 bits", De4, 32)                                              \
+    OPTIM_DOUBLE(ROW, "de4", "", De4, 64)                                                                              \
+    OPTIM_DOUBLE(ROW, "sqrt4", "as precise as sqrt4/32 in 4.3 bits", Sqrt4, 32)                                        \
+    OPTIM_DOUBLE(ROW, "sqrt4", "", Sqrt4, 64)                                                                          \
+    OPTIM_DOUBLE(ROW, "lin4", "", Lin4, 64)                                                                            \
+    OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                              \
+    OPTIM_DOUBLE(ROW, "e2m1", "", E2m1, 32)
+
+// States that a checkpoint may hold and a run may not choose: they are converted on load.
+#define OPTIM_IMPORTS(ROW)                                                                    \
+    ROW("adanf4/128", "adafactor8bit's 4-bit table", Blocks<AdaNf4, 128, ScaleFp32, NEAREST>) \
+    ROW("adanf4/32", "", Blocks<AdaNf4, 32, ScaleFp32, NEAREST>)                              \
+    ROW("adanf4/64", "", Blocks<AdaNf4, 64, ScaleFp32, NEAREST>)                              \
+    ROW("adanf4/256", "", Blocks<AdaNf4, 256, ScaleFp32, NEAREST>)
 
 // ROW(name, rule, weights, m, v, when to use). --grads is the trainer's choice.
 #define OPTIM_PRESETS(ROW)                                                                                           \

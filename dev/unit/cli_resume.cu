@@ -219,6 +219,40 @@ TEST(cli_resume_converts) {
     remove_tree(work);
 }
 
+// Another name for a format in a checkpoint's state.json, with the checksum that it then has.
+static void rename_format(const char* folder, const char* from, const char* to) {
+    int64_t bytes;
+    char *text = contents(folder, "state.json", &bytes), *seal = nullptr;
+    char *changed = (char*)calloc(2, (size_t)bytes + 256), *end = changed;
+    for (const char* at = text; *at;) {
+        bool found = strncmp(at, from, strlen(from)) == 0;
+        const char* taken = found ? to : at;
+        for (size_t i = 0; i < (found ? strlen(to) : 1); i++) *end++ = taken[i];
+        at += found ? strlen(from) : 1;
+    }
+    for (char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
+    sprintf(seal, "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
+    write_text(folder, "state.json", changed);
+    free(text), free(changed);
+}
+
+// A checkpoint in adafactor8bit's table, whose arrays are nf4's: it goes on in another format and not in its own.
+TEST(cli_resume_imports) {
+    const char* work = work_folder();
+    char run[PATH_MAX], folder[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 3 --m nf4/128", SHAPE, QUICK, work, run);
+    checkpoint_name(run, 3, folder, sizeof(folder));
+    rename_format(folder, "\"nf4/128\"", "\"adanf4/128\"");
+    run_train(refused, "--resume %s --steps 4 --device cpu", run);
+    expect_error(test, &refused, "its own", "--m: \"adanf4/128\" was found", "take nf4, say");
+    run_train(child, "--resume %s --run %s/dyn8 --m dyn8 --steps 4 --device cpu", run, work);
+    expect_code(child, 0);
+    expect(strstr(OUT(child), " notice   m: adanf4/128 in the checkpoint, converted to dyn8/256"), "%s", OUT(child));
+    forget(&refused), forget(&child);
+    remove_tree(work);
+}
+
 // Other rules: without v, with a slow average, and one that cannot go on.
 TEST(cli_resume_rules) {
     const char* work = work_folder();

@@ -194,7 +194,7 @@ static void expect_converted(Test* test, const Fixture* to, const Fixture* from,
 }
 
 static bool has_sign(const char* name) {
-    for (const char* other : {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4"}) {
+    for (const char* other : {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4", "log", "adalog8"}) {
         if (strncmp(name, other, strlen(other)) == 0) return false;
     }
     return true;
@@ -219,11 +219,12 @@ static int64_t differing(const Fixture* a, const Fixture* b, Slot slot) {
 }
 
 // Whether values of the format may move when they are stored again. A block's largest may come back smaller, and its
-// scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16 leaves the largest a level below the last; and
-// what dither moves a block's largest by is another scale, and so another dither.
+// scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16, or to 8 bits, leaves the largest a level
+// below the last. adalog8's scale is the logarithm of a level, which is rounded. And what dither moves a block's
+// largest by is another scale, and so another dither.
 static bool may_move(const char* name) {
     return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@bf16") ||
-           strstr(name, ":dither");
+           strstr(name, "@dq8") || strncmp(name, "adalog8", 7) == 0 || strstr(name, ":dither");
 }
 
 // Every state format from fp32 and back to fp32, in m (where it has a sign) and v, and into the format again.
@@ -256,6 +257,61 @@ TEST(convert_states) {
     }
     fixture_close(&exact);
     snprintf(test->note, sizeof(test->note), "%d formats, %d of them idempotent", formats, idempotent);
+}
+
+// A checkpoint whose m is in a format that is only read: decoded by its table and converted, and never chosen.
+TEST(convert_imports) {
+    const float levels[16] = {-1.0f,        -0.6961928f, -0.52507306f, -0.3895074f, -0.27408478f, -0.17286907f,
+                              -0.07958022f, 0.0f,        0.07958022f,  0.17286907f, 0.27408478f,  0.3895074f,
+                              0.52507306f,  0.6961928f,  0.8641379f,   1.0f};
+    for (int block : {32, 64, 128, 256}) {
+        char name[32];
+        snprintf(name, sizeof(name), "adanf4/%d", block);
+        OptimConfig from = states_config("fp32", "fp32"), fp32 = from, nf4 = states_config("nf4", "fp32");
+        char error[4096] = "";
+        from.m = name, from.stored = true;
+        expect(optim_resolve(&from, error, sizeof(error)), "%s", error);
+        Fixture checkpoint, wide, narrow;
+        fixture_open(&checkpoint, &from, 3000, false);
+        fixture_open(&wide, &fp32, 3000, false);
+        fixture_open(&narrow, &nf4, 3000, false);
+        uint8_t* codes = nullptr;
+        float* scales = nullptr;
+        for (int s = 0; s < optim_stream_count(checkpoint.optim); s++) {
+            OptimStream stream = optim_stream(checkpoint.optim, s);
+            if (is(stream.name, "m")) codes = (uint8_t*)stream.data;
+            if (is(stream.name, "m.scales")) scales = (float*)stream.data;
+        }
+        for (int64_t i = 0; i < checkpoint.elements / 2; i++) codes[i] = (uint8_t)(i * 2654435761u >> 16);
+        for (int64_t b = 0; b < checkpoint.elements / block; b++) scales[b] = 0.001f * (float)(1 + b % 7);
+        expect_load(test, &wide, &checkpoint);
+        expect_load(test, &narrow, &checkpoint);
+        expect(wide.notice_count == 1 && strstr(wide.notices[0], "adanf4"), "%s", wide.notices[0]);
+        expect_converted(test, &narrow, &checkpoint, SLOT_M);
+        for (int t = 0; t < TENSORS; t++) {
+            float* values = slot_values(&wide, t, SLOT_M);
+            for (int64_t i = 0; i < wide.tensor[t].cols; i++) {
+                int64_t at = checkpoint.tensor[t].offset + i;
+                float want = levels[codes[at / 2] >> (at % 2 ? 0 : 4) & 15] * scales[at / block];
+                expect(values[i] == want, "%s: %g, want %g", name, (double)values[i], (double)want);
+            }
+            free(values);
+        }
+        for (Fixture* f : {&checkpoint, &wide, &narrow}) fixture_close(f);
+    }
+    struct {
+        const char *m, *v, *overrides, *want;
+    } const refused[] = {
+        {"adanf4", "", "", "--m: \"adanf4\" was found, which is read from checkpoints and not written"},
+        {"", "adanf4/64", "", "--v: \"adanf4/64\" was found"},
+        {"", "", "wpe*: m=adanf4", "--override m: \"adanf4\" was found"}};
+    for (const auto& row : refused) {
+        OptimConfig config = {"", "adamw", "bf16+fp32", "fp32", row.m, row.v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+        config.overrides = row.overrides;
+        char error[4096] = "";
+        bool resolved = optim_resolve(&config, error, sizeof(error));
+        expect(!resolved && strstr(error, row.want) && !strchr(error, '\n'), "%s", error);
+    }
 }
 
 // Every storage of the weights into every other: what the update read is what it will read, rounded once.

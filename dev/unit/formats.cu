@@ -381,8 +381,11 @@ static const char* const all_states[] = {OPTIM_STATES(STATE_NAME)};
 static const char* const all_weights[] = {OPTIM_WEIGHTS(WEIGHTS_NAME)};
 #define RULE_NAME(NAME, NOTE, ...) NAME,
 static const char* const all_rules[] = {OPTIM_RULES(RULE_NAME)};
-static const char* const default_states[] = {"dyn8",  "udyn8", "e4m3", "e5m2",  "soft8", "sqrt8", "lin8",
-                                             "ulin8", "de4",   "lin4", "sqrt4", "nf4",   "e2m1"};
+static const char* const default_states[] = {
+    "dyn8",     "udyn8",      "e4m3",       "e5m2",         "soft8",     "sqrt8",    "lin8",
+    "ulin8",    "de4",        "lin4",       "sqrt4",        "nf4",       "e2m1",     "log8",
+    "log8/256", "log16",      "adalog8",    "soft8@dq8",    "sqrt8@dq8", "dyn8@dq8", "udyn8@dq8",
+    "e4m3@dq8", "de4/32@dq8", "de4/64@dq8", "sqrt4/32@dq8", "lin4@dq8",  "nf4@dq8",  "e2m1@dq8"};
 static const char* const block_presets[] = {"adamw8", "adamw8c", "adamwfp8", "adamw4", "adamw4s"};
 constexpr int STATES = sizeof(all_states) / sizeof(all_states[0]);
 
@@ -458,7 +461,7 @@ static Run run_steps(const Device* dev, const OptimConfig* config, int steps, bo
 
 // Whether a name may be given to --m.
 static bool has_sign(const char* name) {
-    const char* const unsigned_names[] = {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4"};
+    const char* const unsigned_names[] = {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4", "log", "adalog8"};
     for (const char* other : unsigned_names) {
         if (strncmp(name, other, strlen(other)) == 0) return false;
     }
@@ -540,7 +543,12 @@ TEST(formats_every_row_compiles) {
                                     {"nf4", "sqrt4:sr"},
                                     {"e2m1:sr", "ulin8"},
                                     {"lin8:sr", "fp32"},
-                                    {"lin8/32:dither", "sqrt4/2048:dither"}};
+                                    {"lin8/32:dither", "sqrt4/2048:dither"},
+                                    {"soft8@dq8:sr", "log8:sr"},
+                                    {"de4/64@dq8", "sqrt4@dq8:sr"},
+                                    {"nf4@dq8", "log8/256"},
+                                    {"e4m3@dq8:sr", "adalog8:sr"},
+                                    {"dyn8@dq8", "log16:sr"}};
     for (const auto& pair : drawn) {
         OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
         char expression[1024];

@@ -602,7 +602,7 @@ static void sample_seed(char* seed, size_t bytes) {
 
 static bool is_unsigned(const char* state) {
     return strncmp(state, "udyn8", 5) == 0 || strncmp(state, "sqrt", 4) == 0 || strncmp(state, "lin4", 4) == 0 ||
-           strncmp(state, "ulin8", 5) == 0;
+           strncmp(state, "ulin8", 5) == 0 || strncmp(state, "log", 3) == 0 || strncmp(state, "adalog8", 7) == 0;
 }
 
 // One of all combinations of the tables, each as likely as another but for m's, which has both signs.

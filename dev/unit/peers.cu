@@ -12,11 +12,13 @@
 //   all zero     then the scale is 0 and all decode to 0; torchao's lin4 makes 6e-14 of them
 //   ties         where y is a bound, up as in torchao and FlashOptim; bitsandbytes' PyTorch quantiser goes down
 //   -1           in no signed dynamic map: code 0, -0.993, is the least of ours and theirs
+//   logarithms   adafactor8bit's own go through fp32 logarithms of up to 126: 2^-17 of a binade off
 // Not here: bitsandbytes' CUDA kernels keep m's sign where it rounds to zero; its CPU kernel misplaces small codes
-// (make_peers.py), and adafactor8bit's logarithmic codes have no counterpart among our formats yet.
+// (make_peers.py).
 #include <stdarg.h>
 
 #include "../../data/safetensors.h"
+#include "../../optim/formats/adanf4.cuh"
 #include "../../optim/optim.h"
 #include "test.h"
 
@@ -379,6 +381,57 @@ TEST(peers_stored_edges) {
                differ);
         note(test, "%.1s %s %d", format.peer, format.name, differ);
     }
+    safetensors_close(&file);
+}
+
+// adafactor8bit's logarithmic codes of v, and its scale, 126 + log2 of the largest. Both programs' logarithms are sums
+// in fp32 with what lies at 64 or above, so scales may be 2 units in the last place apart, and codes a level where the
+// exact place is that near to the middle of two.
+TEST(peers_logarithms) {
+    const Format format = {"adalog8", "adafactor8bit", 8, 2048, true, MIDDLE, 0, 1.0f};
+    Safetensors file;
+    peers_open(&file);
+    Floats inputs = peers_floats(peers_find(&file, "input.v"));
+    Stored ours = store_ours(&format, &inputs);
+    Stored theirs = peers_stored(&format, peers_find(&file, "adafactor8bit.log8.v.codes"),
+                                 peers_find(&file, "adafactor8bit.log8.v.scales"));
+    double scale = theirs.scale[0];
+    expect(theirs.n == inputs.n, "%lld", (long long)theirs.n);
+    expect(fabs((double)ours.scale[0] - scale) <= 2.0 * ldexp(1.0, (int)floor(log2(scale)) - 23), "%.9g, theirs %.9g",
+           (double)ours.scale[0], scale);
+    int differ = 0, least = 0;
+    for (int64_t i = 0; i < theirs.n; i++) {
+        double x = fmax((double)(inputs.x[i] * inputs.x[i]), 0x1p-126);
+        double place = (log2(x) + 126.0) / scale * 255.0, near = 255.0 / scale * (ldexp(scale, -23) + 2.4e-6);
+        bool same = ours.code[i] == theirs.code[i];
+        double bound = fmin((double)ours.code[i], (double)theirs.code[i]) + 0.5;
+        expect(same || fabs(place - bound) <= near, "element %lld is %d and theirs %d for %.9g", (long long)i,
+               ours.code[i], theirs.code[i], place);
+        differ += !same, least += theirs.code[i] == 0;
+    }
+    expect(least > 0 && differ == 0, "%d at 2^-126, %d differ", least, differ);
+    note(test, "%d of %lld differ, scales by %.2g", differ, (long long)theirs.n, fabs((double)ours.scale[0] - scale));
+    safetensors_close(&file);
+}
+
+// Its 4-bit table, which is read from checkpoints, and what is wrong with it: of QLoRA's levels it has 6.
+TEST(peers_table_to_import) {
+    Safetensors file;
+    peers_open(&file);
+    Floats table = peers_floats(peers_find(&file, "adafactor8bit.table4")),
+           nf4 = peers_floats(peers_find(&file, "map.nf4"));
+    int shared = 0, mirrored = 0;
+    expect(table.n == 16 && nf4.n == 16, "%lld and %lld levels", (long long)table.n, (long long)nf4.n);
+    for (int code = 0; code < 16; code++) {
+        expect((float)AdaNormal4::level(code) == table.x[code], "level %d is %.9g, theirs %.9g", code,
+               AdaNormal4::level(code), (double)table.x[code]);
+        for (int other = 0; other < 16; other++) {
+            shared += fabsf(table.x[code] - nf4.x[other]) < 1e-6f;
+            mirrored += code > 7 && table.x[code] == -table.x[other];
+        }
+    }
+    expect(shared == 6, "%d levels are QLoRA's", shared);
+    expect(mirrored == 7, "%d of 8 positive levels mirror a negative one", mirrored);
     safetensors_close(&file);
 }
 

@@ -1,0 +1,163 @@
+// Blocks (blocks.cuh) whose scales are themselves quantised: 8 bits a block, and an fp32 scale every 2048 elements.
+//     second = the largest of the 2048 elements' scales
+//     code = the ratio scale / second, rounded up to 3 bits of mantissa and 5 of exponent: 2^-32 (1 + 1/4) .. 1
+//     scale = level(code) * second             0 for code 0, which a block has that is all zero and no other
+// Rounded up, so that no element exceeds the largest level: a scale is up to 1/8 of itself larger than fp32's would be.
+// Five bits of exponent, since v of rare tokens' rows is easily below 2^-16 of their neighbours'; a block below 2^-32
+// of its tile's largest is stored with that scale, as if it were a part of a longer one. For short blocks, where fp32
+// scales cost 1 bit (32 elements) or half a bit an element: then 0.27 and 0.14 bits. Bytes an element: BITS / 8, 1 /
+// BLOCK and 4 / 2048.
+#pragma once
+#include "blocks.cuh"
+
+EMBED_SOURCE
+
+constexpr uint32_t DOUBLE_BASE = 0x3f800000u / (1u << 20) - 255u;  // code 255 is a ratio of 1
+
+// 1 / second, or 0.
+OPTIM_INLINE float double_inverse(float second) {
+    return second > 0.0f ? exact_reciprocal(second) : 0.0f;
+}
+
+// The ratio's bits rounded up to those of a code, but for what three roundings may have added; at least 1 unless it is
+// zero, at most 255.
+OPTIM_INLINE uint8_t double_encode(float scale, float inverse) {
+    uint32_t bits = float_bits(exact_min(exact_mul(scale, inverse), 1.0f));
+    uint32_t code = (bits + 0xfffffu - 3u) >> 20;
+    code = code > DOUBLE_BASE + 1u ? code - DOUBLE_BASE : 1u;
+    return (uint8_t)(scale > 0.0f ? code : 0u);
+}
+
+template <class Format>
+OPTIM_INLINE float double_decode(uint8_t code, float second) {
+    float scale = exact_mul(bits_float((code + DOUBLE_BASE) << 20), second);
+    return code > 0 ? exact_max(scale, Format::UNITS * 1.17549435e-38f) : 0.0f;
+}
+
+// `second` and `inverse` are double_inverse's of the tile.
+template <class Format>
+OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uint8_t* code) {
+    float wanted;
+    block_scale<Format, ScaleFp32>(top, &wanted);
+    *code = double_encode(wanted, inverse);
+    float scale = double_decode<Format>(*code, second);
+    return {scale, *code > 0 ? exact_mul(exact_reciprocal(scale), Format::UNITS) : 0.0f};
+}
+
+// On the CPU, for a run of whole tiles: not inlined, so that a row of the tables is cheap.
+template <class Format>
+OPTIM_HOST void double_load(int block, const Streams& streams, int first, float* x, int n) {
+    for (int i = 0; i < n; i += 8) {
+        float second = ((const float*)streams.more)[(first + i) / TILE_ELEMENTS];
+        float scale = double_decode<Format>(((const uint8_t*)streams.extra)[(first + i) / block], second);
+        block_get<Format, 8>(streams, first + i, scale, x + i);
+    }
+}
+
+template <class Format, Rounding ROUNDING>
+OPTIM_HOST void double_store_tile(int block, const Streams& streams, int first, const float* x, const NoiseKey& key) {
+    float top[TILE_ELEMENTS / 32], most = 0.0f, value[8];
+    for (int b = 0; b < TILE_ELEMENTS / block; b++) {
+        top[b] = 0.0f;
+        for (int i = b * block; i < (b + 1) * block; i++) {
+            top[b] = exact_max(exact_abs(block_value<Format>(x[i])), top[b]);
+        }
+        most = exact_max(top[b], most);
+    }
+    float* second = (float*)streams.more + first / TILE_ELEMENTS;
+    block_scale<Format, ScaleFp32>(most, second);
+    float inverse = double_inverse(*second);
+    for (int b = 0; b < TILE_ELEMENTS / block; b++) {
+        uint8_t* code = (uint8_t*)streams.extra + first / block + b;
+        BlockScale s = double_scale<Format>(top[b], *second, inverse, code);
+        for (int c = b * block; c < (b + 1) * block; c += 8) {
+            for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[c + i]);
+            block_limit<Format, ScaleFp32>(top[b], value, 8);
+            block_put<Format, ROUNDING, 8>(streams, first + c, value, s.inverse, key);
+        }
+    }
+}
+
+template <class Format, Rounding ROUNDING>
+OPTIM_HOST void double_store(int block, const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+    for (int t = 0; t < n; t += TILE_ELEMENTS) {
+        double_store_tile<Format, ROUNDING>(block, streams, first + t, x + t, key);
+    }
+}
+
+#ifdef __CUDACC__
+template <class Format, int BLOCK, Rounding ROUNDING, int COUNT>
+__device__ __forceinline__ void double_thread_store(const Streams& streams, int first, const float* x,
+                                                    const NoiseKey& key) {
+    constexpr int THREADS = TILE_ELEMENTS / COUNT;
+    float value[COUNT], top = 0.0f, second;
+    if constexpr (Format::ROOT) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : moment_root(x[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = x[i];
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
+    top = neighbours_max<BLOCK / COUNT, THREADS>(top);
+    block_scale<Format, ScaleFp32>(neighbours_max<THREADS, THREADS>(top), &second);
+    uint8_t code;
+    BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
+    block_limit<Format, ScaleFp32>(top, value, COUNT);
+    if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = code;
+    if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
+    block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+}
+#endif
+
+template <class Format, int BLOCK, Rounding ROUNDING>
+struct DoubleBlocks {
+    typedef Blocks<Format, BLOCK, ScaleFp32, ROUNDING> Plain;
+    static constexpr StreamInfo STREAM[3] = {
+        Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
+    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr int TABLE_BYTES = Plain::TABLE_BYTES;
+
+    static OPTIM_HOST void fill(void* table) { Plain::fill(table); }
+
+#ifdef __CUDACC__
+    static __device__ __forceinline__ void prepare(const Streams& streams) {
+        Plain::prepare(streams);
+    }
+#endif
+
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+#ifdef __CUDA_ARCH__
+        float scale = double_decode<Format>(((const uint8_t*)streams.extra)[first / BLOCK],
+                                            ((const float*)streams.more)[first / TILE_ELEMENTS]);
+        if (n == 16) {
+            block_get<Format, 16>(streams, first, scale, x);
+        } else {
+            block_get<Format, 8>(streams, first, scale, x);
+        }
+#else
+        double_load<Format>(BLOCK, streams, first, x, n);
+#endif
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+#ifdef __CUDA_ARCH__
+        if (n == 16) {
+            double_thread_store<Format, BLOCK, ROUNDING, 16>(streams, first, x, key);
+        } else {
+            double_thread_store<Format, BLOCK, ROUNDING, 8>(streams, first, x, key);
+        }
+#else
+        double_store<Format, ROUNDING>(BLOCK, streams, first, x, n, key);
+#endif
+    }
+
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+        DoubleBlocks<Format, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
+    }
+
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        load(streams, first, x, n, NoiseKey{});
+    }
+};

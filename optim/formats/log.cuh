@@ -1,0 +1,394 @@
+// Moments v as codes of their logarithm: levels that are equally far apart in log2, so that every one has the same
+// relative error however small it is.
+//     adalog8   2^(k scale / 255 - 126), k = 0 .. 255, scale = 126 + log2 of the block's largest; block 2048. As
+//               adafactor8bit 0.2.4 defines it: the range always begins at 2^-126, steps are some 0.4 binades. Code 0
+//               is 2^-126, not zero, also of a block of zeros (and of a state that was never written).
+//     log8      0, and 2^(low + (k - 1) step), k = 1 .. 255, step = (high - low) / 254: low and high are log2 of the
+//               block's own least, other than zero, and largest. Code 0 is zero, exactly and only where v is zero.
+//     log16     the same with 16 bits, k = 1 .. 65535
+// low and high lie on a grid of a quarter of the least step (2^-8 binades with 8 bits, 2^-12 with 16), so that what was
+// decoded is stored again as it was (adalog8's scale may move by its last bit); where the block's range is too short
+// for the least step, high is raised. To nearest is nearest in log2 (as the peer's), the middle going up; stochastic is
+// linear in value:
+//     x = level 2^u, 0 <= u < step, goes up with probability (2^u - 1) / (2^step - 1),
+// that is when u > log2(1 + r (2^step - 1)) with r uniform: the noise is bent instead of two levels being computed.
+// log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
+// the rounding of its sum with the exponent, 2^-24 of the range; 2^x within 2^-20 of itself. So code and level survive
+// each other, and a code differs from the exact one only where x is that near to a bound.
+// Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as zero. No
+// v but zero becomes zero.
+// There is no signed one for m: a sign and 7 bits over a block's own range leave 2.6e-4 of the square of normal numbers
+// in blocks of 256 and 4.5e-4 in 2048, where dyn8 leaves 1.2e-4 and 1.6e-4: the least of a block, which is next to
+// zero, decides how far apart all its levels are.
+// Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
+#pragma once
+#include "blocks.cuh"
+
+EMBED_SOURCE
+
+// A polynomial's value, coefficients from the constant one on.
+template <int COUNT>
+OPTIM_INLINE float polynomial(const float (&c)[COUNT], float x) {
+    float sum = c[COUNT - 1];
+    OPTIM_UNROLL
+    for (int i = COUNT - 2; i >= 0; i--) sum = exact_fma(sum, x, c[i]);
+    return sum;
+}
+
+// 2^23 + the exponent's bits of x > 0.
+OPTIM_INLINE float exponent_number(float x) {
+#ifdef __CUDA_ARCH__
+    return __uint_as_float(__funnelshift_r(__float_as_uint(x), 0x4b000000u >> 9, 23));  // one instruction
+#else
+    return bits_float(0x4b000000u | float_bits(x) >> 23);
+#endif
+}
+
+constexpr float EXPONENT_NUMBER = 8388608.0f + 127.0f;  // of 1
+
+// log2(1 + f) for 0 <= f < 1 is f times this; exact at both ends, so that powers of two have exact logarithms.
+OPTIM_INLINE float log2_factor(float f) {
+    const float c[] = {1.44254494f, -0.718145251f, 0.457549185f, -0.277905345f, 0.121797912f, -0.0258414503f};
+    return polynomial(c, f);
+}
+
+// log2(x) + EXPONENT_NUMBER - zero for a normal x > 0; that difference is a small integer.
+OPTIM_INLINE float log2_from(float x, float zero) {
+    float f = exact_add(bits_float((float_bits(x) & 0x7fffffu) | 0x3f800000u), -1.0f);
+    return exact_fma(f, log2_factor(f), exact_add(exponent_number(x), -zero));
+}
+
+// Likewise log2(x), within 2e-7 and its rounding: for what a block keeps.
+OPTIM_INLINE float log2_fine(float x) {
+    const float c[] = {1.4426949f,    -0.721337795f, 0.480722755f,   -0.359082758f, 0.280075788f,
+                       -0.211591721f, 0.139265344f,  -0.0699670613f, 0.022664668f,  -0.00344407232f};
+    float f = exact_add(bits_float((float_bits(x) & 0x7fffffu) | 0x3f800000u), -1.0f);
+    return exact_fma(f, polynomial(c, f), exact_add(exponent_number(x), -EXPONENT_NUMBER));
+}
+
+// 2^(t + k) for |t| < 2^21, `magic` being 3 * 2^22 + k; the result is a normal number.
+OPTIM_INLINE float exp2_scaled(float t, float magic) {
+    const float c[] = {1.0f, 0.693142831f, 0.240223512f, 0.0555740036f, 0.00966628175f, 0.00111255073f};
+    float whole = exact_add(t, magic), rest = exact_add(t, -exact_add(whole, -magic));
+    return bits_float(float_bits(polynomial(c, rest)) + (float_bits(whole) << 23));
+}
+
+constexpr float EXP2_MAGIC = 12582912.0f;
+constexpr float LOG_LEAST = 1.17549435e-38f, LOG_MOST = 1.70141183e38f;  // 2^-126, 2^127
+// Of a block's least: there is room for a place below and for the shortest range above.
+constexpr float LOG_LOW_LEAST = 2.3509887e-38f, LOG_LOW_MOST = 2.5961484e33f;  // 2^-125, 2^111
+
+// 8 or 16 bits; OWN: the block's own range, with a code of zero below it.
+template <int BITS_, bool OWN_>
+struct LogCodes {
+    static constexpr int BITS = BITS_, FIRST = OWN_ ? 1 : 0, LAST = (1 << BITS_) - 1;
+    static constexpr bool OWN = OWN_;
+    static constexpr const char* DTYPE = BITS == 8 ? "U8" : "U16";
+    static constexpr float STEPS = (float)(LAST - FIRST);
+    static constexpr float LEAST_STEP = BITS == 8 ? 1.0f / 256 : 1.0f / 4096, GRID = LEAST_STEP / 4;
+};
+
+// What a block keeps: log2 of the levels FIRST and LAST.
+struct LogRange {
+    float low, high;
+};
+
+// x on the grid: the nearest from below, and from above. |x| < 2^21 grids.
+OPTIM_INLINE float grid_below(float x, float grid) {
+    float count = exact_mul(x, 1.0f / grid), whole = (float)(int)count;
+    return exact_mul(whole > count ? exact_add(whole, -1.0f) : whole, grid);
+}
+
+OPTIM_INLINE float grid_above(float x, float grid) {
+    return -grid_below(-x, grid);
+}
+
+// The least element above zero and the largest, within what is stored; 1 and 0 when there are none.
+struct LogEnds {
+    float least, top;
+    bool cut;  // something is not
+};
+
+// A logarithm that misses a point of the grid by its error is on it.
+template <class Codes>
+OPTIM_INLINE LogRange log_range(LogEnds ends) {
+    if constexpr (!Codes::OWN) {
+        float log = log2_fine(exact_max(ends.top, LOG_LEAST));
+        return {-126.0f, exact_add(log, 126.0f)};  // the peer's scale
+    } else {
+        if (ends.top == 0.0f) return {0.0f, 0.0f};
+        constexpr float near = 1.0f / 65536;
+        float high = grid_above(exact_add(log2_fine(ends.top), -near), Codes::GRID);
+        float low = grid_below(exact_add(log2_fine(ends.least), near), Codes::GRID);
+        return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
+    }
+}
+
+// What codes and levels of a block are computed with. low = whole + part.
+struct LogScale {
+    float step, part, magic;      // of decoding
+    float inverse, zero, offset;  // of encoding: 1 / step; the place of a logarithm of `zero` is offset
+    float floor;                  // what is below it is taken for it
+    float bend, unbend;           // of the noise: 2^step - 1, and 1 over its logarithm as log2_factor has it
+};
+
+// From the first level to the last; a block of zeros counts as the shortest, as the peer has it too.
+template <class Codes>
+OPTIM_INLINE float log_span(LogRange range) {
+    if constexpr (!Codes::OWN) return exact_max(range.high, 1e-12f);
+    return exact_max(exact_add(range.high, -range.low), Codes::STEPS * Codes::LEAST_STEP);
+}
+
+template <class Codes>
+OPTIM_INLINE LogScale log_scale(LogRange range) {
+    LogScale s = {};
+    s.step = exact_mul(log_span<Codes>(range), 1.0f / Codes::STEPS);
+    float whole = grid_below(range.low, 1.0f);
+    s.part = exact_add(range.low, -whole);
+    s.magic = exact_add(EXP2_MAGIC, whole);
+    s.zero = exact_add(EXPONENT_NUMBER, whole);
+    return s;
+}
+
+// To nearest, zeros count as a step below the first level, where their code is; with noise they are told apart.
+template <class Codes, Rounding ROUNDING>
+OPTIM_INLINE LogScale log_encoding(LogRange range, float least) {
+    LogScale s = log_scale<Codes>(range);
+    s.inverse = exact_mul(exact_reciprocal(log_span<Codes>(range)), Codes::STEPS);
+    s.offset = exact_fma(-s.part, s.inverse, (float)Codes::FIRST + (ROUNDING == NEAREST ? 0.5f : 1.0f));
+    s.floor = Codes::OWN ? least : LOG_LEAST;
+    if (Codes::OWN && ROUNDING == NEAREST) s.floor = exp2_scaled(exact_add(s.part, -s.step), s.magic);
+    if constexpr (ROUNDING == STOCHASTIC) {
+        s.bend = exact_max(exact_add(exp2_scaled(s.step, EXP2_MAGIC), -1.0f), 1e-12f);
+        s.unbend = exact_reciprocal(exact_mul(s.bend, log2_factor(s.bend)));
+    }
+    return s;
+}
+
+// 2^23 + code, as a float.
+template <int BITS, int COUNT>
+OPTIM_INLINE float code_number(const Packed<BITS, COUNT>& packed, int i) {
+#ifdef __CUDA_ARCH__
+    uint32_t bytes = BITS == 8 ? 0x7540u + i % 4 : i % 2 ? 0x7532u : 0x7510u;
+    return __uint_as_float(__byte_perm(packed.word[i / Packed<BITS, COUNT>::EACH], 0x4b000000u, bytes));
+#else
+    return bits_float(0x4b000000u | packed.get(i));
+#endif
+}
+
+// The code of a value within the block's range, in the lower bits of a float's; `noise`: 16 random bits, unless to
+// nearest.
+template <class Codes, Rounding ROUNDING>
+OPTIM_INLINE uint32_t log_code(float value, const LogScale& s, uint32_t noise) {
+    float place = exact_fma(log2_from(value, s.zero), s.inverse, s.offset);
+    if constexpr (ROUNDING == STOCHASTIC) {
+        float f = exact_fma(noise_above_one(noise), s.bend, -s.bend);
+        place = exact_fma(-exact_mul(f, log2_factor(f)), s.unbend, place);
+        place = exact_min(exact_max(place, (float)Codes::FIRST), (float)Codes::LAST + 0.5f);
+    }
+    return floor_bits(place);
+}
+
+// Codes of COUNT elements of a block with these ends.
+template <class Codes, Rounding ROUNDING, int COUNT>
+OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, LogEnds ends, const LogScale& s,
+                          const NoiseKey& key) {
+    constexpr uint32_t BIAS = 0x4b000000u;  // floor_bits'
+    Packed<Codes::BITS, COUNT> packed = {};
+    float value[COUNT];
+    Noise noise = {};
+    OPTIM_UNROLL
+    for (int i = 0; i < COUNT; i++) value[i] = exact_max(x[i], s.floor);
+    if (ends.cut) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++)
+            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : s.floor, LOG_MOST);
+    }
+    OPTIM_UNROLL
+    for (int i = 0; i < COUNT; i++) {
+        if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
+        uint32_t bits = log_code<Codes, ROUNDING>(value[i], s, noise_lane(noise, i % NOISE_ELEMENTS));
+        if (Codes::OWN && ROUNDING == STOCHASTIC) bits = x[i] > 0.0f ? bits : BIAS;
+        packed.add(i, bits - BIAS);
+    }
+    store_value(streams.codes, first * Codes::BITS / 8, packed);
+}
+
+// The level of 2^23 + code.
+template <class Codes>
+OPTIM_INLINE float log_level(float number, const LogScale& s) {
+    float steps = exact_add(number, -8388608.0f - (float)Codes::FIRST);
+    float level = exp2_scaled(exact_fma(steps, s.step, s.part), s.magic);
+    return Codes::OWN && steps < 0.0f ? 0.0f : level;
+}
+
+template <class Codes, int COUNT>
+OPTIM_INLINE void log_get(const Streams& streams, int first, const LogScale& s, float* x) {
+    auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
+    OPTIM_UNROLL
+    for (int i = 0; i < COUNT; i++) x[i] = log_level<Codes>(code_number(packed, i), s);
+}
+
+template <class Codes>
+OPTIM_INLINE LogRange log_load(const Streams& streams, int block) {
+    if constexpr (!Codes::OWN) return {-126.0f, ((const float*)streams.extra)[block]};
+    return {((const float*)streams.extra)[block], Codes::OWN ? ((const float*)streams.more)[block] : 0.0f};
+}
+
+template <class Codes>
+OPTIM_INLINE void log_keep(const Streams& streams, int block, LogRange range) {
+    ((float*)streams.extra)[block] = Codes::OWN ? range.low : range.high;
+    if constexpr (Codes::OWN) ((float*)streams.more)[block] = range.high;
+}
+
+// An order turned around: the larger, the smaller x > 0 is; 0 of what is not above zero. As a float, to be maximised.
+constexpr uint32_t LOG_TURNED = 0x7f7fffffu;
+
+OPTIM_INLINE float log_turned(uint32_t bits_less_one) {
+    return bits_less_one < LOG_TURNED ? bits_float(LOG_TURNED - bits_less_one) : 0.0f;
+}
+
+template <class Codes>
+OPTIM_INLINE LogEnds log_ends(float turned, float top) {
+    constexpr float bottom = Codes::OWN ? LOG_LOW_LEAST : LOG_LEAST;
+    if (!(top > 0.0f)) return {1.0f, 0.0f, false};
+    float least = Codes::OWN ? bits_float(LOG_TURNED + 1u - float_bits(turned)) : bottom;
+    bool cut = top > LOG_MOST || (Codes::OWN && least < bottom);
+    return {exact_min(exact_max(least, bottom), LOG_LOW_MOST), exact_min(exact_max(top, bottom), LOG_MOST), cut};
+}
+
+// The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
+template <class Codes>
+OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
+    for (int i = 0; i < n; i += 8) {
+        log_get<Codes, 8>(streams, first + i, log_scale<Codes>(log_load<Codes>(streams, (first + i) / block)), x + i);
+    }
+}
+
+template <class Codes, Rounding ROUNDING>
+OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, const float* x, int n,
+                                 const NoiseKey& key) {
+    for (int b = 0; b < n; b += block) {
+        float top = 0.0f, turned = 0.0f;
+        for (int i = 0; i < block; i++) {
+            top = exact_max(x[b + i], top);
+            turned = exact_max(log_turned(float_bits(x[b + i]) - 1u), turned);
+        }
+        LogEnds ends = log_ends<Codes>(turned, top);
+        LogRange range = log_range<Codes>(ends);
+        log_keep<Codes>(streams, (first + b) / block, range);
+        LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
+        for (int c = b; c < b + block; c += 8) log_put<Codes, ROUNDING, 8>(streams, first + c, x + c, ends, s, key);
+    }
+}
+
+#ifdef __CUDACC__
+template <class Codes, int BLOCK, Rounding ROUNDING, int COUNT>
+__device__ __forceinline__ void log_thread_store(const Streams& streams, int first, const float* x,
+                                                 const NoiseKey& key) {
+    constexpr int THREADS = TILE_ELEMENTS / COUNT;
+    float top = 0.0f, turned = 0.0f;
+    uint32_t least_bits = 0xffffffffu;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) top = fmaxf(x[i], top);
+    top = neighbours_max<BLOCK / COUNT, THREADS>(top);
+    if constexpr (Codes::OWN) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            uint32_t bits = __float_as_uint(x[i]) - 1u;
+            least_bits = bits < least_bits ? bits : least_bits;
+        }
+        turned = neighbours_max<BLOCK / COUNT, THREADS>(log_turned(least_bits));
+    }
+    LogEnds ends = log_ends<Codes>(turned, top);
+    LogRange range = log_range<Codes>(ends);
+    if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
+    LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
+    log_put<Codes, ROUNDING, COUNT>(streams, first, x, ends, s, key);
+}
+
+// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
+// them up, for a third of the instructions. Room for the groups of threads of a thread block.
+constexpr int LOG_GROUPS = 8;
+
+template <class Codes, int COUNT>
+__device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
+    constexpr int THREADS = TILE_ELEMENTS / COUNT;
+    __shared__ float levels[LOG_GROUPS][Codes::LAST + 1];
+    float* level = levels[threadIdx.x / THREADS];
+    group_sync<THREADS>();  // the last use of it is over
+#pragma unroll
+    for (int code = 0; code <= Codes::LAST; code += THREADS) {
+        int own = code + first / COUNT;
+        level[own] = log_level<Codes>(bits_float(0x4b000000u + (uint32_t)own), s);
+    }
+    group_sync<THREADS>();
+    auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
+}
+#endif
+
+template <class Codes>
+OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
+    if (index == 0) return {"", Codes::DTYPE, Codes::BITS, 1};
+    if (!Codes::OWN) return index == 1 ? StreamInfo{".scales", "F32", 32, block} : StreamInfo{"", "", 0, 1};
+    return {index == 1 ? ".low" : ".high", "F32", 32, block};
+}
+
+template <class Codes, int BLOCK, Rounding ROUNDING>
+struct LogBlocks {
+    static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
+                                             log_stream<Codes>(2, BLOCK)};
+    static constexpr bool SIGNED = false;
+    static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
+    static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
+
+    // There are no constants: what TABLE_BYTES says is written by the kernel.
+    static OPTIM_HOST void fill(void* table) {
+        for (int i = 0; i < TABLE_BYTES / 4; i++) ((float*)table)[i] = 0.0f;
+    }
+
+#ifdef __CUDACC__
+    static __device__ __forceinline__ void prepare(const Streams&) {}
+#endif
+
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+#ifdef __CUDA_ARCH__
+        LogScale s = log_scale<Codes>(log_load<Codes>(streams, first / BLOCK));
+        if (n == 16) {
+            if constexpr (SHARES) log_thread_load<Codes, 16>(streams, first, s, x);
+            if constexpr (!SHARES) log_get<Codes, 16>(streams, first, s, x);
+        } else {
+            if constexpr (SHARES) log_thread_load<Codes, 8>(streams, first, s, x);
+            if constexpr (!SHARES) log_get<Codes, 8>(streams, first, s, x);
+        }
+#else
+        log_blocks_load<Codes>(BLOCK, streams, first, x, n);
+#endif
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+#ifdef __CUDA_ARCH__
+        if (n == 16) {
+            log_thread_store<Codes, BLOCK, ROUNDING, 16>(streams, first, x, key);
+        } else {
+            log_thread_store<Codes, BLOCK, ROUNDING, 8>(streams, first, x, key);
+        }
+#else
+        log_blocks_store<Codes, ROUNDING>(BLOCK, streams, first, x, n, key);
+#endif
+    }
+
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+        LogBlocks<Codes, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
+    }
+
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        load(streams, first, x, n, NoiseKey{});
+    }
+};
+
+typedef LogCodes<8, false> AdaLog8;
+typedef LogCodes<8, true> Log8;
+typedef LogCodes<16, true> Log16;
