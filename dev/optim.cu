@@ -5,14 +5,62 @@
 // only.
 //
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
-//   without names: every preset, and every state format on bf16:sr weights
+//   without names: every preset, every state format on bf16:sr weights, every storage of weights; dev/plot_optim.py
+//   draws the CSV
 #define TESTING
 #include "../train_gpt2.cu"
 #include "timing.h"
 
 static const char* const COMBINATIONS[] = {
-    "adamw32", "adamw16", "fp32",  "adamw8", "adamw8c", "adamwfp8", "adamw4",
-    "adamw4s", "flash24", "fp8w8", "fp8w4",  "lion8",   "lion16",   "ademamix16",
+    "adamw32",
+    "adamw16",
+    "fp32",
+    "adamw8",
+    "adamw8c",
+    "adamwfp8",
+    "adamw4",
+    "adamw4s",
+    "flash24",
+    "fp8w8",
+    "fp8w4",
+    "lion8",
+    "lion16",
+    "ademamix16",
+    // Every state format at its default block, to nearest and stochastic, on weights with stochastic rounding.
+    "bf16:sr,fp32,fp32",
+    "bf16:sr,fp16:sr,fp16:sr",
+    "bf16:sr,e5m2,e5m2",
+    "bf16:sr,lin8,ulin8",
+    "bf16:sr,nf4,sqrt4",
+    "bf16:sr,e2m1,e2m1",
+    "bf16:sr,soft8,log8",
+    "bf16:sr,soft8,adalog8",
+    "bf16:sr,bf16:sr,log16",
+    "bf16:sr,soft8@dq8,sqrt8@dq8",
+    "bf16:sr,de4/32@dq8,sqrt4/32@dq8",
+    "bf16:sr,dyn8:sr,udyn8:sr",
+    "bf16:sr,e4m3:sr,e4m3:sr",
+    "bf16:sr,e5m2:sr,e5m2:sr",
+    "bf16:sr,soft8:sr,sqrt8:sr",
+    "bf16:sr,lin8:sr,ulin8:sr",
+    "bf16:sr,de4:sr,lin4:sr",
+    "bf16:sr,de4:sr,sqrt4:sr",
+    "bf16:sr,nf4:sr,sqrt4:sr",
+    "bf16:sr,e2m1:sr,e2m1:sr",
+    "bf16:sr,soft8:sr,log8:sr",
+    "bf16:sr,lin8:dither,sqrt8:dither",
+    "bf16:sr,lin8:dither,sqrt4:dither",
+    // Every storage of weights that no preset has.
+    "bf16,bf16:sr,bf16:sr",
+    "bf16:kahan,bf16:sr,bf16:sr",
+    "bf16+8:sr,soft8,sqrt8",
+    "bf16+16,bf16:sr,bf16:sr",
+    "fp16:sr,bf16:sr,bf16:sr",
+    "fp16:kahan,bf16:sr,bf16:sr",
+    "fp16+fp32,fp32,fp32",
+    "e4m3+8:sr,soft8,sqrt8",
+    "e4m3+fp32,fp32,fp32",
+    "e5m2:sr,soft8,sqrt8",
 };
 
 __global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
@@ -100,12 +148,15 @@ static void bench(const Device* dev, FILE* csv, const char* text, const Size* si
     float one = 1.0f, *scale = (float*)device_alloc(dev, sizeof(float));
     copy_to_device(dev, scale, &one, sizeof(float));
     int64_t step = 0;
-    double ms = median_ms(dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); });
+    double spread, ms = median_ms(
+                       dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); }, &spread);
     double bytes = (double)traffic(optim, m->elements), share = 100 * bytes / (1e-3 * ms) / copy;
     double state = (double)optim_bytes(&config, m->tensors, m->count, OPTIM_BF16).states / (double)m->parameters;
-    printf("%-34s %-6s %8.3f ms %7.2f ps/param %7.3f B/param moved %6.3f B/param states %7.0f GB/s %6.1f %% of copy\n",
-           text, size->name, ms, 1e9 * ms / (double)m->elements, bytes / (double)m->elements, state, bytes / ms * 1e-6,
-           share);
+    printf(
+        "%-34s %-6s %8.3f ms +-%4.1f %% %6.2f ps/param, moved %6.3f B/param, states %6.3f, %5.0f GB/s %5.1f %% of "
+        "copy\n",
+        text, size->name, ms, 100.0 * spread, 1e9 * ms / (double)m->elements, bytes / (double)m->elements, state,
+        bytes / ms * 1e-6, share);
     fflush(stdout);
     if (csv) {
         fprintf(csv, "\"%s\",%s,%.6f,%.4f,%.4f,%.4f,%.1f,%.2f\n", text, size->name, ms, 1e9 * ms / (double)m->elements,

@@ -3,8 +3,9 @@
 #include "../kernels/common.cuh"
 
 // Median milliseconds of `run()` on the stream, of `times` (at most 64) after two for warm-up, by CUDA events.
+// `spread`: half of what lies between the first and the last tenth, as a share of the median.
 template <typename Function>
-double median_ms(const Device* dev, int times, Function run) {
+double median_ms(const Device* dev, int times, Function run, double* spread = nullptr) {
     cudaEvent_t begin, end;
     check(cudaEventCreate(&begin));
     check(cudaEventCreate(&end));
@@ -22,6 +23,7 @@ double median_ms(const Device* dev, int times, Function run) {
     }
     check(cudaEventDestroy(begin));
     check(cudaEventDestroy(end));
+    if (spread) *spread = 0.5 * (ms[times - 1 - times / 10] - ms[times / 10]) / ms[times / 2];
     return ms[times / 2];
 }
 

@@ -115,37 +115,37 @@
     ROW(NAME "/" #BLOCK, NOTE, LogBlocks<CODES, BLOCK, NEAREST>) \
     ROW(NAME "/" #BLOCK ":sr", "", LogBlocks<CODES, BLOCK, STOCHASTIC>)
 
-#define OPTIM_STATES(ROW)                                                                                             \
-    ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
-    ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)            \
-    ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>) \
-    ROW("fp16", "for m of no less than 1e-7; more digits than bf16", Elementwise<Fp16, NEAREST>)                      \
-    ROW("fp16:sr", "likewise, unbiased", Elementwise<Fp16, STOCHASTIC>)                                               \
-    OPTIM_BLOCKS(ROW, "dyn8", "for m, as torchao and bitsandbytes: seven decades a block", Dyn8, 256)                 \
-    OPTIM_BLOCKS(ROW, "udyn8", "for v, likewise", Udyn8, 256)                                                         \
-    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as torchao", E4m3, 256)                       \
-    OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                        \
-    OPTIM_BLOCKS(ROW, "soft8", "for m, as FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)        \
-    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as FlashOptim: linear in the root", Sqrt8, 32)                                 \
-    OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                               \
-    OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)               \
-    OPTIM_BLOCKS(ROW, "de4", "for m, as lpmm and torchao: three decades in 4 bits", De4, 128)                         \
-    OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)        \
-    OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                             \
-    OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                    \
-    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                 \
-    OPTIM_DITHERS(ROW, "lin8", "for m: subtractive dither, unbiased with less noise than :sr", Lin8, 256)             \
-    OPTIM_DITHERS(ROW, "ulin8", "for v, likewise", Ulin8, 256)                                                        \
-    OPTIM_DITHERS(ROW, "lin4", "for v, likewise", Lin4, 128)                                                          \
-    OPTIM_DITHERS(ROW, "sqrt8", "for v, likewise, in the root", Sqrt8, 32)                                            \
-    OPTIM_DITHERS(ROW, "sqrt4", "for v, likewise, in the root", Sqrt4, 128)                                           \
-    OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
-    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: likewise", E5m2, SPAN_TENSOR)                                          \
-    OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)         \
-    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: likewise", Udyn8, SPAN_RANK1)                                   \
-    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: likewise", De4, SPAN_RANK1)                                       \
-    OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                         \
-    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1) \
+#define OPTIM_STATES(ROW)                                                                                              \
+    ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                           \
+    ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)             \
+    ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>)  \
+    ROW("fp16", "for m of no less than 1e-7; more digits than bf16", Elementwise<Fp16, NEAREST>)                       \
+    ROW("fp16:sr", "likewise, unbiased", Elementwise<Fp16, STOCHASTIC>)                                                \
+    OPTIM_BLOCKS(ROW, "dyn8", "for m, as torchao and bitsandbytes: seven decades a block", Dyn8, 256)                  \
+    OPTIM_BLOCKS(ROW, "udyn8", "for v, likewise", Udyn8, 256)                                                          \
+    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as torchao", E4m3, 256)                        \
+    OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                         \
+    OPTIM_BLOCKS(ROW, "soft8", "for m, as FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)         \
+    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as FlashOptim: linear in the root", Sqrt8, 32)                                  \
+    OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                                \
+    OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)                \
+    OPTIM_BLOCKS(ROW, "de4", "for m, as lpmm and torchao: three decades in 4 bits", De4, 128)                          \
+    OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)         \
+    OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                              \
+    OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                     \
+    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                  \
+    OPTIM_DITHERS(ROW, "lin8", "for m: subtractive dither, unbiased with less noise than :sr", Lin8, 256)              \
+    OPTIM_DITHERS(ROW, "ulin8", "for v, likewise", Ulin8, 256)                                                         \
+    OPTIM_DITHERS(ROW, "lin4", "for v, likewise", Lin4, 128)                                                           \
+    OPTIM_DITHERS(ROW, "sqrt8", "for v, likewise, in the root", Sqrt8, 32)                                             \
+    OPTIM_DITHERS(ROW, "sqrt4", "for v, likewise, in the root", Sqrt4, 128)                                            \
+    OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)              \
+    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: likewise", E5m2, SPAN_TENSOR)                                           \
+    OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)          \
+    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: likewise", Udyn8, SPAN_RANK1)                                    \
+    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: likewise", De4, SPAN_RANK1)                                        \
+    OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                          \
+    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1)                       \
     OPTIM_LOG(ROW, "log8", "for v: the same relative error over the block's own range; exact zeros", Log8, 2048)       \
     OPTIM_LOG(ROW, "log8", "", Log8, 256)                                                                              \
     OPTIM_LOG(ROW, "log16", "for v, likewise, in 2 bytes: about 12 significant bits", Log16, 2048)                     \
