@@ -1929,6 +1929,7 @@ static int train_main(Options* o, const bool* given) {
     if (o->data[0]) o->data = path_absolute(o->data);
     if (o->val[0]) o->val = path_absolute(o->val);
     if (folder_exists(o->model)) o->model = path_absolute(o->model);
+    if (o->formats[0]) o->formats = paths_absolute(o->formats);
     run_folder_make(&run, state != nullptr || strcmp(o->resume, "auto") == 0);
     say(&run, " run      %s\n", run.folder);
     run_tokenizer_open(&run, train_data.tokenizer, checkpoint ? checkpoint : "", train_data.bytes);

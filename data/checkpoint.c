@@ -68,6 +68,19 @@ char* path_absolute(const char* path) {
     return strdup(whole);
 }
 
+char* paths_absolute(const char* list) {
+    char *all = strdup(""), *copy = strdup(list), *rest = NULL;
+    for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
+        char *absolute = path_absolute(path), *longer = NULL;
+        if (asprintf(&longer, "%s%s%s", all, *all ? "," : "", absolute) < 0) abort();
+        free(absolute);
+        free(all);
+        all = longer;
+    }
+    free(copy);
+    return all;
+}
+
 const char* folder_parent(const char* path, char* parent, size_t bytes) {
     const char* slash = strrchr(path, '/');
     snprintf(parent, bytes, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");

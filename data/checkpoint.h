@@ -20,6 +20,8 @@ bool file_copy(const char* from_folder, const char* name, const char* to_folder,
 bool file_trim(const char* path, char* error);
 // The path from the root; glob patterns stay what they are. The caller owns it.
 char* path_absolute(const char* path);
+// The same for each path of a list with commas.
+char* paths_absolute(const char* list);
 // The folder that holds `path`, "." when none is named; returns `parent`.
 const char* folder_parent(const char* path, char* parent, size_t bytes);
 

@@ -6,6 +6,7 @@
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh presets    GPT-2 124M, 500 steps of 65,536 tokens of .carry/wiki with every preset, over all GPUs
 #   dev/device.sh sanitize   make sanitize
+# `presets` wants .carry/wiki as data/prepare.py makes it (28 million tokens fit into a 64 MiB transfer).
 # `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
@@ -61,6 +62,7 @@ for step in "$@"; do
         names=($(./train --list-presets | awk 'NR > 1 { print $1 }'))
         run_preset() {
             local extra=
+            rm -rf build/preset_$1
             case $1 in lion*) extra="--lr 1e-4 --weight-decay 1" ;; esac
             ./train --data .carry/wiki --model gpt2 --preset $1 --batch 64 --tokens-per-step 65536 --steps 500 --warmup 60 \
                 $extra --val-every 250 --print-every 50 --sample-every 0 --save-every 0 --run build/preset_$1 > "$OUT/preset_$1.log" 2>&1

@@ -5,7 +5,7 @@
 // only.
 //
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
-//   without names: every preset, every state format on bf16:sr weights, every storage of weights; dev/plot_optim.py
+//   without names: the presets, and the state formats and storages of weights that they leave out; dev/plot_optim.py
 //   draws the CSV
 #define TESTING
 #include "../train_gpt2.cu"
@@ -26,7 +26,7 @@ static const char* const COMBINATIONS[] = {
     "lion8",
     "lion16",
     "ademamix16",
-    // Every state format at its default block, to nearest and stochastic, on weights with stochastic rounding.
+    // State formats at their default blocks, to nearest and stochastic, on weights with stochastic rounding.
     "bf16:sr,fp32,fp32",
     "bf16:sr,fp16:sr,fp16:sr",
     "bf16:sr,e5m2,e5m2",
@@ -50,7 +50,7 @@ static const char* const COMBINATIONS[] = {
     "bf16:sr,soft8:sr,log8:sr",
     "bf16:sr,lin8:dither,sqrt8:dither",
     "bf16:sr,lin8:dither,sqrt4:dither",
-    // Every storage of weights that no preset has.
+    // Storages of weights that no preset has.
     "bf16,bf16:sr,bf16:sr",
     "bf16:kahan,bf16:sr,bf16:sr",
     "bf16+8:sr,soft8,sqrt8",

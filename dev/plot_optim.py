@@ -33,6 +33,9 @@ def main():
     except (OSError, KeyError, ValueError) as error:
         print(f"plot_optim: error: {arguments.csv}: {error}; give the file that dev/optim --csv wrote", file=sys.stderr)
         sys.exit(2)
+    if not rows:
+        print(f"plot_optim: error: {arguments.csv} holds no rows; give the file that dev/optim --csv wrote", file=sys.stderr)
+        sys.exit(2)
     names = list(dict.fromkeys(row["combination"] for row in rows))
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     figure, axes = plt.subplots(figsize=(8, 1 + 0.28 * len(names)))

@@ -112,6 +112,15 @@ struct StepShape {
     unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
 };
 
+// Multiprocessors that have a copy engine and 227 KB of shared memory: Hopper's and the large ones of Blackwell, of
+// compute capability 9.0 to 11.x.
+OPTIM_INLINE constexpr bool has_stages(int compute) {
+    return compute >= 90 && compute < 120;
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#define OPTIM_STAGES
+#endif
+
 constexpr int COURIERS = 4;              // warps
 constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less what the barriers take
 
@@ -162,7 +171,7 @@ OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, c
 }
 
 #ifdef __CUDACC__
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef OPTIM_STAGES
 constexpr bool HAS_STAGES = true;
 #else
 constexpr bool HAS_STAGES = false;
@@ -236,7 +245,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef OPTIM_STAGES
 // The copy engine: from memory into a stage, counted by a barrier in shared memory; and back, counted in groups.
 __device__ __forceinline__ void barrier_create(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -311,7 +320,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     }
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef OPTIM_STAGES
 // What the courier and the groups share, beside the stages.
 template <int GROUPS, int STAGES>
 struct Couriers {
@@ -379,7 +388,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     if (!is_finite(grad_scale)) return;  // changes nothing
     if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
     if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef OPTIM_STAGES
     extern __shared__ __align__(128) unsigned char step_memory[];
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {

@@ -29,7 +29,7 @@ struct RuleRow {
     const char* name;
     const char* note;
     const char* type;
-    bool keeps_v, keeps_slow, decoupled;
+    bool keeps_v, keeps_slow;
     static constexpr bool adaptive = false;  // what it leaves in root is for GPUs
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
@@ -84,8 +84,7 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
     {format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),                          \
      {(const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
       (const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
-#define RULE_ROW(NAME, NOTE, TYPE) \
-    {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, TYPE::DECOUPLED, EachElement<TYPE>::update},
+#define RULE_ROW(NAME, NOTE, TYPE) {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, EachElement<TYPE>::update},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
 #define BUILT_IN_ROW(...)                                                      \
     {#__VA_ARGS__,                                                             \
@@ -699,7 +698,7 @@ static void kernel_create(const Device* dev, OptimType compute, Launch* launch) 
     if (!launch->built_in) jit_create(dev, compute, launch, "optim_step_kernel", &launch->jit);
 }
 
-// One thread block a multiprocessor, with as many groups of threads as its registers and its shared memory hold.
+// One thread block a multiprocessor, with as many groups of threads as kernel.cuh says.
 static void launch_shape(const Device* dev, OptimType compute, Launch* launch, int64_t tiles) {
     const FormatRow *weights = &launch->rows.weights->format, *m = launch->rows.m, *v = launch->rows.v,
                     *slow = launch->rows.rule->keeps_slow ? m : &none_row, *copy = step_copy(weights, compute);
@@ -709,7 +708,12 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
     launch->threads = shape.block_threads;
     launch->measure_threads = shape.threads;
-    launch->shared_bytes = dev->compute >= 90 ? step_shared_bytes(shape) : 0;
+    launch->shared_bytes = has_stages(dev->compute) ? step_shared_bytes(shape) : 0;
+    if (launch->shared_bytes > 0 && shape.stages < 2) {
+        user_error(
+            "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
+            m->name, v->name, shape.stage_bytes / 1024);
+    }
     int64_t blocks = ceil_div(tiles, shape.groups);
     launch->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
     if (launch->built_in) {
