@@ -1,7 +1,7 @@
 // Noise for stochastic rounding: random bits that are a function of (seed, step, stream, element) and of nothing else,
 // so that the CPU, any number of GPUs, any launch shape and a resumed run draw the same ones.
 // The generator is Philox4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
-// with 7 rounds it passes all of BigCrush, and the customary 10 cost a 20th of a 4-bit step). One call gives 128 bits,
+// with 7 rounds it passes all of BigCrush; the customary 10 take 12 instructions more). One call gives 128 bits,
 // 16 for each of 8 consecutive elements; `element` is the index in the arena, counted over the whole model.
 //     key = (seed low, seed high), counter = (element / 8 low, element / 8 high, stream, step)
 #pragma once
