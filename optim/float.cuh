@@ -100,7 +100,7 @@ OPTIM_INLINE float moment_root(float v) {
 #endif
 }
 
-// 1 / b, correctly rounded, for 2^-125 <= |b| <= 2^125: __frcp_rn's sequence, likewise.
+// 1 / b, correctly rounded, for 2^-126 <= |b| <= 2^125: __frcp_rn's sequence, likewise.
 OPTIM_INLINE float exact_reciprocal(float b) {
 #ifdef __CUDA_ARCH__
     float r;

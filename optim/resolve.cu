@@ -201,7 +201,7 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
            resolve_decay_mode(config, error, bytes) && resolve_overrides(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
-           resolve_number("--eps", eps, eps > 0.0f && eps < INFINITY, "a number above 0", error, bytes) &&
+           resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error, bytes) &&
            resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error, bytes) &&
            resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error, bytes) &&
            resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error,

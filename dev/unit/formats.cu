@@ -271,6 +271,26 @@ static void check_limits(Test* test, const char* name) {
     }
 }
 
+// Every mantissa, at a magnitude where nothing is subnormal: the rest only shifts it.
+template <class Format>
+static void check_over_largest(Test* test, const char* name) {
+    int differ = 0;
+    for (uint32_t bits = 127u << 23; bits < 128u << 23; bits++) {
+        float top = bits_float(bits);
+        differ += over_largest<Format>(top) != top / Format::LARGEST;
+    }
+    expect(differ == 0, "%s: %d scales are not top / %g rounded once", name, differ, (double)Format::LARGEST);
+}
+
+TEST(formats_scales_are_rounded_once) {
+    check_over_largest<E4m3>(test, "e4m3");
+    check_over_largest<E5m2>(test, "e5m2");
+    check_over_largest<E2m1>(test, "e2m1");
+    check_over_largest<Lin8>(test, "lin8");
+    check_over_largest<Ulin8>(test, "ulin8");
+    check_over_largest<Sqrt8>(test, "sqrt8");
+}
+
 TEST(formats_scales_cut_what_they_cannot_hold) {
     check_limits<Dyn8, ScaleFp32>(test, "dyn8@fp32");
     check_limits<Dyn8, ScaleBf16>(test, "dyn8@bf16");
