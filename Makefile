@@ -40,7 +40,7 @@ DATA_OBJECTS := $(patsubst data/%.c,build/data/%.o,$(wildcard data/*.c))
 OPTIM_OBJECTS := $(patsubst optim/%.cu,build/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,build/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,build/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) build/corpus.o
-SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
+SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
                              data/*.c data/*.h dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu,$(SOURCES)) train_gpt2.cu
@@ -91,7 +91,7 @@ build/found: FORCE
 	@{ echo "nvcc      $(CUDA_RELEASE)  $(NVCC)"; \
 	   echo "cuBLASLt  $(or $(CUBLASLT),missing: install libcublas-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
 	   echo "NVRTC     $(or $(NVRTC),missing: install cuda-nvrtc-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
-	   echo "NCCL      $(or $(NCCL),not found (not needed yet: install libnccl-dev for several GPUs))"; \
+	   echo "NCCL      $(or $(NCCL),not found: this build runs on one GPU (install libnccl-dev for several))"; \
 	   echo "target    $(foreach a,$(CUDA_ARCH),sm_$(a)) $(foreach a,$(CUDA_PTX),and PTX of compute_$(a))$(if $(GPU_ARCH), (the GPU of this machine))"; } > $@.new
 	@cmp -s $@.new $@ && rm $@.new || { cat $@.new; mv $@.new $@; }
 	@! grep missing $@ 1>&2

@@ -1,15 +1,15 @@
-// nibble: pre-trains GPT-2-family language models on one GPU, or on this machine's cores.
+// nibble: pre-trains GPT-2-family language models on one GPU or several, or on this machine's cores.
 //
-// Read from top to bottom: options -> model (its tensors and activations) -> forward -> backward -> schedule ->
+// Read from top to bottom: model (its tensors and activations) -> forward -> backward -> schedule ->
 // sampling -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer
-// behind optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device.
+// behind optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device; where it
+// is one rank of several, m->shard is what it shares with the others (kernels/shard.cuh), otherwise null.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
 // the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
 #include <errno.h>
 #include <math.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,156 +21,27 @@
 
 #include "data/checkpoint.h"        // checkpoint_commit, checkpoint_verify, ...: whole or not there
 #include "data/gpt2_config.h"       // gpt2_config_read, gpt2_config_write: the model's shape in a folder
+#include "data/launch.h"            // Launch: ranks, one a GPU
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
-#include "data/options.h"           // Option, options_parse, options_help
 #include "data/safetensors.h"       // Safetensors, Json, crc32c, file_write
+#include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
+#include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
 #include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _weight / _bias
 #include "kernels/random.h"         // random_bits, random_normal
+#include "kernels/shard.cuh"        // Shard: gradients, states and weights over several ranks
 #include "optim/optim.h"            // Optim: weights, states and the step
+#include "train_options.h"          // Options, and the table of what can be typed
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
-
-// Options. One table drives parsing, --help, the banner, config.json and what a resume restores and reports.
-
-constexpr int64_t AUTO = OPTION_AUTO;  // an option left to the program; the functions *_resolve replace it
-
-struct Options {
-    // data
-    const char* data;
-    const char* val;
-    double val_fraction;
-    // model
-    const char* model;
-    int64_t layers, channels, heads, seq;
-    // batch and length
-    int64_t batch, tokens_per_step, steps;
-    // optimizer
-    const char *preset, *rule, *weights, *grads, *m, *v;
-    double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
-    const char *decay_mode, *overrides, *formats;
-    int64_t ramp;
-    const char *on_nonfinite, *schedule;
-    int64_t warmup;
-    double final_lr, decay_fraction;
-    // precision and memory
-    const char* matmul;
-    const char* recompute;
-    int64_t logit_rows;
-    // validation and samples
-    int64_t val_every, val_tokens, sample_every, sample_tokens;
-    const char* prompt;
-    double temperature;
-    int64_t top_k;
-    // run
-    const char* run;
-    int64_t print_every, save_every, keep;
-    const char* resume;
-    const char* device;
-    int64_t seed;
-    // instead of training
-    const char* sample;
-    bool dry_run, list_formats, list_presets, help;
-};
-
-#define FIELD(name) offsetof(Options, name)
-static const Option OPTIONS[] = {
-    {"data", OPTION_TEXT, FIELD(data), "", 0, 0, "PATH", "data",
-     "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
-    {"val", OPTION_TEXT, FIELD(val), "", 0, 0, "PATH", "data",
-     "validation data; none: the folder's, or a part of --data"},
-    {"val-fraction", OPTION_REAL, FIELD(val_fraction), "0.05", 0.0001, 0.5, "F", "data",
-     "share of a single file that is kept for validation"},
-    {"model", OPTION_TEXT, FIELD(model), "auto", 0, 0, "NAME|DIR", "model",
-     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
-    {"layers", OPTION_INT, FIELD(layers), "auto", 1, 256, "L", "model", "instead of the model's"},
-    {"channels", OPTION_INT, FIELD(channels), "auto", 64, 12288, "C", "model",
-     "a multiple of the heads times 64 or 128"},
-    {"heads", OPTION_INT, FIELD(heads), "auto", 1, 1024, "NH", "model", "channels / heads is 64 or 128"},
-    {"seq", OPTION_INT, FIELD(seq), "auto", 1, 65536, "T", "model", "tokens of a training sequence"},
-    {"batch", OPTION_INT, FIELD(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
-    {"tokens-per-step", OPTION_INT, FIELD(tokens_per_step), "auto", 1, 1e12, "N", "batch and length",
-     "total batch of an optimizer step, a multiple of batch x seq"},
-    {"steps", OPTION_INT, FIELD(steps), "auto", 0, 1e12, "N", "batch and length", "optimizer steps; auto: one epoch"},
-    {"preset", OPTION_TEXT, FIELD(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
-    {"rule", OPTION_TEXT, FIELD(rule), "", 0, 0, "NAME", "optimizer", "the update, instead of the preset's"},
-    {"weights", OPTION_TEXT, FIELD(weights), "", 0, 0, "FORMAT", "optimizer",
-     "storage of the weights: see --list-formats"},
-    {"grads", OPTION_TEXT, FIELD(grads), "auto", 0, 0, "FORMAT", "optimizer",
-     "fp32, or bf16 (rounded once; needs a single micro-batch a step)"},
-    {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
-    {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
-    {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
-     "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
-    {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
-     "by tensor name, such as \"wpe|ln*: m=fp32 v=fp32 lr=0.5; *.bias: wd=0\""},
-    {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer", "largest learning rate"},
-    {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
-    {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.999999, "F", "optimizer", "decay of v"},
-    {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "F", "optimizer", "added to the root of v"},
-    {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
-    {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
-     "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
-    {"beta3", OPTION_REAL, FIELD(beta3), "0.9999", 0, 0.9999999, "F", "optimizer",
-     "ademamix: decay of the slow average"},
-    {"alpha", OPTION_REAL, FIELD(alpha), "5", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
-    {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
-     "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
-    {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
-     "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
-    {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "optimizer",
-     "how the learning rate falls"},
-    {"warmup", OPTION_INT, FIELD(warmup), "auto", 0, 1e12, "N", "optimizer", "steps of linear warm-up"},
-    {"final-lr", OPTION_REAL, FIELD(final_lr), "0.1", 0, 1, "F", "optimizer", "last learning rate as a share of --lr"},
-    {"decay-fraction", OPTION_REAL, FIELD(decay_fraction), "0.2", 0.001, 1, "F", "optimizer",
-     "share of the steps in which wsd decays"},
-    {"matmul", OPTION_CHOICE, FIELD(matmul), "auto", 0, 0, "auto|bf16|fp32", "precision and memory",
-     "precision of the matrix products; sums are fp32"},
-    {"recompute", OPTION_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", "precision and memory",
-     "what the backward pass computes again instead of keeping it"},
-    {"logit-rows", OPTION_INT, FIELD(logit_rows), "auto", 1, 1e9, "N", "precision and memory",
-     "rows of logits in memory at a time"},
-    {"val-every", OPTION_INT, FIELD(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
-    {"val-tokens", OPTION_INT, FIELD(val_tokens), "auto", 1, 1e12, "N", "validation and samples",
-     "tokens of one validation, at most: the first windows of the validation data"},
-    {"sample-every", OPTION_INT, FIELD(sample_every), "auto", 0, 1e12, "N", "validation and samples",
-     "steps; 0: never; auto: at the end"},
-    {"sample-tokens", OPTION_INT, FIELD(sample_tokens), "128", 1, 65536, "N", "validation and samples",
-     "length of a sample"},
-    {"prompt", OPTION_TEXT, FIELD(prompt), "", 0, 0, "TEXT", "validation and samples", "begins the samples of a run"},
-    {"temperature", OPTION_REAL, FIELD(temperature), "0.8", 0, 100, "F", "validation and samples",
-     "0: the likeliest token"},
-    {"top-k", OPTION_INT, FIELD(top_k), "50", 0, 1e9, "N", "validation and samples",
-     "draw from the k likeliest; 0: all"},
-    {"run", OPTION_TEXT, FIELD(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
-    {"print-every", OPTION_INT, FIELD(print_every), "auto", 1, 1e12, "N", "run",
-     "steps between lines on the terminal; log.jsonl has every step"},
-    {"save-every", OPTION_INT, FIELD(save_every), "1000", 0, 1e12, "N", "run",
-     "steps between checkpoints; one is always written at the end and on a signal"},
-    {"keep", OPTION_INT, FIELD(keep), "2", 1, 1e9, "N", "run", "checkpoints that stay; older ones are removed"},
-    {"resume", OPTION_TEXT, FIELD(resume), "off", 0, 0, "off|auto|DIR", "run",
-     "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
-    {"device", OPTION_CHOICE, FIELD(device), "auto", 0, 0, "auto|gpu|cpu", "run", "auto: a GPU when there is one"},
-    {"seed", OPTION_INT, FIELD(seed), "1", 0, 9e15, "N", "run", "of initial weights, data order and rounding noise"},
-    {"sample", OPTION_TEXT, FIELD(sample), "", 0, 0, "PROMPT", "instead of training",
-     "continue PROMPT with --model DIR"},
-    {"dry-run", OPTION_FLAG, FIELD(dry_run), "", 0, 0, "", "instead of training", "print the plan and stop"},
-    {"list-formats", OPTION_FLAG, FIELD(list_formats), "", 0, 0, "", "instead of training", "storage formats"},
-    {"list-presets", OPTION_FLAG, FIELD(list_presets), "", 0, 0, "", "instead of training", "optimizer presets"},
-    {"help", OPTION_FLAG, FIELD(help), "", 0, 0, "", "instead of training", "this text"},
-};
-#undef FIELD
-constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
-static const OptionTable TABLE = {OPTIONS, OPTION_COUNT};
 
 // The model: GPT-2 as OpenAI and transformers define it. Pre-norm blocks, learned positions, tanh GELU, and the output
 // matrix is the token embedding.
@@ -227,8 +98,17 @@ struct Model {
     void* activations;  // laid out by activations_layout
     int* input;         // laid out by input_layout
     float* losses;      // (N)
-    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed
+    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
+                        // then what ranks agree upon, see SCALARS
+    Shard* shard;       // NULL: this is the only rank
 };
+
+static int rank_of(const Model* m) {
+    return m->shard ? m->shard->comm.rank : 0;
+}
+static int ranks_of(const Model* m) {
+    return m->shard ? m->shard->comm.world : 1;
+}
 
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
@@ -252,7 +132,8 @@ static void config_tensors(Model* model) {
     for (int i = 0; i < model->count; i++) model->parameters += model->tensors[i].rows * model->tensors[i].cols;
 }
 
-// An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G).
+// An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G). Where it is packed, those
+// of two layers are there at a time.
 template <typename T>
 struct BlockParameters {
     T *ln1w, *ln1b;          // (C)
@@ -274,18 +155,16 @@ struct Parameters {
 template <typename T>
 static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
     static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
-    T* base = (T*)arena;
-    const OptimTensor* tensor = model->tensors;
-    p->wte = base + tensor[WTE].offset;
-    p->wpe = base + tensor[WPE].offset;
+    bool packed = shard_is_packed(model->shard, arena);
+    auto at = [&](int t) { return (T*)arena + (packed ? model->shard->place[t] : model->tensors[t].offset); };
+    p->wte = at(WTE);
+    p->wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
         T** pointer = (T**)&p->block[l];
-        for (int i = 0; i < BLOCK_TENSORS; i++) {
-            pointer[i] = base + tensor[FIRST_BLOCK + l * BLOCK_TENSORS + i].offset;
-        }
+        for (int i = 0; i < BLOCK_TENSORS; i++) pointer[i] = at(FIRST_BLOCK + l * BLOCK_TENSORS + i);
     }
-    p->lnfw = base + tensor[model->count - 2].offset;
-    p->lnfb = base + tensor[model->count - 1].offset;
+    p->lnfw = at(model->count - 2);
+    p->lnfb = at(model->count - 1);
 }
 
 // What the forward pass keeps of a block for the backward pass.
@@ -329,7 +208,8 @@ static int64_t scratch_bytes(const Model* m) {
     const Config* c = &m->config;
     int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
     int64_t others[] = {layernorm_backward_scratch_bytes(m->dev, c->C),
-                        matmul_backward_bias_scratch_bytes(m->dev, 4 * c->C), global_norm_scratch_bytes(m->dev)};
+                        matmul_backward_bias_scratch_bytes(m->dev, 4 * c->C), global_norm_scratch_bytes(m->dev),
+                        m->shard ? m->elements / SHARD_TILE * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
 }
@@ -376,15 +256,8 @@ static void activations_layout(const Model* m, void* base, bool backward, Activa
     a->bytes = used;
 }
 
-// A micro-batch on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in data/loader.h.
-struct Input {
-    int *tokens, *targets, *order, *bucket;
-    int64_t bytes;
-};
-
 static Input input_layout(const Model* m, int* base) {
-    int64_t N = (int64_t)m->B * m->T;
-    return {base, base + N, base + 2 * N, base + 3 * N, (5 * N + 2) * (int64_t)sizeof(int)};
+    return input_at(base, (int64_t)m->B * m->T);
 }
 
 // Forward.
@@ -413,21 +286,30 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     parameters_view(m, m->weights, &w);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
+    shard_need(m->shard, L);
+    shard_need(m->shard, 0);
     embedding_forward<X>(dev, a->residual[0], tokens, w.wte, w.wpe, B, T, C);
     BlockActivations<X>* first = &a->block[0];
     layernorm_forward<X>(dev, first->ln1, first->ln1_mean, first->ln1_rstd, a->residual[0], w.block[0].ln1w,
                          w.block[0].ln1b, N, C);
     for (int l = 0; l < L; l++) {
         BlockActivations<X>* b = &a->block[l];
+        shard_prefetch(m->shard, l + 1);
         block_forward(m, &w, a, l, B, T);
         matmul_forward<X>(dev, a->branch, nullptr, b->gelu, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
+        if (!last) shard_need(m->shard, l + 1);
         residual_layernorm_forward<X>(dev, a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
                                       last ? w.lnfb : w.block[l + 1].ln1b, N, C);
     }
+}
+
+// Whether gradients are added to those that are there: not where each micro-batch's are summed over the ranks at once.
+static bool accumulates(const Model* m, bool first) {
+    return !first && !shard_splits(m->shard, SHARD_GRADS);
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
@@ -447,7 +329,9 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
         classifier<X>(dev, m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp);
         if (!backward) continue;
         matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, nullptr, rows, C, Vp);
-        matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp, !first || row > 0);
+        if (row == 0) shard_grads_free(m->shard, m->config.L);
+        matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp,
+                                         accumulates(m, first) || row > 0);
     }
 }
 
@@ -507,12 +391,20 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     parameters_view(m, m->grads, &d);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
+    bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
     layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw,
-                             a->lnf_mean, a->lnf_rstd, N, C, !first);
-    for (int l = L - 1; l >= 0; l--) block_backward<X, G>(m, &w, &d, a, l, B, T, !first);
+                             a->lnf_mean, a->lnf_rstd, N, C, accumulate);
+    for (int l = L - 1; l >= 0; l--) {
+        shard_need(m->shard, l);
+        shard_prefetch(m->shard, l - 1);
+        shard_grads_free(m->shard, l);
+        block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
+        shard_reduce<G>(m->shard, l);
+    }
     embedding_backward<X, G>(dev, d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order, input->bucket, buckets, B, T,
-                             C, m->config.Vp, !first);
+                             C, m->config.Vp, accumulate);
+    shard_reduce<G>(m->shard, L);
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
@@ -582,9 +474,23 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return a.bytes;
 }
 
-static int64_t grads_bytes(const Model* m) {
-    return m->elements * (m->grads_bf16 ? 2 : 4);
+// Elements of the part of the arena that is kept here.
+static int64_t kept_elements(const Model* m) {
+    return m->shard ? m->shard->cut[rank_of(m) + 1] - m->shard->cut[rank_of(m)] : m->elements;
 }
+
+// The arena, or what is packed and the sums of the part.
+static int64_t grads_bytes(const Model* m) {
+    bool split = shard_splits(m->shard, SHARD_GRADS);
+    return (split ? m->shard->packed + kept_elements(m) : m->elements) * (m->grads_bf16 ? 2 : 4);
+}
+
+// What the matmuls read beside what the optimizer has.
+static int64_t gathered_bytes(const Model* m) {
+    if (!shard_splits(m->shard, SHARD_STATES)) return 0;
+    return (shard_splits(m->shard, SHARD_WEIGHTS) ? m->shard->packed : m->elements) * (m->type == OPTIM_FP32 ? 4 : 2);
+}
+
 static int64_t wte_sum_bytes(const Model* m) {
     return m->grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
 }
@@ -592,14 +498,29 @@ static int64_t wte_sum_bytes(const Model* m) {
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     OptimBytes bytes = optim_bytes(config, m->tensors, m->count, m->type);
     MemoryPlan plan;
-    plan.weights = bytes.weights + bytes.compute;
+    plan.weights = bytes.weights + bytes.compute + gathered_bytes(m);
     plan.states = bytes.states + bytes.tables;
     plan.grads = grads_bytes(m) + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0);
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + (m->shard ? shard_bytes(m->shard) : 0);
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other;
     return plan;
+}
+
+// What ranks share: gradients and weights as they are laid out for all, and the parts that are kept here.
+static void model_shard(Model* m) {
+    Shard* s = m->shard;
+    bool split = shard_splits(s, SHARD_GRADS);
+    shard_open(s);
+    s->grads = m->grads;
+    s->kept_grads = (char*)m->grads + (split ? s->packed : s->cut[rank_of(m)]) * s->gradient_bytes;
+    s->kept_weights = m->weights;
+    if (shard_splits(s, SHARD_STATES)) {
+        m->weights = device_alloc(m->dev, gathered_bytes(m));
+        device_zero(m->dev, m->weights, gathered_bytes(m));
+    }
+    s->weights = m->weights;
 }
 
 static void model_allocate(Model* m, const OptimConfig* config) {
@@ -610,24 +531,25 @@ static void model_allocate(Model* m, const OptimConfig* config) {
         m->weights = optim_weights(m->optim);
         m->grads = device_alloc(m->dev, grads_bytes(m));
         device_zero(m->dev, m->grads, grads_bytes(m));
-        m->dwte_sum =
-            m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m)) : (float*)m->grads + m->tensors[WTE].offset;
+        if (m->shard) model_shard(m);
+        bool packed = shard_is_packed(m->shard, m->grads);
+        m->dwte_sum = m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
+                                    : (float*)m->grads + (packed ? m->shard->place[WTE] : m->tensors[WTE].offset);
     } else {
         m->weights = device_alloc(m->dev, m->elements * (m->type == OPTIM_FP32 ? 4 : 2));
     }
     m->activations = device_alloc(m->dev, activations_bytes(m, train));
     m->input = (int*)device_alloc(m->dev, input_layout(m, nullptr).bytes);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
-    m->scalars = (float*)device_alloc(m->dev, 3 * sizeof(float));
+    m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
+    device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
 }
 
 static void model_free(Model* m) {
     if (m->optim && m->grads_bf16) device_free(m->dev, m->dwte_sum);
-    if (m->optim) {
-        optim_free(m->optim);
-    } else {
-        device_free(m->dev, m->weights);
-    }
+    if (!m->optim || shard_splits(m->shard, SHARD_STATES)) device_free(m->dev, m->weights);
+    if (m->optim) optim_free(m->optim);
+    if (m->shard) shard_close(m->shard);
     device_free(m->dev, m->grads);
     device_free(m->dev, m->activations);
     device_free(m->dev, m->input);
@@ -788,15 +710,17 @@ static int64_t largest_batch(const Options* o, Model m, const OptimConfig* confi
     return 0;
 }
 
-// Batch sizes. Three numbers must agree: batch x seq x micro-batches = tokens-per-step.
+// Batch sizes. Four numbers must agree: batch x seq x micro-batches x ranks = tokens-per-step.
 static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    int64_t T = m->T;
-    if (o->tokens_per_step != AUTO && o->tokens_per_step % T != 0) {
-        int64_t below = o->tokens_per_step / T * T;
-        user_error("--tokens-per-step %lld is not a multiple of --seq %lld; type --tokens-per-step %lld",
-                   (long long)o->tokens_per_step, (long long)T, (long long)(below > 0 ? below : T));
+    int64_t T = m->T, ranks = ranks_of(m), unit = T * ranks;
+    if (o->tokens_per_step != AUTO && o->tokens_per_step % unit != 0) {
+        int64_t below = o->tokens_per_step / unit * unit;
+        char gpus[32] = "";
+        if (ranks > 1) snprintf(gpus, sizeof(gpus), " x %lld GPUs", (long long)ranks);
+        user_error("--tokens-per-step %lld is not a multiple of --seq %lld%s; type --tokens-per-step %lld",
+                   (long long)o->tokens_per_step, (long long)T, gpus, (long long)(below > 0 ? below : unit));
     }
-    int64_t sequences = o->tokens_per_step != AUTO ? o->tokens_per_step / T : 0;
+    int64_t sequences = o->tokens_per_step != AUTO ? o->tokens_per_step / unit : 0;  // of one rank
     if (o->batch == AUTO) {
         int64_t most = !m->dev->gpu ? 8 : bytes ? 32 : 64;
         if (windows < most) most = windows;
@@ -808,19 +732,21 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
         o->batch = batch;
     }
     if (o->tokens_per_step == AUTO) {
-        int64_t usual = bytes || !m->dev->gpu ? o->batch * T : 524288;  // GPT-2's and llm.c's half million
+        // GPT-2's and llm.c's half million
+        int64_t usual = bytes || !m->dev->gpu ? o->batch * T : 524288 / ranks;
         int64_t micro_batches = (usual + o->batch * T / 2) / (o->batch * T);
-        o->tokens_per_step = o->batch * T * (micro_batches > 0 ? micro_batches : 1);
-        sequences = o->tokens_per_step / T;
+        o->tokens_per_step = o->batch * unit * (micro_batches > 0 ? micro_batches : 1);
+        sequences = o->tokens_per_step / unit;
     }
     if (sequences % o->batch != 0) {
         int64_t batch = o->batch < sequences ? o->batch : sequences;
         while (sequences % batch != 0) batch--;
         user_error(
-            "--batch %lld x --seq %lld = %lld tokens does not divide --tokens-per-step %lld; type --batch %lld or "
-            "--tokens-per-step %lld",
-            (long long)o->batch, (long long)T, (long long)(o->batch * T), (long long)o->tokens_per_step,
-            (long long)batch, (long long)ceil_div(o->tokens_per_step, o->batch * T) * o->batch * T);
+            "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; type --batch "
+            "%lld or --tokens-per-step %lld",
+            (long long)o->batch, (long long)T, (long long)ranks, ranks > 1 ? "s" : "", (long long)(o->batch * unit),
+            (long long)o->tokens_per_step, (long long)batch,
+            (long long)ceil_div(o->tokens_per_step, o->batch * unit) * o->batch * unit);
     }
     m->B = (int)o->batch;
     m->logit_rows = logit_rows_for(o, m);
@@ -895,8 +821,14 @@ static double learning_rate(const Options* o, int64_t step) {
 
 // Samples.
 
-static volatile sig_atomic_t signal_stop, signal_save,
-    signal_seconds;  // set by the handler, read at boundaries: a step, a sample's token
+// Whether the run is to end: by a signal, of which several ranks take notice where they ask each other, all at once.
+static bool stops(const Model* m) {
+    return m->shard ? m->shard->stop : signal_stop;
+}
+static bool asks_to_stop(const Model* m) {
+    if (m->shard) m->shard->stop = launch_any(m->shard->comm.launch, signal_stop || m->shard->stop);
+    return stops(m);
+}
 
 // Continues `prompt` by `length` tokens and hands each piece of text to `put`. There is no key-value cache: the whole
 // window is computed again for each token, its length rounded up to 64 so that few matmul shapes occur.
@@ -914,7 +846,7 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
     put(context, prompt, (int)strlen(prompt));
     float* logits = (float*)malloc(V * sizeof(float));
     int* window = (int*)malloc(T * sizeof(int));
-    for (int64_t i = 0; i < length && !signal_stop; i++) {
+    for (int64_t i = 0; i < length && !asks_to_stop(m); i++) {
         int visible = used < T ? used : T;  // the last T tokens
         int rounded = (visible + 63) / 64 * 64 < T ? (visible + 63) / 64 * 64 : T;
         memset(window, 0, T * sizeof(int));
@@ -945,7 +877,7 @@ static bool is_in_model_file(const OptimStream* stream) {
     return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
 }
 
-// The stored weights when a Hugging Face file can hold them as they are; otherwise `data` is NULL.
+// The stored weights when a Hugging Face file can hold them as they are; otherwise is_weights is false.
 static OptimStream weights_stream(const Model* m) {
     for (int i = 0; i < optim_stream_count(m->optim); i++) {
         OptimStream stream = optim_stream(m->optim, i);
@@ -957,6 +889,19 @@ static OptimStream weights_stream(const Model* m) {
     return none;
 }
 
+// The stored weights of a tensor into rank 0's `values`, which elsewhere are room for one's own part.
+static void model_collect(const Model* m, const OptimStream* stream, int t, void* values) {
+    const OptimTensor* tensor = &m->tensors[t];
+    int64_t n = tensor->rows * tensor->cols, size = stream->element_bytes;
+    if (!stream->is_weights) optim_get_weights(m->optim, t, (float*)values);
+    if (shard_splits(m->shard, SHARD_STATES)) {
+        shard_collect(m->shard, values, tensor->offset, n, (int)size, stream->is_weights ? stream->data : nullptr);
+    } else if (stream->is_weights) {
+        copy_to_host(m->dev, values, (char*)stream->data + tensor->offset * size, n * size);
+    }
+}
+
+// On ranks but the first only what it asks of them.
 static bool model_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
     OptimStream stream = weights_stream(m);
     int size = stream.element_bytes;
@@ -972,23 +917,21 @@ static bool model_write(const Model* m, const char* path, CheckpointFile* file, 
         if (tensor->rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
         if (tensor->rows * cols > largest) largest = tensor->rows * cols;
     }
-    SafetensorsWriter* writer = safetensors_begin(path, entries, m->count, "pt", error);
-    bool fine = writer != nullptr;
+    bool first = rank_of(m) == 0;
+    SafetensorsWriter* writer = first ? safetensors_begin(path, entries, m->count, "pt", error) : nullptr;
+    bool fine = writer || !first;
     void* values = malloc(largest * size);
     void* turned = malloc(largest * size);
     for (int t = 0; t < m->count && fine; t++) {
         const OptimTensor* tensor = &m->tensors[t];
         int64_t rows = t == WTE ? m->config.V : tensor->rows, n = rows * tensor->cols;
-        if (stream.data) {
-            copy_to_host(m->dev, values, (char*)stream.data + tensor->offset * size, n * size);
-        } else {
-            optim_get_weights(m->optim, t, (float*)values);
-        }
+        model_collect(m, &stream, t, values);
+        if (!first) continue;
         bool turn = is_transposed(t, m->count);
         if (turn) transpose(turned, values, rows, tensor->cols, size);
         fine = safetensors_write(writer, turn ? turned : values, n * size, error);
     }
-    if (fine) {
+    if (fine && writer) {
         fine = safetensors_finish(writer, &file->crc, &file->bytes, error);
     } else if (writer) {
         safetensors_abandon(writer);
@@ -1054,6 +997,7 @@ static void model_read(Model* m, const char* folder) {
 struct Run {
     Options* options;
     Model* model;
+    bool quiet;  // not the first rank: it prints and writes nothing
     char folder[PATH_BYTES];
     FILE* text;  // what the terminal shows, again; in memory until the run folder exists
     char* banner;
@@ -1074,7 +1018,7 @@ struct Run {
 __attribute__((format(printf, 2, 3))) static void say(Run* run, const char* format, ...) {
     FILE* to[2] = {stdout, run->text};
     for (FILE* file : to) {
-        if (!file) continue;
+        if (!file || run->quiet) continue;
         va_list arguments;
         va_start(arguments, format);
         vfprintf(file, format, arguments);
@@ -1091,31 +1035,43 @@ static double seconds_now() {
 
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
+// Likewise.
 static bool optimizer_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
-    int most = optim_stream_count(m->optim);
-    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(most, sizeof(*entries));
-    OptimStream* streams = (OptimStream*)calloc(most, sizeof(*streams));
-    int count = 0;
-    for (int i = 0; i < optim_stream_count(m->optim); i++) {
+    int own = 0, most = optim_stream_count(m->optim);
+    ShardArray* mine = (ShardArray*)calloc(most, sizeof(*mine));
+    for (int i = 0; i < most; i++) {
         OptimStream stream = optim_stream(m->optim, i);
         if (is_in_model_file(&stream)) continue;
-        entries[count] = {stream.name, stream.dtype, {stream.elements}, 1};
-        streams[count++] = stream;
+        ShardArray* array = &mine[own++];
+        *array = {"", "", stream.elements, stream.element_bytes, stream.data};
+        snprintf(array->name, sizeof(array->name), "%s", stream.name);
+        snprintf(array->dtype, sizeof(array->dtype), "%s", stream.dtype);
     }
-    SafetensorsWriter* writer = safetensors_begin(path, entries, count, nullptr, error);
-    free(entries);
-    void* host = malloc(COPY_BYTES);
-    bool fine = writer != nullptr;
-    for (int i = 0; i < count && fine; i++) {
-        int64_t size = streams[i].elements * streams[i].element_bytes;
-        for (int64_t at = 0; at < size && fine; at += COPY_BYTES) {
-            int64_t piece = size - at < COPY_BYTES ? size - at : COPY_BYTES;
-            copy_to_host(m->dev, host, (char*)streams[i].data + at, piece);
-            fine = safetensors_write(writer, host, piece, error);
+    ShardArrays arrays = shard_arrays(m->shard, mine, own);
+    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(arrays.count + 1, sizeof(*entries));
+    for (int i = 0; i < arrays.count; i++) {
+        entries[i] = {arrays.whole[i].name, arrays.whole[i].dtype, {arrays.whole[i].elements}, 1};
+    }
+    bool first = rank_of(m) == 0;
+    SafetensorsWriter* writer = first ? safetensors_begin(path, entries, arrays.count, nullptr, error) : nullptr;
+    int64_t piece =
+        arrays.ranks > 1 && shard_staging_bytes(m->shard) < COPY_BYTES ? shard_staging_bytes(m->shard) : COPY_BYTES;
+    void* host = malloc(piece);
+    bool fine = writer || !first;
+    for (int i = 0; i < arrays.count * arrays.ranks && fine; i++) {
+        const char* data = (const char*)arrays.own[i / arrays.ranks];
+        for (int64_t at = 0; at < arrays.bytes[i] && fine; at += piece) {
+            int64_t count = arrays.bytes[i] - at < piece ? arrays.bytes[i] - at : piece;
+            if (arrays.ranks > 1) shard_to_first(m->shard, host, data + at, count, i % arrays.ranks, false);
+            if (arrays.ranks == 1 && first) copy_to_host(m->dev, host, data + at, count);
+            if (first) fine = safetensors_write(writer, host, count, error);
         }
     }
     free(host);
-    free(streams);
+    free(mine);
+    free(entries);
+    shard_arrays_free(&arrays);
+    if (!first) return true;
     if (fine) return safetensors_finish(writer, &file->crc, &file->bytes, error);
     if (writer) safetensors_abandon(writer);
     return false;
@@ -1193,6 +1149,11 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
                               {"vocab.json", 0, -1},
                               {"merges.txt", 0, -1}};
     const Config* c = &run->model->config;
+    if (rank_of(run->model) > 0) {
+        bool alone = !shard_splits(run->model->shard, SHARD_STATES);  // then rank 0 has all that it needs
+        return alone ||
+               (model_write(run->model, "", nullptr, error) && optimizer_write(run->model, "", nullptr, error));
+    }
     const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
     const char* dtype = strcmp(weights_stream(run->model).dtype, "BF16") == 0 ? "bfloat16" : "float32";
     char path[PATH_BYTES];
@@ -1215,13 +1176,27 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     return fine;
 }
 
-// Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone.
+// Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
+// it.
 static void checkpoint_save(Run* run) {
     char path[PATH_BYTES], temporary[PATH_BYTES], error[DATA_ERROR_BYTES], ignored[DATA_ERROR_BYTES];
     double begin = seconds_now();
     checkpoint_name(run->folder, run->step, path, sizeof(path));
     path_join(temporary, path, nullptr);
     strcat(temporary, ".tmp");
+    const Model* m = run->model;
+    bool whole = m->shard && !shard_splits(m->shard, SHARD_WEIGHTS);
+    if (whole && !shard_equal(m->shard, m->weights, m->elements * m->shard->weight_bytes)) {
+        user_error(
+            "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
+            "go on elsewhere with --resume %s",
+            (long long)run->step, run->last_checkpoint[0] ? run->last_checkpoint : "auto");
+    }
+    if (rank_of(m) > 0) {
+        checkpoint_write(run, temporary, error);
+        memcpy(run->last_checkpoint, path, sizeof(path));
+        return;
+    }
     if (folder_exists(temporary)) folder_remove(temporary, ignored);
     if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
         folder_remove(temporary, ignored);
@@ -1237,7 +1212,7 @@ static void checkpoint_save(Run* run) {
 
 // Options that belong to one start of the program and are not taken over from a checkpoint.
 static bool is_restored(const Option* option) {
-    static const char* const own[] = {"run", "resume", "device", "sample"};
+    static const char* const own[] = {"run", "resume", "device", "sample", "gpus", "join-timeout"};
     for (const char* name : own) {
         if (strcmp(option->name, name) == 0) return false;
     }
@@ -1335,7 +1310,7 @@ static void run_tokenizer_open(Run* run, const char* data_folder, const char* ch
     const char* sources[] = {run->folder, checkpoint, data_folder, run->options->model};
     char error[DATA_ERROR_BYTES], to[PATH_BYTES];
     for (const char* source : sources) {
-        if (bytes || !source[0] || !folder_exists(source)) continue;
+        if (bytes || run->quiet || !source[0] || !folder_exists(source)) continue;
         if (!tokenizer_files_copy(source, run->folder, error)) user_error("--run %s: %s", run->folder, error);
     }
     path_join(to, run->folder, "vocab.json");
@@ -1351,6 +1326,7 @@ static void run_tokenizer_open(Run* run, const char* data_folder, const char* ch
 
 // One line of log.jsonl: {"type": ..., "step": ..., name: value, ...}. A full disk stops the run.
 static void log_line(Run* run, const char* type, int count, const char* const* names, const double* values) {
+    if (run->quiet) return;
     fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
             (long long)run->step, (long long)(run->sequences * run->options->seq), seconds_now() - run->started);
     bool finite = true;
@@ -1372,15 +1348,21 @@ static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
+// FLOP/s of all ranks; 0 when unknown.
+static double peak_of(const Model* m) {
+    return ranks_of(m) * device_peak(m->dev, m->type == OPTIM_FP32);
+}
+
 static void log_step(Run* run, double loss, double norm, double lr, double seconds) {
     const Model* m = run->model;
-    double rate = (double)run->options->tokens_per_step / seconds, peak = device_peak(m->dev, m->type == OPTIM_FP32);
+    double rate = (double)run->options->tokens_per_step / seconds, peak = peak_of(m);
     const char* names[] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped", "mfu"};
     const double values[] = {loss, lr, norm, seconds, rate, (double)run->skipped, rate * flops_per_token(m) / peak};
     log_line(run, "train", peak > 0 ? 7 : 6, names, values);
 }
 
 static void log_config(Run* run, const char* device) {
+    if (run->quiet) return;
     fputs("{\"type\": \"config\", \"options\": ", run->log);
     options_json(&TABLE, run->options, run->log);
     fputs(", \"device\": ", run->log);
@@ -1395,7 +1377,7 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
     const Options* o = run->options;
     const Model* m = run->model;
     const Device* dev = m->dev;
-    char line[256], tokens[32], val_tokens[32];
+    char line[256], tokens[32], val_tokens[32], ranks[32] = "";
     say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, (long long)o->layers,
         (long long)o->channels, (long long)o->heads, (long long)m->parameters);
     if (dev->gpu) {
@@ -1410,22 +1392,29 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
     } else {
         say(run, " device   CPU, %ld cores: the plain C versions, fp32\n", sysconf(_SC_NPROCESSORS_ONLN));
     }
+    if (m->shard) {
+        comm_describe(&m->shard->comm, line, sizeof(line));
+        say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", ranks_of(m),
+            m->shard->comm.launch->source, line, o->shard, strcmp(o->comm, "grads") == 0 ? o->grads : o->comm);
+    }
     format_count((double)train->tokens, tokens, sizeof(tokens));
     format_count((double)val->tokens, val_tokens, sizeof(val_tokens));
     say(run, " data     %s  %s tokens in %d file%s  validation %s  vocabulary %d%s\n", train->path, tokens,
         train->files, train->files == 1 ? "" : "s", val_tokens, m->config.V, train->bytes ? " (bytes)" : "");
     int64_t sequences = o->tokens_per_step / o->seq, windows = dataset_windows(train, m->T);
-    say(run, " batch    %lld x %lld x %lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
-        (long long)o->batch, (long long)o->seq, (long long)(sequences / o->batch), sequences == o->batch ? "" : "es",
+    int64_t micro_batches = sequences / o->batch / ranks_of(m);
+    if (m->shard) snprintf(ranks, sizeof(ranks), "%d ranks x ", ranks_of(m));
+    say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
+        (long long)o->batch, (long long)o->seq, ranks, (long long)micro_batches, micro_batches == 1 ? "" : "es",
         (long long)o->tokens_per_step, (long long)o->steps, (double)o->steps * (double)sequences / (double)windows);
     optim_describe(config, line, sizeof(line));
     say(run, " optim    %s\n", line);
     say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr, o->schedule,
         strcmp(o->schedule, "constant") == 0 ? 1.0 : o->final_lr, (long long)o->warmup, o->clip, o->weight_decay);
     double unit = plan->total >= (1ll << 30) ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
-    say(run, " memory   weights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
-        plan->weights * unit, plan->states * unit, plan->grads * unit, plan->activations * unit, plan->other * unit,
-        plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
+    say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
+        m->shard ? "of rank 0: " : "", plan->weights * unit, plan->states * unit, plan->grads * unit,
+        plan->activations * unit, plan->other * unit, plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
     say(run, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)memory_available(dev) / (1 << 30), o->matmul,
         o->recompute);
     if (changed[0]) say(run, " changed %s\n", changed);
@@ -1434,7 +1423,8 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
 static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
     int64_t available = memory_available(m->dev);
     if (plan->total <= available) return;
-    int64_t fits = largest_batch(o, *m, config, m->B, available), sequences = o->tokens_per_step / o->seq;
+    int64_t fits = largest_batch(o, *m, config, m->B, available);
+    int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);
     while (fits > 0 && sequences % fits != 0) fits--;
     double need = (double)plan->total / (1 << 30), have = (double)available / (1 << 30);
     if (fits > 0) {
@@ -1450,114 +1440,68 @@ static void require_memory(const Options* o, const Model* m, const OptimConfig* 
 
 // Training.
 
-static void* pinned_alloc(size_t bytes) {
-    void* pointer;
-    check(cudaMallocHost(&pointer, bytes));
-    return pointer;
-}
-
-static void pinned_free(void* pointer) {
-    check(cudaFreeHost(pointer));
-}
-
-// Copies micro-batches from the loader to the device. The loader's memory is used again two batches later, so before
-// the batch after next is asked for, the copy of the present one must be over: an event each, waited for a whole
-// micro-batch later, by which time it has long passed.
-struct Feeder {
-    const Device* dev;
-    Loader* loader;
-    cudaEvent_t copied[2];
-    int64_t fed;
-    char error[DATA_ERROR_BYTES];
-};
-
-static void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, int B, int T, uint64_t seed,
-                        bool shuffle, int64_t first_sequence) {
-    memset(feeder, 0, sizeof(*feeder));
-    feeder->dev = dev;
-    feeder->loader = loader_open(data, B, T, seed, shuffle, first_sequence, dev->gpu ? pinned_alloc : malloc,
-                                 dev->gpu ? pinned_free : free, feeder->error);
-    if (!feeder->loader) user_error("--data: %s", feeder->error);
-    for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
-}
-
-// The next micro-batch into `input`; returns the number of its distinct tokens, -1 with feeder->error on bad data.
-static int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
-    const Device* dev = feeder->dev;
-    cudaEvent_t event = feeder->copied[feeder->fed % 2];
-    if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
-    const Batch* batch = loader_next(feeder->loader, feeder->error);
-    if (!batch) return -1;
-    feeder->fed++;
-    const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
-    int* to[] = {input->tokens, input->targets, input->order, input->bucket};
-    for (int i = 0; i < 4; i++) {
-        size_t bytes = (i < 3 ? N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
-        if (dev->gpu) {
-            check(cudaMemcpyAsync(to[i], from[i], bytes, cudaMemcpyHostToDevice, dev->stream));
-        } else {
-            memcpy(to[i], from[i], bytes);
-        }
-    }
-    if (dev->gpu) check(cudaEventRecord(event, dev->stream));
-    return batch->buckets;
-}
-
-static void feeder_close(Feeder* feeder) {
-    device_sync(feeder->dev);
-    loader_close(feeder->loader);
-    for (int i = 0; i < 2 && feeder->dev->gpu; i++) check(cudaEventDestroy(feeder->copied[i]));
-}
-
 // The norm of the gradients, the clip factor and the update, which does nothing when the loss or the norm is not
 // finite: then the factor is NaN.
 static void update(Model* m, float lr, float clip, int64_t step) {
     // The activations are dead by now: their first bytes serve as the norm's scratch.
-    float *norm = m->scalars + 1, *scratch = (float*)m->activations;
-    if (m->grads_bf16) {
+    float *norm = m->scalars + SCALAR_NORM, *scratch = (float*)m->activations;
+    if (m->shard && m->grads_bf16) {
+        shard_norm<bf16>(m->shard, m->scalars, (double*)scratch, clip);
+    } else if (m->shard) {
+        shard_norm<float>(m->shard, m->scalars, (double*)scratch, clip);
+    } else if (m->grads_bf16) {
         global_norm<bf16>(m->dev, norm, scratch, (const bf16*)m->grads, m->elements, clip, m->scalars);
     } else {
         global_norm<float>(m->dev, norm, scratch, (const float*)m->grads, m->elements, clip, m->scalars);
     }
-    optim_step(m->optim, m->grads, m->scalars + 2, lr, step);
+    bool split = shard_splits(m->shard, SHARD_STATES);
+    optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
+    if (m->shard) shard_publish(m->shard);
 }
 
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
-// the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed.
+// the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed; then other ranks must not
+// wait for this one, which goes through the step like them, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     for (int64_t i = 0; i < micro_batches; i++) {
+        shard_micro_batch(m->shard, i == 0, i == micro_batches - 1);
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
-        if (buckets < 0) return false;
-        micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)micro_batches);
+        if (buckets < 0 && !m->shard) return false;
+        if (buckets < 0) m->shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
+        if (buckets < 0) buckets = feeder_blank(feeder, &input, (int64_t)m->B * m->T);
+        micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
     update(m, lr, clip, step);
     return true;
 }
 
 // Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN when a signal
-// came.
+// came. Ranks take batches in turn, and all the same number, of which the last may count nothing.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
-    int64_t windows = dataset_windows(data, m->T);
+    int64_t windows = dataset_windows(data, m->T), before = (int64_t)rank_of(m) * m->B;
     if (tokens / m->T < windows) windows = tokens / m->T > 0 ? tokens / m->T : 1;
+    LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
     Feeder feeder;
-    feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, 0);
+    feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     Input input = input_layout(m, m->input);
-    for (int64_t done = 0; done < windows && !signal_stop; done += m->B) {
-        int B = windows - done < m->B ? (int)(windows - done) : m->B;  // of the last batch only the first rows count
+    for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
+        int64_t left = windows - done - before;
+        int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
         int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0) user_error("validation data: %s", feeder.error);
-        micro_batch(m, &input, buckets, B, m->T, false, done == 0, (float)B / (float)windows);
+        micro_batch(m, &input, buckets, B > 0 ? B : 1, m->T, false, done == 0, (float)B / (float)windows);
     }
     float loss;
+    if (m->shard && !stops(m)) shard_loss(m->shard, m->scalars);
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
     feeder_close(&feeder);
-    return signal_stop ? NAN : loss;
+    return stops(m) ? NAN : loss;
 }
 
 static void run_validation(Run* run, const Dataset* data) {
     double begin = seconds_now(), loss = validate(run->model, data, run->options->val_tokens);
-    if (signal_stop) return;
+    if (stops(run->model)) return;
     if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
     if (loss < run->best_val) run->best_val = loss;
     double bpb = run->bytes_per_token > 0 ? loss / log(2.0) / run->bytes_per_token : NAN;
@@ -1587,7 +1531,7 @@ static void run_sample(Run* run) {
            put_text, to);
     fclose(memory);
     say(run, "sample ------------------------------------------------------------\n");
-    FILE* copies[2] = {stdout, run->text};
+    FILE* copies[2] = {run->quiet ? nullptr : stdout, run->quiet ? nullptr : run->text};
     put_text(copies, text, (int)bytes);
     say(run, "\n-------------------------------------------------------------------\n");
     free(text);
@@ -1597,7 +1541,7 @@ static void print_step(Run* run, double loss, double norm, double lr, double sec
     const Options* o = run->options;
     char rate[32], left[32], size[32], mfu[32] = "-";
     double tokens_per_second = (double)o->tokens_per_step / seconds;
-    double peak = device_peak(run->model->dev, run->model->type == OPTIM_FP32);
+    double peak = peak_of(run->model);
     if (peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * flops_per_token(run->model) / peak);
     format_count(tokens_per_second, rate, sizeof(rate));
     format_duration(eta, left, sizeof(left));
@@ -1632,8 +1576,8 @@ static void step_skipped(Run* run, double loss, double norm) {
 static bool save_asked(const Run* run) {
     char request[PATH_BYTES];
     path_join(request, run->folder, "save");
-    bool asked = signal_save || file_exists(request);
-    if (asked) unlink(request);
+    bool asked = signal_save || (!run->quiet && file_exists(request));
+    if (asked && !run->quiet) unlink(request);
     signal_save = 0;
     return asked;
 }
@@ -1643,7 +1587,7 @@ static void tell_end(Run* run, double counted, double seconds) {
     char rate[32];
     format_count(counted * (double)run->options->tokens_per_step / seconds, rate, sizeof(rate));
     if (counted > 0) {
-        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", signal_stop ? "stopped" : "done   ",
+        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", stops(run->model) ? "stopped" : "done   ",
             1e3 * seconds / counted, rate);
     }
     if (run->skipped > 0) {
@@ -1652,27 +1596,41 @@ static void tell_end(Run* run, double counted, double seconds) {
     }
 }
 
+// After a step of several ranks: what they have agreed upon.
+static void step_agreed(const Model* m, const float* scalars) {
+    launch_rest(m->shard->comm.launch);
+    m->shard->started = true;
+    m->shard->stop = m->shard->stop || scalars[SCALAR_STOP] > 0;
+}
+
 // From run->step to the end, or to a signal.
 static void train(Run* run, const Dataset* train_data, const Dataset* val_data, int64_t memory) {
     Options* o = run->options;
     Model* m = run->model;
     int64_t sequences = o->tokens_per_step / o->seq;
+    LoaderSlice slice = {sequences / ranks_of(m), sequences};
     Feeder feeder;
-    feeder_open(&feeder, m->dev, train_data, m->B, m->T, (uint64_t)o->seed, true, run->sequences);
-    float* scalars = m->dev->gpu ? (float*)pinned_alloc(3 * sizeof(float)) : (float*)malloc(3 * sizeof(float));
+    feeder_open(&feeder, m->dev, train_data, m->B, m->T, (uint64_t)o->seed, true,
+                run->sequences + rank_of(m) * slice.run, slice);
+    float* scalars = (float*)(m->dev->gpu ? pinned_alloc : malloc)(SCALARS * sizeof(float));
     int64_t first = run->step, timed_from = first;
     double timed_since = seconds_now(), step_seconds = 0;
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
     bool due = false;  // a checkpoint
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
-    while (run->step < o->steps && !signal_stop) {
+    while (run->step < o->steps && !stops(m)) {
         double begin = seconds_now(), lr = learning_rate(o, run->step);
         int64_t update = run->step + 1 - run->skipped;  // what moments and their bias corrections count
-        if (!train_step(m, &feeder, sequences / m->B, (float)lr, (float)o->clip, update)) {
+        if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = save_asked(run);
+        bool fine = train_step(m, &feeder, slice.run / m->B, (float)lr, (float)o->clip, update);
+        copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
+        if (m->shard) step_agreed(m, scalars);
+        if (!fine || scalars[SCALAR_BAD] > 0) {
             if (run->step > saved_at) checkpoint_save(run);
+            if (m->shard && !feeder.error[0])
+                launch_any(m->shard->comm.launch, false);  // the rank with bad data ends all
             user_error("--data: %s; the last checkpoint is %s", feeder.error, run->last_checkpoint);
         }
-        copy_to_host(m->dev, scalars, m->scalars, 3 * sizeof(float));
         run->step++;
         run->sequences += sequences;
         bool skipped = !isfinite(scalars[2]);
@@ -1693,15 +1651,15 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         }
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
-        bool asked = save_asked(run);
+        bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : save_asked(run);
         due = due || (o->save_every > 0 && run->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
-        if (asked || last || signal_stop || (due && !skipped)) {
+        if (asked || last || stops(m) || (due && !skipped)) {
             due = false;
             checkpoint_save(run);
             saved_at = run->step;
         }
-        if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !signal_stop) run_sample(run);
+        if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
     }
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
     tell_end(run, (double)(run->step - timed_from), step_seconds);
@@ -1710,31 +1668,23 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     if (!m->dev->gpu) free(scalars);
 }
 
-static void on_signal(int number) {
-    if (number == SIGUSR1) {
-        signal_save = 1;
-        return;
+// The GPU of a rank among `gpus`. A launcher may show each rank its own alone.
+static int device_index(const Options* o, const Launch* launch, int gpus) {
+    if (gpus == 0 || strcmp(o->device, "cpu") == 0) {
+        if (stand_in_asked()) return 0;
+        user_error("%d ranks were asked for and each needs a GPU of its own, %s; leave --gpus, or the launcher, out",
+                   launch->world, gpus == 0 ? "and no GPU answers" : "and --device cpu is typed");
     }
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    // A second one means now; but launchers deliver one signal twice, to the program and to its group.
-    if (signal_stop && now.tv_sec - signal_seconds >= 2) _exit(128 + number);
-    if (!signal_stop) signal_seconds = (sig_atomic_t)now.tv_sec;
-    signal_stop = 1;
-}
-
-static void signals_catch() {
-    struct sigaction action = {};
-    action.sa_handler = on_signal;
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
-    sigaction(SIGUSR1, &action, nullptr);
-    signal(SIGXFSZ, SIG_IGN);  // a file over the shell's limit is a write error with a sentence, not a death
+    if (gpus == 1 && o->gpus == 1) return 0;
+    if (launch->local_rank >= gpus) {
+        user_error("rank %d is number %d on this machine, which shows %d GPU%s; start %d here", launch->rank,
+                   launch->local_rank + 1, gpus, gpus == 1 ? "" : "s", gpus);
+    }
+    return launch->local_rank;
 }
 
 // The device of --device, and its matmul precision.
-static OptimType device_resolve(Options* o, Device* dev) {
+static OptimType device_resolve(Options* o, Device* dev, const Launch* launch = nullptr) {
     int gpus = 0;
     cudaError_t status = cudaGetDeviceCount(&gpus);
     if (status != cudaSuccess) gpus = 0;
@@ -1742,7 +1692,8 @@ static OptimType device_resolve(Options* o, Device* dev) {
         user_error("--device gpu: no GPU answers (%s); type --device cpu",
                    status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
     }
-    device_open(dev, gpus > 0 && strcmp(o->device, "cpu") != 0, 0);
+    int index = launch && launch->world > 1 ? device_index(o, launch, gpus) : 0;
+    device_open(dev, gpus > 0 && strcmp(o->device, "cpu") != 0, index);
     if (dev->gpu && dev->compute < 80) {
         user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
                    dev->compute / 10, dev->compute % 10);
@@ -1767,6 +1718,17 @@ static void data_open(const Options* o, Dataset* data, DatasetPart part, int T) 
         fine = dataset_open_memory(data, corpus_begin, corpus_end - corpus_begin, part, o->val_fraction, T, error);
         if (!fine) user_error("the built-in text: %s", error);
     }
+}
+
+static ShardMode shard_mode_from(const char* name) {
+    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
+           : strcmp(name, "grads") == 0  ? SHARD_GRADS
+           : strcmp(name, "states") == 0 ? SHARD_STATES
+                                         : SHARD_NONE;
+}
+
+static CommFormat comm_format_from(const char* name) {
+    return strcmp(name, "bf16") == 0 ? COMM_BF16 : strcmp(name, "e5m2") == 0 ? COMM_E5M2 : COMM_AS_IS;
 }
 
 static Recompute recompute_from(const char* name) {
@@ -1836,6 +1798,34 @@ static void data_and_model_resolve(Options* o, const char* checkpoint, Dataset* 
     }
 }
 
+static void shard_part(const Model* m, OptimConfig* config) {
+    if (!shard_splits(m->shard, SHARD_STATES)) return;
+    config->begin = m->shard->cut[rank_of(m)];
+    config->end = m->shard->cut[rank_of(m) + 1];
+}
+
+// What this rank keeps, once the arena's layout is known.
+static void shard_resolve(Model* m, OptimConfig* config) {
+    Shard* s = m->shard;
+    if (!s) return;
+    if (m->elements / SHARD_TILE < ranks_of(m)) user_error("a model this small is not for %d ranks", ranks_of(m));
+    int64_t *offset = (int64_t*)malloc(m->count * sizeof(int64_t)),
+            *length = (int64_t*)malloc(m->count * sizeof(int64_t));
+    int* layer = (int*)malloc(m->count * sizeof(int));
+    for (int t = 0; t < m->count; t++) {
+        bool in_block = t >= FIRST_BLOCK && t < m->count - 2;
+        offset[t] = m->tensors[t].offset;
+        length[t] = ceil_div(m->tensors[t].rows * m->tensors[t].cols, SHARD_TILE) * SHARD_TILE;
+        layer[t] = in_block ? (t - FIRST_BLOCK) / BLOCK_TENSORS : m->config.L;
+    }
+    s->gradient_bytes = 4;
+    s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
+    s->chunk = m->dev->gpu ? 8192 : 64;
+    shard_plan(s, offset, length, layer, m->count, m->config.L, m->elements);
+    shard_part(m, config);
+    free(offset), free(length), free(layer);
+}
+
 // Batches and the optimizer's formats: gradients are bf16 where a step has one micro-batch of bf16 and fp32 elsewhere.
 static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, OptimConfig* config) {
     bool automatic = strcmp(o->grads, "auto") == 0;
@@ -1843,8 +1833,9 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
     optim_config_from(o, config);
     m->elements = optim_layout(m->tensors, m->count, config);
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    shard_resolve(m, config);
     batch_resolve(o, m, config, train->bytes, dataset_windows(train, m->T));
-    int64_t micro_batches = o->tokens_per_step / (o->batch * o->seq);
+    int64_t micro_batches = o->tokens_per_step / (o->batch * o->seq * ranks_of(m));
     if (automatic && micro_batches == 1 && m->type == OPTIM_BF16) o->grads = "bf16";
     if (strcmp(o->grads, "bf16") == 0 && (micro_batches > 1 || m->type == OPTIM_FP32)) {
         user_error(
@@ -1853,6 +1844,7 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
             o->matmul, (long long)micro_batches);
     }
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    if (m->shard) m->shard->gradient_bytes = m->grads_bf16 ? 2 : 4;
 }
 
 // Weights and states: from the checkpoint, from --model DIR, or drawn.
@@ -1869,36 +1861,87 @@ static void model_begin(Run* run, const OptimConfig* config, const Json* state, 
     }
 }
 
-static int train_main(Options* o, const bool* given) {
-    char folder[PATH_BYTES] = "", changed[16384] = "";
-    bool named_itself;
+// The checkpoint to go on from into `folder`, and its state.json's tree: rank 0 chooses. NULL: begin anew.
+static Json* resume_locate(Options* o, const Launch* launch, char (&folder)[PATH_BYTES], bool* named_itself) {
+    char error[DATA_ERROR_BYTES];
     Json* state = nullptr;
-    char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
-    if (!checkpoint_locate(o->resume, o->run, folder, sizeof(folder), &named_itself, &state, error)) {
+    if (launch->rank == 0 &&
+        !checkpoint_locate(o->resume, o->run, folder, sizeof(folder), named_itself, &state, error)) {
         user_error("%s", error);
     }
+    if (!state) folder[0] = 0;
+    launch_share(launch, 0, folder, sizeof(folder));
+    if (launch->rank > 0 && folder[0]) state = checkpoint_state(folder, error);
+    if (folder[0] && !state) user_error("%s", error);
+    return state;
+}
+
+// Ranks that would not train the same are a mistake: another program, other options or other files.
+static void require_same(const Options* o, const Launch* launch) {
+    char* text = nullptr;
+    size_t length = 0;
+    Options same = *o;
+    same.run = same.resume = same.data = same.val = same.formats = "";
+    FILE* file = open_memstream(&text, &length);
+    options_json(&TABLE, &same, file);
+    fclose(file);
+    uint32_t own = crc32c(0, text, (int64_t)length), first = own;
+    launch_share(launch, 0, &first, sizeof(first));
+    if (first != own) user_error("it has other options or other data than rank 0: %s; start all alike", text);
+    free(text);
+}
+
+// The run folder is rank 0's to make; all know it, and open the tokenizer that it then holds.
+static void run_begin(Run* run, const Launch* launch, const char* tokenizer, const char* checkpoint, bool bytes,
+                      bool resumed) {
+    if (launch->rank == 0) {
+        run_folder_make(run, resumed);
+        say(run, " run      %s\n", run->folder);
+        run_tokenizer_open(run, tokenizer, checkpoint, bytes);
+    }
+    launch_share(launch, 0, run->folder, sizeof(run->folder));
+    if (launch->rank > 0) run_tokenizer_open(run, tokenizer, checkpoint, bytes);
+}
+
+static int train_main(Options* o, const bool* given, const Launch* launch) {
+    char folder[PATH_BYTES] = "", changed[16384] = "";
+    bool named_itself = false;
+    char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
+    Json* state = resume_locate(o, launch, folder, &named_itself);
     const char* checkpoint = state ? folder : nullptr;
     if (state) {
         resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
         if (!o->run[0]) o->run = strdup(folder_parent(checkpoint, parent, sizeof(parent)));
-        if (!checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) user_error("%s", error);
+        if (launch->rank == 0 && !checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) {
+            user_error("%s", error);
+        }
     }
     model_folder_resolve(o);
     Device dev;
     Model m = {};
     Run run = {};
+    Shard shard = {};
     Dataset train_data, val_data;
     OptimConfig config;
     run.options = o;
     run.model = &m;
+    run.quiet = launch->rank > 0;
     run.text = open_memstream(&run.banner, &run.banner_bytes);
-    m.type = device_resolve(o, &dev);
+    m.type = device_resolve(o, &dev, launch);
     m.dev = &dev;
+    if (launch->world > 1) {
+        comm_open(&shard.comm, launch, &dev);
+        shard.mode = shard_mode_from(o->shard);
+        shard.format = comm_format_from(o->comm);
+        m.shard = &shard;
+    }
     data_and_model_resolve(o, checkpoint, &train_data, &val_data, &m);
     batch_and_optim_resolve(o, &m, &train_data, &config);
     length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu,
                    given[option_find(&TABLE, "warmup") - OPTIONS]);
     optim_config_from(o, &config);  // with the steps and learning rate that are known by now
+    shard_part(&m, &config);
+    require_same(o, launch);
     run.step = state ? json_int(state, "step", 0) : 0;
     run.sequences = state ? json_int(state, "sequences", 0) : 0;
     run.best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;
@@ -1924,25 +1967,25 @@ static int train_main(Options* o, const bool* given) {
     // The weights come before the run folder: a bad model file leaves nothing behind.
     model_allocate(&m, &config);
     model_begin(&run, &config, state, checkpoint);
+    if (m.shard) shard_publish(m.shard);
     signals_catch();
     // Paths as they are found from any folder, so that the run can be resumed from anywhere.
     if (o->data[0]) o->data = path_absolute(o->data);
     if (o->val[0]) o->val = path_absolute(o->val);
     if (folder_exists(o->model)) o->model = path_absolute(o->model);
     if (o->formats[0]) o->formats = paths_absolute(o->formats);
-    run_folder_make(&run, state != nullptr || strcmp(o->resume, "auto") == 0);
-    say(&run, " run      %s\n", run.folder);
-    run_tokenizer_open(&run, train_data.tokenizer, checkpoint ? checkpoint : "", train_data.bytes);
+    run_begin(&run, launch, train_data.tokenizer, checkpoint ? checkpoint : "", train_data.bytes,
+              state != nullptr || strcmp(o->resume, "auto") == 0);
     run.bytes_per_token = val_data.bytes_per_token;
     run.started = seconds_now();
     log_config(&run, dev.name);
     if (state) log_line(&run, "resume", 0, nullptr, nullptr);
     train(&run, &train_data, &val_data, plan.total);
-    if (signal_stop) say(&run, "next     ./train --resume %s\n", run.folder);
-    if (!signal_stop) say(&run, "next     ./train --sample \"...\" --model %s\n", run.last_checkpoint);
+    if (stops(&m)) say(&run, "next     ./train --resume %s\n", run.folder);
+    if (!stops(&m)) say(&run, "next     ./train --sample \"...\" --model %s\n", run.last_checkpoint);
     say(&run, "         .venv/bin/python dev/plot.py %s\n", run.folder);
 
-    fclose(run.log);
+    if (run.log) fclose(run.log);
     fclose(run.text);
     json_free(state);
     if (run.tokenizer) tokenizer_close(run.tokenizer);
@@ -1969,7 +2012,18 @@ int main(int argc, char** argv) {
     if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
     if (options.help || options.list_formats || options.list_presets) return 0;
-    if (given[option_find(&TABLE, "sample") - OPTIONS]) return sample_main(&options);
-    return train_main(&options, given);
+    bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
+    Launch launch;
+    if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
+    if (samples) return launch.rank == 0 ? sample_main(&options) : 0;
+    if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
+        user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave one of them out",
+                   (long long)options.gpus);
+    }
+    if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
+    if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
+    int code = train_main(&options, given, &launch);
+    launch_leave(&launch);
+    return code;
 }
 #endif

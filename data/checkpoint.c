@@ -186,24 +186,27 @@ static bool files_whole(const char* folder, const Json* files, char* error) {
     return files != NULL;
 }
 
-Json* checkpoint_verify(const char* folder, char* error) {
+Json* checkpoint_state(const char* folder, char* error) {
     char path[PATH_BYTES];
     snprintf(path, sizeof(path), "%s/state.json", folder);
     int64_t bytes;
     char* text = file_read(path, &bytes, error);
     if (!text) return NULL;
     Json* state = json_parse(text, bytes, path, error);
-    if (state) {
-        int64_t covered = sealed_bytes(text);
-        snprintf(error, DATA_ERROR_BYTES, "%s does not match its checksum", path);
-        bool whole = covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
-        if (!whole || !files_whole(folder, json_get(state, "files"), error)) {
-            json_free(state);
-            state = NULL;
-        }
-    }
+    int64_t covered = sealed_bytes(text);
+    bool whole = state && covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
     free(text);
-    return state;
+    if (!state || whole) return state;
+    data_error(error, "%s does not match its checksum", path);
+    json_free(state);
+    return NULL;
+}
+
+Json* checkpoint_verify(const char* folder, char* error) {
+    Json* state = checkpoint_state(folder, error);
+    if (!state || files_whole(folder, json_get(state, "files"), error)) return state;
+    json_free(state);
+    return NULL;
 }
 
 Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {

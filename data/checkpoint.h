@@ -41,6 +41,8 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
 // Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
 // that a whole one stands there at any moment.
 bool checkpoint_commit(const char* folder, char* error);
+// state.json's tree (caller frees) of a checkpoint that another rank has verified, or NULL and a sentence.
+Json* checkpoint_state(const char* folder, char* error);
 // Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.

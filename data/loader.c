@@ -478,6 +478,8 @@ struct Loader {
     bool shuffle;
     int64_t windows;
     int64_t sequence;  // next to be read; the thread's own
+    LoaderSlice slice;
+    int64_t in_run;  // sequences read of the present run; the thread's own
     Batch batch[RING];
     int* memory;  // of all batches
     int* count;   // (vocabulary) of the counting sort; the thread's own
@@ -515,7 +517,7 @@ static void batch_sort(Batch* batch, int n, int vocabulary, int* count) {
 
 static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
     int B = loader->B, T = loader->T;
-    for (int b = 0; b < B; b++, loader->sequence++) {
+    for (int b = 0; b < B; b++) {
         int64_t window = loader->sequence % loader->windows;
         if (loader->shuffle) {
             window = shuffle_index(loader->seed, loader->sequence / loader->windows, window, loader->windows);
@@ -523,6 +525,10 @@ static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
         int* tokens = batch->tokens + (int64_t)b * T;
         int* targets = batch->targets + (int64_t)b * T;
         if (!dataset_window(loader->data, T, window, tokens, targets, error)) return false;
+        loader->sequence++;
+        if (loader->slice.run == 0 || ++loader->in_run < loader->slice.run) continue;
+        loader->in_run = 0;
+        loader->sequence += loader->slice.stride - loader->slice.run;
     }
     batch_sort(batch, B * T, loader->data->vocabulary, loader->count);
     return true;
@@ -574,9 +580,15 @@ static bool loader_memory(Loader* loader, void* (*pinned_alloc)(size_t), char* e
 
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
+    return loader_open_slice(data, B, T, seed, shuffle, first_sequence, (LoaderSlice){0, 0}, pinned_alloc, pinned_free,
+                             error);
+}
+
+Loader* loader_open_slice(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
+                          LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
     int64_t windows = T > 0 ? dataset_windows(data, T) : 0;
     if (windows == 0) return data_error(error, "%s has no window of T = %d tokens", data->path, T), NULL;
-    if (B < 1 || first_sequence < 0 || (int64_t)B * T > INT32_MAX) {
+    if (B < 1 || first_sequence < 0 || (int64_t)B * T > INT32_MAX || slice.run < 0 || slice.stride < slice.run) {
         data_error(error, "a batch of %d windows of %d tokens from sequence %lld on is impossible", B, T,
                    (long long)first_sequence);
         return NULL;
@@ -590,6 +602,7 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
                        .shuffle = shuffle,
                        .windows = windows,
                        .sequence = first_sequence,
+                       .slice = slice,
                        .pinned_free = pinned_free};
     pthread_mutex_init(&loader->mutex, NULL);
     pthread_cond_init(&loader->changed, NULL);

@@ -6,7 +6,8 @@
 // A file is cut into windows of T tokens at multiples of T, each with the token after it as the last target; a tail
 // that does not fill a window is left out. Sequence number n (0, 1, 2, ... since the start of training) is window
 // permutation(seed, epoch, n mod windows) of epoch n / windows, so the data position of a run is the number of
-// sequences consumed and nothing else: any batch size, any number of GPUs and a resume see the same order.
+// sequences consumed and nothing else: any batch size, any number of GPUs (LoaderSlice) and a resume see the same
+// order.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -58,9 +59,16 @@ typedef struct {
     int* bucket;   // (buckets, 2) [token, first index into order], one more row [-1, B*T] at the end
     int buckets;   // number of distinct tokens
 } Batch;
+// Of several ranks each takes `run` sequences from the first on, then leaves out the others' until `stride` further on:
+// rank r of W takes run = S / W of the S sequences of a step, from first + r * run on. Both 0: all of them.
+typedef struct {
+    int64_t run, stride;
+} LoaderSlice;
 // `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
+Loader* loader_open_slice(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
+                          LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
 // The next batch, prepared ahead; it stays valid until the second loader_next after it (two batches may be in use:
 // one being copied to the device, one in preparation). NULL with a sentence on a bad token or a read error.
 const Batch* loader_next(Loader* loader, char* error);

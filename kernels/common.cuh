@@ -28,12 +28,18 @@ inline int process_rank() {
     return rank ? atoi(rank) : 0;
 }
 
+// Where there are other ranks: tells them why this one ends, prints it once for all, and ends it (data/launch.h).
+extern "C" void launch_failed(int code, const char* text);
+
 [[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
                                       const char* file, int line) {
+    char message[4096];
     int device = -1;
     if (cudaGetDevice(&device) != cudaSuccess) device = -1;
-    fprintf(stderr, "%s error %s: %s\n  %s\n  at %s:%d, rank %d, device %d\n", library, name, text, expression, file,
-            line, process_rank(), device);
+    snprintf(message, sizeof(message), "%s error %s: %s\n  %s\n  at %s:%d, rank %d, device %d\n", library, name, text,
+             expression, file, line, process_rank(), device);
+    launch_failed(EXIT_FAILURE, message);
+    fputs(message, stderr);
     exit(EXIT_FAILURE);
 }
 
@@ -52,12 +58,15 @@ inline void check_status(cublasStatus_t status, const char* expression, const ch
 
 // A user's mistake: one sentence on stderr, exit code 2.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void user_error(const char* format, ...) {
+    char message[32768];
     va_list arguments;
     va_start(arguments, format);
-    fputs("train: error: ", stderr);
-    vfprintf(stderr, format, arguments);
-    fputc('\n', stderr);
+    int used = snprintf(message, sizeof(message), "train: error: ");
+    used += vsnprintf(message + used, sizeof(message) - used - 1, format, arguments);
     va_end(arguments);
+    strcpy(message + (used < (int)sizeof(message) - 2 ? used : (int)sizeof(message) - 2), "\n");
+    launch_failed(2, message);
+    fputs(message, stderr);
     exit(2);
 }
 

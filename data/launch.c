@@ -1,0 +1,785 @@
+// See launch.h. First who this rank is, then the rendezvous, what ranks tell each other, and the watch.
+#define _GNU_SOURCE
+#include "launch.h"
+#include <errno.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <omp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    PORTS = 8,  // that rank 0 may take, from the first on, where another program has some of them
+    MOST_RANKS = 1024,
+    TEXT_BYTES = 4000,  // of a message
+    STOP_SECONDS = 5,   // that the others have to end by themselves before they are killed
+    MAGIC = 0x6e69626c  // "nibl", and this version of the protocol
+};
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void pause_ms(int ms) {
+    struct timespec time = {ms / 1000, ms % 1000 * 1000000L};
+    nanosleep(&time, NULL);
+}
+
+// Who this rank is.
+
+// A whole number of the environment; -1 when it is not there or none.
+static int variable(const char* name) {
+    const char* text = getenv(name);
+    char* end;
+    long number = text ? strtol(text, &end, 10) : -1;
+    return text && end != text && *end == 0 && number >= 0 && number <= INT32_MAX ? (int)number : -1;
+}
+
+static const char* text_variable(const char* name) {
+    const char* text = getenv(name);
+    return text ? text : "";
+}
+
+bool launch_first_host(const char* list, char* host, size_t bytes) {
+    size_t name = strcspn(list, "[,");
+    if (name == 0 || name >= bytes) return false;
+    memcpy(host, list, name);
+    host[name] = 0;
+    if (list[name] != '[') return true;
+    size_t digits = strspn(list + name + 1, "0123456789");
+    const char* after = strchr(list + name, ']');  // of a name with a suffix: gpu[1-2]-eth
+    if (digits == 0 || !after || name + digits >= bytes) return false;
+    size_t suffix = strcspn(after + 1, "[,");
+    if (name + digits + suffix >= bytes) return false;
+    snprintf(host + name, bytes - name, "%.*s%.*s", (int)digits, list + name + 1, (int)suffix, after + 1);
+    return true;
+}
+
+// A port of those below the range that systems give out by themselves.
+static int port_of(const char* job) {
+    uint32_t hash = crc32c(0, job, (int64_t)strlen(job));
+    return 20000 + (int)(hash % 1250) * PORTS;
+}
+
+static void set_address(Launch* launch, const char* host) {
+    const char* typed = text_variable("MASTER_ADDR");
+    snprintf(launch->host, sizeof(launch->host), "%s", typed[0] ? typed : host);
+    int port = variable("MASTER_PORT");
+    launch->port = port > 0 ? port : port_of(launch->job);
+}
+
+static bool from_torchrun(Launch* launch) {
+    int rank = variable("RANK"), world = variable("WORLD_SIZE"), local = variable("LOCAL_RANK");
+    if (rank < 0 || world < 1 || local < 0 || !text_variable("MASTER_ADDR")[0] || variable("MASTER_PORT") < 1) {
+        return false;
+    }
+    bool elastic = text_variable("TORCHELASTIC_RUN_ID")[0];
+    snprintf(launch->source, sizeof(launch->source), "%s", elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...");
+    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    launch->local_world = variable("LOCAL_WORLD_SIZE");
+    snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s", text_variable("TORCHELASTIC_RUN_ID"),
+             text_variable("TORCHELASTIC_RESTART_COUNT"));
+    set_address(launch, "");
+    launch->port += elastic;  // torchrun itself listens at MASTER_PORT
+    return true;
+}
+
+static bool from_open_mpi(Launch* launch) {
+    int rank = variable("OMPI_COMM_WORLD_RANK"), world = variable("OMPI_COMM_WORLD_SIZE");
+    int local = variable("OMPI_COMM_WORLD_LOCAL_RANK");
+    if (rank < 0 || world < 1 || local < 0) return false;
+    snprintf(launch->source, sizeof(launch->source), "Open MPI's variables");
+    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    launch->local_world = variable("OMPI_COMM_WORLD_LOCAL_SIZE");
+    snprintf(launch->job, sizeof(launch->job), "mpi %.60s%.60s", text_variable("OMPI_MCA_ess_base_jobid"),
+             text_variable("PMIX_NAMESPACE"));
+    set_address(launch, launch->local_world == world ? "127.0.0.1" : "");
+    return true;
+}
+
+// Not in the batch script itself, where SLURM_NTASKS is set and one process runs.
+static bool from_slurm(Launch* launch) {
+    int rank = variable("SLURM_PROCID"), local = variable("SLURM_LOCALID"), step = variable("SLURM_STEP_ID");
+    int world = variable("SLURM_STEP_NUM_TASKS") > 0 ? variable("SLURM_STEP_NUM_TASKS") : variable("SLURM_NTASKS");
+    if (rank < 0 || world < 1 || local < 0 || step < 0) return false;
+    snprintf(launch->source, sizeof(launch->source), "Slurm's variables");
+    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    snprintf(launch->job, sizeof(launch->job), "slurm %d.%d", variable("SLURM_JOB_ID"), step);
+    char host[256] = "";
+    const char* list = text_variable("SLURM_STEP_NODELIST");
+    if (!list[0]) list = text_variable("SLURM_JOB_NODELIST");
+    if (variable("SLURM_STEP_NUM_NODES") == 1) {
+        snprintf(host, sizeof(host), "127.0.0.1");
+        launch->local_world = world;
+    } else if (!launch_first_host(list, host, sizeof(host))) {
+        host[0] = 0;
+    }
+    set_address(launch, host);
+    return true;
+}
+
+bool launch_environment(Launch* launch, int64_t gpus, char* error) {
+    *launch = (Launch){.world = 1, .listener = -1};
+    bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
+    if (!found && variable("WORLD_SIZE") > 1) {
+        return data_error(error,
+                          "WORLD_SIZE is %d and not all of RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; set "
+                          "them, or unset WORLD_SIZE and type --gpus N",
+                          variable("WORLD_SIZE"));
+    }
+    if (launch->world > 1 && gpus > 1) {
+        return data_error(error, "--gpus %lld makes ranks of its own and %s has made %d; leave --gpus out",
+                          (long long)gpus, launch->source, launch->world);
+    }
+    if (launch->rank >= launch->world || launch->world > MOST_RANKS) {
+        return data_error(error, "%s: rank %d of %d is impossible", launch->source, launch->rank, launch->world);
+    }
+    if (launch->world > 1 && !launch->host[0]) {
+        return data_error(error, "%s does not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
+                          launch->source);
+    }
+    if (launch->world == 1) *launch = (Launch){.world = 1, .listener = -1};
+    return true;
+}
+
+// Threads of the plain C parts: the machine's cores are shared by its ranks.
+static void share_cores(int local_world) {
+    if (getenv("OMP_NUM_THREADS") || local_world < 2) return;
+    int cores = omp_get_num_procs() / local_world;
+    omp_set_num_threads(cores > 0 ? cores : 1);
+}
+
+// --gpus.
+
+static void set_variable(const char* name, int number) {
+    char text[16];
+    snprintf(text, sizeof(text), "%d", number);
+    setenv(name, text, 1);
+}
+
+// A socket that listens at the first free port from `port` on; 0: any. -1 when there is none.
+static int listen_at(const char* host, int* port, int ports) {
+    for (int i = 0; i < ports; i++) {
+        bool local = strcmp(host, "127.0.0.1") == 0;
+        int listener = socket(local ? AF_INET : AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, no = 0;
+        struct sockaddr_in v4 = {.sin_family = AF_INET, .sin_port = htons((uint16_t)(*port + i))};
+        struct sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)(*port + i))};
+        v4.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
+        if (listener < 0 && !local) {  // a system without IPv6
+            listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+            local = true;
+        }
+        if (listener < 0) return -1;
+        setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+        if (!local) setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof(no));
+        struct sockaddr* address = local ? (struct sockaddr*)&v4 : (struct sockaddr*)&v6;
+        socklen_t bytes = local ? sizeof(v4) : sizeof(v6);
+        if (bind(listener, address, bytes) == 0 && listen(listener, 512) == 0) {
+            getsockname(listener, address, &bytes);
+            *port = ntohs(local ? v4.sin_port : v6.sin6_port);
+            return listener;
+        }
+        close(listener);
+    }
+    return -1;
+}
+
+// What a rank that has ended makes of the code that the run ends with: a signal, which is why the others stopped, goes
+// before their codes.
+static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
+    if (!WIFSIGNALED(status)) return code ? code : WEXITSTATUS(status);
+    if (killed || code > 128) return code;
+    fprintf(stderr, "train: error: rank %d (process %d) was ended by signal %d (%s); all ranks stop\n", rank, (int)pid,
+            WTERMSIG(status), strsignal(WTERMSIG(status)));
+    return 128 + WTERMSIG(status);
+}
+
+// Waits for the ranks and hands signals on. After the first failure the others have STOP_SECONDS.
+static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
+    int left = count, code = 0;
+    double failed = 0;
+    bool* over = calloc((size_t)count, sizeof(bool));
+    while (left > 0) {
+        struct timespec second = {1, 0};
+        int signal = sigtimedwait(signals, NULL, &second);
+        for (int i = 0; i < count; i++) {
+            int status = 0;
+            if (over[i]) continue;
+            if (signal > 0 && signal != SIGCHLD) kill(ranks[i], signal);
+            bool late = failed > 0 && seconds() - failed > STOP_SECONDS;
+            if (late) kill(ranks[i], SIGKILL);
+            if (waitpid(ranks[i], &status, WNOHANG) != ranks[i]) continue;
+            over[i] = true;
+            left--;
+            code = rank_ended(i, ranks[i], status, late, code);
+            if (code != 0 && failed == 0) failed = seconds();
+        }
+    }
+    free(over);
+    exit(code);
+}
+
+bool launch_fork(Launch* launch, int gpus, char* error) {
+    sigset_t signals, before;
+    const int handled[] = {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGQUIT};
+    *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1"};
+    launch->listener = listen_at(launch->host, &launch->port, 1);
+    if (launch->listener < 0) return data_error(error, "--gpus %d: no port to listen at: %s", gpus, strerror(errno));
+    snprintf(launch->job, sizeof(launch->job), "fork %d", (int)getpid());
+    sigemptyset(&signals);
+    for (size_t i = 0; i < sizeof(handled) / sizeof(handled[0]); i++) sigaddset(&signals, handled[i]);
+    sigprocmask(SIG_BLOCK, &signals, &before);
+    pid_t parent = getpid(), *ranks = calloc((size_t)gpus, sizeof(pid_t));
+    fflush(NULL);
+    for (int rank = 0; rank < gpus; rank++) {
+        ranks[rank] = fork();
+        if (ranks[rank] < 0) {
+            for (int i = 0; i < rank; i++) kill(ranks[i], SIGKILL);
+            return data_error(error, "--gpus %d: rank %d cannot be started: %s", gpus, rank, strerror(errno));
+        }
+        if (ranks[rank] > 0) continue;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);  // no orphans, however the parent ends
+        if (getppid() != parent) _exit(1);
+        sigprocmask(SIG_SETMASK, &before, NULL);
+        free(ranks);
+        launch->rank = launch->local_rank = rank;
+        if (rank > 0) close(launch->listener), launch->listener = -1;
+        set_variable("RANK", rank), set_variable("WORLD_SIZE", gpus), set_variable("LOCAL_RANK", rank);
+        return true;
+    }
+    close(launch->listener);
+    supervise(ranks, gpus, &signals);
+    return false;
+}
+
+// The rendezvous.
+
+enum { TALK, CONTROL, CHANNELS };
+
+typedef struct {
+    uint32_t magic;
+    int32_t rank, world, channel, pid;
+    char job[128], host[64];
+} Hello;
+
+typedef struct {
+    uint32_t magic;
+    int32_t accepted;  // 0: another job's; the next port may be ours
+    char error[512];   // why not, when nothing else can help
+} Welcome;
+
+typedef struct {
+    int socket[CHANNELS];
+    char host[64];
+    int pid;
+} Peer;
+
+// All of it, or false: the other side has ended, or (with a time limit on the socket) said nothing.
+static bool send_all(int socket, const void* bytes, size_t count) {
+    for (size_t done = 0; done < count;) {
+        ssize_t sent = send(socket, (const char*)bytes + done, count - done, MSG_NOSIGNAL);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent <= 0) return false;
+        done += (size_t)sent;
+    }
+    return true;
+}
+
+static bool receive_all(int socket, void* bytes, size_t count) {
+    for (size_t done = 0; done < count;) {
+        ssize_t got = recv(socket, (char*)bytes + done, count - done, 0);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return false;
+        done += (size_t)got;
+    }
+    return true;
+}
+
+static void set_time_limit(int socket, int limit) {
+    struct timeval time = {limit, 0};
+    int yes = 1;
+    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time));
+    setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time));
+    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
+}
+
+// Rank 0: one that knocked. Returns false with a sentence when the run cannot go on.
+static bool admit(const Launch* launch, Peer* peers, int socket, int* came, char* error) {
+    Hello hello;
+    Welcome welcome = {MAGIC, 0, ""};
+    set_time_limit(socket, 3);
+    if (!receive_all(socket, &hello, sizeof(hello)) || hello.magic != MAGIC) return close(socket), true;
+    hello.job[sizeof(hello.job) - 1] = hello.host[sizeof(hello.host) - 1] = 0;
+    bool ours = strcmp(hello.job, launch->job) == 0;
+    bool fits = hello.world == launch->world && hello.rank > 0 && hello.rank < launch->world && hello.channel >= 0 &&
+                hello.channel < CHANNELS;
+    if (ours && !fits) {
+        data_error(error, "rank %d of %d came from %s and this run has %d ranks; start all with the same number",
+                   hello.rank, hello.world, hello.host, launch->world);
+    } else if (ours && peers[hello.rank].socket[hello.channel] >= 0) {
+        data_error(error, "two processes say that they are rank %d: on %s and on %s; give each a rank of its own",
+                   hello.rank, peers[hello.rank].host, hello.host);
+        fits = false;
+    }
+    welcome.accepted = ours && fits;
+    if (ours && !fits) snprintf(welcome.error, sizeof(welcome.error), "%.500s", error);
+    bool sent = send_all(socket, &welcome, sizeof(welcome));
+    if (!welcome.accepted || !sent) return close(socket), !ours || fits;
+    Peer* peer = &peers[hello.rank];
+    peer->socket[hello.channel] = socket;
+    snprintf(peer->host, sizeof(peer->host), "%s", hello.host);
+    peer->pid = hello.pid;
+    ++*came;
+    return true;
+}
+
+// "1, 3 and 5"; at most some of them.
+static void list_missing(const Launch* launch, const Peer* peers, char* text, size_t bytes) {
+    int listed = 0;
+    text[0] = 0;
+    for (int r = 1; r < launch->world; r++) {
+        if (peers[r].socket[TALK] >= 0 && peers[r].socket[CONTROL] >= 0) continue;
+        size_t used = strlen(text);
+        if (listed++ < 16) snprintf(text + used, bytes - used, "%s%d", used ? ", " : "", r);
+    }
+    size_t used = strlen(text);
+    if (listed > 16) snprintf(text + used, bytes - used, " and %d more", listed - 16);
+}
+
+// Every other rank is told whether all have come.
+static void tell_all(const Launch* launch, const Peer* peers, bool fine, const char* error) {
+    Welcome word = {MAGIC, fine, ""};
+    if (!fine) snprintf(word.error, sizeof(word.error), "%.500s", error);
+    for (int r = 1; r < launch->world; r++) {
+        if (peers[r].socket[TALK] >= 0) send_all(peers[r].socket[TALK], &word, sizeof(word));
+    }
+}
+
+static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error) {
+    double deadline = seconds() + (double)limit;
+    int came = 0, want = CHANNELS * (launch->world - 1);
+    bool fine = true;
+    if (launch->listener < 0) launch->listener = listen_at(launch->host, &launch->port, PORTS);
+    if (launch->listener < 0) {
+        return data_error(error,
+                          "rank 0 cannot listen at port %d or the %d after it: %s; set MASTER_PORT to a free one",
+                          launch->port, PORTS - 1, strerror(errno));
+    }
+    while (came < want && fine) {
+        double left = deadline - seconds();
+        struct pollfd listener = {launch->listener, POLLIN, 0};
+        if (left <= 0) {
+            char missing[256];
+            list_missing(launch, peers, missing, sizeof(missing));
+            fine = data_error(error,
+                              "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
+                              "they say, or give them longer with --join-timeout",
+                              (long long)limit, launch->world, launch->host, launch->port, missing);
+        } else if (poll(&listener, 1, (int)(left * 1000) + 1) > 0) {
+            int socket = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
+            if (socket >= 0) fine = admit(launch, peers, socket, &came, error);
+        }
+    }
+    tell_all(launch, peers, fine, error);
+    close(launch->listener);
+    launch->listener = -1;
+    return fine;
+}
+
+// A connection within a second, or -1.
+static int connect_to(const char* host, int port) {
+    char service[16];
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
+    snprintf(service, sizeof(service), "%d", port);
+    if (getaddrinfo(host, service, &hints, &found) != 0) return -1;
+    int made = -1;
+    for (struct addrinfo* at = found; at && made < 0; at = at->ai_next) {
+        made = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (made < 0) continue;
+        set_time_limit(made, 1);  // of connect too
+        if (connect(made, at->ai_addr, at->ai_addrlen) == 0) break;
+        close(made);
+        made = -1;
+    }
+    freeaddrinfo(found);
+    return made;
+}
+
+// One channel to rank 0; false: try again, or with a sentence never.
+static bool knock(const Launch* launch, int port, int channel, Peer* first, char* error) {
+    Hello hello = {.magic = MAGIC, .rank = launch->rank, .world = launch->world, .channel = channel, .pid = getpid()};
+    Welcome welcome;
+    memcpy(hello.job, launch->job, sizeof(hello.job));
+    gethostname(hello.host, sizeof(hello.host) - 1);
+    int socket = connect_to(launch->host, port);
+    if (socket < 0) return false;
+    set_time_limit(socket, 5);
+    bool answered = send_all(socket, &hello, sizeof(hello)) && receive_all(socket, &welcome, sizeof(welcome));
+    if (answered && welcome.magic == MAGIC && welcome.accepted) {
+        first->socket[channel] = socket;
+        return true;
+    }
+    if (answered && welcome.magic == MAGIC && welcome.error[0]) data_error(error, "%s", welcome.error);
+    close(socket);
+    return false;
+}
+
+static bool reach_first(Launch* launch, Peer* first, int64_t limit, char* error) {
+    double deadline = seconds() + (double)limit;
+    int ports = strcmp(launch->source, "--gpus") == 0 ? 1 : PORTS;
+    error[0] = 0;
+    for (int at = 0;; at++) {
+        int port = launch->port + at % ports;
+        bool in = knock(launch, port, TALK, first, error) && knock(launch, port, CONTROL, first, error);
+        if (in || error[0]) break;
+        if (first->socket[TALK] >= 0) close(first->socket[TALK]), first->socket[TALK] = -1;
+        if (seconds() > deadline) {
+            return data_error(
+                error,
+                "rank %d has had no answer from rank 0 at %s:%d for %lld s; look at what rank 0 says, set "
+                "MASTER_ADDR to its host, or give it longer with --join-timeout",
+                launch->rank, launch->host, launch->port, (long long)limit);
+        }
+        if (at % ports == ports - 1) pause_ms(50);
+    }
+    if (error[0]) return false;
+    Welcome word;
+    set_time_limit(first->socket[TALK], (int)limit + 5);
+    if (!receive_all(first->socket[TALK], &word, sizeof(word))) {
+        return data_error(error, "rank 0 at %s has ended before all ranks had come", launch->host);
+    }
+    if (!word.accepted) exit(2);  // rank 0 has said why
+    return true;
+}
+
+// The watch: a thread on every rank.
+
+typedef enum { BEAT, FAILED, BYE } Kind;
+
+typedef struct {
+    uint32_t magic;
+    int32_t kind, code, hurried;
+    int64_t progress;
+    char text[TEXT_BYTES];  // of FAILED; of BEAT what it is about
+} Message;
+
+struct LaunchWatch {
+    int rank, world, local_rank, silence;
+    bool forked;
+    Peer* peers;  // (world); on rank 0 all others are there, elsewhere peers[0] alone
+    pthread_t thread;
+    pthread_mutex_t sending;
+    atomic_bool failing, leaving;
+    atomic_int hurried;
+    atomic_llong progress;
+    _Atomic(const char*) what;
+    // The thread's own, of each peer.
+    struct Heard {
+        Message message;
+        size_t bytes;  // of the message that have come
+        bool left;
+        double at, moved;  // when it was last heard, and last made progress
+        int64_t progress;
+        bool hurried;
+        char what[64];
+    } * heard;
+};
+
+static LaunchWatch* watching;  // a handle: launch_failed is called from where nothing is known of ranks
+
+static bool is_peer(const LaunchWatch* watch, int r) {
+    return r != watch->rank && (watch->rank == 0 || r == 0) && watch->peers[r].socket[CONTROL] >= 0;
+}
+
+static void send_message(LaunchWatch* watch, Kind kind, int code, const char* text) {
+    Message message = {.magic = MAGIC, .kind = kind, .code = code};
+    message.hurried = atomic_load(&watch->hurried);
+    message.progress = atomic_load(&watch->progress);
+    snprintf(message.text, sizeof(message.text), "%s", text);
+    pthread_mutex_lock(&watch->sending);
+    for (int r = 0; r < watch->world; r++) {
+        // One that does not read is soon found silent.
+        if (is_peer(watch, r)) {
+            (void)!send(watch->peers[r].socket[CONTROL], &message, sizeof(message), MSG_NOSIGNAL | MSG_DONTWAIT);
+        }
+    }
+    pthread_mutex_unlock(&watch->sending);
+}
+
+// Until all others have closed their side, so that what was sent last is not lost with the socket.
+static void drain(LaunchWatch* watch, double limit) {
+    double deadline = seconds() + limit;
+    char bytes[4096];
+    for (int r = 0; r < watch->world; r++) {
+        if (!is_peer(watch, r)) continue;
+        struct pollfd one = {watch->peers[r].socket[CONTROL], POLLIN, 0};
+        shutdown(one.fd, SHUT_WR);
+        for (double left; (left = deadline - seconds()) > 0;) {
+            if (poll(&one, 1, (int)(left * 1000) + 1) > 0 && recv(one.fd, bytes, sizeof(bytes), MSG_DONTWAIT) <= 0)
+                break;
+        }
+    }
+}
+
+// The end of this process, and from rank 0 of all. `spoken`: someone has printed it already.
+__attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, const char* text, bool spoken) {
+    if (atomic_exchange(&watch->failing, true)) {
+        for (;;) pause_ms(1000);  // another thread of this process is at it
+    }
+    if (!spoken) fputs(text, stderr), fflush(stderr);
+    send_message(watch, FAILED, code, text);
+    drain(watch, 2);
+    _exit(code);
+}
+
+void launch_failed(int code, const char* text) {
+    LaunchWatch* watch = watching;
+    if (!watch) return;
+    if (watch->rank == 0) end_all(watch, code, text, false);
+    // A mistake that all ranks make is best told by rank 0, which then ends this process too.
+    pause_ms(500);
+    send_message(watch, FAILED, code, text);
+    pause_ms(5000);
+    end_all(watch, code, text, false);
+}
+
+// On rank 0: another rank has told why it ends.
+static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
+    char text[TEXT_BYTES + 128];
+    const char *prefix = "train: error: ", *rest = message->text;
+    if (strncmp(rest, prefix, strlen(prefix)) == 0) rest += strlen(prefix);
+    snprintf(text, sizeof(text), "%srank %d on %s: %s", prefix, r, watch->peers[r].host, rest);
+    end_all(watch, message->code, text, false);
+}
+
+static void peer_lost(LaunchWatch* watch, int r, const char* how) {
+    char text[TEXT_BYTES];
+    const Peer* peer = &watch->peers[r];
+    snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host,
+             peer->pid, how);
+    // Of a rank that --gpus made, the process that waits tells how it ended; without rank 0 the first that is left.
+    bool ended = strncmp(how, "has ended", 9) == 0;
+    bool other = watch->rank > 0 && watch->local_rank > 0 && watch->rank > 1;
+    end_all(watch, 1, text, other || (ended && watch->forked));
+}
+
+static void take_message(LaunchWatch* watch, int r, const Message* message) {
+    struct Heard* heard = &watch->heard[r];
+    if (message->kind == BYE) heard->left = true;
+    if (message->kind == FAILED && watch->rank == 0) peer_failed(watch, r, message);
+    if (message->kind == FAILED) end_all(watch, message->code, message->text, true);
+    heard->at = seconds();
+    if (message->progress != heard->progress || message->hurried != heard->hurried) heard->moved = heard->at;
+    heard->progress = message->progress;
+    heard->hurried = message->hurried;
+    snprintf(heard->what, sizeof(heard->what), "%.60s", message->text);
+}
+
+static void read_peer(LaunchWatch* watch, int r) {
+    struct Heard* heard = &watch->heard[r];
+    int socket = watch->peers[r].socket[CONTROL];
+    for (;;) {
+        ssize_t got = recv(socket, (char*)&heard->message + heard->bytes, sizeof(Message) - heard->bytes, MSG_DONTWAIT);
+        if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (got <= 0) {
+            if (!heard->left) peer_lost(watch, r, "has ended without a word");
+            close(socket);
+            watch->peers[r].socket[CONTROL] = -1;
+            return;
+        }
+        heard->bytes += (size_t)got;
+        if (heard->bytes < sizeof(Message)) continue;
+        heard->bytes = 0;
+        heard->message.text[TEXT_BYTES - 1] = 0;
+        if (heard->message.magic == MAGIC) take_message(watch, r, &heard->message);
+    }
+}
+
+// Nobody has moved for a while and nobody has an excuse: the one that is furthest behind is at fault.
+static void check_progress(LaunchWatch* watch, double now) {
+    int64_t least = INT64_MAX, most = -1;
+    int behind = 0;
+    for (int r = 0; r < watch->world; r++) {
+        const struct Heard* heard = &watch->heard[r];
+        if (heard->left || !heard->hurried || now - heard->moved < watch->silence) return;
+        if (heard->progress < least) least = heard->progress, behind = r;
+        if (heard->progress > most) most = heard->progress;
+    }
+    char text[TEXT_BYTES];
+    if (least == most) {
+        snprintf(text, sizeof(text), "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
+                 watch->silence, watch->heard[behind].what);
+    } else {
+        snprintf(text, sizeof(text),
+                 "train: error: rank %d on %s hangs: the others have waited for it for %d s (%s); all ranks stop\n",
+                 behind, behind ? watch->peers[behind].host : "this host", watch->silence, watch->heard[behind].what);
+    }
+    end_all(watch, 1, text, false);
+}
+
+static void check_silence(LaunchWatch* watch, double now) {
+    char how[128];
+    snprintf(how, sizeof(how), "has been silent for %d s: it is stopped, or its machine cannot be reached",
+             watch->silence);
+    for (int r = 0; r < watch->world; r++) {
+        if (is_peer(watch, r) && !watch->heard[r].left && now - watch->heard[r].at > watch->silence) {
+            peer_lost(watch, r, how);
+        }
+    }
+    if (watch->rank != 0) return;
+    struct Heard* own = &watch->heard[0];
+    int64_t progress = atomic_load(&watch->progress);
+    bool hurried = atomic_load(&watch->hurried);
+    if (progress != own->progress || hurried != own->hurried) own->moved = now;
+    own->progress = progress, own->hurried = hurried;
+    snprintf(own->what, sizeof(own->what), "%.60s", atomic_load(&watch->what));
+    check_progress(watch, now);
+}
+
+static void* watch_thread(void* argument) {
+    LaunchWatch* watch = argument;
+    struct pollfd* polled = calloc((size_t)watch->world, sizeof(struct pollfd));
+    int* rank_of = calloc((size_t)watch->world, sizeof(int));
+    double beat = 0, before = seconds();
+    while (!atomic_load(&watch->leaving)) {
+        int count = 0;
+        for (int r = 0; r < watch->world; r++) {
+            if (!is_peer(watch, r)) continue;
+            polled[count] = (struct pollfd){watch->peers[r].socket[CONTROL], POLLIN, 0};
+            rank_of[count++] = r;
+        }
+        poll(polled, (nfds_t)count, 200);
+        double now = seconds();
+        // After a pause of the whole process (Ctrl-Z, a suspended machine) nobody is to blame for the silence.
+        for (int r = 0; r < watch->world && now - before > 3; r++) watch->heard[r].at = watch->heard[r].moved = now;
+        before = now;
+        for (int i = 0; i < count; i++) {
+            if (polled[i].revents) read_peer(watch, rank_of[i]);
+        }
+        if (now - beat >= 1) send_message(watch, BEAT, 0, atomic_load(&watch->what)), beat = now;
+        check_silence(watch, now);
+    }
+    free(polled);
+    free(rank_of);
+    return NULL;
+}
+
+bool launch_join(Launch* launch, int64_t limit, char* error) {
+    if (launch->world == 1) return true;
+    share_cores(launch->local_world);
+    Peer* peers = calloc((size_t)launch->world, sizeof(Peer));
+    for (int r = 0; r < launch->world; r++) {
+        peers[r].socket[TALK] = peers[r].socket[CONTROL] = -1;
+        if (r == 0) snprintf(peers[r].host, sizeof(peers[r].host), "%.60s", launch->host);
+    }
+    bool fine =
+        launch->rank == 0 ? gather_ranks(launch, peers, limit, error) : reach_first(launch, &peers[0], limit, error);
+    if (!fine) return false;
+    for (int r = 0; r < launch->world; r++) {
+        if (peers[r].socket[TALK] >= 0) set_time_limit(peers[r].socket[TALK], 0);
+    }
+    LaunchWatch* watch = calloc(1, sizeof(LaunchWatch));
+    watch->rank = launch->rank, watch->world = launch->world, watch->local_rank = launch->local_rank;
+    watch->silence = variable("NIBBLE_SILENCE") > 0 ? variable("NIBBLE_SILENCE") : SILENCE_SECONDS;
+    watch->forked = strcmp(launch->source, "--gpus") == 0;
+    watch->peers = peers;
+    watch->heard = calloc((size_t)launch->world, sizeof(*watch->heard));
+    for (int r = 0; r < launch->world; r++) watch->heard[r].at = watch->heard[r].moved = seconds();
+    pthread_mutex_init(&watch->sending, NULL);
+    atomic_store(&watch->what, "starting");
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
+    int status = pthread_create(&watch->thread, NULL, watch_thread, watch);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (status != 0) return data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
+    launch->watch = watching = watch;
+    return true;
+}
+
+// What ranks tell each other.
+
+// The other side has ended; the watch will say so and end this process.
+__attribute__((noreturn)) static void wait_for_end(void) {
+    pause_ms(60000);
+    _exit(1);
+}
+
+void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {
+    if (launch->world == 1) return;
+    const Peer* peers = launch->watch->peers;
+    if (from > 0 && launch->rank == 0 && !receive_all(peers[from].socket[TALK], bytes, (size_t)count)) wait_for_end();
+    if (from > 0 && launch->rank == from && !send_all(peers[0].socket[TALK], bytes, (size_t)count)) wait_for_end();
+    if (launch->rank > 0 && !receive_all(peers[0].socket[TALK], bytes, (size_t)count)) wait_for_end();
+    for (int r = 1; r < launch->world && launch->rank == 0; r++) {
+        if (!send_all(peers[r].socket[TALK], bytes, (size_t)count)) wait_for_end();
+    }
+}
+
+void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how) {
+    if (launch->world == 1) return;
+    const Peer* peers = launch->watch->peers;
+    size_t bytes = (size_t)count * sizeof(double);
+    double* others = malloc(bytes);
+    if (launch->rank > 0 && !send_all(peers[0].socket[TALK], values, bytes)) wait_for_end();
+    for (int r = 1; r < launch->world && launch->rank == 0; r++) {
+        if (!receive_all(peers[r].socket[TALK], others, bytes)) wait_for_end();
+        for (int i = 0; i < count; i++) {
+            if (how == LAUNCH_SUM) values[i] += others[i];
+            if (how == LAUNCH_MAX && !(values[i] >= others[i])) values[i] = others[i];
+        }
+    }
+    free(others);
+    launch_share(launch, 0, values, (int64_t)bytes);
+}
+
+bool launch_any(const Launch* launch, bool flag) {
+    double value = flag;
+    launch_agree(launch, &value, 1, LAUNCH_MAX);
+    return value > 0;
+}
+
+void launch_hurry(const Launch* launch, const char* what) {
+    if (!launch->watch) return;
+    atomic_store(&launch->watch->what, what);
+    atomic_store(&launch->watch->hurried, 1);
+    atomic_fetch_add(&launch->watch->progress, 1);
+}
+
+void launch_rest(const Launch* launch) {
+    if (launch->watch) atomic_store(&launch->watch->hurried, 0);
+}
+
+void launch_leave(Launch* launch) {
+    LaunchWatch* watch = launch->watch;
+    if (!watch) return;
+    launch_rest(launch);
+    launch_any(launch, false);  // all are here
+    send_message(watch, BYE, 0, "");
+    launch_any(launch, false);
+    watching = NULL;
+    atomic_store(&watch->leaving, true);
+    pthread_join(watch->thread, NULL);
+    for (int r = 0; r < launch->world; r++) {
+        for (int c = 0; c < CHANNELS; c++) {
+            if (watch->peers[r].socket[c] >= 0) close(watch->peers[r].socket[c]);
+        }
+    }
+    pthread_mutex_destroy(&watch->sending);
+    free(watch->peers);
+    free(watch->heard);
+    free(watch);
+    launch->watch = NULL;
+}

@@ -1,0 +1,71 @@
+// The processes of a run, one a GPU, called ranks: who they are, how they find each other and how they end together.
+//
+// `--gpus N` forks N ranks; the process that was typed stays behind, hands signals on, waits, and returns the code of
+// the first rank that failed. Otherwise the environment says which rank this is: torchrun's RANK, WORLD_SIZE,
+// LOCAL_RANK, MASTER_ADDR and MASTER_PORT, Open MPI's OMPI_COMM_WORLD_*, or Slurm's SLURM_*, the first complete set.
+//
+// Rank 0 listens, the others connect to it, twice: once for what the host has to share (launch_share, launch_agree,
+// some 0.1 ms each), once for a thread that sends a beat a second and reports what ends. So a star: enough for the few
+// bytes that pass; tensors go through kernels/comm.cuh.
+//
+// A rank that ends, crashes, is stopped, loses its machine, or makes no progress while none of the others has an excuse
+// ends all of them, within SILENCE_SECONDS and a few, with one message, which rank 0 prints.
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "safetensors.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { SILENCE_SECONDS = 20 };  // without a beat, or without progress: NIBBLE_SILENCE=N in the environment, for tests
+
+typedef struct LaunchWatch LaunchWatch;
+typedef struct {
+    int rank, world;              // 0 of 1: alone
+    int local_rank, local_world;  // on this machine; local_world 0 when unknown
+    char source[64];              // who says so, for the banner; "" alone
+    char host[256];               // where rank 0 listens
+    int port;                     // the first of LAUNCH_PORTS that it may take
+    int listener;                 // rank 0's, when it was made before the fork; else -1
+    char job[128];                // tells jobs that try the same ports apart
+    LaunchWatch* watch;           // NULL: alone
+} Launch;
+
+// Reads the environment; false with a sentence when it is half there or contradicts itself. `gpus` above 1 beside ranks
+// of a launcher is an error.
+bool launch_environment(Launch* launch, int64_t gpus, char* error);
+
+// Makes `gpus` ranks: returns true in each of them. The process that called does not return: it waits for them and
+// exits. Nothing may have touched CUDA, or begun a thread, before.
+bool launch_fork(Launch* launch, int gpus, char* error);
+
+// Connects the ranks, and begins to watch them; false with a sentence when not all of them have come in time. Alone:
+// does nothing.
+bool launch_join(Launch* launch, int64_t seconds, char* error);
+
+// All ranks call these, in the same order.
+void launch_share(const Launch* launch, int from, void* bytes, int64_t count);  // that rank's bytes go to all
+typedef enum { LAUNCH_MAX, LAUNCH_SUM } LaunchAgree;                            // sums: in the order of the ranks
+void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how);
+bool launch_any(const Launch* launch, bool flag);  // true where any rank's is
+
+// Marks of progress. Between launch_hurry and launch_rest a rank that stands still is at fault unless it only waits for
+// others; outside, it may take its time, and so may those that wait for it. `what`: what it is about, a constant.
+void launch_hurry(const Launch* launch, const char* what);
+void launch_rest(const Launch* launch);
+
+// The end of all, at which every rank arrives.
+void launch_leave(Launch* launch);
+
+// This process ends with this code and this message, and so do the others. Returns when it is alone; then the caller
+// prints and exits. The message is printed once, by rank 0.
+void launch_failed(int code, const char* text);
+
+// The first host of Slurm's list, such as "gpu[003-007,9],login": gpu003. False when it cannot be read.
+bool launch_first_host(const char* list, char* host, size_t bytes);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,564 @@
+// Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
+// the stand-in of kernels/comm.cuh; the cases that end in _gpu are the same over NCCL, for as many GPUs as are there.
+#include <cuda_runtime.h>
+#include "cli.h"
+
+#define SEVERAL \
+    "--layers 3 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 2 --print-every 1000000"
+
+static int gpu_count() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+// Starts ./train with `ranks` ranks on GPUs or over the stand-in.
+#define start_ranks(child, on_gpu, ranks, format, ...)                                               \
+    do {                                                                                             \
+        (child)->gpu = on_gpu;                                                                       \
+        setenv("NIBBLE_STAND_IN", (on_gpu) ? "0" : "1", 1);                                          \
+        start(child, format " --gpus %d --device %s", __VA_ARGS__, ranks, (on_gpu) ? "gpu" : "cpu"); \
+        unsetenv("NIBBLE_STAND_IN");                                                                 \
+    } while (0)
+
+// The same to the end, expecting success.
+#define train_ranks(on_gpu, ranks, ...)                                   \
+    do {                                                                  \
+        Child ranks_child = new_child();                                  \
+        start_ranks(&ranks_child, on_gpu, ranks, __VA_ARGS__);            \
+        finish(&ranks_child);                                             \
+        expect_code(ranks_child, 0);                                      \
+        expect(ERR(ranks_child)[0] == 0, "stderr: %s", ERR(ranks_child)); \
+        forget(&ranks_child);                                             \
+    } while (0)
+
+static const char* const modes[] = {"none", "states", "grads", "weights"};
+
+// Runs of all modes are the same to the bit where a step has one micro-batch a rank; with several, none is states and
+// grads is weights, since the others sum over the ranks before they sum over the micro-batches.
+static void check_modes(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
+    const char* work = work_folder();
+    char run[4][PATH_MAX];
+    for (int i = 0; i < 4; i++) {
+        snprintf(run[i], sizeof(run[i]), "%s/%s", work, modes[i]);
+        train_ranks(gpu, ranks, "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --shard %s %s",
+                    SEVERAL, work, run[i], 32 * ranks * micro_batches, modes[i], options);
+    }
+    expect_equal_runs(test, run[0], run[1], 6);
+    expect_equal_runs(test, run[2], run[3], 6);
+    if (micro_batches == 1) expect_equal_runs(test, run[0], run[2], 6);
+    remove_tree(work);
+}
+
+TEST(multi_modes) {
+    check_modes(test, false, 2, 1, "");
+    check_modes(test, false, 3, 2, "--preset adamw16");
+    // Tensors at the arena's end, in a launch of their own.
+    check_modes(test, false, 3, 1, "--preset adamw4 --override ln*|*.bias:_m=fp32_v=fp32");
+    check_modes(test, false, 2, 1, "--preset fp8w8");  // weights that no model file holds as they are
+    check_modes(test, false, 2, 1, "--recompute block --comm e5m2");
+}
+
+TEST(multi_modes_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    int ranks = gpu_count() < 4 ? 2 : 4;
+    check_modes(test, true, ranks, 1, "--preset adamw8");
+    check_modes(test, true, ranks, 2, "--preset adamw32");
+    snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
+}
+
+// The names in --list-presets, one after another.
+static bool next_preset(char** line, char (&name)[32]) {
+    while (*line && **line) {
+        int found = sscanf(*line, " %31s", name);
+        *line = strchr(*line, '\n');
+        if (*line) ++*line;
+        if (found == 1 && name[0] != '-') return true;
+    }
+    return false;
+}
+
+// Every preset, 100 steps: the ranks' weights are compared by the program itself when it saves (shard_equal), and what
+// each rank keeps of `states`, gathered, is what rank 0 keeps of `none`.
+static void check_presets(Test* test, bool gpu, int ranks) {
+    const char* work = work_folder();
+    char run[2][PATH_MAX], name[32];
+    int presets = 0;
+    run_train(list, "--list-presets");
+    for (char* line = OUT(list); next_preset(&line, name); presets++) {
+        for (int i = 0; i < 2; i++) {
+            snprintf(run[i], sizeof(run[i]), "%s/%s_%s", work, name, modes[i]);
+            train_ranks(gpu, ranks,
+                        "--layers 1 --channels 64 --heads 1 --seq 8 --batch 1 --tokens-per-step %d --val-every 0 "
+                        "--sample-every 0 --print-every 1000 --data %s/text.txt --run %s --steps 100 --preset %s "
+                        "--shard %s",
+                        8 * ranks, work, run[i], name, modes[i]);
+        }
+        expect_equal_runs(test, run[0], run[1], 100);
+    }
+    expect(presets >= 10, "--list-presets lists %d", presets);
+    snprintf(test->note, sizeof(test->note), "%d presets, %d ranks, 100 steps", presets, ranks);
+    forget(&list);
+    remove_tree(work);
+}
+
+TEST(multi_presets) {
+    check_presets(test, false, 2);
+}
+
+TEST(multi_presets_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    check_presets(test, true, gpu_count() < 4 ? 2 : 4);
+}
+
+// Losses on 1, 2 and 4 ranks at the same total batch of k micro-batches. A gradient is a sum of k that is rounded k
+// times at most, wherever, so that two orders differ by k 2^-23 of the magnitudes that are summed (fp32; 2^-8 where
+// gradients are stored in bf16); and a step moves the loss by about lr |g|^2, which is less than the loss, so that such
+// a difference moves the next by less than k 2^-23 of it. Over s steps, and the rounding of the mean:
+static double losses_bound(double loss, int micro_batches, int step, bool gpu) {
+    return loss * micro_batches * ldexp(1.0, gpu ? -8 : -23) * (step + 1);
+}
+
+static void check_losses(Test* test, bool gpu, const char* options) {
+    static Losses losses[3];
+    const char* work = work_folder();
+    double worst = 0;
+    constexpr int STEPS = 30, counts[] = {1, 2, 4};
+    for (int i = 0; i < 3 && (!gpu || counts[i] <= gpu_count()); i++) {
+        char run[PATH_MAX];
+        snprintf(run, sizeof(run), "%s/%d", work, counts[i]);
+        train_ranks(gpu, counts[i], "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 128 --steps %d %s",
+                    SEVERAL, work, run, STEPS, options);
+        read_losses(test, run, &losses[i]);
+        expect(losses[i].last == STEPS, "%d steps on %d ranks", losses[i].last, counts[i]);
+        for (int step = 1; step <= STEPS && i > 0; step++) {
+            double one = atof(losses[0].text[step]), several = atof(losses[i].text[step]);
+            double multiple = fabs(one - several) / losses_bound(one, 4, step, gpu);
+            worst = multiple > worst ? multiple : worst;
+            expect(multiple <= 1, "step %d: loss %.9g on 1 rank, %.9g on %d: %.2f of the bound", step, one, several,
+                   counts[i], multiple);
+        }
+    }
+    size_t used = strlen(test->note);
+    snprintf(test->note + used, sizeof(test->note) - used, "%s%.2f of the bound", used ? ", " : "", worst);
+    remove_tree(work);
+}
+
+TEST(multi_losses) {
+    check_losses(test, false, "--rule sgd --weights fp32 --m fp32 --v none --lr 0.05");
+    check_losses(test, false, "");
+}
+
+TEST(multi_losses_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    check_losses(test, true, "");
+}
+
+// Saved on n ranks, resumed on m. What is saved does not depend on how it was sharded (multi_modes: one file, to the
+// byte), so a resumed run must not depend on it either: of each m, a run whose ranks read their parts alone goes on as
+// one whose ranks read all.
+static void check_resume(Test* test, bool gpu, int from, int to, const char* mode) {
+    const char* work = work_folder();
+    char saved[PATH_MAX], run[2][PATH_MAX];
+    snprintf(saved, sizeof(saved), "%s/saved", work);
+    train_ranks(gpu, from,
+                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 128 --steps 4 --schedule constant --preset "
+                "adamw8c --shard %s",
+                SEVERAL, work, saved, mode);
+    for (int i = 0; i < 2; i++) {
+        snprintf(run[i], sizeof(run[i]), "%s/%s", work, i ? mode : "whole");
+        Child child = new_child();
+        start_ranks(&child, gpu, to, "--resume %s/step_00000004 --run %s --steps 8 --shard %s", saved, run[i],
+                    i ? mode : "none");
+        finish(&child);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), "step_00000004, step 4"), "%d to %d: %s", from, to, OUT(child));
+        expect(!strstr(OUT(child), " notice "), "%d to %d: %s", from, to, OUT(child));
+        forget(&child);
+    }
+    expect_equal_runs_from(test, run[0], run[1], 5, 8);
+    remove_tree(work);
+}
+
+TEST(multi_resume) {
+    check_resume(test, false, 4, 1, "states");
+    check_resume(test, false, 1, 4, "weights");
+    check_resume(test, false, 2, 4, "grads");
+    check_resume(test, false, 3 + 1, 2, "states");
+}
+
+TEST(multi_resume_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    int most = gpu_count() < 4 ? 2 : 4;
+    check_resume(test, true, most, 1, "states");
+    check_resume(test, true, 1, most, "weights");
+    check_resume(test, true, 2, most, "states");
+}
+
+// What is sent rounded trains nearly as well, and differs from what is not.
+TEST(multi_comm) {
+    static Losses exact, rounded;
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    for (const char* format : {"grads", "bf16", "e5m2"}) {
+        snprintf(run, sizeof(run), "%s/%s", work, format);
+        train_ranks(false, 2, "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --comm %s",
+                    SEVERAL, work, run, format);
+        read_losses(test, run, &rounded);
+        if (format[0] == 'g') exact = rounded;
+        double difference = 0;
+        for (int step = 41; step <= 60; step++) {
+            difference += (atof(rounded.text[step]) - atof(exact.text[step])) / 20;
+        }
+        if (format[0] == 'g') continue;
+        expect(strcmp(rounded.text[60], exact.text[60]) != 0, "%s: nothing was rounded", format);
+        expect(difference < 0.1, "%s: the last 20 losses are %.3f above those of unrounded gradients", format,
+               difference);
+        size_t used = strlen(test->note);
+        snprintf(test->note + used, sizeof(test->note) - used, "%s%s %+.4f",
+                 used ? ", " : "loss of the last 20 steps: ", format, difference);
+    }
+    remove_tree(work);
+}
+
+// Launchers.
+
+// Ranks as a launcher starts them: processes with variables, "rank" and "local" standing for numbers. Two machines of
+// half the ranks each, as far as the variables tell.
+struct Variable {
+    const char *name, *value;
+};
+
+static void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
+                           const char* words) {
+    for (int i = 0; i < count; i++) {
+        char text[64];
+        const char* value = variables[i].value;
+        int number = strcmp(value, "rank") == 0    ? rank
+                     : strcmp(value, "local") == 0 ? rank % (ranks / 2)
+                     : strcmp(value, "ranks") == 0 ? ranks
+                     : strcmp(value, "half") == 0  ? ranks / 2
+                                                   : port;
+        bool named = strcmp(value, "port") == 0 || number != port;
+        snprintf(text, sizeof(text), "%d", number);
+        setenv(variables[i].name, named ? text : value, 1);
+    }
+    setenv("NIBBLE_STAND_IN", "1", 1);
+    *child = new_child();
+    child->keeps_rank = true;
+    start(child, "%s", words);
+    for (int i = 0; i < count; i++) unsetenv(variables[i].name);
+    unsetenv("NIBBLE_STAND_IN");
+}
+
+static const Variable torchrun[] = {{"RANK", "rank"},
+                                    {"WORLD_SIZE", "ranks"},
+                                    {"LOCAL_RANK", "local"},
+                                    {"LOCAL_WORLD_SIZE", "half"},
+                                    {"MASTER_ADDR", "localhost"},
+                                    {"MASTER_PORT", "port"},
+                                    {"TORCHELASTIC_RUN_ID", "none"}};
+static const Variable open_mpi[] = {
+    {"OMPI_COMM_WORLD_RANK", "rank"},       {"OMPI_COMM_WORLD_SIZE", "ranks"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "local"},
+    {"OMPI_COMM_WORLD_LOCAL_SIZE", "half"}, {"PMIX_NAMESPACE", "port"},        {"MASTER_ADDR", "127.0.0.1"}};
+static const Variable slurm[] = {{"SLURM_PROCID", "rank"},   {"SLURM_STEP_NUM_TASKS", "ranks"},
+                                 {"SLURM_LOCALID", "local"}, {"SLURM_JOB_ID", "port"},
+                                 {"SLURM_STEP_ID", "0"},     {"SLURM_STEP_NODELIST", "localhost,elsewhere[1-3]"}};
+
+#define VARIABLES(set) set, (int)(sizeof(set) / sizeof(set[0]))
+
+// A port of this process, so that tests at the same time do not meet.
+static int own_port(int which) {
+    return 10000 + (getpid() * 16 + which * 1000) % 9000;
+}
+
+static void check_launcher(Test* test, const char* work, const Variable* variables, int count, const char* says,
+                           int which) {
+    constexpr int RANKS = 4;
+    Child child[RANKS];
+    char words[2 * PATH_MAX], run[PATH_MAX], forked[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run_%d", work, which);
+    snprintf(forked, sizeof(forked), "%s/forked", work);
+    snprintf(words, sizeof(words),
+             "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step 64 --steps 4 --shard states", SEVERAL, work,
+             run);
+    for (int rank = RANKS - 1; rank >= 0; rank--) {
+        start_launched(&child[rank], variables, count, rank, RANKS, own_port(which), words);
+    }
+    for (int rank = 0; rank < RANKS; rank++) {
+        finish(&child[rank]);
+        expect(child[rank].code == 0, "%s: rank %d ended with %d: %s", says, rank, child[rank].code, ERR(child[rank]));
+        expect(rank == 0 || OUT(child[rank])[0] == 0, "%s: rank %d speaks: %s", says, rank, OUT(child[rank]));
+    }
+    expect(strstr(OUT(child[0]), " ranks    4, from ") && strstr(OUT(child[0]), says), "%s: %s", says, OUT(child[0]));
+    for (Child& c : child) forget(&c);
+    expect_equal_runs(test, run, forked, 4);
+}
+
+TEST(multi_launchers) {
+    const char* work = work_folder();
+    train_ranks(false, 4, "%s --data %s/text.txt --run %s/forked --batch 1 --tokens-per-step 64 --steps 4", SEVERAL,
+                work, work);
+    check_launcher(test, work, VARIABLES(torchrun), "torchrun's variables", 1);
+    check_launcher(test, work, VARIABLES(open_mpi), "Open MPI's variables", 2);
+    check_launcher(test, work, VARIABLES(slurm), "Slurm's variables", 3);
+    remove_tree(work);
+}
+
+// Who does not come is named, and so is where rank 0 was looked for.
+TEST(multi_missing) {
+    const char* work = work_folder();
+    char words[PATH_MAX];
+    Child child[4];
+    snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s/run --join-timeout 2", SEVERAL, work, work);
+    for (int rank : {0, 2}) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(4), words);
+    for (int rank : {0, 2}) finish(&child[rank]);
+    expect_error(test, &child[0], "rank 0", "have not come to rank 0", ": 1, 3;");
+    expect(child[2].code == 2 && ERR(child[2])[0] == 0, "rank 2: %d, %s", child[2].code, ERR(child[2]));
+    start_launched(&child[1], VARIABLES(torchrun), 1, 4, own_port(5), words);
+    finish(&child[1]);
+    expect_error(test, &child[1], "rank 1", "no answer from rank 0 at localhost:", "MASTER_ADDR");
+    for (int rank : {0, 1, 2}) forget(&child[rank]);
+    // Ranks that were not started alike.
+    char other[2 * PATH_MAX];
+    snprintf(other, sizeof(other), "%s --lr 0.5", words);
+    for (int rank : {0, 1}) {
+        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
+    }
+    for (int rank : {0, 1}) finish(&child[rank]);
+    expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
+    expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
+    for (int rank : {0, 1}) forget(&child[rank]);
+    remove_tree(work);
+}
+
+TEST(multi_refused) {
+    const char* work = work_folder();
+    run_train(cpu, "--gpus 2 --device cpu --steps 1 --run %s/run", work);
+    expect_error(test, &cpu, "CPU", "--gpus 2", "--device cpu");
+    run_train(none, "--gpus 2 --steps 1 --run %s/run", work);
+    expect_error(test, &none, "no GPU", "each needs a GPU of its own", "no GPU answers");
+    setenv("WORLD_SIZE", "4", 1);
+    run_train(half, "--steps 1 --run %s/run", work);
+    unsetenv("WORLD_SIZE");
+    expect_error(test, &half, "half a set", "WORLD_SIZE is 4", "MASTER_ADDR");
+    Child batch = new_child();
+    start_ranks(&batch, false, 2, "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
+    finish(&batch);
+    expect_error(test, &batch, "batch", "--seq 64 x 2 GPUs", "--tokens-per-step 128");
+    Child data = new_child();
+    start_ranks(&data, false, 3, "--data %s/nothing --run %s/run", work, work);
+    finish(&data);
+    expect_error(test, &data, "a mistake of all ranks, told once", "nothing", "cannot open");
+    expect(!exists(work, "run"), "a refused run left a folder");
+    forget(&cpu), forget(&none), forget(&half), forget(&batch), forget(&data);
+    remove_tree(work);
+}
+
+// Ranks that end.
+
+// The processes that a rank's parent has made, in their order; returns how many.
+static int ranks_of(const Child* child, pid_t* ranks, int most) {
+    char path[64], text[1024] = "";
+    snprintf(path, sizeof(path), "/proc/%d/task/%d/children", child->pid, child->pid);
+    FILE* file = fopen(path, "r");
+    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
+    if (file) fclose(file);
+    int count = 0;
+    for (char* word = strtok(text, " "); word && count < most; word = strtok(nullptr, " ")) ranks[count++] = atoi(word);
+    return count;
+}
+
+static bool gone(const pid_t* ranks, int count) {
+    for (int wait = 0; wait < 50; wait++) {
+        int left = 0;
+        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
+        if (left == 0) return true;
+        pause_ms(100);
+    }
+    return false;
+}
+
+// Three ranks that would train for long.
+static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
+                       int count = 3) {
+    char run[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/%s", work, name);
+    *child = new_child();
+    setenv("NIBBLE_SILENCE", "3", 1);
+    start_ranks(child, gpu, count, "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step %d --steps 1000000",
+                SEVERAL, work, run, 16 * count);
+    unsetenv("NIBBLE_SILENCE");
+    expect(wait_for_step(child, run, 5), "%s: no fifth step: %s", name, ERR(*child));
+    expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
+}
+
+static void check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
+                        bool gpu = false, int count = 3) {
+    const char* work = work_folder();
+    pid_t ranks[8] = {};
+    Child child;
+    start_long(test, &child, work, name, ranks, gpu, count);
+    double begin = now();
+    kill(rank < 0 ? child.pid : ranks[rank], signal);
+    finish(&child);
+    double took = now() - begin;
+    expect(child.code != 0 && took < 30, "%s: code %d after %.1f s", name, child.code, took);
+    expect(strstr(ERR(child), says) && strstr(ERR(child), also), "%s: '%s' or '%s' is missing: %s", name, says, also,
+           ERR(child));
+    expect(gone(ranks, count), "%s: a rank lives on", name);
+    forget(&child);
+    remove_tree(work);
+}
+
+TEST(multi_dead_ranks) {
+    check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9");
+    check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9");
+    check_death(test, "aborted", 2, SIGABRT, "rank 2 (process ", "ended by signal 6");
+    check_death(test, "stopped", 2, SIGSTOP, "rank 2 on ", "has been silent for 3 s");
+    check_death(test, "first_stopped", 0, SIGSTOP, "rank 0 on ", "has been silent for 3 s");
+    check_death(test, "parent_killed", -1, SIGKILL, "", "");
+}
+
+TEST(multi_dead_ranks_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9", true, 2);
+    check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 3 s", true, 2);
+}
+
+// Of a launcher that does not watch them.
+TEST(multi_dead_launched) {
+    const char* work = work_folder();
+    char words[2 * PATH_MAX], run[PATH_MAX];
+    Child child[4];
+    snprintf(run, sizeof(run), "%s/run", work);
+    snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step 64 --steps 1000000",
+             SEVERAL, work, run);
+    for (int rank = 0; rank < 4; rank++) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(7), words);
+    expect(wait_for_step(&child[0], run, 5), "no fifth step");
+    kill(child[2].pid, SIGKILL);
+    for (Child& c : child) finish(&c);
+    expect(child[2].code == 128 + SIGKILL, "rank 2: %d", child[2].code);
+    for (int rank : {0, 1, 3}) expect(child[rank].code == 1, "rank %d: %d", rank, child[rank].code);
+    expect(strstr(ERR(child[0]), "rank 2 on ") && strstr(ERR(child[0]), "ended without a word"), "%s", ERR(child[0]));
+    for (int rank : {1, 3}) expect(ERR(child[rank])[0] == 0, "rank %d repeats it: %s", rank, ERR(child[rank]));
+    for (Child& c : child) forget(&c);
+    remove_tree(work);
+}
+
+// One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.
+TEST(multi_signals) {
+    for (int which = 0; which < 3; which++) {
+        const char* work = work_folder();
+        char run[PATH_MAX];
+        pid_t ranks[3] = {};
+        Child child;
+        start_long(test, &child, work, "run", ranks);
+        snprintf(run, sizeof(run), "%s/run", work);
+        if (which == 2) {
+            int64_t newest = -1;
+            kill(ranks[1], SIGUSR1);
+            for (double begin = now(); checkpoints(run, &newest) == 0 && now() - begin < 20;) pump(&child, 10);
+            expect(newest > 0, "SIGUSR1 saved nothing");
+        }
+        kill(which == 0 ? child.pid : ranks[which], SIGTERM);
+        finish(&child);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), "stopped") && strstr(OUT(child), "save"), "%d: %s", which, OUT(child));
+        int64_t newest;
+        expect(checkpoints(run, &newest) > 0, "%d: nothing is saved", which);
+        Child again = new_child();
+        start_ranks(&again, false, 3, "--resume %s --steps %lld", run, (long long)newest + 2);
+        finish(&again);
+        expect_code(again, 0);
+        forget(&child), forget(&again);
+        remove_tree(work);
+    }
+}
+
+// What one rank finds first ends all, with one sentence and no deadlock.
+TEST(multi_failures) {
+    const char* work = work_folder();
+    char from[PATH_MAX], bad[PATH_MAX];
+    // A full disk.
+    Child disk = new_child();
+    disk.file_limit = 300000;
+    start_ranks(&disk, false, 3,
+                "%s --data %s/text.txt --run %s/full --batch 1 --tokens-per-step 48 --steps 3 --shard grads", SEVERAL,
+                work, work);
+    finish(&disk);
+    expect_error(test, &disk, "full disk", "checkpoint of step 3", "free space");
+    // A bad token in what one rank reads: all save the good steps before it, then that rank tells.
+    write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
+    Child token = new_child();
+    start_ranks(&token, false, 2,
+                "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
+                "%s/bad.bin --run %s/token --batch 1 --tokens-per-step 32 --steps 40 --logit-rows 16",
+                work, work, work);
+    finish(&token);
+    expect_error(test, &token, "bad token", "holds token 60000", "last checkpoint is ");
+    int64_t newest = -1;
+    char run[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/token", work);
+    expect(checkpoints(run, &newest) == 1, "no checkpoint of the steps before the bad token");
+    // Weights that make every loss NaN.
+    train_well("%s --data %s/text.txt --run %s/used --batch 1 --steps 1", SEVERAL, work, work);
+    snprintf(from, sizeof(from), "%s/used/step_00000001", work);
+    snprintf(bad, sizeof(bad), "%s/bad", work);
+    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
+    int64_t bytes;
+    char* weights = contents(bad, "model.safetensors", &bytes);
+    memcpy(weights + bytes - 2, "\x80\x7f", 2);  // bf16's infinity
+    write_bytes(bad, "model.safetensors", weights, (size_t)bytes);
+    free(weights);
+    Child nan = new_child();
+    start_ranks(
+        &nan, false, 2,
+        "--seq 16 --val-every 0 --sample-every 0 --warmup 0 --data %s/text.txt --model %s --run %s/nan --batch 1 "
+        "--tokens-per-step 32 --steps 30 --shard weights",
+        work, bad, work);
+    finish(&nan);
+    expect_error(test, &nan, "NaN", "10 steps in a row were skipped", "--lr");
+    forget(&disk), forget(&token), forget(&nan);
+    remove_tree(work);
+}
+
+// Validation and samples of several ranks are those of one.
+TEST(multi_validation) {
+    const char* work = work_folder();
+    double loss[3] = {};
+    char* sample[3] = {};
+    for (int i = 0; i < 3; i++) {
+        int ranks = i + 1;
+        char run[PATH_MAX];
+        int64_t bytes;
+        snprintf(run, sizeof(run), "%s/%d", work, ranks);
+        train_ranks(
+            false, ranks,
+            "--layers 2 --channels 64 --heads 1 --seq 16 --batch 2 --tokens-per-step 192 --data %s/text.txt --run %s "
+            "--steps 2 --val-every 2 --val-tokens 432 --sample-every 2 --sample-tokens 20 --temperature 0 --prompt "
+            "the --shard %s",
+            work, run, modes[i + 1]);
+        char* log = contents(run, "log.jsonl", &bytes);
+        char* line = log ? strstr(log, "\"type\": \"val\", \"step\": 2") : nullptr;
+        expect(line, "%d ranks: no validation of step 2", ranks);
+        if (line) loss[i] = atof(strstr(line, "\"loss\": ") + 8);
+        free(log);
+        char* text = contents(run, "log.txt", &bytes);
+        char* begin = text ? strstr(text, "sample ---") : nullptr;
+        expect(begin, "%d ranks: no sample", ranks);
+        sample[i] = strndup(begin ? begin : "", 120);
+        free(text);
+    }
+    for (int i = 1; i < 3; i++) {
+        double bound = losses_bound(loss[0], 14, 2, false);  // 27 windows, in 14 batches
+        expect(fabs(loss[i] - loss[0]) <= bound, "%d ranks: %.9g, one: %.9g", i + 1, loss[i], loss[0]);
+        expect(strcmp(sample[i], sample[0]) == 0, "%d ranks: %s\none: %s", i + 1, sample[i], sample[0]);
+    }
+    for (char* text : sample) free(text);
+    remove_tree(work);
+}

@@ -1,0 +1,301 @@
+// What several ranks, one a GPU, tell each other on the device: bytes from every rank to every other (comm_exchange),
+// and from one to all (comm_broadcast). Averaging gradients and gathering weights are made of these in shard.cuh.
+//
+// On GPUs it is NCCL's send, receive and broadcast, on a stream of its own beside the device's: they move bytes and add
+// nothing up, so no result depends on which algorithm, ring or protocol NCCL chooses. Bytes an exchange moves: each
+// rank's pieces once out and once in, all at the same time; over NVLink every pair has its own path through the switch.
+//
+// Where there is no GPU, ranks of one machine exchange through a shared mapping: a stand-in for the tests
+// (NIBBLE_STAND_IN=1), so that all that is above this file runs without GPUs. It is synchronous and not fast.
+#pragma once
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include "../data/launch.h"
+#include "common.cuh"
+
+#if __has_include(<nccl.h>)
+#include <nccl.h>
+#define COMM_HAS_NCCL 1
+#else
+#define COMM_HAS_NCCL 0
+typedef struct {
+    char internal[128];
+} ncclUniqueId;
+typedef struct ncclComm* ncclComm_t;
+typedef int ncclResult_t;
+typedef int ncclDataType_t;
+constexpr ncclResult_t ncclSuccess = 0;
+constexpr ncclDataType_t ncclUint8 = 1;
+#endif
+
+// The library is opened when several ranks need it: 200 MB that a run on one GPU does not load.
+struct NcclLibrary {
+    ncclResult_t (*get_unique_id)(ncclUniqueId*);
+    ncclResult_t (*init_rank)(ncclComm_t*, int, ncclUniqueId, int);
+    ncclResult_t (*destroy)(ncclComm_t);
+    ncclResult_t (*send)(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
+    ncclResult_t (*receive)(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
+    ncclResult_t (*broadcast)(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
+    ncclResult_t (*group_begin)();
+    ncclResult_t (*group_end)();
+    ncclResult_t (*get_version)(int*);
+    const char* (*error_string)(ncclResult_t);
+    const char* (*last_error)(ncclComm_t);
+};
+
+struct StandIn;
+
+struct Comm {
+    const Launch* launch;
+    const Device* dev;
+    int rank, world;
+    cudaStream_t stream;  // exchanges run here, one after another
+    cudaEvent_t event;
+    NcclLibrary nccl;
+    ncclComm_t communicator;
+    StandIn* stand_in;
+};
+
+struct CommPiece {
+    void* data;
+    int64_t bytes;  // 0: nothing for, or from, this rank
+};
+
+// `comm` gives the library's own words.
+inline void nccl_check(const Comm* comm, ncclResult_t status, const char* expression, int line) {
+    if (status == ncclSuccess) return;
+    char text[2048];
+    snprintf(text, sizeof(text), "%s; %s (NCCL_DEBUG=WARN in the environment says more)",
+             comm->nccl.error_string(status), comm->nccl.last_error(comm->communicator));
+    check_failed("NCCL", "", text, expression, __FILE__, line);
+}
+#define check_nccl(expression) nccl_check(comm, expression, #expression, __LINE__)
+
+template <typename F>
+bool nccl_bind(void* library, const char* name, F* function) {
+    *function = (F)dlsym(library, name);
+    return *function != nullptr;
+}
+
+inline void nccl_open(NcclLibrary* nccl) {
+    const char* own = getenv("NIBBLE_NCCL");
+    void* library = own && *own ? dlopen(own, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    for (const char* name : {"libnccl.so.2", "libnccl.so"}) {
+        if (!library && !(own && *own)) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    }
+    if (!COMM_HAS_NCCL) user_error("this ./train was built without nccl.h; install libnccl-dev and type make again");
+    if (!library) {
+        user_error(
+            "several GPUs need NCCL and libnccl.so.2 cannot be opened (%s); install libnccl2, or set "
+            "NIBBLE_NCCL=/path/to/libnccl.so.2",
+            dlerror());
+    }
+    bool fine = nccl_bind(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
+                nccl_bind(library, "ncclCommInitRank", &nccl->init_rank) &&
+                nccl_bind(library, "ncclCommDestroy", &nccl->destroy) && nccl_bind(library, "ncclSend", &nccl->send) &&
+                nccl_bind(library, "ncclRecv", &nccl->receive) &&
+                nccl_bind(library, "ncclBroadcast", &nccl->broadcast) &&
+                nccl_bind(library, "ncclGroupStart", &nccl->group_begin) &&
+                nccl_bind(library, "ncclGroupEnd", &nccl->group_end) &&
+                nccl_bind(library, "ncclGetVersion", &nccl->get_version) &&
+                nccl_bind(library, "ncclGetErrorString", &nccl->error_string) &&
+                nccl_bind(library, "ncclGetLastError", &nccl->last_error);
+    if (!fine) user_error("libnccl.so.2 lacks a function that NCCL 2.13 and later have; install a newer one");
+}
+
+// The stand-in: a mapping with a slot for each rank, in which a share of its bytes waits for each other.
+
+constexpr int64_t STAND_IN_SLOT = 1 << 20;
+
+struct StandIn {
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    int waiting;
+    int64_t generation;
+    int64_t rounds[64];
+    alignas(64) char slot[];  // (world, STAND_IN_SLOT)
+};
+
+inline bool stand_in_asked() {
+    const char* asked = getenv("NIBBLE_STAND_IN");
+    return asked && strcmp(asked, "1") == 0;
+}
+
+// A rank that ends while others wait here is found by the watch of data/launch.h, which ends them.
+inline void stand_in_barrier(StandIn* shared, int world) {
+    pthread_mutex_lock(&shared->mutex);
+    int64_t generation = shared->generation;
+    if (++shared->waiting == world) {
+        shared->waiting = 0;
+        shared->generation++;
+        pthread_cond_broadcast(&shared->changed);
+    }
+    while (shared->generation == generation) pthread_cond_wait(&shared->changed, &shared->mutex);
+    pthread_mutex_unlock(&shared->mutex);
+}
+
+inline StandIn* stand_in_open(const Launch* launch) {
+    char name[64];
+    int64_t bytes = (int64_t)sizeof(StandIn) + launch->world * STAND_IN_SLOT;
+    if (launch->world > 64) user_error("the stand-in for NCCL has room for 64 ranks, not %d", launch->world);
+    snprintf(name, sizeof(name), "/nibble_%d", (int)getpid());
+    launch_share(launch, 0, name, sizeof(name));
+    bool first = launch->rank == 0;
+    int file = first ? shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600) : -1;
+    if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");
+    launch_any(launch, false);
+    if (!first) file = shm_open(name, O_RDWR, 0600);
+    void* map = file < 0 ? MAP_FAILED : mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (map == MAP_FAILED) user_error("no shared memory for the stand-in for NCCL; it takes ranks of one machine");
+    close(file);
+    StandIn* shared = (StandIn*)map;
+    if (first) {
+        pthread_mutexattr_t mutex;
+        pthread_condattr_t changed;
+        pthread_mutexattr_init(&mutex), pthread_condattr_init(&changed);
+        pthread_mutexattr_setpshared(&mutex, PTHREAD_PROCESS_SHARED);
+        pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
+        pthread_mutex_init(&shared->mutex, &mutex), pthread_cond_init(&shared->changed, &changed);
+    }
+    launch_any(launch, false);
+    if (first) shm_unlink(name);
+    return shared;
+}
+
+inline int64_t comm_part(int64_t bytes, int64_t at, int64_t most) {
+    return bytes - at < 0 ? 0 : bytes - at < most ? bytes - at : most;
+}
+
+inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
+    StandIn* shared = comm->stand_in;
+    int64_t share = STAND_IN_SLOT / comm->world / 64 * 64, most = 0, rounds = 0;
+    for (int r = 0; r < comm->world; r++) most = sends[r].bytes > most && r != comm->rank ? sends[r].bytes : most;
+    shared->rounds[comm->rank] = ceil_div(most, share);
+    stand_in_barrier(shared, comm->world);
+    for (int r = 0; r < comm->world; r++) rounds = shared->rounds[r] > rounds ? shared->rounds[r] : rounds;
+    for (int64_t round = 0; round < rounds; round++) {
+        int64_t at = round * share;
+        for (int r = 0; r < comm->world; r++) {
+            if (r == comm->rank) continue;
+            memcpy(shared->slot + comm->rank * STAND_IN_SLOT + r * share, (char*)sends[r].data + at,
+                   (size_t)comm_part(sends[r].bytes, at, share));
+        }
+        stand_in_barrier(shared, comm->world);
+        for (int r = 0; r < comm->world; r++) {
+            if (r == comm->rank) continue;
+            memcpy((char*)receives[r].data + at, shared->slot + r * STAND_IN_SLOT + comm->rank * share,
+                   (size_t)comm_part(receives[r].bytes, at, share));
+        }
+        stand_in_barrier(shared, comm->world);
+    }
+    stand_in_barrier(shared, comm->world);
+}
+
+inline void stand_in_broadcast(const Comm* comm, const void* from, void* to, int64_t bytes, int root) {
+    StandIn* shared = comm->stand_in;
+    for (int64_t at = 0; at < bytes; at += STAND_IN_SLOT) {
+        size_t part = (size_t)comm_part(bytes, at, STAND_IN_SLOT);
+        if (comm->rank == root) memcpy(shared->slot, (const char*)from + at, part);
+        stand_in_barrier(shared, comm->world);
+        memcpy((char*)to + at, shared->slot, part);
+        stand_in_barrier(shared, comm->world);
+    }
+}
+
+// The transport.
+
+// All ranks of `launch`, which have joined.
+inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
+    memset(comm, 0, sizeof(*comm));
+    comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
+    if (!dev->gpu) {
+        comm->stand_in = stand_in_open(launch);
+        return;
+    }
+    ncclUniqueId id = {};
+    nccl_open(&comm->nccl);
+    if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
+    launch_share(launch, 0, &id, sizeof(id));
+    check_nccl(comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank));
+    int low, high;
+    check(cudaDeviceGetStreamPriorityRange(&low, &high));
+    // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
+    check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
+    check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
+}
+
+inline void comm_close(Comm* comm) {
+    if (comm->stand_in) {
+        munmap(comm->stand_in, sizeof(StandIn) + (size_t)(comm->world * STAND_IN_SLOT));
+        return;
+    }
+    check(cudaStreamSynchronize(comm->stream));
+    check_nccl(comm->nccl.destroy(comm->communicator));
+    check(cudaEventDestroy(comm->event));
+    check(cudaStreamDestroy(comm->stream));
+}
+
+// "NCCL 2.28.9", for the banner.
+inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
+    int version = 0;
+    if (comm->stand_in) {
+        snprintf(text, bytes, "shared memory, a stand-in for tests");
+        return;
+    }
+    check_nccl(comm->nccl.get_version(&version));
+    snprintf(text, bytes, "NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
+}
+
+// What is exchanged from here on comes after what the device's stream has been given so far, and the reverse.
+inline void comm_after_device(const Comm* comm) {
+    if (comm->stand_in) return;
+    check(cudaEventRecord(comm->event, comm->dev->stream));
+    check(cudaStreamWaitEvent(comm->stream, comm->event, 0));
+}
+
+inline void device_after_comm(const Comm* comm) {
+    if (comm->stand_in) return;
+    check(cudaEventRecord(comm->event, comm->stream));
+    check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
+}
+
+// sends[r] goes to rank r, receives[r] comes from it; a rank's own are left alone. What r sends to s has the bytes that
+// s receives from r. All ranks call it.
+inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
+    if (comm->stand_in) {
+        stand_in_exchange(comm, sends, receives);
+        return;
+    }
+    check_nccl(comm->nccl.group_begin());
+    for (int i = 1; i < comm->world; i++) {
+        // Each rank begins with another, so that no receiver has all senders at once.
+        int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
+        const CommPiece *out = &sends[to], *in = &receives[from];
+        if (out->bytes > 0) {
+            check_nccl(comm->nccl.send(out->data, (size_t)out->bytes, ncclUint8, to, comm->communicator, comm->stream));
+        }
+        if (in->bytes > 0) {
+            check_nccl(
+                comm->nccl.receive(in->data, (size_t)in->bytes, ncclUint8, from, comm->communicator, comm->stream));
+        }
+    }
+    check_nccl(comm->nccl.group_end());
+}
+
+// The bytes at `from` on rank `root` to `to` on all, root included.
+inline void comm_broadcast(const Comm* comm, const void* from, void* to, int64_t bytes, int root) {
+    if (bytes == 0) return;
+    if (comm->stand_in) {
+        stand_in_broadcast(comm, from, to, bytes, root);
+        return;
+    }
+    check_nccl(comm->nccl.broadcast(from, to, (size_t)bytes, ncclUint8, root, comm->communicator, comm->stream));
+}
+
+// Several broadcasts as one launch.
+inline void comm_group(const Comm* comm, bool begin) {
+    if (!comm->stand_in) check_nccl(begin ? comm->nccl.group_begin() : comm->nccl.group_end());
+}

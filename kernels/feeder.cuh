@@ -1,0 +1,80 @@
+// Micro-batches from the loader's host memory to the device.
+#pragma once
+#include "../data/loader.h"
+#include "common.cuh"
+
+// A micro-batch on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in data/loader.h.
+struct Input {
+    int *tokens, *targets, *order, *bucket;
+    int64_t bytes;
+};
+
+inline Input input_at(int* base, int64_t N) {
+    return {base, base + N, base + 2 * N, base + 3 * N, (5 * N + 2) * (int64_t)sizeof(int)};
+}
+
+inline void* pinned_alloc(size_t bytes) {
+    void* pointer;
+    check(cudaMallocHost(&pointer, bytes));
+    return pointer;
+}
+
+inline void pinned_free(void* pointer) {
+    check(cudaFreeHost(pointer));
+}
+
+// The loader's memory is used again two batches later, so before the batch after next is asked for, the copy of the
+// present one must be over: an event each, waited for a whole micro-batch later, by which time it has long passed.
+struct Feeder {
+    const Device* dev;
+    Loader* loader;
+    cudaEvent_t copied[2];
+    int64_t fed;
+    char error[DATA_ERROR_BYTES];
+};
+
+inline void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, int B, int T, uint64_t seed,
+                        bool shuffle, int64_t first_sequence, LoaderSlice slice = {0, 0}) {
+    memset(feeder, 0, sizeof(*feeder));
+    feeder->dev = dev;
+    feeder->loader = loader_open_slice(data, B, T, seed, shuffle, first_sequence, slice,
+                                       dev->gpu ? pinned_alloc : malloc, dev->gpu ? pinned_free : free, feeder->error);
+    if (!feeder->loader) user_error("--data: %s", feeder->error);
+    for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
+}
+
+// The next micro-batch into `input`; returns the number of its distinct tokens, -1 with feeder->error on bad data.
+inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
+    const Device* dev = feeder->dev;
+    cudaEvent_t event = feeder->copied[feeder->fed % 2];
+    if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
+    const Batch* batch = loader_next(feeder->loader, feeder->error);
+    if (!batch) return -1;
+    feeder->fed++;
+    const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
+    int* to[] = {input->tokens, input->targets, input->order, input->bucket};
+    for (int i = 0; i < 4; i++) {
+        size_t bytes = (i < 3 ? N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
+        if (dev->gpu) {
+            check(cudaMemcpyAsync(to[i], from[i], bytes, cudaMemcpyHostToDevice, dev->stream));
+        } else {
+            memcpy(to[i], from[i], bytes);
+        }
+    }
+    if (dev->gpu) check(cudaEventRecord(event, dev->stream));
+    return batch->buckets;
+}
+
+// A micro-batch of token 0 alone, in place of one that could not be read; returns the number of its distinct tokens.
+inline int feeder_blank(const Feeder* feeder, const Input* input, int64_t N) {
+    int bucket[4] = {0, 0, -1, (int)N};
+    device_zero(feeder->dev, input->tokens, input->bytes);
+    copy_to_device(feeder->dev, input->bucket, bucket, sizeof(bucket));
+    return 1;
+}
+
+inline void feeder_close(Feeder* feeder) {
+    device_sync(feeder->dev);
+    loader_close(feeder->loader);
+    for (int i = 0; i < 2 && feeder->dev->gpu; i++) check(cudaEventDestroy(feeder->copied[i]));
+}

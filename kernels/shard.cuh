@@ -1,0 +1,747 @@
+// Data parallel training: the sum of all ranks' gradients, and who keeps which part of gradients, states and weights.
+//
+//     none     every rank keeps all (the states are the same everywhere, and computed everywhere)
+//     states   rank r keeps states, master weights and the update of its part of the arena          (ZeRO-1)
+//     grads    and of the gradients, beyond a layer or two in flight                                (ZeRO-2)
+//     weights  and of the weights, likewise                                                         (ZeRO-3)
+//
+// Parts are equal runs of the arena in whole tiles (SHARD_TILE elements), which no block of a format crosses.
+// Embeddings and the last layernorm are always whole where the matmuls read them.
+//
+// The sum of a layer's gradients, called a bucket, while the backward pass is at the layer before: in pieces of at most
+// `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and in),
+// adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends the sum
+// to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined here, by
+// rank, whatever NCCL does inside; every mode gets the same bits, and so do the CPU and the GPU from equal gradients.
+// W ranks of one micro-batch each give ((g0 + g1) + g2) + ..., as one rank of W micro-batches does: these differ by
+// what other shapes of the matmuls would. In general a sum of k micro-batches on each of W ranks differs from one of k
+// W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32 throughout.
+//
+// What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
+// sums are of what arrived, fp32. An element is then off by 2^-9 of its magnitude, or by 2^-3 and, at most 2^-31 of the
+// largest in its tile, by that.
+#pragma once
+#include <cuda_fp8.h>
+
+#include "comm.cuh"
+#include "global_norm.cuh"
+
+constexpr int SHARD_TILE = 2048;  // elements: the optimizer's alignment
+constexpr int SHARD_HEADER = 16;  // bytes before a tile in e5m2: its scale, and room that keeps 16-byte alignment
+
+enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
+enum CommFormat { COMM_AS_IS, COMM_BF16, COMM_E5M2 };
+
+// A run of the arena, in elements; `at`: where it stands in packed memory.
+struct ShardRun {
+    int64_t begin, end, at;
+};
+
+struct ShardBucket {
+    ShardRun* run;
+    int runs;
+};
+
+// The device scalars of a step, which ranks agree upon.
+enum { SCALAR_LOSS, SCALAR_NORM, SCALAR_FACTOR, SCALAR_STOP, SCALAR_SAVE, SCALAR_BAD, SCALARS = 8 };
+
+struct Overlap {
+    int64_t begin, end;
+};
+
+inline Overlap shard_overlap(int64_t begin, int64_t end, int64_t low, int64_t high) {
+    Overlap o = {begin > low ? begin : low, end < high ? end : high};
+    if (o.end < o.begin) o.end = o.begin;
+    return o;
+}
+
+struct Shard {
+    Comm comm;
+    ShardMode mode;
+    CommFormat format;
+    int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
+    ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
+    int layers;
+    int64_t* place;  // (tensors): first element in packed memory: two layers that take turns, then the rest
+    int64_t packed;  // its elements
+    int64_t chunk;   // tiles of a bucket that are exchanged at a time
+    int gradient_bytes, weight_bytes;  // of an element
+    char *outgoing, *incoming;         // encoded slices on their way; chunk tiles each
+    void* grads;                       // the trainer's: arena, or packed
+    void* kept_grads;                  // sums of the part, from cut[rank] on
+    void* weights;                     // in the matmuls' type: arena, packed, or the optimizer's
+    const void* kept_weights;
+    CommPiece *sends, *receives;  // (world) of the exchange that is being made
+    Overlap* into;                // (world)
+    float* gathered;              // (world, SCALARS)
+    float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD; the host's
+    bool first, last;             // micro-batch of the step
+    bool started;                 // a step is behind: standing still is now suspicious
+    bool stop;                    // all ranks have agreed to end
+    int held[2];                  // which layers' weights are in packed memory; -1: none
+    cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
+};
+
+inline bool shard_splits(const Shard* s, ShardMode mode) {
+    return s && s->mode >= mode;
+}
+
+// Whether this memory, of gradients or weights, is the packed one.
+inline bool shard_is_packed(const Shard* s, const void* memory) {
+    return s && memory &&
+           ((memory == s->grads && s->mode >= SHARD_GRADS) || (memory == s->weights && s->mode >= SHARD_WEIGHTS));
+}
+
+inline int64_t shard_tile_bytes(CommFormat format, int gradient_bytes) {
+    return format == COMM_E5M2 ? SHARD_TILE + SHARD_HEADER : SHARD_TILE * (format == COMM_BF16 ? 2 : gradient_bytes);
+}
+
+// Tile t of `tiles` belongs to the slice of rank r from here to slice_begin(r + 1).
+inline int64_t slice_begin(int64_t tiles, int r, int world) {
+    return tiles * r / world;
+}
+
+// Gradients on their way, in plain C: encode, and the sum in the order of the ranks.
+
+inline __host__ __device__ float e5m2_scale(float largest) {
+    if (!isfinite(largest)) return NAN;
+    int exponent = 0;
+    frexpf(largest, &exponent);
+    return ldexpf(1.0f, exponent < -100 ? -100 - 15 : exponent - 15);  // the largest becomes 2^14 to 2^15
+}
+
+inline __host__ __device__ uint8_t e5m2_encode(float x, float scale) {
+    return (uint8_t)__nv_cvt_float_to_fp8(x / scale, __NV_SATFINITE, __NV_E5M2);
+}
+
+inline __host__ __device__ float e5m2_decode(uint8_t code, float scale) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E5M2))) * scale;
+}
+
+// One tile of gradients as it is sent; the format is not COMM_AS_IS.
+inline void shard_encode_tile_cpu(char* out, const float* grads, CommFormat format) {
+    if (format == COMM_BF16) {
+        for (int i = 0; i < SHARD_TILE; i++) ((bf16*)out)[i] = __float2bfloat16(grads[i]);
+        return;
+    }
+    float largest = 0.0f;
+    for (int i = 0; i < SHARD_TILE; i++) {
+        float x = isfinite(grads[i]) ? fabsf(grads[i]) : INFINITY;
+        largest = x > largest ? x : largest;
+    }
+    float scale = *(float*)out = e5m2_scale(largest);
+    for (int i = 0; i < SHARD_TILE; i++) ((uint8_t*)out + SHARD_HEADER)[i] = e5m2_encode(grads[i], scale);
+}
+
+// Element i of a tile as it arrived; G is the gradients' type.
+template <typename G, CommFormat FORMAT>
+__host__ __device__ inline float shard_decode(const char* tile, int i) {
+    if (FORMAT == COMM_AS_IS) return to_float(((const G*)tile)[i]);
+    if (FORMAT == COMM_BF16) return __bfloat162float(((const bf16*)tile)[i]);
+    return e5m2_decode(((const uint8_t*)tile + SHARD_HEADER)[i], *(const float*)tile);
+}
+
+// Where the contributions of the ranks to a slice lie: `mine` of this rank, that of rank r at others + r * stride.
+struct Contributions {
+    const char *mine, *others;
+    int64_t stride, tile_bytes;
+    int rank, world;
+};
+
+__host__ __device__ inline const char* contribution(const Contributions& c, int r, int64_t tile) {
+    return (r == c.rank ? c.mine : c.others + r * c.stride) + tile * c.tile_bytes;
+}
+
+template <typename G, CommFormat FORMAT>
+void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles) {
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        for (int i = 0; i < SHARD_TILE; i++) {
+            float sum = 0.0f;
+            for (int r = 0; r < c.world; r++) sum += shard_decode<G, FORMAT>(contribution(c, r, tile), i);
+            out[tile * SHARD_TILE + i] = from_float<G>(sum);
+        }
+    }
+}
+
+template <typename G>
+void shard_keep_cpu(G* kept, const G* sum, int64_t n, bool add) {
+    for (int64_t i = 0; i < n; i++) kept[i] = add ? from_float<G>(to_float(kept[i]) + to_float(sum[i])) : sum[i];
+}
+
+// Sums of the squares of each tile: parts (tiles), in an order that no cut changes.
+inline void shard_squares_cpu(double* parts, const float* grads, int64_t tiles) {
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        double sum = 0.0;
+        for (int i = 0; i < SHARD_TILE; i++) sum += (double)grads[tile * SHARD_TILE + i] * grads[tile * SHARD_TILE + i];
+        parts[tile] = sum;
+    }
+}
+
+inline void shard_agree_cpu(float* scalars, const float* gathered, int world) {
+    float loss = 0.0f;
+    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = 0.0f;
+    for (int r = 0; r < world; r++) {
+        loss += gathered[r * SCALARS + SCALAR_LOSS];
+        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = fmaxf(scalars[i], gathered[r * SCALARS + i]);
+    }
+    scalars[SCALAR_LOSS] = scalars[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
+}
+
+// The same on the device. A tile is a block of SHARD_TILE / 8 threads, 8 elements each; nothing here is far from the
+// speed of a copy. All are deterministic.
+
+constexpr int SHARD_THREADS = SHARD_TILE / 8;
+
+// Grid: tiles; block SHARD_THREADS.
+template <typename G, CommFormat FORMAT>
+__global__ void __launch_bounds__(SHARD_THREADS) shard_encode_kernel(char* out, const G* grads, int64_t tile_bytes) {
+    float x[8], largest = 0.0f;
+    out += blockIdx.x * tile_bytes;
+    grads += (int64_t)blockIdx.x * SHARD_TILE;
+    for (int j = 0; j < 8; j++) {
+        x[j] = to_float(grads[threadIdx.x * 8 + j]);
+        largest = fmaxf(largest, isfinite(x[j]) ? fabsf(x[j]) : INFINITY);
+    }
+    if constexpr (FORMAT == COMM_BF16) {
+        Vec<bf16> codes;
+        for (int j = 0; j < 8; j++) codes.lane[j] = __float2bfloat16(x[j]);
+        store_vec((bf16*)out + threadIdx.x * 8, codes);
+    } else {
+        float scale = e5m2_scale(block_max(largest));
+        alignas(8) uint8_t codes[8];
+        for (int j = 0; j < 8; j++) codes[j] = e5m2_encode(x[j], scale);
+        *(uint2*)(out + SHARD_HEADER + threadIdx.x * 8) = *(const uint2*)codes;
+        if (threadIdx.x == 0) *(float*)out = scale;
+    }
+}
+
+// The 8 elements of a thread.
+template <typename G, CommFormat FORMAT>
+__device__ inline void shard_decode_eight(const char* tile, float x[8]) {
+    int first = threadIdx.x * 8;
+    if constexpr (FORMAT == COMM_E5M2) {
+        uint2 codes = *(const uint2*)(tile + SHARD_HEADER + first);
+        float scale = *(const float*)tile;
+        for (int j = 0; j < 8; j++) x[j] = e5m2_decode((uint8_t)((j < 4 ? codes.x : codes.y) >> (8 * (j % 4))), scale);
+    } else {
+        typedef std::conditional_t<FORMAT == COMM_BF16, bf16, G> Wire;
+        constexpr int size = Vec<Wire>::size;
+        for (int v = 0; v < 8 / size; v++) {
+            Vec<Wire> part = load_vec((const Wire*)tile + first + v * size);
+            for (int j = 0; j < size; j++) x[v * size + j] = to_float(part.lane[j]);
+        }
+    }
+}
+
+template <typename G>
+__device__ inline void shard_store_eight(G* tile, const float x[8]) {
+    constexpr int size = Vec<G>::size;
+    for (int v = 0; v < 8 / size; v++) {
+        Vec<G> part;
+        for (int j = 0; j < size; j++) part.lane[j] = from_float<G>(x[v * size + j]);
+        store_vec(tile + threadIdx.x * 8 + v * size, part);
+    }
+}
+
+// Grid: tiles of the slice; block SHARD_THREADS. `out` may be where this rank's contribution lies.
+template <typename G, CommFormat FORMAT>
+__global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contributions c) {
+    float sum[8] = {}, x[8];
+#pragma unroll 4
+    for (int r = 0; r < c.world; r++) {
+        shard_decode_eight<G, FORMAT>(contribution(c, r, blockIdx.x), x);
+        for (int j = 0; j < 8; j++) sum[j] += x[j];
+    }
+    shard_store_eight(out + (int64_t)blockIdx.x * SHARD_TILE, sum);
+}
+
+// Grid: tiles; block SHARD_THREADS.
+template <typename G>
+__global__ void __launch_bounds__(SHARD_THREADS) shard_keep_kernel(G* kept, const G* sum, bool add) {
+    int64_t first = (int64_t)blockIdx.x * SHARD_TILE;
+    float x[8], before[8] = {};
+    shard_decode_eight<G, COMM_AS_IS>((const char*)(sum + first), x);
+    if (add) shard_decode_eight<G, COMM_AS_IS>((const char*)(kept + first), before);
+    for (int j = 0; j < 8 && add; j++) x[j] += before[j];
+    shard_store_eight(kept + first, x);
+}
+
+// Grid: ceil(tiles / 8), a warp a tile; block 256.
+template <typename G>
+__global__ void __launch_bounds__(256) shard_squares_kernel(double* parts, const G* grads, int64_t tiles) {
+    int64_t tile = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+    if (tile >= tiles) return;
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll 4
+    for (int i = threadIdx.x % 32 * Vec<G>::size; i < SHARD_TILE; i += 32 * Vec<G>::size) {
+        Vec<G> g = load_vec(grads + tile * SHARD_TILE + i);
+        for (int j = 0; j < Vec<G>::size; j++) sum[j % 2] = fmaf(to_float(g.lane[j]), to_float(g.lane[j]), sum[j % 2]);
+    }
+    double total = (double)sum[0] + (double)sum[1];
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
+    if (threadIdx.x % 32 == 0) parts[tile] = total;
+}
+
+// Grid 1, block 1.
+__global__ static void shard_flags_kernel(float* scalars, float stop, float save, float bad) {
+    scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
+}
+
+// Grid 1, block 1.
+__global__ static void shard_agree_kernel(float* scalars, const float* gathered, int world) {
+    float loss = 0.0f, flag[SCALARS] = {};
+    for (int r = 0; r < world; r++) {
+        loss += gathered[r * SCALARS + SCALAR_LOSS];
+        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) flag[i] = fmaxf(flag[i], gathered[r * SCALARS + i]);
+    }
+    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
+    scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;
+}
+
+template <typename G, CommFormat FORMAT>
+void shard_encode(const Device* dev, cudaStream_t stream, char* out, const G* grads, int64_t tiles,
+                  int64_t tile_bytes) {
+    if (tiles == 0) return;
+    if (dev->gpu) {
+        shard_encode_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, grads, tile_bytes);
+        check_launch();
+        return;
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < tiles; t++) {
+        shard_encode_tile_cpu(out + t * tile_bytes, (const float*)grads + t * SHARD_TILE, FORMAT);
+    }
+}
+
+template <typename G, CommFormat FORMAT>
+void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles) {
+    if (tiles == 0) return;
+    if (dev->gpu) {
+        shard_sum_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c);
+        check_launch();
+    } else {
+        shard_sum_cpu<G, FORMAT>(out, c, tiles);
+    }
+}
+
+template <typename G>
+void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, int64_t n, bool add) {
+    if (n == 0) return;
+    if (dev->gpu) {
+        shard_keep_kernel<G><<<(unsigned)(n / SHARD_TILE), SHARD_THREADS, 0, stream>>>(kept, sum, add);
+        check_launch();
+    } else {
+        shard_keep_cpu<G>(kept, sum, n, add);
+    }
+}
+
+// Cuts, buckets and memory.
+
+// Part r of `elements`, in whole tiles.
+inline int64_t shard_cut(int64_t elements, int r, int world) {
+    return elements / SHARD_TILE * r / world * SHARD_TILE;
+}
+
+inline int64_t shard_staging_bytes(const Shard* s) {
+    int64_t largest = SHARD_TILE * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2) + SHARD_HEADER;
+    return (s->chunk + s->comm.world) * largest;
+}
+
+// Device memory that shard_open takes. What NCCL takes for itself is not known before.
+inline int64_t shard_bytes(const Shard* s) {
+    return shard_staging_bytes(s) * (s->format == COMM_AS_IS ? 1 : 2) +
+           s->comm.world * SCALARS * (int64_t)sizeof(float);
+}
+
+// Tensors of `length[i]` elements (whole tiles) at offset[i] of the arena; layer[i] is the layer that a tensor belongs
+// to, `layers` for the rest. Tensors of a layer stand in packed memory in their order, whatever the arena's.
+inline void shard_plan(Shard* s, const int64_t* offset, const int64_t* length, const int* layer, int tensors,
+                       int layers, int64_t elements) {
+    int64_t used[2] = {0, 0};  // of one layer, of the rest
+    s->layers = layers;
+    s->sends = (CommPiece*)calloc((size_t)s->comm.world, sizeof(CommPiece));
+    s->receives = (CommPiece*)calloc((size_t)s->comm.world, sizeof(CommPiece));
+    s->into = (Overlap*)calloc((size_t)s->comm.world, sizeof(Overlap));
+    s->cut = (int64_t*)calloc((size_t)s->comm.world + 1, sizeof(int64_t));
+    for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
+    s->place = (int64_t*)calloc((size_t)tensors, sizeof(int64_t));
+    s->bucket = (ShardBucket*)calloc((size_t)layers + 1, sizeof(ShardBucket));
+    for (int t = 0; t < tensors; t++) {
+        if (layer[t] == 0) used[0] += length[t];
+    }
+    for (int b = 0; b <= layers; b++) {
+        ShardBucket* bucket = &s->bucket[b];
+        int64_t at = b == layers ? 2 * used[0] : b % 2 * used[0];
+        bucket->run = (ShardRun*)calloc((size_t)tensors, sizeof(ShardRun));
+        for (int t = 0; t < tensors; t++) {
+            if (layer[t] != b) continue;
+            ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
+            s->place[t] = at;
+            if (last && last->end == offset[t] && last->at + last->end - last->begin == at) {
+                last->end += length[t];
+            } else {
+                bucket->run[bucket->runs++] = {offset[t], offset[t] + length[t], at};
+            }
+            at += length[t];
+        }
+        bucket->run = (ShardRun*)realloc(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
+        s->packed = at;
+    }
+}
+
+inline void shard_open(Shard* s) {
+    const Device* dev = s->comm.dev;
+    s->outgoing = (char*)device_alloc(dev, s->format == COMM_AS_IS ? 0 : shard_staging_bytes(s));
+    s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
+    s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
+    s->held[0] = s->held[1] = -1;
+    if (!dev->gpu) return;
+    int events = s->layers + 1;
+    s->ready = (cudaEvent_t*)calloc((size_t)events, sizeof(cudaEvent_t));
+    s->summed = (cudaEvent_t*)calloc((size_t)events, sizeof(cudaEvent_t));
+    for (int i = 0; i < events; i++) {
+        check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
+        check(cudaEventCreateWithFlags(&s->summed[i], cudaEventDisableTiming));
+    }
+}
+
+inline void shard_close(Shard* s) {
+    const Device* dev = s->comm.dev;
+    device_sync(dev);
+    comm_close(&s->comm);
+    device_free(dev, s->outgoing);
+    device_free(dev, s->incoming);
+    device_free(dev, s->gathered);
+    for (int i = 0; i <= s->layers; i++) {
+        free(s->bucket[i].run);
+        if (!dev->gpu) continue;
+        check(cudaEventDestroy(s->ready[i]));
+        check(cudaEventDestroy(s->summed[i]));
+    }
+    free(s->ready), free(s->summed), free(s->bucket), free(s->place), free(s->cut);
+    free(s->sends), free(s->receives), free(s->into);
+}
+
+// Gradients.
+
+// Elements begin to end of the arena, at most a chunk of tiles; element x of this rank's gradients is local[x].
+template <typename G, CommFormat FORMAT>
+void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
+    const Device* dev = s->comm.dev;
+    int world = s->comm.world, me = s->comm.rank;
+    int64_t tiles = (end - begin) / SHARD_TILE, tile_bytes = shard_tile_bytes(FORMAT, sizeof(G));
+    int64_t mine = slice_begin(tiles, me, world), mine_tiles = slice_begin(tiles, me + 1, world) - mine;
+    int64_t stride = (ceil_div(tiles, world)) * tile_bytes;
+    CommPiece *sends = s->sends, *receives = s->receives;
+    char* codes = FORMAT == COMM_AS_IS ? (char*)(local + begin) : s->outgoing;
+    if constexpr (FORMAT != COMM_AS_IS) {
+        shard_encode<G, FORMAT>(dev, s->comm.stream, codes, local + begin, tiles, tile_bytes);
+    }
+    for (int r = 0; r < world; r++) {
+        int64_t first = slice_begin(tiles, r, world);
+        sends[r] = {codes + first * tile_bytes, (slice_begin(tiles, r + 1, world) - first) * tile_bytes};
+        receives[r] = {s->incoming + r * stride, mine_tiles * tile_bytes};
+    }
+    comm_exchange(&s->comm, sends, receives);
+    Contributions c = {codes + mine * tile_bytes, s->incoming, stride, tile_bytes, me, world};
+    shard_sum<G, FORMAT>(dev, s->comm.stream, local + begin + mine * SHARD_TILE, c, mine_tiles);
+}
+
+// The sums of the slices to all ranks.
+template <typename G>
+void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
+    int world = s->comm.world, me = s->comm.rank;
+    int64_t tiles = (end - begin) / SHARD_TILE;
+    CommPiece *sends = s->sends, *receives = s->receives;
+    for (int r = 0; r < world; r++) {
+        int64_t first[2] = {slice_begin(tiles, me, world), slice_begin(tiles, r, world)};
+        int64_t last[2] = {slice_begin(tiles, me + 1, world), slice_begin(tiles, r + 1, world)};
+        sends[r] = {local + begin + first[0] * SHARD_TILE, (last[0] - first[0]) * SHARD_TILE * (int64_t)sizeof(G)};
+        receives[r] = {local + begin + first[1] * SHARD_TILE, (last[1] - first[1]) * SHARD_TILE * (int64_t)sizeof(G)};
+    }
+    comm_exchange(&s->comm, sends, receives);
+}
+
+// The sums of the slices to the owners, which write them into what they keep, or add them to it.
+template <typename G>
+void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
+    int world = s->comm.world, me = s->comm.rank;
+    int64_t tiles = (end - begin) / SHARD_TILE, used = 0;
+    CommPiece *sends = s->sends, *receives = s->receives;
+    Overlap* into = s->into;
+    for (int r = 0; r < world; r++) {
+        int64_t first = begin + slice_begin(tiles, me, world) * SHARD_TILE;
+        int64_t last = begin + slice_begin(tiles, me + 1, world) * SHARD_TILE;
+        Overlap out = shard_overlap(first, last, s->cut[r], s->cut[r + 1]);
+        sends[r] = {local + out.begin, (out.end - out.begin) * (int64_t)sizeof(G)};
+        first = begin + slice_begin(tiles, r, world) * SHARD_TILE;
+        last = begin + slice_begin(tiles, r + 1, world) * SHARD_TILE;
+        into[r] = shard_overlap(first, last, s->cut[me], s->cut[me + 1]);
+        receives[r] = {s->incoming + used, (into[r].end - into[r].begin) * (int64_t)sizeof(G)};
+        used += receives[r].bytes;
+    }
+    comm_exchange(&s->comm, sends, receives);
+    for (int r = 0; r < world; r++) {
+        G* kept = (G*)s->kept_grads + into[r].begin - s->cut[me];
+        const G* sum = r == me ? local + into[r].begin : (const G*)receives[r].data;
+        if (kept == sum) continue;
+        shard_keep<G>(s->comm.dev, s->comm.stream, kept, sum, into[r].end - into[r].begin, add);
+    }
+}
+
+template <typename G>
+void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
+    if (s->format == COMM_E5M2) {
+        shard_sum_chunk<G, COMM_E5M2>(s, local, begin, end);
+    } else if (s->format == COMM_BF16 && sizeof(G) > 2) {
+        shard_sum_chunk<G, COMM_BF16>(s, local, begin, end);
+    } else {
+        shard_sum_chunk<G, COMM_AS_IS>(s, local, begin, end);
+    }
+    if (s->mode == SHARD_NONE) {
+        shard_spread_chunk<G>(s, local, begin, end);
+    } else {
+        shard_keep_chunk<G>(s, local, begin, end, s->mode >= SHARD_GRADS && !s->first);
+    }
+}
+
+inline void shard_micro_batch(Shard* s, bool first, bool last) {
+    if (!s) return;
+    s->first = first, s->last = last;
+    if (s->started) launch_hurry(s->comm.launch, "training");
+}
+
+// The gradients of a bucket are complete on the device's stream: begins their sum over the ranks beside it, after the
+// last micro-batch or, where no rank keeps all of them, after each.
+template <typename G>
+void shard_reduce(Shard* s, int bucket) {
+    if (!s || (!s->last && s->mode < SHARD_GRADS)) return;
+    comm_after_device(&s->comm);
+    const ShardBucket* b = &s->bucket[bucket];
+    for (int i = 0; i < b->runs; i++) {
+        const ShardRun* run = &b->run[i];
+        G* local = (G*)s->grads + (s->mode >= SHARD_GRADS ? run->at - run->begin : 0);
+        for (int64_t begin = run->begin; begin < run->end; begin += s->chunk * SHARD_TILE) {
+            int64_t end = begin + s->chunk * SHARD_TILE;
+            shard_reduce_chunk<G>(s, local, begin, end < run->end ? end : run->end);
+        }
+    }
+    if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
+}
+
+// Before a bucket's packed gradients are written: those that stood there are summed.
+inline void shard_grads_free(const Shard* s, int bucket) {
+    if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
+    int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
+    check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
+}
+
+// Loss and flags of all ranks into `scalars`, and the norm of all gradients and the clip factor. parts: (elements /
+// SHARD_TILE) doubles.
+template <typename G>
+void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
+    const Device* dev = s->comm.dev;
+    int world = s->comm.world, me = s->comm.rank;
+    int64_t begin = s->cut[me] / SHARD_TILE, tiles = s->cut[me + 1] / SHARD_TILE - begin;
+    int64_t all = s->cut[world] / SHARD_TILE;
+    CommPiece *sends = s->sends, *receives = s->receives;
+    const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
+    device_after_comm(&s->comm);
+    if (dev->gpu) {
+        shard_flags_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->flags[0], s->flags[1], s->flags[2]);
+        if (tiles > 0)
+            shard_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, dev->stream>>>(parts + begin, kept, tiles);
+        check(cudaMemcpyAsync(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float), cudaMemcpyDeviceToDevice,
+                              dev->stream));
+        check_launch();
+    } else {
+        memcpy(scalars + SCALAR_STOP, s->flags, sizeof(s->flags));
+        shard_squares_cpu(parts + begin, (const float*)kept, tiles);
+        memcpy(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float));
+    }
+    comm_after_device(&s->comm);
+    for (int r = 0; r < world; r++) {
+        sends[r] = {parts + begin, tiles * (int64_t)sizeof(double)};
+        receives[r] = {parts + s->cut[r] / SHARD_TILE,
+                       (s->cut[r + 1] - s->cut[r]) / SHARD_TILE * (int64_t)sizeof(double)};
+    }
+    comm_group(&s->comm, true);
+    comm_exchange(&s->comm, sends, receives);
+    for (int r = 0; r < world; r++) {
+        sends[r] = {s->gathered + me * SCALARS, SCALARS * (int64_t)sizeof(float)};
+        receives[r] = {s->gathered + r * SCALARS, SCALARS * (int64_t)sizeof(float)};
+    }
+    comm_exchange(&s->comm, sends, receives);
+    comm_group(&s->comm, false);
+    device_after_comm(&s->comm);
+    if (dev->gpu) {
+        shard_agree_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->gathered, world);
+        global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(scalars + SCALAR_NORM, parts, (int)all,
+                                                                              clip, scalars);
+        check_launch();
+        return;
+    }
+    double sum = 0.0;
+    for (int64_t i = 0; i < all; i++) sum += parts[i];
+    shard_agree_cpu(scalars, s->gathered, world);
+    global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
+}
+
+// The mean loss of a validation, of which each rank has its share in scalars[SCALAR_LOSS].
+inline void shard_loss(Shard* s, float* scalars) {
+    const Device* dev = s->comm.dev;
+    double loss;
+    float value;
+    copy_to_host(dev, &value, scalars, sizeof(value));
+    loss = value;
+    launch_agree(s->comm.launch, &loss, 1, LAUNCH_SUM);
+    value = (float)loss;
+    copy_to_device(dev, scalars, &value, sizeof(value));
+}
+
+// Weights.
+
+// A bucket's weights from those who keep them to all, beside the device's stream.
+inline void shard_gather(Shard* s, int bucket) {
+    const ShardBucket* b = &s->bucket[bucket];
+    int64_t size = s->weight_bytes, own = s->cut[s->comm.rank];
+    comm_group(&s->comm, true);
+    for (int i = 0; i < b->runs; i++) {
+        const ShardRun* run = &b->run[i];
+        int64_t shift = s->mode >= SHARD_WEIGHTS ? run->at - run->begin : 0;
+        for (int r = 0; r < s->comm.world; r++) {
+            Overlap o = shard_overlap(run->begin, run->end, s->cut[r], s->cut[r + 1]);
+            const char* from = r == s->comm.rank ? (const char*)s->kept_weights + (o.begin - own) * size : nullptr;
+            char* to = (char*)s->weights + (o.begin + shift) * size;
+            comm_broadcast(&s->comm, from ? from : to, to, (o.end - o.begin) * size, r);
+        }
+    }
+    comm_group(&s->comm, false);
+    if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
+}
+
+// The optimizer has new weights: begins to hand them round, in the order in which the forward pass needs them.
+inline void shard_publish(Shard* s) {
+    if (!shard_splits(s, SHARD_STATES)) return;
+    comm_after_device(&s->comm);
+    shard_gather(s, s->layers);
+    for (int l = 0; l < s->layers && s->mode < SHARD_WEIGHTS; l++) shard_gather(s, l);
+    s->held[0] = s->held[1] = -1;
+}
+
+// Begins to gather the weights of a layer that will be needed; those of its neighbours but one are given up.
+inline void shard_prefetch(Shard* s, int layer) {
+    if (!shard_splits(s, SHARD_WEIGHTS) || layer < 0 || layer >= s->layers || s->held[layer % 2] == layer) return;
+    comm_after_device(&s->comm);
+    shard_gather(s, layer);
+    s->held[layer % 2] = layer;
+}
+
+// The device's stream goes on when the weights of this bucket are there.
+inline void shard_need(Shard* s, int bucket) {
+    if (!shard_splits(s, SHARD_STATES)) return;
+    if (bucket < s->layers) shard_prefetch(s, bucket);
+    if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
+}
+
+// To the host memory of rank 0, from rank `from`, at most shard_staging_bytes at a time; all ranks call it. The data is
+// the device's, or the host's.
+inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes, int from, bool on_host) {
+    const Device* dev = s->comm.dev;
+    bool own = from == 0 && s->comm.rank == 0;
+    if (own && on_host && host != data) memcpy(host, data, (size_t)bytes);
+    if (own && !on_host) copy_to_host(dev, host, data, bytes);
+    if (from == 0 || bytes == 0) return;
+    bool first = s->comm.rank == 0, sender = s->comm.rank == from;
+    CommPiece *sends = s->sends, *receives = s->receives;
+    memset(sends, 0, (size_t)s->comm.world * sizeof(CommPiece));
+    memset(receives, 0, (size_t)s->comm.world * sizeof(CommPiece));
+    if (dev->gpu && sender && on_host) copy_to_device(dev, s->incoming, data, bytes), data = s->incoming;
+    void* into = dev->gpu ? s->incoming : (char*)host;
+    if (first) receives[from] = {into, bytes};
+    if (sender) sends[0] = {(void*)data, bytes};
+    comm_after_device(&s->comm);
+    comm_exchange(&s->comm, sends, receives);
+    device_after_comm(&s->comm);
+    if (first && dev->gpu) copy_to_host(dev, host, into, bytes);
+    if (sender) device_sync(dev);
+}
+
+// Whether this device memory has the same bytes on all ranks. Bytes: all of it to the host, once.
+inline bool shard_equal(Shard* s, const void* data, int64_t bytes) {
+    constexpr int64_t PIECE = 16 << 20;
+    char* host = (char*)malloc(PIECE);
+    uint32_t crc = 0;
+    device_after_comm(&s->comm);
+    for (int64_t at = 0; at < bytes; at += PIECE) {
+        int64_t part = bytes - at < PIECE ? bytes - at : PIECE;
+        copy_to_host(s->comm.dev, host, (const char*)data + at, part);
+        crc = crc32c(crc, host, part);
+    }
+    free(host);
+    double limits[2] = {(double)crc, -(double)crc};
+    launch_agree(s->comm.launch, limits, 2, LAUNCH_MAX);
+    return limits[0] == -limits[1];
+}
+
+// Elements begin to begin + n of the arena into `values` on rank 0, part by part from those who keep them. `kept`: this
+// rank's part, of elements of `size` bytes, in device memory; NULL: what it has is in its own `values` already.
+inline void shard_collect(Shard* s, void* values, int64_t begin, int64_t n, int size, const void* kept) {
+    int64_t most = shard_staging_bytes(s) / size, own = s->cut[s->comm.rank];
+    for (int r = 0; r < s->comm.world; r++) {
+        Overlap part = shard_overlap(begin, begin + n, s->cut[r], s->cut[r + 1]);
+        for (int64_t at = part.begin; at < part.end; at += most) {
+            int64_t count = part.end - at < most ? part.end - at : most;
+            char* host = (char*)values + (at - begin) * size;
+            shard_to_first(s, host, kept ? (const char*)kept + (at - own) * size : host, count * size, r, !kept);
+        }
+    }
+}
+
+// What a checkpoint holds is unsharded: its arrays are the ranks' one after another.
+struct ShardArray {
+    char name[160], dtype[8];
+    int64_t elements;
+    int32_t element_bytes;
+    const void* data;  // the rank's own
+};
+
+struct ShardArrays {
+    ShardArray* whole;  // (count) as an unsharded optimizer has them
+    int count, ranks;
+    int64_t* bytes;    // (count, ranks)
+    const void** own;  // (count) this rank's data
+};
+
+// From what this rank has; alone, or where nothing is sharded, that is all. Launches stand in the arena's order, so an
+// array that an earlier rank lacks comes after those that it has.
+inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
+    constexpr int most = 64;
+    ShardArray table[most];
+    bool split = shard_splits(s, SHARD_STATES);
+    ShardArrays all = {(ShardArray*)calloc(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr, nullptr};
+    all.bytes = (int64_t*)calloc((size_t)most * all.ranks, sizeof(int64_t));
+    all.own = (const void**)calloc(most, sizeof(void*));
+    for (int r = 0; r < all.ranks; r++) {
+        bool mine = !split || r == s->comm.rank;
+        int64_t theirs = count;
+        if (mine) memcpy(table, own, (size_t)count * sizeof(ShardArray));
+        if (split) launch_share(s->comm.launch, r, &theirs, sizeof(theirs));
+        if (split) launch_share(s->comm.launch, r, table, sizeof(table));
+        for (int i = 0; i < theirs; i++) {
+            int at = 0;
+            while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
+            if (at == all.count) all.whole[all.count++] = table[i], all.whole[at].elements = 0;
+            all.whole[at].elements += table[i].elements;
+            all.bytes[at * all.ranks + r] = table[i].elements * table[i].element_bytes;
+            if (mine) all.own[at] = table[i].data;
+        }
+    }
+    return all;
+}
+
+inline void shard_arrays_free(ShardArrays* all) {
+    free(all->whole), free(all->bytes), free(all->own);
+}
