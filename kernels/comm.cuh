@@ -108,7 +108,7 @@ inline void nccl_open(NcclLibrary* nccl) {
 
 // The stand-in: a mapping with a slot for each rank, in which a share of its bytes waits for each other.
 
-constexpr int64_t STAND_IN_SLOT = 1 << 20;
+constexpr int64_t STAND_IN_SLOT = 1 << 17;
 
 struct StandIn {
     pthread_mutex_t mutex;

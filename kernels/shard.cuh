@@ -18,8 +18,8 @@
 // W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32 throughout.
 //
 // What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
-// sums are of what arrived, fp32. An element is then off by 2^-9 of its magnitude, or by 2^-3 and, at most 2^-31 of the
-// largest in its tile, by that.
+// sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or 2^-31 of
+// the largest in its tile.
 #pragma once
 #include <cuda_fp8.h>
 

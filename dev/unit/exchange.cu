@@ -1,0 +1,221 @@
+// Unit tests of kernels/shard.cuh on one rank: what gradients are sent as, their sum, the squares for the norm, cuts
+// and buckets; and of the loader's slices.
+#include "../../data/loader.h"
+#include "../../kernels/shard.cuh"
+#include "test.h"
+
+constexpr int TILES = 5;
+
+// Gradients of all magnitudes: most around 1e-6, some tiles tiny, huge or zero.
+static void fill_gradients(float* grads, int seed) {
+    for (int i = 0; i < TILES * SHARD_TILE; i++) {
+        float x = test_uniform(seed, i), magnitude = ldexpf(1.0f, (int)(20 * test_uniform(seed + 50, i)) - 20);
+        int tile = i / SHARD_TILE;
+        grads[i] = tile == 1 ? x * 1e-39f : tile == 2 ? x * 1e30f : tile == 3 ? 0.0f : x * magnitude;
+    }
+}
+
+// Errors of one tile as a multiple of the bound that shard.cuh states.
+template <CommFormat FORMAT>
+static double encoding_error(const float* grads, bool* finite) {
+    alignas(16) char tile[SHARD_TILE * 4];
+    double worst = 0, largest = 0;
+    shard_encode_tile_cpu(tile, grads, FORMAT);
+    for (int i = 0; i < SHARD_TILE; i++) largest = fmax(largest, fabs((double)grads[i]));
+    *finite = true;
+    for (int i = 0; i < SHARD_TILE; i++) {
+        double got = shard_decode<float, FORMAT>(tile, i), error = fabs(got - grads[i]);
+        double relative = FORMAT == COMM_BF16 ? ldexp(1.0, -8) : ldexp(1.0, -3);
+        double least = FORMAT == COMM_BF16 ? ldexp(1.0, -134) : fmax(largest * ldexp(1.0, -31), ldexp(1.0, -132));
+        worst = fmax(worst, error / fmax(relative * fabs((double)grads[i]), least));
+        *finite = *finite && isfinite(got);
+    }
+    return worst;
+}
+
+TEST(exchange_formats) {
+    float* grads = (float*)malloc(TILES * SHARD_TILE * sizeof(float));
+    fill_gradients(grads, 3);
+    double worst[2] = {};
+    bool finite[2];
+    for (int t = 0; t < TILES; t++) {
+        worst[0] = fmax(worst[0], encoding_error<COMM_BF16>(grads + t * SHARD_TILE, &finite[0]));
+        worst[1] = fmax(worst[1], encoding_error<COMM_E5M2>(grads + t * SHARD_TILE, &finite[1]));
+        expect(finite[0] && finite[1], "tile %d is not finite any more", t);
+    }
+    expect(worst[0] <= 1 && worst[1] <= 1, "bf16 %.3f, e5m2 %.3f of the bound", worst[0], worst[1]);
+    snprintf(test->note, sizeof(test->note), "of bound: bf16 %.2f, e5m2 %.2f", worst[0], worst[1]);
+    // What is not finite stays so: the step is then skipped by all.
+    for (float bad : {INFINITY, -INFINITY, NAN}) {
+        grads[77] = bad;
+        encoding_error<COMM_BF16>(grads, &finite[0]), encoding_error<COMM_E5M2>(grads, &finite[1]);
+        expect(!finite[0] && !finite[1], "%g: bf16 %d, e5m2 %d", bad, finite[0], finite[1]);
+    }
+    free(grads);
+}
+
+// The sum is in the order of the ranks, wherever this rank stands among them.
+TEST(exchange_order) {
+    constexpr int world = 5;
+    constexpr int64_t n = TILES * SHARD_TILE, bytes = n * (int64_t)sizeof(float);
+    float *grads = (float*)malloc(world * bytes), *out = (float*)malloc(bytes), *want = (float*)malloc(bytes);
+    for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 10 + r);
+    for (int64_t i = 0; i < n; i++) {
+        float sum = 0.0f;
+        for (int r = 0; r < world; r++) sum += grads[r * n + i];
+        want[i] = sum;
+    }
+    for (int rank = 0; rank < world; rank++) {
+        memcpy(out, grads + rank * n, bytes);
+        Contributions c = {
+            (const char*)out, (const char*)grads, bytes, SHARD_TILE * (int64_t)sizeof(float), rank, world};
+        shard_sum_cpu<float, COMM_AS_IS>(out, c, TILES);
+        expect(memcmp(out, want, bytes) == 0, "on rank %d the sum is another", rank);
+    }
+    free(grads), free(out), free(want);
+}
+
+// The kernels against the plain C versions, to the bit; the squares, whose order differs, within the rounding of 64.
+template <typename G, CommFormat FORMAT>
+static void check_kernels(Test* test, const Device* dev, const char* what) {
+    constexpr int world = 3;
+    int64_t tile_bytes = shard_tile_bytes(FORMAT, sizeof(G)), n = TILES * SHARD_TILE;
+    float* grads = (float*)malloc(world * n * sizeof(float));
+    G *typed = (G*)malloc(world * n * sizeof(G)), *sum = (G*)malloc(n * sizeof(G)), *got = (G*)malloc(n * sizeof(G));
+    char* codes = (char*)calloc(world * TILES, tile_bytes);
+    for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 20 + r);
+    for (int64_t i = 0; i < world * n; i++) typed[i] = from_float<G>(grads[i]), grads[i] = to_float(typed[i]);
+    for (int t = 0; t < world * TILES; t++) {
+        if (FORMAT == COMM_AS_IS) memcpy(codes + t * tile_bytes, typed + t * SHARD_TILE, tile_bytes);
+        if (FORMAT != COMM_AS_IS) shard_encode_tile_cpu(codes + t * tile_bytes, grads + t * SHARD_TILE, FORMAT);
+    }
+    Contributions c = {codes + TILES * tile_bytes, codes, TILES * tile_bytes, tile_bytes, 1, world};
+    shard_sum_cpu<G, FORMAT>(sum, c, TILES);
+
+    G *d_grads = (G*)device_alloc(dev, world * n * sizeof(G)), *d_sum = (G*)device_alloc(dev, n * sizeof(G));
+    char *d_codes = (char*)device_alloc(dev, world * TILES * tile_bytes),
+         *back = (char*)calloc(world * TILES, tile_bytes);
+    copy_to_device(dev, d_grads, typed, world * n * sizeof(G));
+    device_zero(dev, d_codes, world * TILES * tile_bytes);
+    if constexpr (FORMAT == COMM_AS_IS) {
+        copy_to_device(dev, d_codes, codes, world * TILES * tile_bytes);
+    } else {
+        shard_encode<G, FORMAT>(dev, dev->stream, d_codes, d_grads, world * TILES, tile_bytes);
+        copy_to_host(dev, back, d_codes, world * TILES * tile_bytes);
+        expect(memcmp(back, codes, world * TILES * tile_bytes) == 0, "%s: the GPU encodes otherwise", what);
+    }
+    Contributions d = c;
+    d.mine = d_codes + TILES * tile_bytes, d.others = d_codes;
+    shard_sum<G, FORMAT>(dev, dev->stream, d_sum, d, TILES);
+    copy_to_host(dev, got, d_sum, n * sizeof(G));
+    expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU sums otherwise", what);
+    for (bool add : {false, true}) {
+        shard_keep<G>(dev, dev->stream, d_sum, d_grads, n, add);
+        shard_keep_cpu<G>(sum, typed, n, add);
+        copy_to_host(dev, got, d_sum, n * sizeof(G));
+        expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU keeps otherwise, add %d", what, add);
+    }
+    double *d_parts = (double*)device_alloc(dev, TILES * sizeof(double)), parts[TILES], want[TILES];
+    shard_squares_kernel<G><<<1, 256, 0, dev->stream>>>(d_parts, d_grads, TILES);
+    check_launch();
+    copy_to_host(dev, parts, d_parts, sizeof(parts));
+    shard_squares_cpu(want, grads, TILES);
+    for (int t = 0; t < TILES; t++) {
+        bool huge = t == 2;  // beyond fp32
+        double bound = 64 * ldexp(1.0, -24) * want[t] + 1e-38;
+        expect(huge ? isinf(parts[t]) : fabs(parts[t] - want[t]) <= bound, "%s: squares of tile %d: %g, want %g", what,
+               t, parts[t], want[t]);
+    }
+    device_free(dev, d_grads), device_free(dev, d_sum), device_free(dev, d_codes), device_free(dev, d_parts);
+    free(grads), free(typed), free(sum), free(got), free(codes), free(back);
+}
+
+TEST(exchange_kernels_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_kernels<float, COMM_AS_IS>(test, &dev, "fp32");
+    check_kernels<float, COMM_BF16>(test, &dev, "fp32 as bf16");
+    check_kernels<float, COMM_E5M2>(test, &dev, "fp32 as e5m2");
+    check_kernels<bf16, COMM_AS_IS>(test, &dev, "bf16");
+    check_kernels<bf16, COMM_E5M2>(test, &dev, "bf16 as e5m2");
+    device_close(&dev);
+}
+
+// Every element is in one bucket and of one rank, and tensors of a layer stand alike in packed memory, whatever the
+// arena's order.
+TEST(exchange_plan) {
+    constexpr int LAYERS = 5, PER_LAYER = 3, TENSORS = 2 + LAYERS * PER_LAYER;
+    int64_t offset[TENSORS], length[TENSORS];
+    int layer[TENSORS];
+    for (int moved : {0, 1}) {
+        for (int world : {1, 2, 3, 7, 16}) {
+            int64_t elements = 0;
+            for (int pass = 0; pass < 2; pass++) {  // with `moved`, the second tensor of each layer comes last
+                for (int t = 0; t < TENSORS; t++) {
+                    bool later = moved && t >= 2 && (t - 2) % PER_LAYER == 1;
+                    if (later != (pass == 1)) continue;
+                    layer[t] = t < 2 ? LAYERS : (t - 2) / PER_LAYER;
+                    length[t] = SHARD_TILE * (t < 2 ? 9 - t : 1 + 2 * ((t - 2) % PER_LAYER));
+                    offset[t] = elements;
+                    elements += length[t];
+                }
+            }
+            Shard s = {};
+            s.comm.world = world;
+            shard_plan(&s, offset, length, layer, TENSORS, LAYERS, elements);
+            expect(s.cut[0] == 0 && s.cut[world] == elements, "%d ranks", world);
+            for (int r = 0; r < world; r++) {
+                int64_t part = s.cut[r + 1] - s.cut[r];
+                expect(part % SHARD_TILE == 0 && llabs(part - elements / world) <= SHARD_TILE, "part %lld",
+                       (long long)part);
+            }
+            int64_t covered = 0;
+            for (int b = 0; b <= LAYERS; b++) {
+                expect(b == LAYERS || s.bucket[b].runs == (moved ? 3 : 1), "bucket %d: %d runs", b, s.bucket[b].runs);
+                for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
+            }
+            expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
+            for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++) {
+                expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
+            }
+            expect(s.packed == SHARD_TILE * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
+            for (int b = 0; b <= LAYERS; b++) free(s.bucket[b].run);
+            free(s.bucket), free(s.place), free(s.cut), free(s.sends), free(s.receives), free(s.into);
+        }
+    }
+}
+
+// The tokens of a step are the same for any number of ranks, batch size and place to resume from, over epochs.
+TEST(exchange_slices) {
+    constexpr int T = 8, SEQUENCES = 12, STEPS = 7;
+    static unsigned char text[T * 50 + 1];
+    static int want[STEPS][SEQUENCES][T];
+    char error[DATA_ERROR_BYTES];
+    Dataset data;
+    for (size_t i = 0; i < sizeof(text); i++) text[i] = (unsigned char)(i * 37 + i / 256);
+    bool opened = dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error);
+    expect(opened, "%s", error);
+    for (int world : {1, 2, 3, 4, 6, 12}) {
+        for (int B = 1; B <= SEQUENCES / world; B++) {
+            if (SEQUENCES / world % B != 0) continue;
+            for (int rank = 0; rank < world; rank++) {
+                int from = world == 1 ? 0 : world % 3;  // step
+                LoaderSlice slice = {SEQUENCES / world, SEQUENCES};
+                Loader* loader = loader_open_slice(&data, B, T, 5, true, from * SEQUENCES + rank * slice.run, slice,
+                                                   malloc, free, error);
+                expect(loader, "%s", error);
+                for (int step = from; step < STEPS; step++) {
+                    for (int i = 0; i < slice.run; i += B) {
+                        const Batch* batch = loader_next(loader, error);
+                        int* at = want[step][rank * slice.run + i];
+                        if (world == 1 && B == 1) memcpy(at, batch->tokens, sizeof(int) * T * B);
+                        expect(memcmp(at, batch->tokens, sizeof(int) * T * B) == 0,
+                               "%d ranks, batch %d, step %d, rank %d", world, B, step, rank);
+                    }
+                }
+                loader_close(loader);
+            }
+        }
+    }
+    dataset_close(&data);
+}

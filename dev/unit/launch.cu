@@ -1,0 +1,229 @@
+// Unit tests of data/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in processes of
+// their own that agree, hang, or end.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "../../data/launch.h"
+#include "test.h"
+
+static const char* const launch_names[] = {"RANK",
+                                           "WORLD_SIZE",
+                                           "LOCAL_RANK",
+                                           "LOCAL_WORLD_SIZE",
+                                           "MASTER_ADDR",
+                                           "MASTER_PORT",
+                                           "TORCHELASTIC_RUN_ID",
+                                           "OMPI_COMM_WORLD_RANK",
+                                           "OMPI_COMM_WORLD_SIZE",
+                                           "OMPI_COMM_WORLD_LOCAL_RANK",
+                                           "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                           "SLURM_PROCID",
+                                           "SLURM_NTASKS",
+                                           "SLURM_STEP_NUM_TASKS",
+                                           "SLURM_LOCALID",
+                                           "SLURM_STEP_ID",
+                                           "SLURM_JOB_ID",
+                                           "SLURM_STEP_NODELIST",
+                                           "SLURM_JOB_NODELIST",
+                                           "SLURM_STEP_NUM_NODES",
+                                           "SLURM_NODELIST"};
+constexpr int LAUNCH_NAMES = sizeof(launch_names) / sizeof(launch_names[0]);
+
+// What launch_environment makes of "NAME=value NAME=value"; the test's own environment stays as it was.
+static bool read_environment(const char* set, int gpus, Launch* launch, char* error) {
+    char *before[LAUNCH_NAMES], *copy = strdup(set), *rest = nullptr;
+    for (int i = 0; i < LAUNCH_NAMES; i++) {
+        before[i] = getenv(launch_names[i]) ? strdup(getenv(launch_names[i])) : nullptr;
+        unsetenv(launch_names[i]);
+    }
+    for (char* word = strtok_r(copy, " ", &rest); word; word = strtok_r(nullptr, " ", &rest)) {
+        char* equals = strchr(word, '=');
+        *equals = 0;
+        setenv(word, equals + 1, 1);
+    }
+    bool fine = launch_environment(launch, gpus, error);
+    for (int i = 0; i < LAUNCH_NAMES; i++) {
+        unsetenv(launch_names[i]);
+        if (before[i]) setenv(launch_names[i], before[i], 1);
+        free(before[i]);
+    }
+    free(copy);
+    return fine;
+}
+
+#define TORCHRUN "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500 "
+#define OPEN_MPI "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=6 OMPI_COMM_WORLD_LOCAL_RANK=2 "
+#define SLURM "SLURM_PROCID=7 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=7 SLURM_STEP_ID=0 SLURM_JOB_ID=42 "
+
+TEST(launch_environment) {
+    struct {
+        const char *set, *source, *host;
+        int rank, world, local_rank, port;  // port 0: any
+    } cases[] = {
+        {"", "", "", 0, 1, 0, 0},
+        {TORCHRUN, "RANK, WORLD_SIZE, ...", "gpu1", 3, 8, 1, 29500},
+        {TORCHRUN "TORCHELASTIC_RUN_ID=none", "torchrun's variables", "gpu1", 3, 8, 1, 29501},
+        {TORCHRUN OPEN_MPI SLURM "SLURM_STEP_NODELIST=a", "RANK, WORLD_SIZE, ...", "gpu1", 3, 8, 1, 29500},
+        {"RANK=3 " OPEN_MPI "MASTER_ADDR=gpu2", "Open MPI's variables", "gpu2", 5, 6, 2, 0},
+        {OPEN_MPI "OMPI_COMM_WORLD_LOCAL_SIZE=6", "Open MPI's variables", "127.0.0.1", 5, 6, 2, 0},
+        {SLURM "SLURM_STEP_NODELIST=gpu[003-007]", "Slurm's variables", "gpu003", 7, 16, 7, 0},
+        {SLURM "SLURM_STEP_NODELIST=gpu[003-007] MASTER_PORT=77", "Slurm's variables", "gpu003", 7, 16, 7, 77},
+        {SLURM "SLURM_STEP_NUM_NODES=1", "Slurm's variables", "127.0.0.1", 7, 16, 7, 0},
+        // A batch script's own process, which is no step, and a step of one task.
+        {"SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_LOCALID=0 SLURM_JOB_ID=42", "", "", 0, 1, 0, 0},
+        {"SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 SLURM_STEP_ID=0", "", "", 0, 1, 0, 0},
+    };
+    char error[DATA_ERROR_BYTES];
+    for (auto& c : cases) {
+        Launch launch;
+        bool fine = read_environment(c.set, 1, &launch, error);
+        expect(fine, "%s: %s", c.set, error);
+        expect(launch.rank == c.rank && launch.world == c.world && launch.local_rank == c.local_rank, "%s: %d %d %d",
+               c.set, launch.rank, launch.world, launch.local_rank);
+        expect(strcmp(launch.source, c.source) == 0 && strcmp(launch.host, c.host) == 0, "%s: %s, %s", c.set,
+               launch.source, launch.host);
+        bool low = launch.world == 1 || (launch.port >= 20000 && launch.port < 30000);
+        expect(c.port ? launch.port == c.port : low, "%s: port %d", c.set, launch.port);
+    }
+    struct {
+        const char *set, *needle;
+        int gpus;
+    } wrong[] = {
+        {"WORLD_SIZE=4 RANK=2", "not all of RANK, LOCAL_RANK", 1},
+        {TORCHRUN, "leave --gpus out", 4},
+        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
+        {OPEN_MPI, "set MASTER_ADDR", 1},
+        {SLURM, "set MASTER_ADDR", 1},
+    };
+    for (auto& c : wrong) {
+        Launch launch;
+        error[0] = 0;
+        bool fine = read_environment(c.set, c.gpus, &launch, error);
+        expect(!fine && strstr(error, c.needle), "%s: '%s', want '%s'", c.set, error, c.needle);
+    }
+}
+
+TEST(launch_first_host) {
+    struct {
+        const char *list, *host;  // NULL: refused
+    } cases[] = {{"gpu", "gpu"},          {"gpu7,login1", "gpu7"},     {"gpu[003-007,9],login", "gpu003"},
+                 {"gpu[12,14]", "gpu12"}, {"n[1-2]-eth,n9", "n1-eth"}, {"", nullptr},
+                 {"[1-2]", nullptr},      {"gpu[", nullptr},           {"gpu[x]", nullptr},
+                 {"gpu[1-2", nullptr}};
+    for (auto& c : cases) {
+        char host[64] = "";
+        bool fine = launch_first_host(c.list, host, sizeof(host));
+        expect(fine == (c.host != nullptr), "%s: %d", c.list, fine);
+        if (fine) expect(strcmp(host, c.host) == 0, "%s: %s, want %s", c.list, host, c.host);
+    }
+    char tight[6];
+    expect(launch_first_host("gpu[12]", tight, sizeof(tight)) && strcmp(tight, "gpu12") == 0, "%s", tight);
+    expect(!launch_first_host("gpu[123]", tight, sizeof(tight)), "a name that is cut: %s", tight);
+}
+
+// Runs `rank_main` as `ranks` ranks that launch_fork makes in a child; its exit code, and what went to stderr.
+static int run_ranks(int ranks, void (*rank_main)(Launch*), char* text, size_t bytes) {
+    int out[2], status = 0;
+    size_t used = 0;
+    if (pipe2(out, O_CLOEXEC) != 0) abort();
+    fflush(nullptr);
+    pid_t child = fork();
+    if (child == 0) {
+        char error[DATA_ERROR_BYTES];
+        Launch launch;
+        dup2(out[1], 2);
+        setenv("NIBBLE_SILENCE", "2", 1);
+        if (!launch_fork(&launch, ranks, error) || !launch_join(&launch, 20, error)) {
+            fprintf(stderr, "%s\n", error);
+            _exit(3);
+        }
+        rank_main(&launch);
+        launch_leave(&launch);
+        _exit(0);
+    }
+    close(out[1]);
+    for (ssize_t got; used + 1 < bytes && (got = read(out[0], text + used, bytes - 1 - used)) > 0;) used += (size_t)got;
+    text[used] = 0;
+    close(out[0]);
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+// What ranks agree upon is the same everywhere; 7 is for "not so".
+static void agree_main(Launch* l) {
+    double values[3] = {(double)l->rank, -1.0 * l->rank, l->rank == 2 ? NAN : 1.0}, sum = 0.1 * (l->rank + 1),
+           want = 0.1;
+    launch_agree(l, values, 3, LAUNCH_MAX);
+    launch_agree(l, &sum, 1, LAUNCH_SUM);
+    for (int r = 1; r < l->world; r++) want += 0.1 * (r + 1);  // in the order of the ranks, to the bit
+    if (values[0] != l->world - 1 || values[1] != 0 || sum != want) launch_failed(7, "agreed wrongly\n");
+    for (int from = 0; from < l->world; from++) {
+        int64_t word[1000];
+        for (int i = 0; i < 1000; i++) word[i] = l->rank * 1000 + i;
+        launch_share(l, from, word, sizeof(word));
+        if (word[0] != from * 1000 || word[999] != from * 1000 + 999) launch_failed(7, "shared wrongly\n");
+    }
+    for (int r = 0; r < l->world; r++) {
+        if (!launch_any(l, r == l->rank) || launch_any(l, false)) launch_failed(7, "any of them, wrongly\n");
+    }
+}
+
+TEST(launch_agrees) {
+    char text[4096];
+    for (int ranks : {2, 3, 7}) {
+        int code = run_ranks(ranks, agree_main, text, sizeof(text));
+        expect(code == 0 && text[0] == 0, "%d ranks: code %d, %s", ranks, code, text);
+    }
+}
+
+static double seconds_now() {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// Rank 1 hangs before the 4th agreement, though its process is alive; the others wait for it.
+static void hang_main(Launch* l) {
+    for (int i = 0; i < 10; i++) {
+        launch_hurry(l, "counting");
+        if (i == 3 && l->rank == 1) sleep(60);
+        if (i == 3 && l->rank != 1) launch_hurry(l, "counting on");
+        launch_any(l, false);
+    }
+}
+
+// A rank that takes longer than the others wait, and says so.
+static void rest_main(Launch* l) {
+    launch_hurry(l, "working");
+    if (l->rank == 1) launch_rest(l), sleep(4);
+    launch_any(l, false);
+}
+
+static void fail_main(Launch* l) {
+    if (l->rank == 2) launch_failed(5, "train: error: no more apples\n");
+    launch_any(l, false);
+}
+
+static void all_fail_main(Launch*) {
+    launch_failed(2, "train: error: the same everywhere\n");
+}
+
+TEST(launch_ends_together) {
+    char text[4096];
+    double begin = seconds_now();
+    int code = run_ranks(3, hang_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "rank 1 on ") && strstr(text, "hangs") && strstr(text, "counting"), "hang: %d, %s",
+           code, text);
+    double hang = seconds_now() - begin;
+    expect(hang < 10, "a rank that hangs: %.1f s", hang);
+    code = run_ranks(3, rest_main, text, sizeof(text));
+    expect(code == 0 && text[0] == 0, "rest: %d, %s", code, text);
+    code = run_ranks(4, fail_main, text, sizeof(text));
+    expect(code == 5 && strncmp(text, "train: error: rank 2 on ", 24) == 0 && strstr(text, ": no more apples\n"),
+           "failure: %d, %s", code, text);
+    code = run_ranks(4, all_fail_main, text, sizeof(text));
+    expect(code == 2 && strcmp(text, "train: error: the same everywhere\n") == 0, "failure of all: %d, %s", code, text);
+    snprintf(test->note, sizeof(test->note), "a hang found in %.1f s of 2 allowed", hang);
+}
