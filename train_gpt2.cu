@@ -601,26 +601,6 @@ static void model_init(Model* m, uint64_t seed) {
 
 // Choosing: what the options left to the program becomes numbers, and what cannot work is refused.
 
-struct NamedModel {
-    const char* name;
-    int L, C, NH, T;
-};
-static const NamedModel MODELS[] = {
-    {"gpt2", 12, 768, 12, 1024},
-    {"gpt2-medium", 24, 1024, 16, 1024},
-    {"gpt2-large", 36, 1280, 20, 1024},
-    {"gpt2-xl", 48, 1600, 25, 1024},
-    {"nano", 4, 128, 2, 64},
-    {"d6", 6, 384, 6, 1024},
-    {"d12", 12, 768, 12, 1024},
-    {"d24", 24, 1024, 16, 1024},
-    {"d36", 36, 1280, 20, 1024},
-    {"d48", 48, 1600, 25, 1024},
-    {"d60", 60, 1920, 30, 1024},
-    {"d72", 72, 2880, 45, 1024},
-    {"d84", 84, 3456, 54, 1024},
-};
-
 constexpr int PATH_BYTES = 4096;
 
 // FOLDER/NAME, with room left for an ending; a longer path is refused.
@@ -645,14 +625,11 @@ static void config_resolve(Options* o, const Device* dev, int vocabulary, bool b
                            Config* config) {
     if (strcmp(o->model, "auto") == 0) o->model = !dev->gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
-    const NamedModel* named = nullptr;
-    for (const NamedModel& candidate : MODELS) {
-        if (strcmp(o->model, candidate.name) == 0) named = &candidate;
-    }
+    const Gpt2Name* named = gpt2_named(o->model);
     if (checkpoint) {
         config_read(config, checkpoint);
     } else if (named) {
-        *config = {named->L, named->C, named->NH, named->T, vocabulary, 0};
+        *config = {named->layers, named->channels, named->heads, named->positions, vocabulary, 0};
         if (o->layers != AUTO) config->L = (int)o->layers;
         if (o->channels != AUTO) config->C = (int)o->channels;
         if (o->heads != AUTO) config->NH = (int)o->heads;
@@ -664,12 +641,8 @@ static void config_resolve(Options* o, const Device* dev, int vocabulary, bool b
             user_error("--model %s fixes the shape; leave --layers, --channels and --heads out", o->model);
         }
     } else {
-        const char* nearest = MODELS[0].name;
-        for (const NamedModel& candidate : MODELS) {
-            if (edit_distance(o->model, candidate.name) < edit_distance(o->model, nearest)) nearest = candidate.name;
-        }
         user_error("--model '%s' is neither a known name nor a folder; did you mean %s? (--help lists the names)",
-                   o->model, nearest);
+                   o->model, gpt2_nearest(o->model));
     }
     if (vocabulary > config->V || (bytes && config->V != 256)) {
         user_error(
@@ -1210,49 +1183,9 @@ static void checkpoint_save(Run* run) {
     }
 }
 
-// Options that belong to one start of the program and are not taken over from a checkpoint.
-static bool is_restored(const Option* option) {
-    static const char* const own[] = {"run", "resume", "device", "sample", "gpus", "join-timeout"};
-    for (const char* name : own) {
-        if (strcmp(option->name, name) == 0) return false;
-    }
-    return option->type != OPTION_FLAG;
-}
-
-// Whether an option that was not typed is left to another preset than the saved one, which was typed.
-static bool left_to_preset(const Options* o, const bool* given, const Json* saved, const char* name) {
-    static const char* const names[] = {"rule", "weights", "m", "v"};
-    const Option* preset = option_find(&TABLE, "preset");
-    if (!given[preset - OPTIONS] || strcmp(json_string(saved, preset->name, ""), o->preset) == 0) return false;
-    for (const char* its : names) {
-        if (strcmp(name, its) == 0) return true;
-    }
-    return false;
-}
-
-// Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
-// where the model's shape hangs on them.
-static void resume_options(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
-    static const char* const fixed[] = {"model", "layers", "channels", "heads", "seq"};
+// Another rule may have no use for the saved v, or need one where there was none.
+static void resume_state_v(Options* o, const bool* given) {
     char error[DATA_ERROR_BYTES];
-    for (int i = 0; i < OPTION_COUNT; i++) {
-        const Option* option = &OPTIONS[i];
-        const char* text = json_string(saved, option->name, nullptr);
-        if (!is_restored(option) || !text) continue;
-        if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
-        char now[4096];
-        option_text(option, o, now, sizeof(now));
-        if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
-        if (!given[i] || strcmp(now, text) == 0) continue;
-        for (const char* name : fixed) {
-            if (strcmp(option->name, name) != 0) continue;
-            user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or begin anew without --resume", name,
-                       now, text, name);
-        }
-        size_t used = strlen(changed);
-        snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
-    }
-    // Another rule may have no use for the saved v, or need one where there was none.
     OptimConfig config;
     Options trial = *o;
     trial.grads = "fp32";
@@ -1809,21 +1742,18 @@ static void shard_resolve(Model* m, OptimConfig* config) {
     Shard* s = m->shard;
     if (!s) return;
     if (m->elements / SHARD_TILE < ranks_of(m)) user_error("a model this small is not for %d ranks", ranks_of(m));
-    int64_t *offset = (int64_t*)malloc(m->count * sizeof(int64_t)),
-            *length = (int64_t*)malloc(m->count * sizeof(int64_t));
-    int* layer = (int*)malloc(m->count * sizeof(int));
+    ShardTensor* tensors = (ShardTensor*)malloc(m->count * sizeof(ShardTensor));
     for (int t = 0; t < m->count; t++) {
         bool in_block = t >= FIRST_BLOCK && t < m->count - 2;
-        offset[t] = m->tensors[t].offset;
-        length[t] = ceil_div(m->tensors[t].rows * m->tensors[t].cols, SHARD_TILE) * SHARD_TILE;
-        layer[t] = in_block ? (t - FIRST_BLOCK) / BLOCK_TENSORS : m->config.L;
+        tensors[t] = {m->tensors[t].offset, m->tensors[t].rows * m->tensors[t].cols,
+                      in_block ? (t - FIRST_BLOCK) / BLOCK_TENSORS : m->config.L};
     }
     s->gradient_bytes = 4;
     s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
     s->chunk = m->dev->gpu ? 8192 : 64;
-    shard_plan(s, offset, length, layer, m->count, m->config.L, m->elements);
+    shard_plan(s, tensors, m->count, m->config.L, m->elements);
     shard_part(m, config);
-    free(offset), free(length), free(layer);
+    free(tensors);
 }
 
 // Batches and the optimizer's formats: gradients are bf16 where a step has one micro-batch of bf16 and fp32 elsewhere.
@@ -1911,6 +1841,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     const char* checkpoint = state ? folder : nullptr;
     if (state) {
         resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
+        resume_state_v(o, given);
         if (!o->run[0]) o->run = strdup(folder_parent(checkpoint, parent, sizeof(parent)));
         if (launch->rank == 0 && !checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) {
             user_error("%s", error);

@@ -5,7 +5,40 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "options.h"  // edit_distance
 #include "safetensors.h"
+
+static const Gpt2Name names[] = {
+    {"gpt2", 12, 768, 12, 1024},
+    {"gpt2-medium", 24, 1024, 16, 1024},
+    {"gpt2-large", 36, 1280, 20, 1024},
+    {"gpt2-xl", 48, 1600, 25, 1024},
+    {"nano", 4, 128, 2, 64},
+    {"d6", 6, 384, 6, 1024},
+    {"d12", 12, 768, 12, 1024},
+    {"d24", 24, 1024, 16, 1024},
+    {"d36", 36, 1280, 20, 1024},
+    {"d48", 48, 1600, 25, 1024},
+    {"d60", 60, 1920, 30, 1024},
+    {"d72", 72, 2880, 45, 1024},
+    {"d84", 84, 3456, 54, 1024},
+};
+enum { NAMES = sizeof(names) / sizeof(names[0]) };
+
+const Gpt2Name* gpt2_named(const char* name) {
+    for (int i = 0; i < NAMES; i++) {
+        if (strcmp(name, names[i].name) == 0) return &names[i];
+    }
+    return NULL;
+}
+
+const char* gpt2_nearest(const char* name) {
+    const char* nearest = names[0].name;
+    for (int i = 1; i < NAMES; i++) {
+        if (edit_distance(name, names[i].name) < edit_distance(name, nearest)) nearest = names[i].name;
+    }
+    return nearest;
+}
 
 static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
     const char* type = json_string(json, "model_type", "none");

@@ -1,4 +1,5 @@
-// config.json of a Hugging Face GPT-2 folder: the model's shape, and whether nibble can train what it describes.
+// The shapes of GPT-2 models: by name, and in config.json of a Hugging Face folder, where it is also said whether
+// nibble can train what it describes.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -9,6 +10,14 @@ extern "C" {
 typedef struct {
     int64_t layers, channels, heads, positions, vocabulary;
 } Gpt2Shape;
+
+// The sizes that go by a name, OpenAI's and others.
+typedef struct {
+    const char* name;
+    int layers, channels, heads, positions;
+} Gpt2Name;
+const Gpt2Name* gpt2_named(const char* name);  // NULL when there is none
+const char* gpt2_nearest(const char* name);
 
 // The shape in FOLDER/config.json, each number from 1 to that of `most`. False and a sentence when it is no GPT-2, or a
 // variant of it.

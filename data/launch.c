@@ -678,6 +678,7 @@ static void* watch_thread(void* argument) {
 
 bool launch_join(Launch* launch, int64_t limit, char* error) {
     if (launch->world == 1) return true;
+    set_variable("RANK", launch->rank);  // for messages, whoever launched
     share_cores(launch->local_world);
     Peer* peers = calloc((size_t)launch->world, sizeof(Peer));
     for (int r = 0; r < launch->world; r++) {

@@ -18,8 +18,8 @@
 // W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32 throughout.
 //
 // What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
-// sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or 2^-31 of
-// the largest in its tile.
+// sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or
+// 2^-31 of the largest in its tile.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -355,36 +355,38 @@ inline int64_t shard_bytes(const Shard* s) {
            s->comm.world * SCALARS * (int64_t)sizeof(float);
 }
 
-// Tensors of `length[i]` elements (whole tiles) at offset[i] of the arena; layer[i] is the layer that a tensor belongs
-// to, `layers` for the rest. Tensors of a layer stand in packed memory in their order, whatever the arena's.
-inline void shard_plan(Shard* s, const int64_t* offset, const int64_t* length, const int* layer, int tensors,
-                       int layers, int64_t elements) {
-    int64_t used[2] = {0, 0};  // of one layer, of the rest
+struct ShardTensor {
+    int64_t offset, elements;  // where it begins in the arena; tensors begin at tiles
+    int layer;                 // that it belongs to; `layers` for the rest
+};
+
+// Tensors of a layer stand in packed memory in their order, whatever the arena's; every layer has the same.
+inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
+    int64_t of_layer = 0;
     s->layers = layers;
     s->sends = (CommPiece*)calloc((size_t)s->comm.world, sizeof(CommPiece));
     s->receives = (CommPiece*)calloc((size_t)s->comm.world, sizeof(CommPiece));
     s->into = (Overlap*)calloc((size_t)s->comm.world, sizeof(Overlap));
     s->cut = (int64_t*)calloc((size_t)s->comm.world + 1, sizeof(int64_t));
     for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
-    s->place = (int64_t*)calloc((size_t)tensors, sizeof(int64_t));
+    s->place = (int64_t*)calloc((size_t)count, sizeof(int64_t));
     s->bucket = (ShardBucket*)calloc((size_t)layers + 1, sizeof(ShardBucket));
-    for (int t = 0; t < tensors; t++) {
-        if (layer[t] == 0) used[0] += length[t];
+    for (int t = 0; t < count; t++) {
+        if (tensors[t].layer == 0) of_layer += ceil_div(tensors[t].elements, SHARD_TILE) * SHARD_TILE;
     }
     for (int b = 0; b <= layers; b++) {
         ShardBucket* bucket = &s->bucket[b];
-        int64_t at = b == layers ? 2 * used[0] : b % 2 * used[0];
-        bucket->run = (ShardRun*)calloc((size_t)tensors, sizeof(ShardRun));
-        for (int t = 0; t < tensors; t++) {
-            if (layer[t] != b) continue;
+        int64_t at = b == layers ? 2 * of_layer : b % 2 * of_layer;
+        bucket->run = (ShardRun*)calloc((size_t)count, sizeof(ShardRun));
+        for (int t = 0; t < count; t++) {
+            if (tensors[t].layer != b) continue;
+            int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, SHARD_TILE) * SHARD_TILE;
             ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
+            bool follows = last && last->end == begin && last->at + last->end - last->begin == at;
+            if (follows) last->end += length;
+            if (!follows) bucket->run[bucket->runs++] = {begin, begin + length, at};
             s->place[t] = at;
-            if (last && last->end == offset[t] && last->at + last->end - last->begin == at) {
-                last->end += length[t];
-            } else {
-                bucket->run[bucket->runs++] = {offset[t], offset[t] + length[t], at};
-            }
-            at += length[t];
+            at += length;
         }
         bucket->run = (ShardRun*)realloc(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
         s->packed = at;

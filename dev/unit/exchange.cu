@@ -145,8 +145,7 @@ TEST(exchange_kernels_gpu) {
 // arena's order.
 TEST(exchange_plan) {
     constexpr int LAYERS = 5, PER_LAYER = 3, TENSORS = 2 + LAYERS * PER_LAYER;
-    int64_t offset[TENSORS], length[TENSORS];
-    int layer[TENSORS];
+    ShardTensor tensor[TENSORS];
     for (int moved : {0, 1}) {
         for (int world : {1, 2, 3, 7, 16}) {
             int64_t elements = 0;
@@ -154,15 +153,14 @@ TEST(exchange_plan) {
                 for (int t = 0; t < TENSORS; t++) {
                     bool later = moved && t >= 2 && (t - 2) % PER_LAYER == 1;
                     if (later != (pass == 1)) continue;
-                    layer[t] = t < 2 ? LAYERS : (t - 2) / PER_LAYER;
-                    length[t] = SHARD_TILE * (t < 2 ? 9 - t : 1 + 2 * ((t - 2) % PER_LAYER));
-                    offset[t] = elements;
-                    elements += length[t];
+                    int64_t length = SHARD_TILE * (t < 2 ? 9 - t : 1 + 2 * ((t - 2) % PER_LAYER));
+                    tensor[t] = {elements, length - 5 * t, t < 2 ? LAYERS : (t - 2) / PER_LAYER};
+                    elements += length;
                 }
             }
             Shard s = {};
             s.comm.world = world;
-            shard_plan(&s, offset, length, layer, TENSORS, LAYERS, elements);
+            shard_plan(&s, tensor, TENSORS, LAYERS, elements);
             expect(s.cut[0] == 0 && s.cut[world] == elements, "%d ranks", world);
             for (int r = 0; r < world; r++) {
                 int64_t part = s.cut[r + 1] - s.cut[r];

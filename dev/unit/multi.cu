@@ -394,7 +394,7 @@ static void start_long(Test* test, Child* child, const char* work, const char* n
     char run[PATH_MAX];
     snprintf(run, sizeof(run), "%s/%s", work, name);
     *child = new_child();
-    setenv("NIBBLE_SILENCE", "3", 1);
+    setenv("NIBBLE_SILENCE", "5", 1);
     start_ranks(child, gpu, count, "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step %d --steps 1000000",
                 SEVERAL, work, run, 16 * count);
     unsetenv("NIBBLE_SILENCE");
@@ -424,8 +424,8 @@ TEST(multi_dead_ranks) {
     check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9");
     check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9");
     check_death(test, "aborted", 2, SIGABRT, "rank 2 (process ", "ended by signal 6");
-    check_death(test, "stopped", 2, SIGSTOP, "rank 2 on ", "has been silent for 3 s");
-    check_death(test, "first_stopped", 0, SIGSTOP, "rank 0 on ", "has been silent for 3 s");
+    check_death(test, "stopped", 2, SIGSTOP, "rank 2 on ", "has been silent for 5 s");
+    check_death(test, "first_stopped", 0, SIGSTOP, "rank 0 on ", "has been silent for 5 s");
     check_death(test, "parent_killed", -1, SIGKILL, "", "");
 }
 
@@ -433,7 +433,7 @@ TEST(multi_dead_ranks_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
     check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9", true, 2);
-    check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 3 s", true, 2);
+    check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 5 s", true, 2);
 }
 
 // Of a launcher that does not watch them.
