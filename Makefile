@@ -34,7 +34,7 @@ CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenm
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
 NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
              -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
-LDFLAGS := -L$(CUDA_LIB) -Xlinker -rpath,$(CUDA_LIB) -lcublasLt -lgomp -lpthread -ldl
+LDFLAGS := -L$(CUDA_LIB) -Xlinker -rpath,$(CUDA_LIB) -lcublasLt -lgomp -lpthread -ldl -lrt
 
 DATA_OBJECTS := $(patsubst data/%.c,build/data/%.o,$(wildcard data/*.c))
 OPTIM_OBJECTS := $(patsubst optim/%.cu,build/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,build/optim/%.o,$(wildcard optim/*.c))

@@ -1305,6 +1305,11 @@ static void log_config(Run* run, const char* device) {
     fflush(run->log);
 }
 
+// Free, or taken already for what is in the plan.
+static int64_t available_to(const Model* m) {
+    return memory_available(m->dev) + (m->shard ? m->shard->comm.bytes : 0);
+}
+
 static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* plan, const Dataset* train,
                        const Dataset* val, const char* changed) {
     const Options* o = run->options;
@@ -1348,13 +1353,12 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
     say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
         m->shard ? "of rank 0: " : "", plan->weights * unit, plan->states * unit, plan->grads * unit,
         plan->activations * unit, plan->other * unit, plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
-    say(run, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)memory_available(dev) / (1 << 30), o->matmul,
-        o->recompute);
+    say(run, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)available_to(m) / (1 << 30), o->matmul, o->recompute);
     if (changed[0]) say(run, " changed %s\n", changed);
 }
 
 static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
-    int64_t available = memory_available(m->dev);
+    int64_t available = available_to(m);
     if (plan->total <= available) return;
     int64_t fits = largest_batch(o, *m, config, m->B, available);
     int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);

@@ -5,6 +5,7 @@
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh presets    GPT-2 124M, 500 steps of 65,536 tokens of .carry/wiki with every preset, over all GPUs
+#   dev/device.sh multi      on 2 or 4 GPUs: the tests of several ranks, torchrun, the scaling table (SCALING=arguments)
 #   dev/device.sh sanitize   make sanitize
 # `presets` wants .carry/wiki as data/prepare.py makes it (28 million tokens fit into a 64 MiB transfer).
 # `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
@@ -74,9 +75,22 @@ for step in "$@"; do
         for name in "${names[@]}"; do
             printf '%-12s ' $name; grep -E '^val +500 ' "$OUT/preset_$name.log" || tail -n 1 "$OUT/preset_$name.log"
         done | tee "$OUT/presets_124m.log" ;;
+    multi)
+        build train test_gpt2
+        gpus=$(nvidia-smi -L | wc -l)
+        ./test_gpt2 -k multi -k exchange -k launch 2>&1 | tee "$OUT/multi.log" | grep -vE '^(ok|skip) '
+        # Two groups of processes, as two machines would have them.
+        for group in 0 1; do
+            CUDA_VISIBLE_DEVICES=$(seq -s, $((group * gpus / 2)) $(((group + 1) * gpus / 2 - 1))) torchrun --no-python \
+                --nnodes 2 --node-rank $group --nproc-per-node $((gpus / 2)) --master-addr 127.0.0.1 --master-port 29400 \
+                -- ./train --run build/two_groups --steps 100 --shard states > "$OUT/torchrun_$group.log" 2>&1 &
+        done
+        wait
+        tail -n 25 "$OUT/torchrun_0.log"
+        python3 dev/scaling.py ${SCALING:-} 2>&1 | tee "$OUT/scaling.md" ;;
     sanitize)
         build test_gpt2
         make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 ;;
-    *) echo "device.sh: unknown step $step; type test, bench, default, train or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, presets, multi or sanitize" >&2; exit 2 ;;
     esac
 done

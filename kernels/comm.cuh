@@ -56,6 +56,7 @@ struct Comm {
     cudaEvent_t event;
     NcclLibrary nccl;
     ncclComm_t communicator;
+    int64_t bytes;  // of device memory that NCCL took for itself
     StandIn* stand_in;
 };
 
@@ -207,26 +208,6 @@ inline void stand_in_broadcast(const Comm* comm, const void* from, void* to, int
 
 // The transport.
 
-// All ranks of `launch`, which have joined.
-inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
-    memset(comm, 0, sizeof(*comm));
-    comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
-    if (!dev->gpu) {
-        comm->stand_in = stand_in_open(launch);
-        return;
-    }
-    ncclUniqueId id = {};
-    nccl_open(&comm->nccl);
-    if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
-    launch_share(launch, 0, &id, sizeof(id));
-    check_nccl(comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank));
-    int low, high;
-    check(cudaDeviceGetStreamPriorityRange(&low, &high));
-    // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
-    check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
-    check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
-}
-
 inline void comm_close(Comm* comm) {
     if (comm->stand_in) {
         munmap(comm->stand_in, sizeof(StandIn) + (size_t)(comm->world * STAND_IN_SLOT));
@@ -298,4 +279,60 @@ inline void comm_broadcast(const Comm* comm, const void* from, void* to, int64_t
 // Several broadcasts as one launch.
 inline void comm_group(const Comm* comm, bool begin) {
     if (!comm->stand_in) check_nccl(begin ? comm->nccl.group_begin() : comm->nccl.group_end());
+}
+
+// Opening.
+
+// Connections are made when they are first used: here, so that what fails fails at the start, what NCCL takes is known
+// to the memory plan, and bytes that do not arrive as they were sent are found.
+inline void comm_try(const Comm* comm) {
+    constexpr int PIECE = 256;
+    int64_t half = (int64_t)comm->world * PIECE;
+    unsigned char *host = (unsigned char*)malloc(2 * half), *device = (unsigned char*)device_alloc(comm->dev, 2 * half);
+    CommPiece* pieces = (CommPiece*)calloc(2 * comm->world, sizeof(CommPiece));
+    for (int r = 0; r < comm->world; r++) {
+        memset(host + r * PIECE, 1 + (comm->rank * 7 + r) % 251, PIECE);  // to rank r
+        pieces[r] = {device + r * PIECE, PIECE};
+        pieces[comm->world + r] = {device + half + r * PIECE, PIECE};
+    }
+    copy_to_device(comm->dev, device, host, half);
+    comm_exchange(comm, pieces, pieces + comm->world);
+    comm_broadcast(comm, device, device, PIECE, 0);
+    check(cudaStreamSynchronize(comm->stream));
+    copy_to_host(comm->dev, host, device, 2 * half);
+    for (int r = 0; r < comm->world; r++) {
+        bool came = r == comm->rank || host[half + r * PIECE + PIECE - 1] == 1 + (r * 7 + comm->rank) % 251;
+        if (came && host[PIECE - 1] == 1) continue;
+        user_error(
+            "what rank %d sends to rank %d does not arrive as it was sent; try NCCL_P2P_DISABLE=1 in the "
+            "environment, and look at the machine's IOMMU",
+            r, comm->rank);
+    }
+    device_free(comm->dev, device);
+    free(pieces), free(host);
+}
+
+// All ranks of `launch`, which have joined.
+inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
+    memset(comm, 0, sizeof(*comm));
+    comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
+    if (!dev->gpu) {
+        comm->stand_in = stand_in_open(launch);
+        return;
+    }
+    ncclUniqueId id = {};
+    size_t before, after, total;
+    check(cudaMemGetInfo(&before, &total));
+    nccl_open(&comm->nccl);
+    if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
+    launch_share(launch, 0, &id, sizeof(id));
+    check_nccl(comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank));
+    int low, high;
+    check(cudaDeviceGetStreamPriorityRange(&low, &high));
+    // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
+    check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
+    check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
+    comm_try(comm);
+    check(cudaMemGetInfo(&after, &total));
+    comm->bytes = before > after ? (int64_t)(before - after) : 0;
 }

@@ -349,7 +349,7 @@ inline int64_t shard_staging_bytes(const Shard* s) {
     return (s->chunk + s->comm.world) * largest;
 }
 
-// Device memory that shard_open takes. What NCCL takes for itself is not known before.
+// Device memory that shard_open takes, and what NCCL has taken.
 inline int64_t shard_bytes(const Shard* s) {
     return shard_staging_bytes(s) * (s->format == COMM_AS_IS ? 1 : 2) +
            s->comm.world * SCALARS * (int64_t)sizeof(float);
