@@ -1152,6 +1152,7 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     path_join(path, folder, "optimizer.safetensors");
     if (!safetensors_open(&reader.optimizer, path, error)) user_error("%s", error);
     OptimStored stored = {*config, reader.optimizer.count, reader_array, reader_weights, reader_notice, &reader};
+    stored.own_formats = json_string(from, "own", "");
     stored.config.rule = json_string(from, "rule", "");
     stored.config.weights = json_string(from, "weights", "");
     stored.config.m = json_string(from, "m", "");
@@ -1181,6 +1182,10 @@ static void state_write(const Run* run, FILE* state) {
         fprintf(state, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
         json_write_string(state, formats[i][1]);
     }
+    char own[OPTIM_OWN_FORMATS_BYTES];
+    optim_own_formats(run->model->optim, own);
+    fprintf(state, ", \"own\": ");
+    json_write_string(state, own);
     fprintf(state, "},\n\"options\": ");
     options_json(&TABLE, o, state);
     fprintf(state, ",\n");
