@@ -495,6 +495,19 @@ TEST(formats_names_and_streams) {
     expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "--m: \"sqrt4/128\""), "%s", error);
     wrong.m = "dyn8/257";
     expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "did you mean dyn8/256?"), "%s", error);
+    // The nearest of each name: what stands before the block decides.
+    const char* const typed[][2] = {{"dyn9/256:sr", "dyn8/256:sr"},
+                                    {"dyn9", "dyn8/256"},
+                                    {"sft8/32@bf16", "soft8/32@bf16"},
+                                    {"fp33", "fp32"},
+                                    {"bf61:sr", "bf16:sr"},
+                                    {"lin8/33:dither", "lin8/32:dither"}};
+    for (const auto& pair : typed) {
+        char want[64];
+        snprintf(want, sizeof(want), "did you mean %s?", pair[1]);
+        wrong.m = pair[0];
+        expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, want), "%s: %s", pair[0], error);
+    }
     OptimConfig config = state_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8/64:sr");
     expect(strcmp(config.m, "dyn8/256") == 0 && strcmp(config.v, "udyn8/64:sr") == 0, "%s %s", config.m, config.v);
     config = state_config("adamw", "bf16:sr", "bf16", "soft8@bf16:sr", "sqrt8/32@e8m0");
