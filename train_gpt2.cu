@@ -1899,6 +1899,12 @@ static int train_main(Options* o, const bool* given) {
     run.text = open_memstream(&run.banner, &run.banner_bytes);
     m.type = device_resolve(o, &dev);
     m.dev = &dev;
+    if (!dev.gpu && o->formats[0]) {
+        user_error(
+            "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '' and "
+            "a built-in one for --m and --v (--list-formats names them), or run on a GPU",
+            o->formats);
+    }
     data_and_model_resolve(o, checkpoint, &train_data, &val_data, &m);
     batch_and_optim_resolve(o, &m, &train_data, &config);
     length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu,

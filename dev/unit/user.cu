@@ -292,17 +292,6 @@ TEST(user_format_tables_compile) {
     }
 }
 
-static int run_train(const char* words, char* output, size_t bytes) {
-    char command[12000];
-    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
-    FILE* pipe = popen(command, "r");
-    size_t used = 0, got;
-    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
-    output[used] = 0;
-    int status = pipe ? pclose(pipe) : -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 // A folder with runs in it.
 static void remove_runs(Test* test, const Folder& folder) {
     char command[1100];
@@ -312,33 +301,52 @@ static void remove_runs(Test* test, const Folder& folder) {
 
 static const char SMALL[] = "--layers 1 --channels 64 --heads 1 --seq 32 --batch 2 --val-every 0 --sample-every 0";
 
+// ./train with a --format, in a folder that is removed.
+struct FormatRun {
+    const char *words, *format, *says;  // the format's path from the root, or from here
+    int code;
+};
+
+static void expect_run(Test* test, const FormatRun& run) {
+    static char output[65536];
+    char words[8000], format[4200];
+    Folder folder = folder_new(test);
+    snprintf(format, sizeof(format), "%s%s%s", run.format[0] == '/' ? "" : test_folder(),
+             run.format[0] == '/' ? "" : "/", run.format);
+    snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
+    int code = run_train(words, output, sizeof(output));
+    expect(code == run.code && strstr(output, run.says), "%s: exit code %d\n%s", run.words, code, output);
+    if (code == 2) {
+        const char* end = strchr(output, '\n');
+        bool log = strstr(run.says, "NVRTC");
+        expect(strncmp(output, "train: error: --format", 22) == 0 && (log || (end && !end[1])), "%s", output);
+    }
+    remove_runs(test, folder);
+}
+
 TEST(user_format_command_line) {
     if (!jit_available()) skip("libnvrtc was not found");
     CacheFolder cache = cache_enter();
-    Folder folder = folder_new(test);
-    static char output[65536];
-    char words[8000];
-    const struct {
-        const char *words, *formats, *says;
-        int code;
-    } runs[] = {{"--device cpu --m my8", example(), "compiled for a GPU, and this run is on the CPU", 2},
-                {"--device cpu --v my8/64:sr", example(), "compiled for a GPU, and this run is on the CPU", 2},
-                {"--device cpu --m my8 --dry-run", example(), "m my8/64", 0},
-                {"--device cpu --steps 1", example(), "done", 0},
-                {"--device cpu", "/nowhere/mine.cuh", "cannot be opened", 2},
-                {"--list-formats", example(), "my8/64:sr", 0},
-                {"--list-formats", "/nowhere/mine.cuh", "cannot be opened", 2},
-                {"--device cpu", "README.md", "NVRTC could not compile it", 2}};
-    for (const auto& run : runs) {
-        char format[4200];
-        snprintf(format, sizeof(format), "%s%s", run.formats[0] == '/' ? "" : test_folder(),
-                 run.formats[0] == '/' ? "" : "/");
-        strcat(format, run.formats);
-        snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
-        int code = run_train(words, output, sizeof(output));
-        expect(code == run.code && strstr(output, run.says), "%s: exit code %d\n%s", run.words, code, output);
+    const FormatRun runs[] = {{"--list-formats", example(), "my8/64:sr", 0},
+                              {"--list-formats", "/nowhere/mine.cuh", "cannot be opened", 2},
+                              {"--list-formats", "README.md", "NVRTC could not compile it", 2}};
+    for (const FormatRun& run : runs) expect_run(test, run);
+    cache_leave(&cache);
+}
+
+// Refused before the file is read or NVRTC is asked for, whether it is installed or not.
+TEST(user_format_on_the_cpu) {
+    CacheFolder cache = cache_enter();
+    const char* says = "is compiled for a GPU, and this run is on the CPU; type --format ''";
+    const FormatRun runs[] = {{"--device cpu --m my8", example(), says, 2},
+                              {"--device cpu --v my8/64:sr --dry-run", example(), says, 2},
+                              {"--device cpu --steps 1", example(), says, 2},
+                              {"--device cpu", "/nowhere/mine.cuh", says, 2}};
+    for (int missing = 0; missing < 2; missing++) {
+        Setting setting = setting_enter("NIBBLE_NVRTC", missing ? "/nowhere/libnvrtc.so" : "");
+        for (const FormatRun& run : runs) expect_run(test, run);
+        setting_leave(&setting);
     }
-    remove_runs(test, folder);
     cache_leave(&cache);
 }
 
