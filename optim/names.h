@@ -1,7 +1,14 @@
-// Rows of tables by name: the row that a name means, and the sentence when it means none.
+// Rows of tables by name: the row that a name means, and the sentence when it means none; and the presets' own table.
 #pragma once
 #include <stdio.h>
 #include <string.h>
+
+// The presets, which resolve.cu has.
+struct PresetRow {
+    const char *name, *rule, *weights, *m, *v, *note;
+};
+int preset_count();
+const PresetRow* preset_row(int index);
 
 // Whether a row's name is what was typed. A format in blocks may be named without its block: "dyn8:sr" is the first row
 // of "dyn8/...:sr".

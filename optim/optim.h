@@ -82,6 +82,10 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config 
 // that names the option, what was found and what to type in `error` (the nearest known name is suggested).
 bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
 
+// The learning rate to begin with, for a model of `channels`: for adamw near GPT-3's, and a part of it for rules that
+// take smaller ones. A rule that is not known, such as "", has adamw's.
+double optim_usual_lr(const char* rule, int64_t channels);
+
 // Bytes of the combination (a resolved configuration) for an arena of `elements`.
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
 
