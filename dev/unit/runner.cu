@@ -11,6 +11,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -91,6 +92,7 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
     worker->pid = fork();
     if (worker->pid < 0) user_error("%s: no process: %s; type -j 1", test->name, strerror(errno));
     if (worker->pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive a runner that is killed
         dup2(ends[1], 1), dup2(ends[1], 2);
         omp_set_num_threads(threads);
         run_case(test, gpu);
