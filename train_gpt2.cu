@@ -759,12 +759,7 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, 
     int64_t sequences = o->tokens_per_step / o->seq;
     if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
     if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
-    if (o->lr == AUTO)
-        o->lr = o->channels <= 256    ? 3e-3
-                : o->channels <= 512  ? 1e-3
-                : o->channels <= 768  ? 6e-4
-                : o->channels <= 1024 ? 3e-4
-                                      : 2e-4;
+    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
@@ -1081,6 +1076,7 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     path_join(path, folder, "optimizer.safetensors");
     if (!safetensors_open(&reader.optimizer, path, error)) user_error("%s", error);
     OptimStored stored = {*config, reader.optimizer.count, reader_array, reader_weights, reader_notice, &reader};
+    stored.own_formats = json_string(from, "own", "");
     stored.config.rule = json_string(from, "rule", "");
     stored.config.weights = json_string(from, "weights", "");
     stored.config.m = json_string(from, "m", "");
@@ -1110,6 +1106,10 @@ static void state_write(const Run* run, FILE* state) {
         fprintf(state, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
         json_write_string(state, formats[i][1]);
     }
+    char own[OPTIM_OWN_FORMATS_BYTES];
+    optim_own_formats(run->model->optim, own);
+    fprintf(state, ", \"own\": ");
+    json_write_string(state, own);
     fprintf(state, "},\n\"options\": ");
     options_json(&TABLE, o, state);
     fprintf(state, ",\n");
@@ -1347,7 +1347,9 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
         (long long)o->tokens_per_step, (long long)o->steps, (double)o->steps * (double)sequences / (double)windows);
     optim_describe(config, line, sizeof(line));
     say(run, " optim    %s\n", line);
-    say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr, o->schedule,
+    bool usual = o->lr == optim_usual_lr(o->rule, o->channels) && o->lr != optim_usual_lr("", o->channels);
+    say(run, " schedule lr %g%s%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr,
+        usual ? ", usual for " : "", usual ? o->rule : "", o->schedule,
         strcmp(o->schedule, "constant") == 0 ? 1.0 : o->final_lr, (long long)o->warmup, o->clip, o->weight_decay);
     double unit = plan->total >= (1ll << 30) ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
@@ -1864,6 +1866,12 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.text = open_memstream(&run.banner, &run.banner_bytes);
     m.type = device_resolve(o, &dev, launch);
     m.dev = &dev;
+    if (!dev.gpu && o->formats[0]) {
+        user_error(
+            "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '' and "
+            "a built-in one for --m and --v (--list-formats names them), or run on a GPU",
+            o->formats);
+    }
     if (launch->world > 1) {
         comm_open(&shard.comm, launch, &dev);
         shard.mode = shard_mode_from(o->shard);
