@@ -2,7 +2,7 @@
 // and buckets; and of the loader's slices.
 #include "../../data/loader.h"
 #include "../../kernels/shard.cuh"
-#include "test.h"
+#include "ranks.h"
 
 constexpr int TILES = 5;
 
@@ -216,4 +216,149 @@ TEST(exchange_slices) {
         }
     }
     dataset_close(&data);
+}
+
+// Between ranks, over the stand-in. A rank that finds a mistake says so and ends all with code 7.
+#define require(condition)                                                   \
+    do {                                                                     \
+        if (!(condition)) launch_failed(7, "exchange.cu: " #condition "\n"); \
+    } while (0)
+
+static float element_of(int rank, int64_t i) {
+    return test_uniform(60 + rank, i);
+}
+
+// Pieces of other sizes between all pairs, some empty and some of several slots; and a broadcast from each.
+static void transport_main(Launch* launch) {
+    Device dev;
+    Comm comm;
+    device_open(&dev, false, 0);
+    comm_open(&comm, launch, &dev);
+    auto length = [](int from, int to) { return (int64_t)((from * 5 + to * 3) % 4) * 100000 + (to + from) % 2; };
+    CommPiece sends[8], receives[8];
+    for (int r = 0; r < comm.world; r++) {
+        sends[r] = {malloc((size_t)length(comm.rank, r) + 1), length(comm.rank, r)};
+        receives[r] = {calloc(1, (size_t)length(r, comm.rank) + 1), length(r, comm.rank)};
+        memset(sends[r].data, 1 + comm.rank * 16 + r, (size_t)sends[r].bytes);
+    }
+    for (int again = 0; again < 3; again++) comm_exchange(&comm, sends, receives);
+    for (int r = 0; r < comm.world; r++) {
+        const unsigned char* got = (const unsigned char*)receives[r].data;
+        for (int64_t i = 0; i < receives[r].bytes && r != comm.rank; i++) require(got[i] == 1 + r * 16 + comm.rank);
+        free(sends[r].data), free(receives[r].data);
+    }
+    constexpr int64_t N = 300001;
+    char *from = (char*)malloc(N), *to = (char*)malloc(N);
+    for (int root = 0; root < comm.world; root++) {
+        for (int64_t i = 0; i < N; i++) from[i] = (char)(i + comm.rank), to[i] = 0;
+        comm_broadcast(&comm, from, to, N, root);
+        for (int64_t i = 0; i < N; i++) require(to[i] == (char)(i + root));
+    }
+    free(from), free(to);
+    comm_close(&comm);
+}
+
+// Three layers and a rest: sums, their norm, what is kept, gathered, collected and compared, in every mode.
+constexpr int MINI_LAYERS = 3, MINI_TENSORS = 5;
+static const ShardTensor mini[MINI_TENSORS] = {{0, 70 * SHARD_TILE, MINI_LAYERS},
+                                               {70 * SHARD_TILE, 80 * SHARD_TILE - 9, 0},
+                                               {150 * SHARD_TILE, 80 * SHARD_TILE - 9, 1},
+                                               {230 * SHARD_TILE, 80 * SHARD_TILE - 9, 2},
+                                               {310 * SHARD_TILE, 3 * SHARD_TILE, MINI_LAYERS}};
+constexpr int64_t MINI = 313 * SHARD_TILE;
+
+static bool mini_padding(int64_t i) {
+    for (int end : {150, 230, 310}) {
+        if (i >= end * SHARD_TILE - 9 && i < end * SHARD_TILE) return true;
+    }
+    return false;
+}
+
+static float mini_sum(int world, int64_t i) {
+    float sum = 0.0f;
+    for (int r = 0; r < world && !mini_padding(i); r++) sum += element_of(r, i);
+    return sum;
+}
+
+// Two micro-batches: where gradients are split, the second adds to the first.
+static void mini_reduce(Shard* s, float* grads) {
+    for (int micro_batch = 0; micro_batch < 2; micro_batch++) {
+        shard_micro_batch(s, micro_batch == 0, micro_batch == 1);
+        for (int b : {2, 1, 0, 3}) {
+            for (int t = 0; t < MINI_TENSORS; t++) {
+                if (mini[t].layer != b) continue;
+                float* to = grads + (shard_is_packed(s, grads) ? s->place[t] : mini[t].offset);
+                for (int64_t i = 0; i < mini[t].elements; i++) to[i] = element_of(s->comm.rank, mini[t].offset + i);
+            }
+            shard_reduce<float>(s, b);
+        }
+    }
+}
+
+static void mini_mode(Launch* launch, const Device* dev, ShardMode mode) {
+    Shard s = {};
+    comm_open(&s.comm, launch, dev);
+    int me = s.comm.rank, world = s.comm.world;
+    s.mode = mode, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
+    shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
+    shard_open(&s);
+    bool split = mode >= SHARD_GRADS;
+    int64_t begin = s.cut[me], part = s.cut[me + 1] - begin;
+    float *grads = (float*)calloc(MINI, 4), *kept = split ? (float*)calloc(part, 4) : grads + begin;
+    float *own = (float*)malloc(part * 4), *weights = (float*)calloc(MINI, 4), *whole = (float*)calloc(MINI, 4);
+    float scalars[SCALARS] = {0.25f * (me + 1)};
+    double *parts = (double*)calloc(MINI / SHARD_TILE, sizeof(double)), norm = 0;
+    s.grads = grads, s.kept_grads = kept, s.weights = weights, s.kept_weights = own;
+    mini_reduce(&s, grads);
+    for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
+        float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
+        require(got == (split ? want + want : want));
+    }
+    s.flags[1] = me == world - 1;  // one rank asks for a checkpoint
+    shard_norm<float>(&s, scalars, parts, 1.0f);
+    for (int64_t i = 0; i < MINI; i++) norm += pow((double)mini_sum(world, i) * (split ? 2 : 1), 2);
+    require(fabs(scalars[SCALAR_NORM] / sqrt(norm) - 1) < 1e-6 && scalars[SCALAR_LOSS] == 0.125f * world * (world + 1));
+    require(scalars[SCALAR_STOP] == 0 && scalars[SCALAR_SAVE] == 1 && scalars[SCALAR_BAD] == 0);
+    require(scalars[SCALAR_FACTOR] == (float)(1.0 / sqrt(norm)) ||
+            fabs(scalars[SCALAR_FACTOR] * sqrt(norm) - 1) < 1e-6);
+    for (int64_t i = 0; i < part; i++) own[i] = (float)(begin + i);
+    if (mode >= SHARD_STATES) {
+        shard_publish(&s);
+        for (int b : {0, 1, 2, 3, 1, 0}) {
+            shard_need(&s, b);
+            for (int t = 0; t < MINI_TENSORS; t++) {
+                const float* at = weights + (split && mode == SHARD_WEIGHTS ? s.place[t] : mini[t].offset);
+                for (int64_t i = 0; i < mini[t].elements && mini[t].layer == b; i++)
+                    require(at[i] == mini[t].offset + i);
+            }
+        }
+        shard_collect(&s, whole, 5, MINI - 5, 4, own);
+        for (int64_t i = 0; i < MINI - 5 && me == 0; i++) require(whole[i] == (float)(i + 5));
+    }
+    for (int64_t i = 0; i < MINI; i++) whole[i] = 1;
+    require(shard_equal(&s, whole, MINI * 4));
+    if (me == 1) whole[MINI - 1] = nextafterf(1, 2);
+    require(!shard_equal(&s, whole, MINI * 4));
+    s.flags[2] = me == 1;  // one rank has read a bad token
+    shard_norm<float>(&s, scalars, parts, 1.0f);
+    require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
+    shard_close(&s);
+    if (split) free(kept);
+    free(grads), free(own), free(weights), free(whole), free(parts);
+}
+
+static void modes_main(Launch* launch) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) mini_mode(launch, &dev, mode);
+}
+
+TEST(exchange_between_ranks) {
+    char text[4096];
+    for (int ranks : {2, 3, 5}) {
+        for (auto* main : {transport_main, modes_main}) {
+            int code = run_ranks(ranks, main, text, sizeof(text));
+            expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
+        }
+    }
 }

@@ -1,12 +1,8 @@
 // Unit tests of data/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in processes of
 // their own that agree, hang, or end.
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/wait.h>
 #include <time.h>
 
-#include "../../data/launch.h"
-#include "test.h"
+#include "ranks.h"
 
 static const char* const launch_names[] = {"RANK",
                                            "WORLD_SIZE",
@@ -121,34 +117,6 @@ TEST(launch_first_host) {
     char tight[6];
     expect(launch_first_host("gpu[12]", tight, sizeof(tight)) && strcmp(tight, "gpu12") == 0, "%s", tight);
     expect(!launch_first_host("gpu[123]", tight, sizeof(tight)), "a name that is cut: %s", tight);
-}
-
-// Runs `rank_main` as `ranks` ranks that launch_fork makes in a child; its exit code, and what went to stderr.
-static int run_ranks(int ranks, void (*rank_main)(Launch*), char* text, size_t bytes) {
-    int out[2], status = 0;
-    size_t used = 0;
-    if (pipe2(out, O_CLOEXEC) != 0) abort();
-    fflush(nullptr);
-    pid_t child = fork();
-    if (child == 0) {
-        char error[DATA_ERROR_BYTES];
-        Launch launch;
-        dup2(out[1], 2);
-        setenv("NIBBLE_SILENCE", "2", 1);
-        if (!launch_fork(&launch, ranks, error) || !launch_join(&launch, 20, error)) {
-            fprintf(stderr, "%s\n", error);
-            _exit(3);
-        }
-        rank_main(&launch);
-        launch_leave(&launch);
-        _exit(0);
-    }
-    close(out[1]);
-    for (ssize_t got; used + 1 < bytes && (got = read(out[0], text + used, bytes - 1 - used)) > 0;) used += (size_t)got;
-    text[used] = 0;
-    close(out[0]);
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
 // What ranks agree upon is the same everywhere; 7 is for "not so".
