@@ -90,9 +90,17 @@ def outcome(returncode, steps, log, words):
         final = [record["loss"] for record in log["val"] if record["step"] == reached]
         if not final:
             return "died", "there was no validation at the end; leave val-every above 0"
-        return ("done", "") if final[-1] is not None else ("diverged", f"the validation loss of step {reached} is not finite")
+        return (
+            ("done", "")
+            if final[-1] is not None
+            else ("diverged", f"the validation loss of step {reached} is not finite")
+        )
     if log["train"] and log["train"][-1]["loss"] is None:
-        told = re.match(r"step \d+: the loss is \S+ and the norm of the gradient [^;]*", sentences[-1]) if sentences else None
+        told = (
+            re.match(r"step \d+: the loss is \S+ and the norm of the gradient [^;]*", sentences[-1])
+            if sentences
+            else None
+        )
         return "diverged", told[0] if told else f"step {reached}: the loss is not finite"
     if returncode < 0:
         return "died", f"killed by signal {-returncode} at step {reached} of {steps}"

@@ -32,17 +32,23 @@ class Parser(argparse.ArgumentParser):
 def options_read(arguments):
     parser = Parser(prog="compare", description=__doc__.split("\n")[0])
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="records and report (default: dev/compare/results/NAME)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="records and report (default: dev/compare/results/NAME)"
+    )
     parser.add_argument("--work", type=Path, metavar="DIR", help="run folders of ./train (default: build/compare/NAME)")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train", metavar="PATH", help="default: ./train")
     parser.add_argument("--gpus", metavar="0,1,...", help="default: all that are visible; without any, the CPU")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once on a GPU or the CPU (default: 1)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at once on a GPU or the CPU (default: 1)"
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that would not end in time")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
     parser.add_argument("--commit", metavar="TEXT", help="what to record where git cannot be asked")
     parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs and stop")
-    parser.add_argument("--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU")
+    parser.add_argument(
+        "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
+    )
     parser.add_argument("--no-report", action="store_true", help="run, and leave the report for later")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -61,7 +67,9 @@ def commit_now():
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        )
     except OSError:
         return "unknown"
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else "unknown"
@@ -112,7 +120,14 @@ def run_sweep(options):
         return 0
     print(f"{sweep.name}: {len(done)} of {len(wanted)} runs are done")
     at_work = runner.Runner(
-        sweep, trainer, options.work, options.out / "runs", options.jobs, gpus, options.budget, options.commit or commit_now()
+        sweep,
+        trainer,
+        options.work,
+        options.out / "runs",
+        options.jobs,
+        gpus,
+        options.budget,
+        options.commit or commit_now(),
     )
     whole = at_work.go(todo)
     ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
@@ -130,7 +145,9 @@ def main(arguments=None):
             import report
         except ImportError as missing:
             if not options.report_only:
-                print(f"compare: notice: no report ({missing}); type `make venv`, then .venv/bin/python with --report-only")
+                print(
+                    f"compare: notice: no report ({missing}); type `make venv`, then .venv/bin/python ... --report-only"
+                )
                 return status
             raise Problem(f"{missing}; type `make venv` and begin the command with .venv/bin/python") from None
         report.write(sweeps.load(options.sweep, options.overrides), options.out)

@@ -147,10 +147,10 @@ class Runner:
         slowest = min(self.rates, default=None)
         return left > (tokens / slowest if slowest else 0)
 
-    def progress(self, waiting, force=False):
+    def progress(self, waiting):
         """One line: on a terminal over itself, elsewhere twice a minute."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
-        if not force and now - self.shown < (0.5 if terminal else 30):
+        if now - self.shown < (0.5 if terminal else 30):
             return
         self.shown = now
         done, left = self.done_tokens, 0
@@ -161,7 +161,9 @@ class Runner:
         left += sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in waiting)
         elapsed = now - self.begin
         eta = duration(left * elapsed / done) if done else "?"
-        names = ", ".join(f"{j.run.label} {100 * record.last_step(j.folder) // max(1, j.run.plan['steps'])}%" for j in self.active[:4])
+        names = ", ".join(
+            f"{j.run.label} {100 * record.last_step(j.folder) // max(1, j.run.plan['steps'])}%" for j in self.active[:4]
+        )
         names += ", ..." if len(self.active) > 4 else ""
         line = f"{len(waiting)} waiting, {len(self.active)} running ({names})  {done / elapsed:.3g} tokens/s  eta {eta}"
         if terminal:
@@ -176,7 +178,7 @@ class Runner:
         self.width = 0
 
     def stop(self):
-        """SIGTERM, so that the runs write a checkpoint and end; SIGKILL for those that do not, or at a second Ctrl-C."""
+        """SIGTERM, so that the runs save and end; SIGKILL for those that do not, or at a second Ctrl-C."""
         self.say(f"stopping {len(self.active)} runs; type the same command to go on")
         for job in self.active:
             job.process.terminate()
@@ -198,7 +200,9 @@ class Runner:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Problem(f"{self.work}: another run.py is at work there; wait for it, or give another --work") from None
+            raise Problem(
+                f"{self.work}: another run.py is at work there; wait for it, or give another --work"
+            ) from None
         return file
 
     def go(self, todo):

@@ -103,7 +103,9 @@ class Lines:
         line = self.keys.get((table, key), self.tables.get(table, 1))
         others = [n for (t, k), n in self.keys.items() if n > line] + [n for n in self.tables.values() if n > line]
         for number in range(line, min(others, default=len(self.lines) + 1)):
-            if value is not None and re.search(rf'["\'\s\[=,]{re.escape(value)}["\'\s\],}}]', self.lines[number - 1] + " "):
+            if value is not None and re.search(
+                rf'["\'\s\[=,]{re.escape(value)}["\'\s\],}}]', self.lines[number - 1] + " "
+            ):
                 return number
         return line
 
@@ -178,7 +180,9 @@ class Reader:
         for point in value:
             for key, its in point.items():
                 if self.known is not None and key not in self.known or key in RESERVED:
-                    raise Problem(f"{where}: unknown option {key}{nearest(key, self.known or ())} (./train --help lists all)")
+                    raise Problem(
+                        f"{where}: unknown option {key}{nearest(key, self.known or ())} (./train --help lists all)"
+                    )
         return [[(k, value_text(v, where, k)) for k, v in point.items()] for point in value]
 
     def name(self, table, entry, options):
@@ -199,7 +203,9 @@ class Reader:
         turn = entry.get("turn", 1)
         turns = turn if isinstance(turn, list) else [turn] * len(seeds)
         if len(turns) != len(seeds) or not all(type(t) is int for t in turns):
-            raise Problem(f"{self.where(table, 'turn')}: turn is a whole number, or one for each of the {len(seeds)} seeds")
+            raise Problem(
+                f"{self.where(table, 'turn')}: turn is a whole number, or one for each of the {len(seeds)} seeds"
+            )
         return dict(zip(seeds, turns))
 
     def entry(self, number, entry, base):
@@ -236,7 +242,10 @@ class Reader:
     def sweep(self):
         for key in self.data:
             if key not in STUDY_KEYS:
-                raise Problem(f"{self.where(('', 0), key)}: unknown key {key}{nearest(key, STUDY_KEYS)}; options of ./train go under [base]")
+                raise Problem(
+                    f"{self.where(('', 0), key)}: unknown key {key}{nearest(key, STUDY_KEYS)}; options of ./train go "
+                    "under [base]"
+                )
         if not isinstance(self.data.get("base", {}), dict) or not isinstance(self.data.get("run", []), list):
             raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
         if not isinstance(self.data.get("baseline"), str):
@@ -248,7 +257,9 @@ class Reader:
         self.check_names(runs)
         runs.sort(key=lambda run: run.turn)
         title = str(self.data.get("title", self.path.stem))
-        return Sweep(self.path, self.path.stem, title, self.data["baseline"], bool(self.data.get("keep-checkpoints")), runs)
+        return Sweep(
+            self.path, self.path.stem, title, self.data["baseline"], bool(self.data.get("keep-checkpoints")), runs
+        )
 
     def check_names(self, runs):
         """A name is one configuration, a configuration has one name, and baselines are among them."""
@@ -257,15 +268,24 @@ class Reader:
             at = f"{self.path}:{run.lines.get('name', run.lines[''])}"
             first = names.setdefault(run.name, run)
             if first.options != run.options:
-                differs = next(k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k))
-                raise Problem(f"{at}: {run.name} is already the name of runs with another {differs} (line {first.lines['']})")
+                differs = next(
+                    k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k)
+                )
+                raise Problem(
+                    f"{at}: {run.name} is already the name of runs with another {differs} (line {first.lines['']})"
+                )
             twin = keys.setdefault(run.options_key(), run)
             if twin is not run:
-                raise Problem(f"{at}: {run.label} has the same options as {twin.label} of line {twin.lines['']}; leave one out")
+                raise Problem(
+                    f"{at}: {run.label} has the same options as {twin.label} of line {twin.lines['']}; leave one out"
+                )
         for run in runs:
             if run.baseline not in names:
                 line = run.lines.get("baseline", self.lines.of(("", 0), "baseline"))
-                raise Problem(f"{self.path}:{line}: baseline {run.baseline} is not the name of a run{nearest(run.baseline, names)}")
+                raise Problem(
+                    f"{self.path}:{line}: baseline {run.baseline} is not the name of a run"
+                    + nearest(run.baseline, names)
+                )
 
 
 def load(path, overrides=None, known=None):
@@ -274,5 +294,7 @@ def load(path, overrides=None, known=None):
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); name a sweep file") from None
+        raise Problem(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); name a sweep file"
+        ) from None
     return Reader(path, text, overrides or {}, known).sweep()

@@ -1,4 +1,4 @@
-"""What ./train says of itself: its options, the bytes of its formats, and the plan of each run before the first starts."""
+"""What ./train says of itself: its options, the bytes of its formats, and each run's plan before the first starts."""
 
 import hashlib
 import os
