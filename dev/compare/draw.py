@@ -63,6 +63,8 @@ def panels(table):
 
 
 def legend(axes):
+    if not axes.get_legend_handles_labels()[0]:
+        return
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7.5, labelspacing=0.25)
 
 
