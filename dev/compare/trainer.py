@@ -10,6 +10,7 @@ from pathlib import Path
 from sweep import Problem
 
 ROOT = Path(__file__).resolve().parents[2]  # runs start here, so paths of a sweep are relative to it
+WHOLE = 64 << 20
 
 
 class Trainer:
@@ -41,7 +42,10 @@ class Trainer:
 
 
 def fingerprint(paths):
-    """A hash of sizes, of the first and of the last megabyte of all files; names of folders do not matter."""
+    """A hash of all files: of the whole up to 64 MiB, else of the size, the first and the last of these 64 MiB.
+
+    Names do not matter. The program, whose built-in text may change in a few bytes, is always taken whole.
+    """
     result = hashlib.sha256()
     for path in paths:
         at = ROOT / path
@@ -50,9 +54,10 @@ def fingerprint(paths):
             if not file.is_file() or file.name == "meta.json":  # which has dates and paths
                 continue
             with file.open("rb") as content:
-                head = content.read(1 << 20)
-                content.seek(max(0, file.stat().st_size - (1 << 20)))
-                result.update(b"%d %d " % (file.stat().st_size, len(head)) + head + content.read())
+                size = file.stat().st_size
+                result.update(b"%d " % size + content.read(WHOLE))
+                content.seek(max(min(size, WHOLE), size - WHOLE))
+                result.update(content.read())
     return result.hexdigest()[:16]
 
 
@@ -88,7 +93,7 @@ def check(sweep, runs, trainer, environment):
     todo = list({run.name: run for run in runs}.values())
     plans, active, refusals = {}, [], []
     while todo or active:
-        while todo and len(active) < max(2, (os.cpu_count() or 2) // 2):
+        while todo and len(active) < max(2, os.cpu_count() or 2):
             run = todo.pop(0)
             command = trainer.command(run, "--dry-run")
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
