@@ -30,16 +30,16 @@ def style(i):
 
 
 def palette():
-    """256 colours: those of the curves on their way to white, and greys."""
-    shades = [[255 - (255 - int(c[i : i + 2], 16)) * k // 24 for i in (1, 3, 5)] for c in COLOURS for k in range(1, 25)]
-    shades += [[255 * k // 87] * 3 for k in range(88)]
+    """The colours of the curves on their way to white, and greys: far enough apart for Pillow to keep white white."""
+    shades = [[255 - (255 - int(c[i : i + 2], 16)) * k // 12 for i in (1, 3, 5)] for c in COLOURS for k in range(2, 13)]
+    shades += [[255 * k // 16] * 3 for k in range(17)]
     image = Image.new("P", (1, 1))
     image.putpalette(sum(shades, []))
     return image
 
 
 def save(figure, path):
-    """As PNG of 256 colours, a third of the size, without date or version."""
+    """As PNG of few colours, a third of the size, without date or version."""
     whole = io.BytesIO()
     figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
     plt.close(figure)
@@ -147,7 +147,7 @@ def draw_pareto(table, facts, path):
     ended = [row for row in table if row.done]
     for i, (group, rows) in enumerate(groups(ended).items()):
         x, y = [row.bytes for row in rows], [row.level for row in rows]
-        errors = [row.error or 0.0 for row in rows]
+        errors = [row.level_error or 0.0 for row in rows]
         axes.errorbar(x, y, errors, fmt="o", markersize=4, elinewidth=0.7, color=COLOURS[i % len(COLOURS)], label=group)
     best = front(ended)
     axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)

@@ -155,6 +155,8 @@ def main(arguments=None):
     except Problem as problem:
         print(f"compare: error: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the first run or in the report; runner.py stops runs by itself
+        return 130
 
 
 if __name__ == "__main__":

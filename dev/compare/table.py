@@ -41,6 +41,7 @@ class Row:
     pairs: int = 0
     unasked: list = field(default_factory=list)
     level: float | None = None  # final loss - the study's baseline's, paired by seed: what rows are ranked by
+    level_error: float | None = None
 
     @property
     def done(self):
@@ -140,7 +141,9 @@ def rows(sweep, records):
             row.difference, row.error, row.pairs = difference(row.losses(), its.losses())
             row.unasked = unasked(row, its)
         base = by_name[sweep.baseline].losses()
-        row.level = difference(row.losses(), base)[0] if base else row.loss
+        row.level, row.level_error, _ = difference(row.losses(), base) if base else (row.loss, None, 0)
+        if row.name == sweep.baseline:
+            row.level_error = None
     return result, stale
 
 
