@@ -8,9 +8,11 @@ running half needs nothing else, the report matplotlib and bokeh (make venv). RE
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -56,6 +58,7 @@ def options_read(arguments):
     for text in options.set:
         if "=" not in text:
             raise Problem(f"--set {text}: write --set OPTION=VALUE, such as --set data=build/wiki")
+    options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
     options.overrides = dict(text.split("=", 1) for text in options.set)
     options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
@@ -126,7 +129,7 @@ def run_sweep(options):
         options.out / "runs",
         options.jobs,
         gpus,
-        options.budget,
+        options.until,
         options.commit or commit_now(),
     )
     whole = at_work.go(todo)

@@ -62,11 +62,11 @@ class Job:
 
 
 class Runner:
-    def __init__(self, sweep, trainer, work, records, jobs, gpus, budget, commit):
+    def __init__(self, sweep, trainer, work, records, jobs, gpus, until, commit):
         self.sweep, self.trainer, self.work, self.records = sweep, trainer, work, records
         self.jobs, self.commit = jobs, commit
         self.free, self.slots = slots(gpus, jobs), len(slots(gpus, jobs))
-        self.begin, self.budget = time.monotonic(), budget
+        self.begin, self.until = time.monotonic(), until
         self.active, self.stopping = [], False
         self.done_tokens, self.rates = 0, []  # of this start; tokens a second of whole runs, start included
         self.shown, self.width = 0.0, 0
@@ -139,13 +139,10 @@ class Runner:
     # All of them.
 
     def in_time(self, run):
-        """Whether a run would end within the budget, judged by those that have ended."""
-        if self.budget is None:
-            return True
-        left = self.budget - (time.monotonic() - self.begin)
+        """Whether a run would end in time, judged by those that have ended."""
         tokens = run.plan["tokens_per_step"] * run.plan["steps"]
         slowest = min(self.rates, default=None)
-        return left > (tokens / slowest if slowest else 0)
+        return time.monotonic() + (tokens / slowest if slowest else 0) < self.until
 
     def progress(self, waiting):
         """One line: on a terminal over itself, elsewhere twice a minute."""
@@ -216,7 +213,7 @@ class Runner:
                     while waiting and self.free and self.in_time(waiting[0]):
                         self.start(waiting.pop(0), self.free.pop(0))
                     if waiting and not self.active and not self.in_time(waiting[0]):
-                        self.say(f"budget of {self.budget:g} s: {len(waiting)} runs wait for the next start")
+                        self.say(f"the budget is spent: {len(waiting)} runs wait for the next start")
                         break
                     for job in [job for job in self.active if job.process.poll() is not None]:
                         self.finish(job)
