@@ -13,6 +13,8 @@ import os
 import re
 import struct
 
+from trainer import read_plan
+
 ITS_OWN = ("run", "resume", "sample", "data", "val")  # differ from start to start or from machine to machine
 POINTS = 200  # of the training loss: the mean of as many runs of steps
 
@@ -109,10 +111,12 @@ def outcome(returncode, steps, log, words):
     return "died", sentences[-1] if sentences else f"ended with status {returncode} at step {reached} of {steps}"
 
 
-def make(run, folder, returncode, words):
-    """The record of a run that has ended in `folder`; `words`: what it wrote to stderr."""
+def make(run, folder, returncode, words, weights):
+    """The record of a run that has ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
     config, log = read_log(folder)
-    resolved, plan = config.get("options", {}), run.plan
+    banner = folder / "log.txt"
+    told = read_plan(banner.read_text("utf-8", "replace"), weights) if banner.exists() else None
+    resolved, plan = config.get("options", {}), told or run.plan
     steps = int(resolved.get("steps", plan["steps"]))
     status, reason = outcome(returncode, steps, log, words)
     losses = {record["step"]: record["loss"] for record in log["val"]}

@@ -111,7 +111,7 @@ class Runner:
         self.free.insert(0, job.slot)
         seconds = time.monotonic() - job.started
         words = (job.folder / "stderr.txt").read_text("utf-8", "replace")
-        result = record.make(job.run, job.folder, job.process.returncode, words)
+        result = record.make(job.run, job.folder, job.process.returncode, words, self.trainer.weights)
         if self.stopping and result["status"] == "died":
             return
         steps = max(0, record.last_step(job.folder) - job.first)

@@ -5,12 +5,21 @@ import os
 import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from sweep import Problem
+from sweep import Problem, digest
 
 ROOT = Path(__file__).resolve().parents[2]  # runs start here, so paths of a sweep are relative to it
 WHOLE = 64 << 20
+
+# What decides neither data nor shape, batch or memory beyond the states.
+OPTIMIZER = set(
+    "preset rule weights m v override lr beta1 beta2 eps weight-decay decay-mode beta3 alpha ramp clip on-nonfinite "
+    "schedule warmup final-lr decay-fraction".split()
+)
+BATCH = ("batch", "tokens-per-step", "grads", "logit-rows", "recompute")
+SMALL = {"device": "cpu", "matmul": "fp32", "batch": "1"}
 
 
 class Trainer:
@@ -69,45 +78,74 @@ def refused(sweep, run, text):
     return Problem(f"{sweep.path}:{line}: {run.name}: {sentence}")
 
 
-def read_plan(text, trainer):
-    """Figures of the banner."""
-    batch = re.search(r"= (\d+) tokens a step  (\d+) steps", text)
-    optim = re.search(r"^ optim .* weights (\S+) .* ([\d.]+) B/param", text, re.M)
-    memory = re.search(r"^ memory .*= ([\d.]+) (GiB|MiB)", text, re.M)
-    data = re.search(r"^ data +(\S.*)", text, re.M)
+def read_plan(text, weights):
+    """Figures of a banner, the last one of a log; None where there is none. `weights`: bytes of their formats."""
+    batch = re.findall(r"= (\d+) tokens a step  (\d+) steps", text)
+    optim = re.findall(r"^ optim .* weights (\S+) .* ([\d.]+) B/param", text, re.M)
+    memory = re.findall(r"^ memory .*= ([\d.]+) (GiB|MiB)", text, re.M)
+    data = re.findall(r"^ data +(\S.*)", text, re.M)
     if not (batch and optim and memory and data):
-        raise Problem(f"{trainer.path}: the plan of --dry-run does not read as ./train's; name another --trainer")
-    weights = trainer.weights[optim[1]]
+        return None
     return {
-        "tokens_per_step": int(batch[1]),
-        "steps": int(batch[2]),
-        "data": data[1],
-        "weights_bytes": weights,
-        "state_bytes": round(float(optim[2]) - weights, 3),
-        "memory_mib": float(memory[1]) * (1024 if memory[2] == "GiB" else 1),
+        "tokens_per_step": int(batch[-1][0]),
+        "steps": int(batch[-1][1]),
+        "data": data[-1],
+        "weights_bytes": weights[optim[-1][0]],
+        "state_bytes": round(float(optim[-1][1]) - weights[optim[-1][0]], 3),
+        "memory_mib": float(memory[-1][0]) * (1024 if memory[-1][1] == "GiB" else 1),
     }
 
 
-def check(sweep, runs, trainer, environment):
-    """Plans every configuration with --dry-run, several at once; the first that ./train refuses is a Problem."""
-    todo = list({run.name: run for run in runs}.values())
-    plans, active, refusals = {}, [], []
+def small(trainer, run):
+    """A dry run for names and values alone: no GPU, whose start costs seconds, and not the batch's memory."""
+    kept = {key: value for key, value in run.options.items() if key not in BATCH}
+    return trainer.command(replace(run, options={**kept, **SMALL}), "--dry-run")
+
+
+def dry_runs(commands, environment):
+    """[(status, stdout, stderr)] of commands, as many at once as there are cores."""
+    results, active, todo = {}, {}, dict(enumerate(commands))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
     while todo or active:
         while todo and len(active) < max(2, os.cpu_count() or 2):
-            run = todo.pop(0)
-            command = trainer.command(run, "--dry-run")
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-            active.append((run, subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)))
-        for run, process in [pair for pair in active if pair[1].poll() is not None]:
+            i = next(iter(todo))
+            active[i] = subprocess.Popen(todo.pop(i), cwd=ROOT, env=environment, **pipes)
+        for i in [i for i, process in active.items() if process.poll() is not None]:
+            process = active.pop(i)
             out, err = process.communicate()
-            active.remove((run, process))
-            if process.returncode != 0:
-                refusals.append((run.lines["order"], refused(sweep, run, err)))
-                todo.clear()
-            else:
-                plans[run.name] = read_plan(out, trainer)
+            results[i] = (process.returncode, out, err)
         time.sleep(0.005)
+    return [results[i] for i in sorted(results)]
+
+
+def group(run):
+    """The same for runs that differ in options of the optimizer alone; formats of the user's own need a GPU."""
+    outside = {key: value for key, value in run.options.items() if key not in OPTIMIZER}
+    return digest([outside, run.name if "format" in run.options else ""])
+
+
+def check(sweep, runs, trainer, environment):
+    """Lets ./train look at every configuration; the first of the file that it refuses is a Problem.
+
+    One of each group is planned as it will run, GPU and memory included; all others without, for names and values.
+    """
+    configurations = list({run.name: run for run in runs}.values())
+    whole = {}
+    for run in configurations:
+        whole.setdefault(group(run), run)
+    others = [run for run in configurations if run is not whole[group(run)]]
+    answers = dry_runs([trainer.command(run, "--dry-run") for run in whole.values()], environment)
+    answers += dry_runs([small(trainer, run) for run in others], {**environment, "CUDA_VISIBLE_DEVICES": ""})
+    plans, refusals = {}, []
+    for run, (status, out, err) in zip([*whole.values(), *others], answers):
+        plans[run.name] = read_plan(out, trainer.weights)
+        if status != 0:
+            refusals.append((run.lines["order"], refused(sweep, run, err)))
+        elif not plans[run.name]:
+            raise Problem(f"{trainer.path}: the plan of --dry-run does not read as ./train's; name another --trainer")
     if refusals:
         raise min(refusals, key=lambda pair: pair[0])[1]
     for run in runs:
-        run.plan = plans[run.name]
+        mine, its = plans[run.name], plans[whole[group(run)].name]
+        formats = {key: mine[key] for key in ("weights_bytes", "state_bytes")}
+        run.plan = {**its, **formats, "memory_mib": its["memory_mib"] if mine is its else None}

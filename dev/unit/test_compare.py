@@ -187,7 +187,7 @@ def test_resumes_after_kill(case):
     case.run(sweep, "--only", "a", "--no-report", "--out", case.folder / "whole", "--work", case.folder / "w")
     process = case.start(sweep, "--only", "a")
     folder = case.work / "a_s1"
-    wait_for(lambda: list(folder.glob("step_0*/state.json")))
+    wait_for(lambda: list(folder.glob("step_????????/state.json")))
     process.kill()
     process.communicate()
     wait_for(lambda: not processes(folder), 10)
