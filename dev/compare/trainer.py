@@ -53,7 +53,7 @@ class Trainer:
 def fingerprint(paths):
     """A hash of all files: of the whole up to 64 MiB, else of the size, the first and the last of these 64 MiB.
 
-    Names do not matter. The program, whose built-in text may change in a few bytes, is always taken whole.
+    Names do not matter. The built-in text is that of the program, which is far smaller.
     """
     result = hashlib.sha256()
     for path in paths:
