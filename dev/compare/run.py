@@ -51,6 +51,7 @@ def options_read(arguments):
     parser.add_argument(
         "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
     )
+    parser.add_argument("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")
     parser.add_argument("--no-report", action="store_true", help="run, and leave the report for later")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -117,7 +118,7 @@ def run_sweep(options):
         raise Problem(f"--only {' '.join(options.only)}: no run has such a name; --dry-run lists them")
     done = [run for run in wanted if is_done(run, trainer, records)]
     todo = [run for run in wanted if run not in done]
-    check(sweep, todo, trainer, environment)
+    check(sweep, todo, trainer, environment, options.no_check)
     if options.dry_run:
         tell_plan(todo, done)
         return 0

@@ -119,6 +119,10 @@ def test_unknown_option(case):
 
 
 def test_unknown_preset_and_format(case):
+    said = case.run(SWEEP.replace("adamw8", "adamw99"), "--no-check", "--no-report")
+    assert "1 done, 1 died" in said, "unchecked, it is told by the run"
+    shutil.rmtree(case.out)
+    shutil.rmtree(case.work)
     case.refuse(SWEEP.replace("adamw8", "adamw99"), 14, 'b: --preset: "adamw99" is not known')
     formats = '[[run]]\nname = "{m}"\nm = [\n    "fp32",\n    "bf16", "dyn9",\n    "de4",\n]\n'
     case.refuse(SWEEP.replace("[[run]]", formats + "[[run]]", 1), 14, 'dyn9: --m: "dyn9" is not known')
