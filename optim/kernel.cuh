@@ -109,6 +109,7 @@ struct StepShape {
     int offset[STEP_ARRAYS];  // in a stage; -1: not in multiples of 16 bytes, so accessed in memory
     int stage_bytes;
     int load_bytes;
+    int table_bytes;          // before the stages, of both moments' tables
     unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
 };
 
@@ -127,6 +128,7 @@ constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less wh
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
     bool rank1 = false;
+    shape.table_bytes = (table_bytes + 127) / 128 * 128;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
@@ -145,7 +147,7 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     // better than a third or fourth group, measured on an H200.
     shape.groups = (shape.elements == 16 ? 512 : 768) / shape.threads;
     if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
-    int most = SHARED_MOST - table_bytes;
+    int most = SHARED_MOST - shape.table_bytes;
     while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = most / (shape.groups * shape.stage_bytes);
@@ -154,9 +156,9 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     return shape;
 }
 
-// Of dynamic shared memory.
-OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape) {
-    return shape.groups * shape.stages * shape.stage_bytes;
+// Of dynamic shared memory: the moments' tables and, where there is a copy engine, stages.
+OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape, int compute) {
+    return shape.table_bytes + (has_stages(compute) ? shape.groups * shape.stages * shape.stage_bytes : 0);
 }
 
 // The arrays of the tile `index`, of some that begin at the arena's first element.
@@ -298,13 +300,27 @@ __device__ __forceinline__ void engine_fence() {
 }
 #endif
 
+// Copies the moments' tables into shared memory. All threads of the thread block call it, and synchronise after it.
+template <class M, class V>
+__device__ __forceinline__ void tables_prepare(const StepArguments& step, unsigned char* memory) {
+    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m, memory);
+    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v, memory + SHARED_BYTES<M>);
+}
+
+template <class M>
+__device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned char* memory) {
+    streams->m.table = streams->slow.table = memory;
+    streams->v.table = memory + SHARED_BYTES<M>;
+}
+
 // A tile by a thread of its group.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, unsigned char* stage,
-                                            float grad_scale, int thread) {
+__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const unsigned char* tables,
+                                            unsigned char* stage, float grad_scale, int thread) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr int COUNT = Layout::SHAPE.elements;
     TileStreams streams = Layout::tile_streams(step, tile, stage);
+    tables_set<M>(&streams, tables);
     int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
     update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
@@ -376,8 +392,8 @@ __device__ __forceinline__ void courier(const StepArguments& step, Shared* share
 }
 #endif
 
-// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: the formats' tables and
-// barriers, static, and from Hopper on step_shared_bytes, dynamic; deterministic.
+// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: step_shared_bytes;
+// deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_step_kernel(const __grid_constant__ StepArguments step) {
@@ -386,10 +402,9 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
     const float grad_scale = *step.grad_scale;
     if (!is_finite(grad_scale)) return;  // changes nothing
-    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
-    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
-#ifdef OPTIM_STAGES
     extern __shared__ __align__(128) unsigned char step_memory[];
+    tables_prepare<M, V>(step, step_memory);
+#ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_create(&shared.full[0][0] + threadIdx.x, 1);
@@ -399,19 +414,20 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     __syncthreads();
     if (group >= SHAPE.groups) {
         if (threadIdx.x % 32 == 0) {
-            courier<Layout>(step, &shared, step_memory, threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
+            courier<Layout>(step, &shared, step_memory + SHAPE.table_bytes,
+                            threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
         }
         return;
     }
-    unsigned char* memory = step_memory + group * (SHAPE.stages * SHAPE.stage_bytes);
+    unsigned char* memory = step_memory + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     uint32_t parity = 0;
     int s = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
         while (!barrier_passed(&shared.full[group][s], parity)) {
         }
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, shared.tile[group][s], memory + s * SHAPE.stage_bytes,
-                                                      grad_scale, thread);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, shared.tile[group][s], step_memory,
+                                                      memory + s * SHAPE.stage_bytes, grad_scale, thread);
         engine_fence();
         __syncwarp();
         if (thread % 32 == 0) barrier_arrive(&shared.done[group][s]);
@@ -422,7 +438,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     if (group >= SHAPE.groups) return;
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], nullptr, grad_scale, thread);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], step_memory, nullptr, grad_scale, thread);
     }
 #endif
 }
@@ -433,6 +449,7 @@ constexpr int DECODE_ELEMENTS = 8;
 
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
+    static_assert(SHARED_BYTES<Weights> == 0, "tables are for moments");
     constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = third_stream<Weights>(),
                          to = Copy::STREAM[0];
     float x[DECODE_ELEMENTS];

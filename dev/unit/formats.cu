@@ -20,19 +20,24 @@ struct FormatCase {
     float (*decode)(uint32_t code);  // in units of the scale; of the root where the root is stored
     uint32_t (*nearest)(float y, int lowest);
     uint32_t (*stochastic)(float y, uint32_t noise, int lowest);
+    uint32_t (*written)(float y, int lowest);  // to nearest, with what stochastic has for a table
 };
 
 template <class Format>
 struct Case {
-    static const typename Format::Table* table() {
-        static typename Format::Table made;
+    typedef typename Rounded<Format, STOCHASTIC>::Type Noisy;
+
+    template <class F>
+    static const typename F::Table* table_of() {
+        static typename F::Table made;
         static bool ready = false;
-        if constexpr (HAS_TABLE<Format>) {
-            if (!ready) Format::fill(&made);
+        if constexpr (HAS_TABLE<F>) {
+            if (!ready) F::fill(&made);
         }
         ready = true;
         return &made;
     }
+    static const typename Format::Table* table() { return table_of<Format>(); }
 
     static float decode(uint32_t code) {
         float x = Format::decode(table(), code, 1.0f);
@@ -42,11 +47,17 @@ struct Case {
         return (Format::nearest(table(), y, Format::UNITS, lowest) - Format::BIAS) & ((1u << Format::BITS) - 1u);
     }
     static uint32_t stochastic(float y, uint32_t noise, int lowest) {
-        return (Format::stochastic(table(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
+        return (Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
+               ((1u << Format::BITS) - 1u);
+    }
+    // Numbers written from outside into what is stored stochastically.
+    static uint32_t written(float y, int lowest) {
+        return (Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest) - Format::BIAS) &
                ((1u << Format::BITS) - 1u);
     }
     static FormatCase get(const char* name, bool has_sign) {
-        return {name, Format::BITS, Format::ZERO, Format::ROOT, has_sign, Format::LARGEST, decode, nearest, stochastic};
+        return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, Format::LARGEST,
+                decode, nearest,      stochastic,   written};
     }
 };
 
@@ -170,6 +181,10 @@ TEST(formats_nearest_against_search) {
             if (y > format.largest) y = format.largest;
             check_nearest(test, &format, &list, y, nearest_slack(&format, (double)y));
             if (format.has_sign) check_nearest(test, &format, &list, -y, nearest_slack(&format, (double)y));
+            for (float x : {y, format.has_sign ? -y : y}) {
+                expect(format.nearest(x, 0) == format.written(x, 0), "%s: %a is %u or %u", format.name, (double)x,
+                       format.nearest(x, 0), format.written(x, 0));
+            }
         }
         if (test->failures > 20) return;
     }
@@ -200,6 +215,28 @@ TEST(formats_ties_and_limits) {
                            format.name);
                 }
             }
+        }
+    }
+}
+
+TEST(formats_stochastic_keeps_zero_and_the_largest) {
+    // Whatever the noise: zero, of which padding is made, and the levels at the ends, also when y lies a rounding
+    // above.
+    for (const FormatCase& format : cases) {
+        uint32_t zero = format.nearest(0.0f, 0), top = format.nearest(format.largest, 0);
+        for (uint32_t noise = 0; noise < 65536; noise++) {
+            bool kept = true;
+            if (format.zero >= 0) {
+                kept = format.decode(format.stochastic(0.0f, noise, 0)) == 0.0f &&
+                       format.decode(format.stochastic(-0.0f, noise, 0)) == 0.0f;
+                if (!format.has_sign && format.zero == 0) kept = format.stochastic(0.0f, noise, 0) <= 1;
+            }
+            for (float y : {format.largest, format.largest * 1.0000001f, format.largest * 1.0000003f}) {
+                kept = kept && format.stochastic(y, noise, 0) == top;
+            }
+            expect(kept, "%s: noise %u: zero is %u and not %u, the largest not %u", format.name, noise,
+                   format.stochastic(0.0f, noise, 0), zero, top);
+            if (!kept) break;
         }
     }
 }

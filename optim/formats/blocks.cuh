@@ -54,27 +54,28 @@ struct Either<false, A, B> {
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
 
-#ifdef __CUDACC__
-template <class Table>
-__device__ __forceinline__ Table* shared_table() {
-    __shared__ alignas(16) Table table;
-    return &table;
-}
-#endif
-
 // The format's table: the thread block's copy on a GPU.
 template <class Format>
 OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) {
-    if constexpr (HAS_TABLE<Format>) {
-#ifdef __CUDA_ARCH__
-        return shared_table<typename Format::Table>();
-#else
-        return (const typename Format::Table*)streams.table;
-#endif
-    } else {
-        return nullptr;
-    }
+    return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
+
+// What stores stochastically: the format, or another of the same codes that it names as Stochastic, whose table is
+// made for that.
+template <class Format, Rounding ROUNDING, class = void>
+struct Rounded {
+    typedef Format Type;
+};
+template <class Format>
+struct Rounded<Format, STOCHASTIC, decltype((void)Format::Stochastic::BITS)> {
+    typedef typename Format::Stochastic Type;
+};
+
+// Whether a format takes all codes of a thread at once: get_all, and put_all where it is Stochastic.
+template <class Format, class = void>
+constexpr bool TAKES_ALL = false;
+template <class Format>
+constexpr bool TAKES_ALL<Format, decltype((void)Format::ALL)> = Format::ALL;
 
 // The scales as they are stored. Narrow ones are rounded up, so that no element of a block exceeds LARGEST by it.
 struct ScaleFp32 {
@@ -203,7 +204,16 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     const auto* table = format_table<Format>(streams);
     int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
     Packed<Format::BITS, COUNT> packed = {};
-    if constexpr (ROUNDING == STOCHASTIC) {
+    if constexpr (ROUNDING == STOCHASTIC && TAKES_ALL<Format>) {
+        uint32_t bits[COUNT];
+        Noise noise = {};
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            if (i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
+            bits[i] = noise_lane(noise, i % NOISE_ELEMENTS);
+        }
+        Format::put_all(table, x, inverse, bits, lowest, &packed);
+    } else if constexpr (ROUNDING == STOCHASTIC) {
         Noise noise = {};
         uint32_t word[COUNT];
         OPTIM_UNROLL
@@ -240,7 +250,9 @@ template <class Format, int COUNT>
 OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x) {
     const auto* table = format_table<Format>(streams);
     auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
-    if constexpr (Format::HARDWARE) {
+    if constexpr (TAKES_ALL<Format>) {
+        Format::get_all(table, packed, scale, x);
+    } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i += 2) Format::decode2(packed.word[i / 4] >> i % 4 * 8, scale, x + i);
     } else if constexpr (Format::PAIRS) {
@@ -361,8 +373,9 @@ __device__ __forceinline__ void thread_store(const Streams& streams, int first, 
 }
 #endif
 
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
+template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
 struct Blocks {
+    typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
     static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
@@ -376,11 +389,10 @@ struct Blocks {
 
 #ifdef __CUDACC__
     // Copies them into shared memory; all threads of the thread block call it, and synchronise after it.
-    static __device__ __forceinline__ void prepare(const Streams& streams) {
-        if constexpr (HAS_TABLE<Format>) {
-            static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
-            uint4* to = (uint4*)shared_table<typename Format::Table>();
-            for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) to[i] = ((const uint4*)streams.table)[i];
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
+        for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
+            ((uint4*)shared)[i] = ((const uint4*)streams.table)[i];
         }
     }
 #endif

@@ -111,9 +111,10 @@ __device__ __forceinline__ void double_thread_store(const Streams& streams, int 
 }
 #endif
 
-template <class Format, int BLOCK, Rounding ROUNDING>
+template <class Format_, int BLOCK, Rounding ROUNDING>
 struct DoubleBlocks {
-    typedef Blocks<Format, BLOCK, ScaleFp32, ROUNDING> Plain;
+    typedef Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> Plain;
+    typedef typename Plain::Format Format;
     static constexpr StreamInfo STREAM[3] = {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
     static constexpr bool SIGNED = Format::SIGNED;
@@ -122,8 +123,8 @@ struct DoubleBlocks {
     static OPTIM_HOST void fill(void* table) { Plain::fill(table); }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams& streams) {
-        Plain::prepare(streams);
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        Plain::prepare(streams, shared);
     }
 #endif
 

@@ -314,8 +314,7 @@ constexpr int LOG_GROUPS = 8;
 template <class Codes, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    __shared__ float levels[LOG_GROUPS][Codes::LAST + 1];
-    float* level = levels[threadIdx.x / THREADS];
+    float* level = (float*)streams.table + threadIdx.x / THREADS * (Codes::LAST + 1);
     group_sync<THREADS>();  // the last use of it is over
 #pragma unroll
     for (int code = 0; code <= Codes::LAST; code += THREADS) {
@@ -350,7 +349,7 @@ struct LogBlocks {
     }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams&) {}
+    static __device__ __forceinline__ void prepare(const Streams&, void*) {}
 #endif
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {

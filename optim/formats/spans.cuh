@@ -78,8 +78,9 @@ OPTIM_INLINE BlockScale span_scale(float top) {
     return block_scale<Format, ScaleFp32>(top, &scale);
 }
 
-template <class Format, Span SPAN, Rounding ROUNDING>
+template <class Format_, Span SPAN, Rounding ROUNDING>
 struct Spans {
+    typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
     static constexpr bool SIGNED = Format::SIGNED;
@@ -90,8 +91,8 @@ struct Spans {
     }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams& streams) {
-        Blocks<Format, SPAN_BLOCK, ScaleFp32, ROUNDING>::prepare(streams);
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        Blocks<Format_, SPAN_BLOCK, ScaleFp32, ROUNDING>::prepare(streams, shared);
     }
 #endif
 
@@ -144,9 +145,12 @@ struct Spans {
             float inverse = span_scale<Format>(top).inverse;
             block_limit<Format, ScaleFp32>(top, &value, 1);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
-            uint32_t bits = noise_lane(noise, i % NOISE_ELEMENTS);
-            uint32_t code = ROUNDING == STOCHASTIC ? Format::stochastic(table, value, inverse, bits, lowest)
-                                                   : Format::nearest(table, value, inverse, lowest);
+            uint32_t code;
+            if constexpr (ROUNDING == STOCHASTIC) {
+                code = Format::stochastic(table, value, inverse, noise_lane(noise, i % NOISE_ELEMENTS), lowest);
+            } else {
+                code = Format::nearest(table, value, inverse, lowest);
+            }
             packed.add(i, code - Format::BIAS);
             span_advance(tile, &walk);
         }
