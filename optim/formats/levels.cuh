@@ -14,15 +14,16 @@
 //
 // Stochastic: floor(G(y) + noise), where G is the code as a function of y, straight between neighbouring levels, so
 // that y goes up with probability (y - below) / (above - below). Over many levels in a row, a decade's for example, G
-// is one straight line; it bends where the distance of levels changes. G is looked up: cells of y that hold at most one
-// such bend,
+// is one straight line; it bends where the distance of levels changes. So a few hundred cells of y, none with more than
+// one bend, describe it:
 //     G(y) = start + slope y + bend max(y - from, 0)
-// which is three operations, exact to 1.5 of the noise's 65536ths. The cell is the upper bits of the float
-// LINE_SCALE y + LINE_OFFSET, from exponent LINE_LOWEST on, LINE_BITS of mantissa; a cell begins at the largest level.
-// Maps with the same levels on both sides (MIRRORED) take |y| and apply the sign to the codes, several at a time.
+// One look-up, without bank conflicts, and three operations, exact to 1.5 of the noise's 65536ths; where codes are
+// looked up instead, it takes those of two levels besides. Maps with the same levels on both sides (MIRRORED) take |y|
+// and apply the sign to the codes, several at a time.
 //
-// A Map is a struct of BITS, DTYPE, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS, of MIRRORED, LINES (cells) and LINE_...
-// where it is to be stochastic, and, on the host, level(code) and bound(code), the least y of code + 1, both as double.
+// A Map is a struct of BITS, DTYPE, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code) and
+// bound(code), the least y of code + 1, both as double. To be stochastic it has MIRRORED, MINUS_ONE (with MIRRORED:
+// whether -1 is a level too), LEAST, the level above zero, and Cells.
 #pragma once
 #include "blocks.cuh"
 
@@ -114,7 +115,8 @@ struct Levels {
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr const char* DTYPE = Map::DTYPE;
     static constexpr float LARGEST = 1.0f, UNITS = 1.0f, MIDDLE = 6.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU;
+    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU,
+                          CUTS = !EVEN;
     static constexpr uint32_t BIAS = 0;
     typedef StochasticLevels<Map> Stochastic;
 
@@ -191,7 +193,7 @@ struct Levels {
             bits = float_bits(one_nan(exact_fma(x, inverse, MIDDLE)));
         } else {
             const float least = 1.0f / (float)(1u << ((1 << Map::BINADE_BITS) - 1));
-            bits = float_bits(exact_max(exact_abs(exact_mul(x, inverse)), least));
+            bits = float_bits(exact_max(exact_saturated(exact_abs(x), inverse, 0.0f), least));
             if (SIGNED) negative = (uint32_t)((int)float_bits(x) >> 31);
         }
         uint32_t word = cell_at(table, bits >> REST_BITS ^ negative) + (bits << (32 - BITS - REST_BITS));
@@ -238,7 +240,8 @@ struct StochasticLevels {
     static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
     static constexpr const char* DTYPE = Map::DTYPE;
     static constexpr float LARGEST = 1.0f, UNITS = 1.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU;
+    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU,
+                          CUTS = true;
     static constexpr uint32_t BIAS = 0;
     static constexpr int SHIFT = MIRRORED ? 0 : 1, LOW = 24 - BITS;
     static constexpr float BASE = (float)(MIRRORED ? COUNT / 2 : COUNT);
@@ -365,6 +368,7 @@ struct StochasticLevels {
     // For numbers written from outside; the same codes as Levels'.
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
         float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
+        y = is_nan(y) ? 0.0f : exact_min(y, 1.0f);
         int code = 0;
         for (int step = COUNT / 2; step > 0; step /= 2) code += y >= table->least[code + step - 1] ? step : 0;
         code = code == 0 && !SIGNED ? 1 : code;
