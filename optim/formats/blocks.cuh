@@ -20,7 +20,6 @@
 //     Stochastic             optional, the format that stores with noise: the same codes, another table
 //     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word, stochastic_word (codes in words' upper
 //                            bits), decode2 and nearest2, decode_pair; ALL (optional): get_all and, with noise, put_all
-//     CUTS (optional)        whether a y above 1 is taken for 1, to either side, and NaN for some number
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
@@ -72,13 +71,6 @@ template <class Format>
 struct Rounded<Format, STOCHASTIC, decltype((void)Format::Stochastic::BITS)> {
     typedef typename Format::Stochastic Type;
 };
-
-// Whether a format takes any x, however large, for the block's largest: its values need not be cut to block_most, which
-// is a branch that the arithmetic of neither side is scheduled across.
-template <class Format, class = void>
-constexpr bool SATURATES = false;
-template <class Format>
-constexpr bool SATURATES<Format, decltype((void)Format::CUTS)> = Format::CUTS;
 
 // Whether a format takes all codes of a thread at once: get_all, and put_all where it is Stochastic.
 template <class Format, class = void>
@@ -284,7 +276,7 @@ OPTIM_INLINE float block_value(float x) {
 template <class Format, class Scale>
 OPTIM_INLINE void block_limit(float top, float* value, int n) {
     constexpr float most = block_most<Format, Scale>();
-    if (!SATURATES<Format> && top > most) {
+    if (top > most) {
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) value[i] = exact_max(exact_min(value[i], most), -most);
     }
