@@ -126,7 +126,7 @@ OPTIM_INLINE constexpr bool has_stages(int compute) {
 #endif
 
 constexpr int COURIERS = 4;              // warps
-constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less what the barriers take
+constexpr int SHARED_MOST = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
