@@ -9,7 +9,7 @@
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
 #include "../../optim/table.cuh"
-#include "test.h"
+#include "cache.h"
 
 // A format as function pointers, over a table of its own.
 struct FormatCase {
@@ -497,6 +497,19 @@ TEST(formats_names_and_streams) {
     expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "--m: \"sqrt4/128\""), "%s", error);
     wrong.m = "dyn8/257";
     expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "did you mean dyn8/256?"), "%s", error);
+    // The nearest of each name: what stands before the block decides.
+    const char* const typed[][2] = {{"dyn9/256:sr", "dyn8/256:sr"},
+                                    {"dyn9", "dyn8/256"},
+                                    {"sft8/32@bf16", "soft8/32@bf16"},
+                                    {"fp33", "fp32"},
+                                    {"bf61:sr", "bf16:sr"},
+                                    {"lin8/33:dither", "lin8/32:dither"}};
+    for (const auto& pair : typed) {
+        char want[64];
+        snprintf(want, sizeof(want), "did you mean %s?", pair[1]);
+        wrong.m = pair[0];
+        expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, want), "%s: %s", pair[0], error);
+    }
     OptimConfig config = state_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8/64:sr");
     expect(strcmp(config.m, "dyn8/256") == 0 && strcmp(config.v, "udyn8/64:sr") == 0, "%s %s", config.m, config.v);
     config = state_config("adamw", "bf16:sr", "bf16", "soft8@bf16:sr", "sqrt8/32@e8m0");
@@ -740,11 +753,10 @@ TEST(formats_fp8_instructions_equal_the_portable_gpu) {
 }
 
 // Compiles the kernels of all configurations into the cache, on all cores.
-static void compile_all(const Device* gpu, const OptimConfig* configs, int count) {
-#pragma omp parallel for schedule(dynamic)
-    for (int k = 0; k < count; k++) {
+static void compile_all(Test* test, const Device* gpu, const OptimConfig* configs, int count) {
+    int bad = in_processes(test, count, [&](int k) {
+        static char error[JIT_ERROR_BYTES];
         char expression[1200], architecture[32];
-        char* error = (char*)calloc(1, JIT_ERROR_BYTES);
         JitImage image = {};
         optim_expression(&configs[k], OPTIM_BF16, expression, sizeof(expression));
         // What fails here fails again, and is reported, when the optimizer is created.
@@ -752,8 +764,8 @@ static void compile_all(const Device* gpu, const OptimConfig* configs, int count
             jit_get(expression, architecture, &image, error)) {
             jit_free(&image);
         }
-        free(error);
-    }
+    });
+    expect(bad == 0, "%d processes did not end well", bad);
 }
 
 constexpr int RANDOM_COMBINATIONS = 300;
@@ -776,7 +788,7 @@ TEST(formats_random_combinations_equal_cpu_gpu) {
         configs[k] = state_config(rule, weights, draw[2] % 2 ? "bf16" : "fp32", all_states[draw[3] % STATES],
                                   keeps_v ? all_states[draw[4] % STATES] : "");
     }
-    compile_all(&gpu, configs, RANDOM_COMBINATIONS);
+    compile_all(test, &gpu, configs, RANDOM_COMBINATIONS);
     for (int k = 0; k < RANDOM_COMBINATIONS && test->failures < 10; k++) {
         compare(test, &gpu, &configs[k], 20, false);
     }
