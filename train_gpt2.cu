@@ -120,9 +120,9 @@ static const Option OPTIONS[] = {
     {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
     {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
      "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
-    {"beta3", OPTION_REAL, FIELD(beta3), "0.9999", 0, 0.9999999, "F", "optimizer",
-     "ademamix: decay of the slow average"},
-    {"alpha", OPTION_REAL, FIELD(alpha), "5", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
+    {"beta3", OPTION_REAL, FIELD(beta3), "auto", 0, 0.9999999, "F", "optimizer",
+     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
+    {"alpha", OPTION_REAL, FIELD(alpha), "2", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
     {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
      "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
@@ -867,6 +867,7 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, 
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
     if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
     if (o->warmup > o->steps && o->steps > 0) {
         user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,

@@ -34,6 +34,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams,
                                         step.group[tile.group], grad_scale, (int64_t)tile.index * TILE_ELEMENTS,
                                         (int)threadIdx.x * COUNT, COUNT);
+        __syncthreads();  // before what threads of a format share (log.cuh) is another tile's
     }
 }
 #endif

@@ -123,8 +123,8 @@ struct Spans {
         BlockScale s = span_scale<Format>(top);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
-        block_limit<Format, ScaleFp32>(top, value, COUNT);
-        block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+        float inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, s.inverse, value, COUNT);
+        block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
         streams.next[tile.at + 1] = s.scale;
         streams.next[tile.at + 2] = s.inverse;
@@ -143,7 +143,7 @@ struct Spans {
         for (int i = 0; i < COUNT; i++) {
             float value = block_value<Format>(x[i]), top = span_top(tile, walk, streams.next);
             float inverse = span_scale<Format>(top).inverse;
-            block_limit<Format, ScaleFp32>(top, &value, 1);
+            inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, inverse, &value, 1);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
             uint32_t code;
             if constexpr (ROUNDING == STOCHASTIC) {
@@ -196,7 +196,7 @@ struct Spans {
             OPTIM_UNROLL
             for (int i = 0; i < n; i++) top = exact_max(exact_abs(block_value<Format>(x[i])), top);
 #ifdef __CUDA_ARCH__
-            top = neighbours_max<32, TILE_ELEMENTS>(top);
+            top = neighbours_max<32, TILE_ELEMENTS>(top, NoiseKey{});
             if (threadIdx.x % 32 != 0) return;
 #endif
             span_raise(&streams.next[tile.at], top);
