@@ -842,7 +842,7 @@ static bool optim_config_try(const Options* o, OptimConfig* config, char* error,
                (uint64_t)o->seed,
                o->decay_mode,
                (float)o->lr,
-               (float)o->beta3,
+               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),  // of a run whose steps are not known yet
                (float)o->alpha,
                o->ramp,
                o->overrides,
