@@ -740,7 +740,7 @@ static bool optim_config_try(const Options* o, OptimConfig* config, char* error,
                (uint64_t)o->seed,
                o->decay_mode,
                (float)o->lr,
-               (float)o->beta3,
+               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),  // of a run whose steps are not known yet
                (float)o->alpha,
                o->ramp,
                o->overrides,
@@ -765,6 +765,7 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, 
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
     if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
     if (o->warmup > o->steps && o->steps > 0) {
         user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,

@@ -377,7 +377,8 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, to.begin, to.elements);
     if (held.begin >= held.end) return;
-    Piece old = piece_create(from.format, tensor), now = piece_create(to.format, tensor);
+    // Each with the table of the row that works on it.
+    Piece old = piece_create(from.format, tensor), now = piece_create(to.nearest, tensor);
     float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
     numbers_read(c, &from, &old);

@@ -490,7 +490,7 @@ struct Launch {
     JitKernel jit;
     bool measures;  // the pass before it, of formats in spans
     JitKernel measure;
-    int measure_threads;
+    int measure_threads, measure_shared_bytes;
 };
 
 struct Optim {
@@ -701,8 +701,9 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
     launch->threads = shape.block_threads;
     launch->measure_threads = shape.threads;
-    launch->shared_bytes = has_stages(dev->compute) ? step_shared_bytes(shape) : 0;
-    if (launch->shared_bytes > 0 && shape.stages < 2) {
+    launch->shared_bytes = step_shared_bytes(shape, dev->compute);
+    launch->measure_shared_bytes = shape.table_bytes;
+    if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
             m->name, v->name, shape.stage_bytes / 1024);
@@ -715,6 +716,7 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     } else {
         jit_shared_bytes(&launch->jit, launch->shared_bytes);
     }
+    if (launch->measures) jit_shared_bytes(&launch->measure, launch->measure_shared_bytes);
 }
 
 // A format of the user's own exists for NVRTC alone.
@@ -888,7 +890,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     if (launch->measures) {
         int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
         jit_launch(&launch->measure, launch->tile_count < blocks ? launch->tile_count : blocks, launch->measure_threads,
-                   0, pointers, optim->dev->stream);
+                   launch->measure_shared_bytes, pointers, optim->dev->stream);
     }
     if (launch->built_in) {
         check(cudaLaunchKernel(launch->built_in, dim3((unsigned)launch->grid), dim3((unsigned)launch->threads),
