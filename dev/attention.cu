@@ -6,7 +6,7 @@
 //        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"
 
-// Each argument as in attention_forward and attention_backward, in bf16.
+// Each argument as in attention_forward and attention_backward, in bf16. Without a backward pass only forward is timed.
 struct Variant {
     const char* name;
     void (*forward)(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH);
@@ -14,8 +14,41 @@ struct Variant {
                      const float* lse, int B, int T, int C, int NH);
 };
 
+static void forward_mma(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
+    if (C == NH * 64) return attention_forward_mma<64>(dev, out, lse, qkv, B, T, NH);
+    attention_forward_mma<128>(dev, out, lse, qkv, B, T, NH);
+}
+
+// The shapes for heads of 64 and of 128.
+template <class Small, class Large>
+static void forward_hopper(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
+    if (C == NH * 64) return attention_hopper_forward<Small>(dev, out, lse, qkv, B, T, NH);
+    attention_hopper_forward<Large>(dev, out, lse, qkv, B, T, NH);
+}
+
+template <int HS, int CONSUMERS, int BN, int STAGES, bool OVERLAP = true, bool TURNS = false, int EMULATED = 0>
+using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OVERLAP, TURNS, EMULATED>;
+
+// wgmma's: one step at a time (serial), exponentials during the other product (overlap), warpgroups in turn (turns),
+// some exponentials as polynomials (emulated), other tiles (queries x keys).
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
+    {"mma", forward_mma, nullptr},
+    {"serial", forward_hopper<Hopper<64, 3, 128, 4, false>, Hopper<128, 2, 128, 2, false>>, nullptr},
+    {"overlap", forward_hopper<Hopper<64, 3, 128, 4>, Hopper<128, 2, 128, 2>>, nullptr},
+    {"turns", forward_hopper<Hopper<64, 3, 128, 4, true, true>, Hopper<128, 2, 128, 2, true, true>>, nullptr},
+    {"128 queries", forward_hopper<Hopper<64, 2, 128, 4>, Hopper<128, 2, 64, 4>>, nullptr},
+    {"128, turns", forward_hopper<Hopper<64, 2, 128, 4, true, true>, Hopper<128, 2, 64, 4, true, true>>, nullptr},
+    {"128 x 192", forward_hopper<Hopper<64, 2, 192, 3>, Hopper<128, 2, 128, 2>>, nullptr},
+    {"192 x 64", forward_hopper<Hopper<64, 3, 64, 8>, Hopper<128, 2, 128, 2>>, nullptr},
+    {"emulated 1/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 1>, Hopper<128, 2, 128, 2, true, false, 1>>,
+     nullptr},
+    {"turns, 2/8", forward_hopper<Hopper<64, 3, 128, 4, true, true, 2>, Hopper<128, 2, 128, 2, true, true, 1>>,
+     nullptr},
+    {"emulated 3/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 3>, Hopper<128, 2, 128, 2, true, false, 3>>,
+     nullptr},
+    {"emulated 2/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 2>, Hopper<128, 2, 128, 2, true, false, 2>>,
+     nullptr},
 };
 
 struct Shape {
@@ -86,24 +119,48 @@ static double relative_error(const float* got, const float* want, int64_t n) {
     return sqrt(error / norm);
 }
 
-static bool variant_is_right(const Device* dev, const Variant* v, int HS) {
-    const Shape s = {2, 2, 300, HS};
+// Prints the first elements that are off by more than any rounding explains.
+static void print_first_wrong(const float* got, const float* want, int64_t n, int T, int row, double bound) {
+    for (int64_t i = 0, printed = 0; i < n && printed < 4; i++) {
+        if (fabs((double)got[i] - want[i]) <= 8 * bound) continue;
+        printf("    batch %lld token %lld channel %lld: %.6f, should be %.6f\n", (long long)(i / row / T),
+               (long long)(i / row % T), (long long)(i % row), got[i], want[i]);
+        printed++;
+    }
+}
+
+static bool variant_is_right(const Device* dev, const Variant* v, int HS, int T) {
+    const Shape s = {2, 2, T, HS};
     const int C = s.NH * HS;
     Buffers b = buffers_open(dev, s);
+    check(cudaMemsetAsync(b.out, 0xff, b.n * 2, dev->stream));
+    check(cudaMemsetAsync(b.lse, 0xff, (int64_t)s.B * s.NH * T * 4, dev->stream));
     run_forward(dev, v, &b, s);
-    run_backward(dev, v, &b, s);
     float *qkv = host_floats(dev, b.qkv, 3 * b.n), *dout = host_floats(dev, b.dout, b.n);
-    float *out = host_floats(dev, b.out, b.n), *dqkv = host_floats(dev, b.dqkv, 3 * b.n);
+    float *out = host_floats(dev, b.out, b.n), *dqkv = nullptr;
     float *want_out = (float*)malloc(b.n * 4), *want = (float*)malloc(3 * b.n * 4);
-    float* lse = (float*)malloc((int64_t)s.B * s.NH * s.T * 4);
-    attention_forward_cpu(want_out, lse, qkv, s.B, s.T, C, s.NH);
-    attention_backward_cpu(want, dout, qkv, want_out, lse, s.B, s.T, C, s.NH);
-    double forward = relative_error(out, want_out, b.n), backward = relative_error(dqkv, want, 3 * b.n);
-    const double bound = 1.0 / 256;                          // bf16's epsilon
-    bool right = forward <= bound && backward <= 2 * bound;  // out is rounded before D is computed from it
-    printf("%-12s HS %3d  error / bf16 epsilon: forward %.2f, backward %.2f  %s\n", v->name, HS, forward / bound,
-           backward / bound, right ? "ok" : "WRONG");
-    free(qkv), free(dout), free(out), free(dqkv), free(want_out), free(want), free(lse);
+    const int64_t rows = (int64_t)s.B * s.NH * s.T;
+    float *lse = (float*)malloc(rows * 4), *want_lse = (float*)malloc(rows * 4);
+    copy_to_host(dev, lse, b.lse, rows * 4);
+    attention_forward_cpu(want_out, want_lse, qkv, s.B, s.T, C, s.NH);
+    const double bound = 1.0 / 256;  // bf16's epsilon
+    double forward = relative_error(out, want_out, b.n), backward = 0.0, log_sum = relative_error(lse, want_lse, rows);
+    if (v->backward) {
+        run_backward(dev, v, &b, s);
+        dqkv = host_floats(dev, b.dqkv, 3 * b.n);
+        attention_backward_cpu(want, dout, qkv, want_out, want_lse, s.B, s.T, C, s.NH);
+        backward = relative_error(dqkv, want, 3 * b.n);
+    }
+    // out is rounded before D is computed from it; lse is fp32 throughout
+    bool right = forward <= bound && backward <= 2 * bound && log_sum <= 1e-5;
+    printf("%-12s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, HS, T,
+           forward / bound, backward / bound, log_sum, right ? "ok" : "WRONG");
+    if (!right) {
+        print_first_wrong(out, want_out, b.n, T, C, bound);
+        print_first_wrong(lse, want_lse, rows, T, 1, 1e-5);
+    }
+    fflush(stdout);
+    free(qkv), free(dout), free(out), free(dqkv), free(want_out), free(want), free(lse), free(want_lse);
     buffers_close(dev, &b);
     return right;
 }
@@ -134,28 +191,61 @@ static float median_time(const Device* dev, const Variant* v, const Buffers* b, 
     return (times[RUNS / 2 - 1] + times[RUNS / 2]) / 2;
 }
 
-int main() {
+static void time_variant(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
+    const double flops = 2.0 * s.B * s.NH * s.T * s.T * s.HS;
+    float forward = median_time(dev, v, b, s, true, false);
+    printf("%-12s %3d %3d %6d %4d | %8.3f ", v->name, s.B, s.NH, s.T, s.HS, forward);
+    if (!v->backward) {
+        printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
+    } else {
+        float backward = median_time(dev, v, b, s, false, true), both = median_time(dev, v, b, s, true, true);
+        printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
+               2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
+    }
+    fflush(stdout);
+}
+
+#ifdef NIBBLE_HANG_REPORT
+static int* report;
+
+static void print_report() {
+    if (report[0])
+        printf("hang: place %d, block %d, thread %d, barrier %x, parity %d\n", report[0], report[1], report[2],
+               (unsigned)report[3], report[4]);
+}
+
+static void report_hangs() {
+    check(cudaHostAlloc((void**)&report, 5 * sizeof(int), cudaHostAllocMapped));
+    memset(report, 0, 5 * sizeof(int));
+    check(cudaMemcpyToSymbol(hang_report, &report, sizeof(report)));
+    atexit(print_report);
+}
+#else
+static void report_hangs() {}
+#endif
+
+int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
+    static const int LENGTHS[] = {64, 1, 17, 65, 128, 300, 1000};
     Device dev;
     device_open(&dev, true, 0);
+    report_hangs();
     printf("%s\n", dev.name);
-    int wrong = 0;
-    for (const Variant& v : VARIANTS)
-        for (int HS = 64; HS <= 128; HS += 64) wrong += !variant_is_right(&dev, &v, HS);
+    constexpr int COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
+    int wrong[COUNT] = {}, all_wrong = 0;
+    for (int i = 0; i < COUNT; i++) {
+        for (int HS = 64; HS <= 128; HS += 64)
+            for (int T : LENGTHS) wrong[i] += !variant_is_right(&dev, &VARIANTS[i], HS, T);
+        all_wrong += wrong[i];
+    }
+    if (argc > 1) return all_wrong != 0;
     printf("%-12s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
            "backward", "both", "fwd", "bwd", "both");
     for (const Shape& s : SHAPES) {
         Buffers b = buffers_open(&dev, s);
-        for (const Variant& v : VARIANTS) {
-            const double flops = 2.0 * s.B * s.NH * s.T * s.T * s.HS;
-            float forward = median_time(&dev, &v, &b, s, true, false);
-            float backward = median_time(&dev, &v, &b, s, false, true);
-            float both = median_time(&dev, &v, &b, s, true, true);
-            printf("%-12s %3d %3d %6d %4d | %8.3f %8.3f %8.3f    | %6.1f %6.1f %6.1f\n", v.name, s.B, s.NH, s.T, s.HS,
-                   forward, backward, both, flops / forward * 1e-9, 2.5 * flops / backward * 1e-9,
-                   3.5 * flops / both * 1e-9);
-        }
+        for (int i = 0; i < COUNT; i++)
+            if (!wrong[i]) time_variant(&dev, &VARIANTS[i], &b, s);
         buffers_close(&dev, &b);
     }
     device_close(&dev);
-    return wrong != 0;
+    return all_wrong != 0;
 }

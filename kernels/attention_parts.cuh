@@ -1,0 +1,37 @@
+// What the attention kernels have in common, whatever instructions they are made of.
+#pragma once
+
+#include "common.cuh"
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+__device__ inline float exp2_approximate(float x) {  // relative error 2^-22; exp2(-inf) = 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+// Head bh and tile of queries of piece `index` of the forward pass. Heads come in groups whose keys and values fit in
+// the L2 cache together; within a group the longest rows go first, so that the last pieces are short ones.
+__device__ inline void forward_work(int& bh, int& tile, int index, int tiles, int heads, int group) {
+    int g = index / (group * tiles), within = index % (group * tiles);
+    int size = min(group, heads - g * group);
+    bh = g * group + within % size;
+    tile = tiles - 1 - within / size;
+}
+
+// Heads whose keys and values fill a third of an H100's or A100's L2 cache.
+inline int attention_group(int T, int HS, int element_bytes) {
+    int64_t head = (int64_t)T * HS * 2 * element_bytes, group = (16 << 20) / head;
+    return (int)(group < 1 ? 1 : group > 64 ? 64 : group);
+}
+
+template <typename Kernel>
+inline void attention_set_shared(Kernel* kernel, int bytes) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
