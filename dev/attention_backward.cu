@@ -14,10 +14,10 @@ struct Inputs {
 
 typedef void (*Backward)(const Device* dev, const Inputs* in);
 
-template <typename Shape>
+template <typename Shape, int TOKENS = 65536>
 static void run_hopper(const Device* dev, const Inputs* in) {
-    attention_backward_hopper<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
-                                     in->NH);
+    attention_hopper_backward<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
+                                     in->NH, TOKENS);
 }
 
 static void run_mma(const Device* dev, const Inputs* in) {
@@ -31,31 +31,39 @@ struct Variant {
     Backward run;
 };
 
+template <int BM, int TRIAL>
+using Small = HopperBackwardShape<64, BM, TRIAL>;
+template <int TRIAL>
+using Large = HopperBackwardShape<128, 64, TRIAL>;
+
 static const Variant VARIANTS[] = {
     {"mma64", 64, run_mma},
-    {"h64x128", 64, run_hopper<HopperBackwardShape<64, 128>>},
-    {"h64x64", 64, run_hopper<HopperBackwardShape<64, 64>>},
-    {"h64x64early", 64, run_hopper<HopperBackwardShape<64, 64, EARLY>>},
-    {"h64x128split", 64, run_hopper<HopperBackwardShape<64, 128, SPLIT>>},
-    {"h64x64split", 64, run_hopper<HopperBackwardShape<64, 64, SPLIT>>},
+    {"down", 64, run_hopper<Small<128, 0>>},
+    {"down128k", 64, run_hopper<Small<128, 0>, 131072>},
+    {"down32k", 64, run_hopper<Small<128, 0>, 32768>},
+    {"up", 64, run_hopper<Small<128, UP>>},
+    {"up128k", 64, run_hopper<Small<128, UP>, 131072>},
+    {"up32k", 64, run_hopper<Small<128, UP>, 32768>},
+    {"downred", 64, run_hopper<Small<128, RED>>},
+    {"downred2", 64, run_hopper<Small<128, RED | TWO_STAGES>>},
+    {"upred", 64, run_hopper<Small<128, UP | RED>>},
+    {"down64", 64, run_hopper<Small<64, 0>>},
+    {"downnosplit", 64, run_hopper<Small<128, NO_SPLIT>>},
     {"mma128", 128, run_mma},
-    {"h128x64", 128, run_hopper<HopperBackwardShape<128, 64>>},
-    {"h128x64split", 128, run_hopper<HopperBackwardShape<128, 64, SPLIT>>},
-    {"h64x128uneven", 64, run_hopper<HopperBackwardShape<64, 128, UNEVEN>>},
-    {"h128x64uneven", 128, run_hopper<HopperBackwardShape<128, 64, UNEVEN>>},
-    {"x128noexp", 64, run_hopper<HopperBackwardShape<64, 128, NO_EXP>>},
-    {"x128nodqout", 64, run_hopper<HopperBackwardShape<64, 128, NO_DQ_OUT>>},
-    {"x128noorder", 64, run_hopper<HopperBackwardShape<64, 128, NO_ORDER>>},
-    {"x128noneof", 64, run_hopper<HopperBackwardShape<64, 128, NO_ORDER | NO_DQ_OUT | NO_EXP>>},
-    {"x128splitnoorder", 64, run_hopper<HopperBackwardShape<64, 128, SPLIT | NO_ORDER>>},
-    {"x64nodqout", 64, run_hopper<HopperBackwardShape<64, 64, NO_DQ_OUT>>},
-    {"x128rows", 64,
+    {"large", 128, run_hopper<Large<0>>},
+    {"largeup", 128, run_hopper<Large<UP>>},
+    {"largenosplit", 128, run_hopper<Large<NO_SPLIT>>},
+    {"largenoorder", 128, run_hopper<Large<NO_ORDER>>},
+    {"downuneven", 64, run_hopper<Small<128, UNEVEN>>},
+    {"largeuneven", 128, run_hopper<Large<UNEVEN>>},
+    {"xnoorder", 64, run_hopper<Small<128, NO_ORDER>>},
+    {"xrednoorder", 64, run_hopper<Small<128, NO_ORDER | RED>>},
+    {"xrednooutorder", 64, run_hopper<Small<128, NO_ORDER | RED | NO_DQ_OUT>>},
+    {"xnoorderexp", 64, run_hopper<Small<128, NO_ORDER | NO_EXP>>},
+    {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
-         const HopperBackwardScratch sizes = hopper_backward_scratch(in->B, in->T, in->NH, 64);
-         const int64_t count = (int64_t)in->B * ceil_div(in->T, 128) * 128 * in->NH;
-         attention_backward_rows_kernel<64, 128><<<(unsigned)ceil_div(count * 8, 256), 256, 0, dev->stream>>>(
-             (float*)(in->scratch + sizes.flags), (int*)in->scratch, sizes.flags / 4, in->dout, in->out, in->lse, count,
-             in->T, in->NH);
+         attention_hopper_backward_rows<Small<128, 0>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
+                                                       in->NH);
      }},
 };
 
@@ -217,7 +225,7 @@ static void time_shape(const Device* dev, int B, int NH, int T, int HS, const ch
     float base = 0;
     for (const Variant& v : VARIANTS) {
         if (v.HS != HS || strstr(v.name, "uneven") || (only && v.name[0] == 'x' && !strchr(only, 'x'))) continue;
-        constexpr int WARM = 3, RUNS = 10;
+        constexpr int WARM = 2, RUNS = 8;
         float times[RUNS];
         cudaEvent_t start, stop;
         check(cudaEventCreate(&start));

@@ -166,16 +166,6 @@ __device__ inline int4 load_shared(uint32_t from) {
     return value;
 }
 
-__device__ inline int load_acquire(const int* address) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ inline void store_release(int* address, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 // Tiles of bf16 in shared memory: rows of COLS elements in chunks of 16 bytes, the chunk's index XORed with the row so
 // that 8 consecutive rows of one chunk (an ldmatrix) lie in 8 different groups of banks. COLS is 32, 64 or 128.
 

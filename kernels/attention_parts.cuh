@@ -16,6 +16,16 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
     return *reinterpret_cast<uint32_t*>(&pair);
 }
 
+__device__ inline int load_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline void store_release(int* address, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // Head bh and tile of queries of piece `index` of the forward pass. Heads come in groups whose keys and values fit in
 // the L2 cache together; within a group the longest rows go first, so that the last pieces are short ones.
 __device__ inline void forward_work(int& bh, int& tile, int index, int tiles, int heads, int group) {
