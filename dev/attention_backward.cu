@@ -43,14 +43,19 @@ static const Variant VARIANTS[] = {
     {"down32k", 64, run_hopper<Small<128, 0>, 32768>},
     {"up", 64, run_hopper<Small<128, UP>>},
     {"up128k", 64, run_hopper<Small<128, UP>, 131072>},
-    {"up32k", 64, run_hopper<Small<128, UP>, 32768>},
     {"downred", 64, run_hopper<Small<128, RED>>},
-    {"downred2", 64, run_hopper<Small<128, RED | TWO_STAGES>>},
     {"upred", 64, run_hopper<Small<128, UP | RED>>},
+    {"downturns", 64, run_hopper<Small<128, TURNS>>},
+    {"downturnsearly", 64, run_hopper<Small<128, TURNS | TURNS_EARLY>>},
+    {"upturns", 64, run_hopper<Small<128, UP | TURNS>>},
+    {"xturnsnoorder", 64, run_hopper<Small<128, TURNS | NO_ORDER>>},
+    {"down64turns", 64, run_hopper<Small<64, TURNS>>},
     {"down64", 64, run_hopper<Small<64, 0>>},
     {"downnosplit", 64, run_hopper<Small<128, NO_SPLIT>>},
     {"mma128", 128, run_mma},
     {"large", 128, run_hopper<Large<0>>},
+    {"largeturns", 128, run_hopper<Large<TURNS>>},
+    {"largeturnsearly", 128, run_hopper<Large<TURNS | TURNS_EARLY>>},
     {"largeup", 128, run_hopper<Large<UP>>},
     {"largenosplit", 128, run_hopper<Large<NO_SPLIT>>},
     {"largenoorder", 128, run_hopper<Large<NO_ORDER>>},
@@ -92,7 +97,10 @@ static Inputs inputs_open(const Device* dev, int B, int T, int NH, int HS) {
     in.scratch = (char*)device_alloc(dev, in.scratch_bytes);
     fill_kernel<<<(unsigned)ceil_div(3 * in.n, 256), 256, 0, dev->stream>>>(in.qkv, 3 * in.n, 1.7f, 1);
     fill_kernel<<<(unsigned)ceil_div(in.n, 256), 256, 0, dev->stream>>>(in.dout, in.n, 1.0f, 2);
-    attention_forward<bf16>(dev, in.out, in.lse, in.qkv, B, T, NH * HS, NH);
+    if (HS == 64)
+        attention_forward_mma<64>(dev, in.out, in.lse, in.qkv, B, T, NH);
+    else
+        attention_forward_mma<128>(dev, in.out, in.lse, in.qkv, B, T, NH);
     return in;
 }
 

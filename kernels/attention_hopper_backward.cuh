@@ -12,6 +12,8 @@ enum {  // trials
     TWO_STAGES = 64,
     NO_SPLIT = 128,
     RED = 256,
+    TURNS = 512,
+    TURNS_EARLY = 1024,
 };
 
 // BM queries by BN keys; two warpgroups of 64 keys each compute, a third one fetches (one thread) and keeps the order
@@ -31,7 +33,7 @@ struct HopperBackwardShape {
     static_assert((BM == 64 || BM == 128) && SHARED <= 226 * 1024);
 };
 
-enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
+enum { GO_BARRIER = 1, DONE_BARRIER = 3, TURN_BARRIER = 5, ORDER_THREADS = 128 + 32 };
 
 template <typename Shape>
 struct HopperBackwardShared {
@@ -396,6 +398,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     int stage = 0, parity = 0;
     barrier_wait(shared_offset(&shared.full[0]), 0, 10);
     barrier_wait(shared_offset(&shared.v_full), 0, 11);
+    if (Shape::TRIAL & TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
     wgmma_hold(dk);
     wgmma_hold(dv);
     wgmma_fence();
@@ -426,6 +429,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         warp_arrive(&shared.ds_full[count % 2]);
 
         if (count > 0) barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 13);
+        if (Shape::TRIAL & TURNS) group_sync(TURN_BARRIER + group, 256);
         wgmma_fence();
         hopper_backward_dq<Shape>(dq, memory + Shape::DS + (count + 1) % 2 * Shape::DS_BYTES,
                                   memory + before.sequence % 2 * Shape::KEY_BYTES, group);
@@ -435,6 +439,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
         hopper_backward_sum<Shape>(dk, ds, q_tile, add);
         wgmma_commit();
+        if (Shape::TRIAL & TURNS && Shape::TRIAL & TURNS_EARLY) group_arrive(TURN_BARRIER + 1 - group, 256);
         wgmma_wait<Shape::SPLIT ? 1 : 0>();
         wgmma_hold(dq);
         if (count > 0) {
@@ -462,6 +467,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_fence();
         hopper_backward_scores<Shape>(dp, memory + Shape::V + own_rows, next + Shape::QUERY_BYTES);
         wgmma_commit();
+        if (Shape::TRIAL & TURNS && !(Shape::TRIAL & TURNS_EARLY)) group_arrive(TURN_BARRIER + 1 - group, 256);
     }
     count--;
     barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2, 16);
