@@ -26,29 +26,43 @@ static void forward_hopper(const Device* dev, bf16* out, float* lse, const bf16*
     attention_hopper_forward<Large>(dev, out, lse, qkv, B, T, NH);
 }
 
-template <int HS, int CONSUMERS, int BN, int STAGES, bool OVERLAP = true, bool TURNS = false, int EMULATED = 0>
-using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OVERLAP, TURNS, EMULATED>;
+template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS, int EMULATED = 0>
+using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS, EMULATED>;
 
-// wgmma's: one step at a time (serial), exponentials during the other product (overlap), warpgroups in turn (turns),
-// some exponentials as polynomials (emulated), other tiles (queries x keys).
+// The tiles of production with other options.
+template <int OPTIONS, int EMULATED = 0>
+static constexpr auto hopper_with =
+    forward_hopper<Hopper<64, 3, 128, 4, OPTIONS, EMULATED>, Hopper<128, 2, 128, 2, OPTIONS, EMULATED>>;
+
+// wgmma's: one step at a time (serial), exponentials during the other product (overlap), warpgroups in turn (turns), O
+// rarely rescaled (lazy), half of the first tile left out where it is out of sight (half), some exponentials as
+// polynomials (1/8 ...), other tiles (queries x keys).
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
     {"mma", forward_mma, nullptr},
-    {"serial", forward_hopper<Hopper<64, 3, 128, 4, false>, Hopper<128, 2, 128, 2, false>>, nullptr},
-    {"overlap", forward_hopper<Hopper<64, 3, 128, 4>, Hopper<128, 2, 128, 2>>, nullptr},
-    {"turns", forward_hopper<Hopper<64, 3, 128, 4, true, true>, Hopper<128, 2, 128, 2, true, true>>, nullptr},
-    {"128 queries", forward_hopper<Hopper<64, 2, 128, 4>, Hopper<128, 2, 64, 4>>, nullptr},
-    {"128, turns", forward_hopper<Hopper<64, 2, 128, 4, true, true>, Hopper<128, 2, 64, 4, true, true>>, nullptr},
-    {"128 x 192", forward_hopper<Hopper<64, 2, 192, 3>, Hopper<128, 2, 128, 2>>, nullptr},
-    {"192 x 64", forward_hopper<Hopper<64, 3, 64, 8>, Hopper<128, 2, 128, 2>>, nullptr},
-    {"emulated 1/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 1>, Hopper<128, 2, 128, 2, true, false, 1>>,
+    {"serial", hopper_with<0>, nullptr},
+    {"overlap", hopper_with<OVERLAP>, nullptr},
+    {"turns", hopper_with<OVERLAP | TURNS>, nullptr},
+    {"lazy", hopper_with<OVERLAP | LAZY>, nullptr},
+    {"half", hopper_with<OVERLAP | HALF>, nullptr},
+    {"lazy half", hopper_with<OVERLAP | LAZY | HALF>, nullptr},
+    {"turns", hopper_with<OVERLAP | LAZY | HALF | TURNS>, nullptr},
+    {"1/8", hopper_with<OVERLAP | LAZY | HALF, 1>, nullptr},
+    {"2/8", hopper_with<OVERLAP | LAZY | HALF, 2>, nullptr},
+    {"3/8", hopper_with<OVERLAP | LAZY | HALF, 3>, nullptr},
+    {"2/8 turns", hopper_with<OVERLAP | LAZY | HALF | TURNS, 2>, nullptr},
+    {"128 x 128", forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | LAZY | HALF>, Hopper<128, 2, 64, 4, OVERLAP | LAZY>>,
      nullptr},
-    {"turns, 2/8", forward_hopper<Hopper<64, 3, 128, 4, true, true, 2>, Hopper<128, 2, 128, 2, true, true, 1>>,
+    {"128 turns",
+     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | LAZY | HALF | TURNS>,
+                    Hopper<128, 2, 64, 4, OVERLAP | LAZY | TURNS>>,
      nullptr},
-    {"emulated 3/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 3>, Hopper<128, 2, 128, 2, true, false, 3>>,
+    {"128 2/8",
+     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | LAZY | HALF, 2>, Hopper<128, 2, 64, 4, OVERLAP | LAZY, 1>>,
      nullptr},
-    {"emulated 2/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 2>, Hopper<128, 2, 128, 2, true, false, 2>>,
+    {"128 x 192", forward_hopper<Hopper<64, 2, 192, 3, OVERLAP | LAZY>, Hopper<128, 2, 64, 5, OVERLAP | LAZY>>,
      nullptr},
+    {"192 x 64", forward_hopper<Hopper<64, 3, 64, 8, OVERLAP | LAZY>, Hopper<128, 2, 64, 3, OVERLAP | LAZY>>, nullptr},
 };
 
 struct Shape {
