@@ -25,7 +25,7 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, LAZY = 4, HALF = 8 };
+enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, LAZY = 4, HALF = 8, ROTATE = 16 };
 
 template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_, int EMULATED_ = 0>
 struct HopperForwardShape {
@@ -43,7 +43,7 @@ struct HopperForwardShape {
 };
 
 // What the trainer runs.
-using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | LAZY | HALF>;
+using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | LAZY | HALF | ROTATE>;
 using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | LAZY | HALF>;
 
 struct HopperForwardPiece {
@@ -69,13 +69,15 @@ struct HopperForwardArguments {
     float scale;
 };
 
-// A place in a ring of buffers, and the parity of its present use.
+// A place in a ring of buffers, and the parity of its present use, in one register.
 template <int SIZE>
 struct RingPlace {
-    int slot = 0;
-    uint32_t parity = 0;
+    uint32_t state = 0;
+    __device__ __forceinline__ int slot() const { return (int)(state & 0xff); }
+    __device__ __forceinline__ uint32_t parity() const { return state >> 31; }
     __device__ __forceinline__ void step() {
-        if (++slot == SIZE) slot = 0, parity ^= 1;
+        state++;
+        if ((state & 0xff) == SIZE) state = (state & 0x80000000u) ^ 0x80000000u;
     }
 };
 
@@ -96,8 +98,9 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
     RingPlace<Shape::STAGES> k, v;
     const auto load = [&](uint64_t* full, uint64_t* empty, RingPlace<Shape::STAGES>& place, int base, int column,
                           int row, int batch) {
-        barrier_wait(shared_offset(&empty[place.slot]), place.parity ^ 1, 100 + (base == Shape::V));
-        const uint32_t barrier = shared_offset(&full[place.slot]), to = memory + base + place.slot * Shape::KV_BYTES;
+        barrier_wait(shared_offset(&empty[place.slot()]), place.parity() ^ 1, 100 + (base == Shape::V));
+        const uint32_t barrier = shared_offset(&full[place.slot()]),
+                       to = memory + base + place.slot() * Shape::KV_BYTES;
         barrier_expect(barrier, Shape::KV_BYTES);
 #pragma unroll
         for (int panel = 0; panel < HS / 64; panel++)
@@ -105,21 +108,21 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
         place.step();
     };
     for (int index = blockIdx.x, drawn = 0;;) {
-        barrier_wait(shared_offset(&shared.q_empty[q.slot]), q.parity ^ 1, 102);
-        const uint32_t full = shared_offset(&shared.q_full[q.slot]);
+        barrier_wait(shared_offset(&shared.q_empty[q.slot()]), q.parity() ^ 1, 102);
+        const uint32_t full = shared_offset(&shared.q_full[q.slot()]);
         if (index >= pieces) {
-            shared.piece[q.slot].last_block = -1;
+            shared.piece[q.slot()].last_block = -1;
             if (drawn == pieces - 1) *a.ticket = 0;  // this was the last draw: a block draws until it gets nothing
             barrier_arrive(full);
             break;
         }
         const HopperForwardPiece piece = hopper_forward_piece(a, index, CONSUMERS);
-        shared.piece[q.slot] = piece;
+        shared.piece[q.slot()] = piece;
         const int column = piece.head * HS;
         barrier_expect(full, CONSUMERS * Shape::Q_BYTES);
 #pragma unroll
         for (int i = 0; i < CONSUMERS * HS / 64; i++)
-            tensor_load(memory + q.slot * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
+            tensor_load(memory + q.slot() * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
                         column + i % (HS / 64) * 64, (piece.last_block + 1 - CONSUMERS + i / (HS / 64)) * 64,
                         piece.batch);
         q.step();
@@ -204,7 +207,7 @@ __device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float
 }
 
 // The first tile of a piece, the one that the diagonal crosses. HALF: when only its first 64 keys are in sight, only
-// their scores were computed and only their exponentials are.
+// their exponentials are taken.
 template <typename Shape>
 __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
                                              float (&largest)[2], float (&sum)[2], float scale_log2, int diagonal) {
@@ -230,49 +233,40 @@ __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], f
     hopper_pack(p, s);
 }
 
-// s = q k^T and o (+)= p v: issued and counted as one group each, to be waited for.
-template <typename Shape, int KEYS = Shape::BN>
-__device__ __forceinline__ void hopper_scores(float (&s)[KEYS / 8][4], uint32_t q, uint32_t k) {
+// s = q k^T and o += p v: issued and counted as one group each, to be waited for.
+template <typename Shape>
+__device__ __forceinline__ void hopper_scores(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
     const uint64_t left = uniform_operand(operand_k_major<64>(q, 0));
     const uint64_t right = uniform_operand(operand_k_major<Shape::BN>(k, 0));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::HS / 16; step++)
-        Wgmma<KEYS>::template shared<0, 0>(s, operand_step(left, step / 4 * 64 * PANEL_ROW_BYTES + step % 4 * 32),
-                                           operand_step(right, step / 4 * Shape::BN * PANEL_ROW_BYTES + step % 4 * 32),
-                                           step > 0);
+        Wgmma<Shape::BN>::template shared<0, 0>(
+            s, operand_step(left, step / 4 * 64 * PANEL_ROW_BYTES + step % 4 * 32),
+            operand_step(right, step / 4 * Shape::BN * PANEL_ROW_BYTES + step % 4 * 32), step > 0);
     wgmma_commit();
-}
-
-template <typename Shape>
-__device__ __forceinline__ void hopper_first_scores(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k,
-                                                    int diagonal) {
-    if constexpr ((Shape::OPTIONS & HALF) != 0) {
-        if (diagonal <= 0) return hopper_scores<Shape, 64>(reinterpret_cast<float(&)[8][4]>(s[0]), q, k);
-    }
-    hopper_scores<Shape>(s, q, k);
 }
 
 template <typename Shape>
 __device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], const uint32_t (&p)[Shape::BN / 16][4],
-                                              uint32_t v, int add) {
+                                              uint32_t v) {
     const uint64_t right = uniform_operand(operand_mn_major<Shape::BN>(v, 0));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::BN / 16; step++)
-        Wgmma<Shape::HS>::template registers<1>(o, p[step], operand_step(right, step * 16 * PANEL_ROW_BYTES),
-                                                step > 0 ? 1 : add);
+        Wgmma<Shape::HS>::template registers<1>(o, p[step], operand_step(right, step * 16 * PANEL_ROW_BYTES), 1);
     wgmma_commit();
 }
 
-// Divides and stores O and lse of 64 queries from `row0`, which may lie before the sequence. `own` is the q that is no
-// longer needed. The store is under way on return.
+// Divides and stores O and lse of a piece's 64 queries `part`, which may lie before the sequence. `own` is the q that
+// is no longer needed. The store is under way on return.
 template <typename Shape>
 __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const float (&largest)[2],
                                              float (&sum)[2], uint32_t own, const CUtensorMap* out_map,
-                                             const HopperForwardArguments& a, HopperForwardPiece piece, int row0,
+                                             const HopperForwardArguments& a, HopperForwardPiece piece, int part,
                                              int warpgroup) {
     constexpr int HS = Shape::HS;
+    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + part) * 64;
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
     float inverse[2];
 #pragma unroll
@@ -308,6 +302,13 @@ __device__ __forceinline__ uint32_t zero_after(float x, float y) {
     return x < 0.0f || y < 0.0f;
 }
 
+// A warpgroup's way through a piece.
+struct HopperForwardWalk {
+    int first;     // the tile of keys that the diagonal crosses; -1: there is no piece
+    int skipped;   // tiles after it, that only other warpgroups need
+    int diagonal;  // the first query's column in it
+};
+
 // What a warpgroup keeps of the rings.
 template <typename Shape>
 struct HopperConsumer {
@@ -315,35 +316,40 @@ struct HopperConsumer {
     HopperForwardShared<Shape>& shared;
     uint32_t memory;
     int warpgroup;
+    int part;  // which 64 queries of the piece are its own
     RingPlace<2> q;
     RingPlace<Shape::STAGES> k, v;
 
     __device__ __forceinline__ void release(uint64_t* empty) {
         if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(empty));
     }
-    // The address of the next tile of keys or values, once it is there.
-    __device__ __forceinline__ uint32_t next_keys() {
-        barrier_wait(shared_offset(&shared.k_full[k.slot]), k.parity, 200 + warpgroup);
-        return memory + Shape::K + k.slot * Shape::KV_BYTES;
-    }
-    __device__ __forceinline__ uint32_t next_values(uint32_t zero = 0) {
-        barrier_wait(shared_offset(&shared.v_full[v.slot]), v.parity ^ zero, 300 + warpgroup);
-        return memory + Shape::V + v.slot * Shape::KV_BYTES;
+    // The next tile of keys, once it is there.
+    __device__ __forceinline__ uint32_t keys_ready() {
+        barrier_wait(shared_offset(&shared.k_full[k.slot()]), k.parity(), 200 + warpgroup);
+        return memory + Shape::K + k.slot() * Shape::KV_BYTES;
     }
     __device__ __forceinline__ void keys_done() {
-        release(&shared.k_empty[k.slot]);
+        release(&shared.k_empty[k.slot()]);
         k.step();
     }
+    __device__ __forceinline__ void values_ready(uint32_t zero = 0) {
+        barrier_wait(shared_offset(&shared.v_full[v.slot()]), v.parity() ^ zero, 300 + warpgroup);
+    }
+    __device__ __forceinline__ uint32_t values() const { return memory + Shape::V + v.slot() * Shape::KV_BYTES; }
     __device__ __forceinline__ void values_done() {
-        release(&shared.v_empty[v.slot]);
+        release(&shared.v_empty[v.slot()]);
         v.step();
     }
-    __device__ __forceinline__ HopperForwardPiece next_piece() {
-        barrier_wait(shared_offset(&shared.q_full[q.slot]), q.parity, 400 + warpgroup);
-        return shared.piece[q.slot];
+    __device__ __forceinline__ uint32_t queries() const {
+        return memory + (q.slot() * CONSUMERS + part) * Shape::Q_BYTES;
     }
-    __device__ __forceinline__ uint32_t queries(int slot) const {
-        return memory + (slot * CONSUMERS + warpgroup) * Shape::Q_BYTES;
+    // The next piece, once its queries are there.
+    __device__ __forceinline__ HopperForwardWalk open() {
+        barrier_wait(shared_offset(&shared.q_full[q.slot()]), q.parity(), 400 + warpgroup);
+        const int last_block = shared.piece[q.slot()].last_block;
+        if (last_block < 0) return {-1, 0, 0};
+        const int row0 = (last_block + 1 - CONSUMERS + part) * 64, first = max(row0, 0) / Shape::BN;
+        return {first, last_block * 64 / Shape::BN - first, row0 - first * Shape::BN};
     }
     // Products are issued between these two, by one warpgroup after the other, as often by each.
     __device__ __forceinline__ void turn() {
@@ -358,12 +364,12 @@ struct HopperConsumer {
 template <typename Shape>
 __device__ __forceinline__ uint32_t hopper_skip_keys(HopperConsumer<Shape>& c, int tiles) {
     for (int i = 0; i < tiles; i++) {
-        c.next_keys();
+        c.keys_ready();
         c.keys_done();
         c.turn();
         c.turn_done();
     }
-    return c.next_keys();
+    return c.keys_ready();
 }
 
 template <typename Shape>
@@ -371,53 +377,46 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
                                                        int warpgroup, const CUtensorMap* out_map,
                                                        const HopperForwardArguments& a) {
     constexpr int HS = Shape::HS, BN = Shape::BN, CONSUMERS = Shape::CONSUMERS;
-    HopperConsumer<Shape> c = {shared, memory, warpgroup, {}, {}, {}};
+    HopperConsumer<Shape> c = {shared, memory, warpgroup, warpgroup, {}, {}, {}};
     const float scale_log2 = a.scale * LOG2_E;
     float s[BN / 8][4], o[HS / 8][4], largest[2], sum[2], factor[2];
-    uint32_t p[BN / 16][4], keys, values;
+    uint32_t p[BN / 16][4];
     if ((Shape::OPTIONS & TURNS) && warpgroup == CONSUMERS - 1) c.turn_done();  // the first begins
-    HopperForwardPiece piece = c.next_piece();
-    int row0, first, skipped, add;  // first query, tiles that this warpgroup needs less one, and does not need
-    const auto open = [&] {
-        row0 = (piece.last_block + 1 - CONSUMERS + warpgroup) * 64;
-        first = max(row0, 0) / BN;
-        skipped = piece.last_block * 64 / BN - first;
-        keys = hopper_skip_keys(c, skipped);
-    };
-    open();
+    HopperForwardWalk walk = c.open();
+    uint32_t keys = hopper_skip_keys(c, walk.skipped);
     c.turn();
-    hopper_first_scores<Shape>(s, c.queries(0), keys, row0 - first * BN);
+    hopper_scores<Shape>(s, c.queries(), keys);
     c.turn_done();
     for (bool begun = false;; begun = true) {
-        const int slot = c.q.slot;
         wgmma_wait<0>();
         wgmma_hold(s);
         c.keys_done();
-        hopper_first<Shape>(p, s, largest, sum, scale_log2, row0 - first * BN);
+        hopper_first<Shape>(p, s, largest, sum, scale_log2, walk.diagonal);
         if (begun && threadIdx.x % 128 == 0) {  // the last piece's O has left its memory by now
             store_wait_read<0>();
-            barrier_arrive(shared_offset(&shared.q_empty[slot ^ 1]));
+            barrier_arrive(shared_offset(&shared.q_empty[c.q.slot() ^ 1]));
         }
-        for (int i = 0; i < skipped; i++) {
-            c.next_values();
+        for (; walk.skipped > 0; walk.skipped--) {
+            c.values_ready();
             c.values_done();
         }
-        add = 0;
-        values = c.next_values();
-        for (int j = first - 1; j >= 0; j--) {
-            keys = c.next_keys();
+        c.values_ready();
+#pragma unroll
+        for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] = 0.0f;
+        for (int left = walk.first; left > 0; left--) {
+            keys = c.keys_ready();
             c.turn();
-            hopper_scores<Shape>(s, c.queries(slot), keys);
-            hopper_values<Shape>(o, p, values, add);
+            hopper_scores<Shape>(s, c.queries(), keys);
+            hopper_values<Shape>(o, p, c.values());
             c.turn_done();
             wgmma_wait<Shape::OPTIONS & OVERLAP ? 1 : 0>();
             wgmma_hold(s);
             c.keys_done();
             const bool changed =
                 hopper_softmax<(Shape::OPTIONS & LAZY) != 0, Shape::EMULATED>(s, largest, sum, factor, scale_log2);
-            uint64_t* empty = &shared.v_empty[c.v.slot];
+            uint64_t* empty = &shared.v_empty[c.v.slot()];
             c.v.step();
-            values = c.next_values(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
+            c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
             wgmma_wait<0>();
             wgmma_hold(o);
             c.release(empty);
@@ -426,30 +425,30 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
                 for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
             }
             hopper_pack(p, s);
-            add = 1;
         }
+        const uint32_t done = c.queries();
+        const int done_slot = c.q.slot(), done_part = c.part;
         c.q.step();
-        const HopperForwardPiece done = piece;
-        const int done_row = row0;
-        piece = c.next_piece();
-        if (piece.last_block < 0) {
-            piece = done;
-            break;
-        }
-        open();
+        if constexpr ((Shape::OPTIONS & ROTATE) != 0) c.part = c.part + 1 < CONSUMERS ? c.part + 1 : 0;
+        walk = c.open();
+        if (walk.first < 0) break;
+        keys = hopper_skip_keys(c, walk.skipped);
         c.turn();
-        hopper_values<Shape>(o, p, values, add);
-        hopper_first_scores<Shape>(s, c.queries(slot ^ 1), keys, row0 - first * BN);
+        hopper_values<Shape>(o, p, c.values());
+        hopper_scores<Shape>(s, c.queries(), keys);
         c.turn_done();
         wgmma_wait<1>();
         wgmma_hold(o);
         c.values_done();
-        hopper_store<Shape>(o, largest, sum, c.queries(slot), out_map, a, done, done_row, warpgroup);
+        hopper_store<Shape>(o, largest, sum, done, out_map, a, shared.piece[done_slot], done_part, warpgroup);
     }
-    hopper_values<Shape>(o, p, values, add);
+    hopper_values<Shape>(o, p, c.values());
     wgmma_wait<0>();
     wgmma_hold(o);
-    hopper_store<Shape>(o, largest, sum, c.queries(c.q.slot ^ 1), out_map, a, piece, row0, warpgroup);
+    const int last = c.q.slot() ^ 1;
+    c.part = (Shape::OPTIONS & ROTATE) == 0 ? c.part : c.part > 0 ? c.part - 1 : CONSUMERS - 1;
+    hopper_store<Shape>(o, largest, sum, memory + (last * CONSUMERS + c.part) * Shape::Q_BYTES, out_map, a,
+                        shared.piece[last], c.part, warpgroup);
     if (threadIdx.x % 128 == 0) store_wait<0>();
 }
 
