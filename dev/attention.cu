@@ -40,25 +40,24 @@ static constexpr auto hopper_with =
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
     {"mma", forward_mma, nullptr},
-    {"serial", hopper_with<0>, nullptr},
-    {"overlap", hopper_with<OVERLAP>, nullptr},
-    {"turns", hopper_with<OVERLAP | TURNS>, nullptr},
-    {"lazy", hopper_with<OVERLAP | LAZY>, nullptr},
+    {"serial", hopper_with<HALF | ROTATE>, nullptr},
     {"half", hopper_with<OVERLAP | HALF>, nullptr},
-    {"rotate", hopper_with<OVERLAP | ROTATE>, nullptr},
-    {"lhr", hopper_with<OVERLAP | LAZY | HALF | ROTATE>, nullptr},
-    {"lhr turns", hopper_with<OVERLAP | LAZY | HALF | ROTATE | TURNS>, nullptr},
-    {"lhr 1/8", hopper_with<OVERLAP | LAZY | HALF | ROTATE, 1>, nullptr},
-    {"lhr 2/8", hopper_with<OVERLAP | LAZY | HALF | ROTATE, 2>, nullptr},
-    {"lhrt 1/8", hopper_with<OVERLAP | LAZY | HALF | ROTATE | TURNS, 1>, nullptr},
-    {"128 x 128", forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | LAZY | HALF>, Hopper<128, 2, 64, 4, OVERLAP | LAZY>>,
+    {"half rotate", hopper_with<OVERLAP | HALF | ROTATE>, nullptr},
+    {"lazy half", hopper_with<OVERLAP | LAZY | HALF>, nullptr},
+    {"turns", hopper_with<OVERLAP | HALF | TURNS>, nullptr},
+    {"5, 192x64", forward_hopper<Hopper<64, 3, 128, 5, OVERLAP | LAZY | HALF | ROTATE>, Hopper<128, 3, 64, 4, OVERLAP>>,
      nullptr},
-    {"128 turns",
-     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | LAZY | HALF | TURNS>,
-                    Hopper<128, 2, 64, 4, OVERLAP | LAZY | TURNS>>,
+    {"192 x 64", forward_hopper<Hopper<64, 3, 64, 8, OVERLAP>, Hopper<128, 3, 64, 4, OVERLAP | LAZY | ROTATE>>,
      nullptr},
-    {"128 1/8",
-     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | LAZY | HALF, 1>, Hopper<128, 2, 64, 4, OVERLAP | LAZY, 1>>,
+    {"192 64 r", forward_hopper<Hopper<64, 3, 64, 8, OVERLAP | LAZY | ROTATE>, Hopper<128, 3, 64, 4, OVERLAP | TURNS>>,
+     nullptr},
+    {"256 x 64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP>, Hopper<128, 3, 64, 4, LAZY | ROTATE>>, nullptr},
+    {"256 64 lr",
+     forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | LAZY | ROTATE>, Hopper<128, 2, 128, 2, OVERLAP | TURNS>>, nullptr},
+    {"256 64 sr", forward_hopper<Hopper<64, 4, 64, 8, ROTATE>, Hopper<128, 2, 128, 2, TURNS>>, nullptr},
+    {"256 64 rt",
+     forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | ROTATE | TURNS>,
+                    Hopper<128, 2, 128, 2, OVERLAP | LAZY | HALF | TURNS>>,
      nullptr},
 };
 
@@ -197,39 +196,54 @@ static int compare_floats(const void* a, const void* b) {
     return (x > y) - (x < y);
 }
 
-// Median milliseconds.
-static float median_time(const Device* dev, const Variant* v, const Buffers* b, Shape s, bool forward, bool backward) {
-    constexpr int WARM = 3, RUNS = 20;
-    float times[RUNS];
-    cudaEvent_t start, stop;
-    check(cudaEventCreate(&start));
-    check(cudaEventCreate(&stop));
-    for (int i = 0; i < WARM + RUNS; i++) {
-        check(cudaEventRecord(start, dev->stream));
-        if (forward) run_forward(dev, v, b, s);
-        if (backward) run_backward(dev, v, b, s);
-        check(cudaEventRecord(stop, dev->stream));
-        check(cudaEventSynchronize(stop));
-        if (i >= WARM) check(cudaEventElapsedTime(&times[i - WARM], start, stop));
+constexpr int WARM = 3, RUNS = 20;
+
+static float time_once(const Device* dev, const Variant* v, const Buffers* b, Shape s, bool forward, bool backward) {
+    static cudaEvent_t start = nullptr, stop = nullptr;
+    float milliseconds;
+    if (!start) {
+        check(cudaEventCreate(&start));
+        check(cudaEventCreate(&stop));
     }
-    check(cudaEventDestroy(start));
-    check(cudaEventDestroy(stop));
+    check(cudaEventRecord(start, dev->stream));
+    if (forward) run_forward(dev, v, b, s);
+    if (backward) run_backward(dev, v, b, s);
+    check(cudaEventRecord(stop, dev->stream));
+    check(cudaEventSynchronize(stop));
+    check(cudaEventElapsedTime(&milliseconds, start, stop));
+    return milliseconds;
+}
+
+static float median(float* times /*(RUNS)*/) {
     qsort(times, RUNS, sizeof(float), compare_floats);
     return (times[RUNS / 2 - 1] + times[RUNS / 2]) / 2;
 }
 
-static void time_variant(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
+// One run of each variant after the other, RUNS times, so that all share the GPU's temperature and clocks.
+static void time_shape(const Device* dev, const Variant* variants, int count, Shape s) {
+    Buffers b = buffers_open(dev, s);
     const double flops = 2.0 * s.B * s.NH * s.T * s.T * s.HS;
-    float forward = median_time(dev, v, b, s, true, false);
-    printf("%-12s %3d %3d %6d %4d | %8.3f ", v->name, s.B, s.NH, s.T, s.HS, forward);
-    if (!v->backward) {
-        printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
-    } else {
-        float backward = median_time(dev, v, b, s, false, true), both = median_time(dev, v, b, s, true, true);
-        printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
-               2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
+    float(*times)[3][RUNS] = (float(*)[3][RUNS])calloc(count, sizeof(*times));
+    for (int run = -WARM; run < RUNS; run++)
+        for (int i = 0; i < count; i++)
+            for (int what = 0; what < (variants[i].backward ? 3 : 1); what++) {
+                float now = time_once(dev, &variants[i], &b, s, what != 1, what != 0);
+                if (run >= 0) times[i][what][run] = now;
+            }
+    for (int i = 0; i < count; i++) {
+        const float forward = median(times[i][0]);
+        printf("%-12s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
+        if (!variants[i].backward) {
+            printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
+        } else {
+            const float backward = median(times[i][1]), both = median(times[i][2]);
+            printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
+                   2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
+        }
     }
     fflush(stdout);
+    free(times);
+    buffers_close(dev, &b);
 }
 
 #ifdef NIBBLE_HANG_REPORT
@@ -258,23 +272,20 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     report_hangs();
     printf("%s\n", dev.name);
     constexpr int COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
-    int wrong[COUNT] = {}, all_wrong = 0;
+    int wrong[COUNT] = {}, count = 0;
     for (int HS = 64; HS <= 128; HS += 64)
         for (int T : LENGTHS) {
             Reference r = reference_open(&dev, {2, 2, T, HS});
             for (int i = 0; i < COUNT; i++) wrong[i] += !variant_is_right(&dev, &VARIANTS[i], &r);
             reference_close(&dev, &r);
         }
-    for (int i = 0; i < COUNT; i++) all_wrong += wrong[i];
-    if (argc > 1) return all_wrong != 0;
+    Variant right[COUNT];
+    for (int i = 0; i < COUNT; i++)
+        if (!wrong[i]) right[count++] = VARIANTS[i];
+    if (argc > 1) return count < COUNT;
     printf("%-12s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
            "backward", "both", "fwd", "bwd", "both");
-    for (const Shape& s : SHAPES) {
-        Buffers b = buffers_open(&dev, s);
-        for (int i = 0; i < COUNT; i++)
-            if (!wrong[i]) time_variant(&dev, &VARIANTS[i], &b, s);
-        buffers_close(&dev, &b);
-    }
+    for (const Shape& s : SHAPES) time_shape(&dev, right, count, s);
     device_close(&dev);
-    return all_wrong != 0;
+    return count < COUNT;
 }

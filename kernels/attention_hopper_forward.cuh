@@ -32,19 +32,19 @@ struct HopperForwardShape {
     static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, BN = BN_, STAGES = STAGES_, EMULATED = EMULATED_;
     static constexpr int OPTIONS = OPTIONS_;
     static constexpr int THREADS = (CONSUMERS + 1) * 128;
-    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-    static constexpr int REGISTERS = CONSUMERS == 3 ? 160 : 232;
+    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+    static constexpr int REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
     static constexpr int Q_BYTES = 64 * HS * 2;  // of a warpgroup; O leaves through the same memory
     static constexpr int KV_BYTES = BN * HS * 2;
     // Offsets into shared memory, from a multiple of 1024.
     static constexpr int K = 2 * CONSUMERS * Q_BYTES, V = K + STAGES * KV_BYTES;
     static constexpr int SHARED = V + STAGES * KV_BYTES + 1024;
-    static_assert(BN % 64 == 0 && (CONSUMERS == 2 || CONSUMERS == 3) && (BN == 128 || !(OPTIONS & HALF)));
+    static_assert(BN % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 4 && (BN == 128 || !(OPTIONS & HALF)));
 };
 
 // What the trainer runs.
 using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | LAZY | HALF | ROTATE>;
-using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | LAZY | HALF>;
+using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | LAZY | HALF | TURNS>;
 
 struct HopperForwardPiece {
     int head, batch;
@@ -128,12 +128,13 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
         q.step();
         const int tiles = piece.last_block * 64 / BN + 1;
         for (int j = tiles - 1; j >= 0; j--) {
-            if (j == 0) drawn = atomicAdd(a.ticket, 1), index = gridDim.x + drawn;
+            if (j == 0) drawn = atomicAdd(a.ticket, 1);
             load(shared.k_full, shared.k_empty, k, Shape::K, C + column, j * BN, piece.batch);
             if (j + 1 < tiles)
                 load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, (j + 1) * BN, piece.batch);
         }
         load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, 0, piece.batch);
+        index = gridDim.x + drawn;
     }
 }
 
@@ -273,7 +274,7 @@ __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4],
     for (int r = 0; r < 2; r++) {
         sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
         sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-        inverse[r] = 1.0f / sum[r];
+        inverse[r] = __frcp_rn(sum[r]);
         const int row = row0 + warp * 16 + g + r * 8;
         if (lane % 4 == 0 && row >= 0 && row < a.T)
             a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] = largest[r] * a.scale + logf(sum[r]);
@@ -353,10 +354,10 @@ struct HopperConsumer {
     }
     // Products are issued between these two, by one warpgroup after the other, as often by each.
     __device__ __forceinline__ void turn() {
-        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_sync(4 + warpgroup, 256);
+        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_sync(8 + warpgroup, 256);
     }
     __device__ __forceinline__ void turn_done() {
-        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_arrive(4 + (warpgroup + 1) % CONSUMERS, 256);
+        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_arrive(8 + (warpgroup + 1) % CONSUMERS, 256);
     }
 };
 
