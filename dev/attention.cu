@@ -26,28 +26,38 @@ static void forward_hopper(const Device* dev, bf16* out, float* lse, const bf16*
     attention_hopper_forward<Large>(dev, out, lse, qkv, B, T, NH);
 }
 
-template <int HS, int CONSUMERS, int BN, int STAGES, bool OVERLAP = true, bool TURNS = false, int EMULATED = 0>
-using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OVERLAP, TURNS, EMULATED>;
+template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS, int EMULATED = 0>
+using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS, EMULATED>;
 
-// wgmma's: one step at a time (serial), exponentials during the other product (overlap), warpgroups in turn (turns),
-// some exponentials as polynomials (emulated), other tiles (queries x keys).
+// The tiles of production with other options.
+template <int OPTIONS, int EMULATED = 0>
+static constexpr auto hopper_with =
+    forward_hopper<Hopper<64, 3, 128, 4, OPTIONS, EMULATED>, Hopper<128, 2, 128, 2, OPTIONS, EMULATED>>;
+
+// wgmma's: one step at a time (serial), exponentials during the other product (overlap), warpgroups in turn (turns), O
+// rarely rescaled (lazy), half of the first tile left out where it is out of sight (half), some exponentials as
+// polynomials (1/8 ...), other tiles (queries x keys).
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
     {"mma", forward_mma, nullptr},
-    {"serial", forward_hopper<Hopper<64, 3, 128, 4, false>, Hopper<128, 2, 128, 2, false>>, nullptr},
-    {"overlap", forward_hopper<Hopper<64, 3, 128, 4>, Hopper<128, 2, 128, 2>>, nullptr},
-    {"turns", forward_hopper<Hopper<64, 3, 128, 4, true, true>, Hopper<128, 2, 128, 2, true, true>>, nullptr},
-    {"128 queries", forward_hopper<Hopper<64, 2, 128, 4>, Hopper<128, 2, 64, 4>>, nullptr},
-    {"128, turns", forward_hopper<Hopper<64, 2, 128, 4, true, true>, Hopper<128, 2, 64, 4, true, true>>, nullptr},
-    {"128 x 192", forward_hopper<Hopper<64, 2, 192, 3>, Hopper<128, 2, 128, 2>>, nullptr},
-    {"192 x 64", forward_hopper<Hopper<64, 3, 64, 8>, Hopper<128, 2, 128, 2>>, nullptr},
-    {"emulated 1/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 1>, Hopper<128, 2, 128, 2, true, false, 1>>,
+    {"serial", hopper_with<HALF | ROTATE>, nullptr},
+    {"half", hopper_with<OVERLAP | HALF>, nullptr},
+    {"half rotate", hopper_with<OVERLAP | HALF | ROTATE>, nullptr},
+    {"lazy half", hopper_with<OVERLAP | LAZY | HALF>, nullptr},
+    {"turns", hopper_with<OVERLAP | HALF | TURNS>, nullptr},
+    {"5, 192x64", forward_hopper<Hopper<64, 3, 128, 5, OVERLAP | LAZY | HALF | ROTATE>, Hopper<128, 3, 64, 4, OVERLAP>>,
      nullptr},
-    {"turns, 2/8", forward_hopper<Hopper<64, 3, 128, 4, true, true, 2>, Hopper<128, 2, 128, 2, true, true, 1>>,
+    {"192 x 64", forward_hopper<Hopper<64, 3, 64, 8, OVERLAP>, Hopper<128, 3, 64, 4, OVERLAP | LAZY | ROTATE>>,
      nullptr},
-    {"emulated 3/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 3>, Hopper<128, 2, 128, 2, true, false, 3>>,
+    {"192 64 r", forward_hopper<Hopper<64, 3, 64, 8, OVERLAP | LAZY | ROTATE>, Hopper<128, 3, 64, 4, OVERLAP | TURNS>>,
      nullptr},
-    {"emulated 2/8", forward_hopper<Hopper<64, 3, 128, 4, true, false, 2>, Hopper<128, 2, 128, 2, true, false, 2>>,
+    {"256 x 64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP>, Hopper<128, 3, 64, 4, LAZY | ROTATE>>, nullptr},
+    {"256 64 lr",
+     forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | LAZY | ROTATE>, Hopper<128, 2, 128, 2, OVERLAP | TURNS>>, nullptr},
+    {"256 64 sr", forward_hopper<Hopper<64, 4, 64, 8, ROTATE>, Hopper<128, 2, 128, 2, TURNS>>, nullptr},
+    {"256 64 rt",
+     forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | ROTATE | TURNS>,
+                    Hopper<128, 2, 128, 2, OVERLAP | LAZY | HALF | TURNS>>,
      nullptr},
 };
 
@@ -129,39 +139,55 @@ static void print_first_wrong(const float* got, const float* want, int64_t n, in
     }
 }
 
-static bool variant_is_right(const Device* dev, const Variant* v, int HS, int T) {
-    const Shape s = {2, 2, T, HS};
-    const int C = s.NH * HS;
-    Buffers b = buffers_open(dev, s);
-    check(cudaMemsetAsync(b.out, 0xff, b.n * 2, dev->stream));
-    check(cudaMemsetAsync(b.lse, 0xff, (int64_t)s.B * s.NH * T * 4, dev->stream));
-    run_forward(dev, v, &b, s);
-    float *qkv = host_floats(dev, b.qkv, 3 * b.n), *dout = host_floats(dev, b.dout, b.n);
-    float *out = host_floats(dev, b.out, b.n), *dqkv = nullptr;
-    float *want_out = (float*)malloc(b.n * 4), *want = (float*)malloc(3 * b.n * 4);
-    const int64_t rows = (int64_t)s.B * s.NH * s.T;
-    float *lse = (float*)malloc(rows * 4), *want_lse = (float*)malloc(rows * 4);
-    copy_to_host(dev, lse, b.lse, rows * 4);
-    attention_forward_cpu(want_out, want_lse, qkv, s.B, s.T, C, s.NH);
+// What the plain C version gives for the inputs of buffers_open.
+struct Reference {
+    Shape s;
+    int64_t n, rows;  // elements of out, rows of lse
+    Buffers b;
+    float *out, *lse, *dqkv;
+};
+
+static Reference reference_open(const Device* dev, Shape s) {
+    Reference r = {s, 0, (int64_t)s.B * s.NH * s.T, buffers_open(dev, s), nullptr, nullptr, nullptr};
+    r.n = r.b.n;
+    r.out = (float*)malloc(r.n * 4), r.lse = (float*)malloc(r.rows * 4), r.dqkv = (float*)malloc(3 * r.n * 4);
+    float *qkv = host_floats(dev, r.b.qkv, 3 * r.n), *dout = host_floats(dev, r.b.dout, r.n);
+    attention_forward_cpu(r.out, r.lse, qkv, s.B, s.T, s.NH * s.HS, s.NH);
+    attention_backward_cpu(r.dqkv, dout, qkv, r.out, r.lse, s.B, s.T, s.NH * s.HS, s.NH);
+    free(qkv), free(dout);
+    return r;
+}
+
+static void reference_close(const Device* dev, Reference* r) {
+    free(r->out), free(r->lse), free(r->dqkv);
+    buffers_close(dev, &r->b);
+}
+
+static bool variant_is_right(const Device* dev, const Variant* v, const Reference* r) {
     const double bound = 1.0 / 256;  // bf16's epsilon
-    double forward = relative_error(out, want_out, b.n), backward = 0.0, log_sum = relative_error(lse, want_lse, rows);
+    double backward = 0.0;
+    check(cudaMemsetAsync(r->b.out, 0xff, r->n * 2, dev->stream));
+    check(cudaMemsetAsync(r->b.lse, 0xff, r->rows * 4, dev->stream));
+    run_forward(dev, v, &r->b, r->s);
+    float *out = host_floats(dev, r->b.out, r->n), *lse = (float*)malloc(r->rows * 4);
+    copy_to_host(dev, lse, r->b.lse, r->rows * 4);
+    const double forward = relative_error(out, r->out, r->n), log_sum = relative_error(lse, r->lse, r->rows);
     if (v->backward) {
-        run_backward(dev, v, &b, s);
-        dqkv = host_floats(dev, b.dqkv, 3 * b.n);
-        attention_backward_cpu(want, dout, qkv, want_out, want_lse, s.B, s.T, C, s.NH);
-        backward = relative_error(dqkv, want, 3 * b.n);
+        run_backward(dev, v, &r->b, r->s);
+        float* dqkv = host_floats(dev, r->b.dqkv, 3 * r->n);
+        backward = relative_error(dqkv, r->dqkv, 3 * r->n);
+        free(dqkv);
     }
     // out is rounded before D is computed from it; lse is fp32 throughout
-    bool right = forward <= bound && backward <= 2 * bound && log_sum <= 1e-5;
-    printf("%-12s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, HS, T,
-           forward / bound, backward / bound, log_sum, right ? "ok" : "WRONG");
+    const bool right = forward <= bound && backward <= 2 * bound && log_sum <= 1e-5;
+    printf("%-12s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, r->s.HS,
+           r->s.T, forward / bound, backward / bound, log_sum, right ? "ok" : "WRONG");
     if (!right) {
-        print_first_wrong(out, want_out, b.n, T, C, bound);
-        print_first_wrong(lse, want_lse, rows, T, 1, 1e-5);
+        print_first_wrong(out, r->out, r->n, r->s.T, r->s.NH * r->s.HS, bound);
+        print_first_wrong(lse, r->lse, r->rows, r->s.T, 1, 1e-5);
     }
     fflush(stdout);
-    free(qkv), free(dout), free(out), free(dqkv), free(want_out), free(want), free(lse), free(want_lse);
-    buffers_close(dev, &b);
+    free(out), free(lse);
     return right;
 }
 
@@ -170,39 +196,54 @@ static int compare_floats(const void* a, const void* b) {
     return (x > y) - (x < y);
 }
 
-// Median milliseconds.
-static float median_time(const Device* dev, const Variant* v, const Buffers* b, Shape s, bool forward, bool backward) {
-    constexpr int WARM = 3, RUNS = 20;
-    float times[RUNS];
-    cudaEvent_t start, stop;
-    check(cudaEventCreate(&start));
-    check(cudaEventCreate(&stop));
-    for (int i = 0; i < WARM + RUNS; i++) {
-        check(cudaEventRecord(start, dev->stream));
-        if (forward) run_forward(dev, v, b, s);
-        if (backward) run_backward(dev, v, b, s);
-        check(cudaEventRecord(stop, dev->stream));
-        check(cudaEventSynchronize(stop));
-        if (i >= WARM) check(cudaEventElapsedTime(&times[i - WARM], start, stop));
+constexpr int WARM = 3, RUNS = 20;
+
+static float time_once(const Device* dev, const Variant* v, const Buffers* b, Shape s, bool forward, bool backward) {
+    static cudaEvent_t start = nullptr, stop = nullptr;
+    float milliseconds;
+    if (!start) {
+        check(cudaEventCreate(&start));
+        check(cudaEventCreate(&stop));
     }
-    check(cudaEventDestroy(start));
-    check(cudaEventDestroy(stop));
+    check(cudaEventRecord(start, dev->stream));
+    if (forward) run_forward(dev, v, b, s);
+    if (backward) run_backward(dev, v, b, s);
+    check(cudaEventRecord(stop, dev->stream));
+    check(cudaEventSynchronize(stop));
+    check(cudaEventElapsedTime(&milliseconds, start, stop));
+    return milliseconds;
+}
+
+static float median(float* times /*(RUNS)*/) {
     qsort(times, RUNS, sizeof(float), compare_floats);
     return (times[RUNS / 2 - 1] + times[RUNS / 2]) / 2;
 }
 
-static void time_variant(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
+// One run of each variant after the other, RUNS times, so that all share the GPU's temperature and clocks.
+static void time_shape(const Device* dev, const Variant* variants, int count, Shape s) {
+    Buffers b = buffers_open(dev, s);
     const double flops = 2.0 * s.B * s.NH * s.T * s.T * s.HS;
-    float forward = median_time(dev, v, b, s, true, false);
-    printf("%-12s %3d %3d %6d %4d | %8.3f ", v->name, s.B, s.NH, s.T, s.HS, forward);
-    if (!v->backward) {
-        printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
-    } else {
-        float backward = median_time(dev, v, b, s, false, true), both = median_time(dev, v, b, s, true, true);
-        printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
-               2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
+    float(*times)[3][RUNS] = (float(*)[3][RUNS])calloc(count, sizeof(*times));
+    for (int run = -WARM; run < RUNS; run++)
+        for (int i = 0; i < count; i++)
+            for (int what = 0; what < (variants[i].backward ? 3 : 1); what++) {
+                float now = time_once(dev, &variants[i], &b, s, what != 1, what != 0);
+                if (run >= 0) times[i][what][run] = now;
+            }
+    for (int i = 0; i < count; i++) {
+        const float forward = median(times[i][0]);
+        printf("%-12s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
+        if (!variants[i].backward) {
+            printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
+        } else {
+            const float backward = median(times[i][1]), both = median(times[i][2]);
+            printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
+                   2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
+        }
     }
     fflush(stdout);
+    free(times);
+    buffers_close(dev, &b);
 }
 
 #ifdef NIBBLE_HANG_REPORT
@@ -231,21 +272,20 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     report_hangs();
     printf("%s\n", dev.name);
     constexpr int COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
-    int wrong[COUNT] = {}, all_wrong = 0;
-    for (int i = 0; i < COUNT; i++) {
-        for (int HS = 64; HS <= 128; HS += 64)
-            for (int T : LENGTHS) wrong[i] += !variant_is_right(&dev, &VARIANTS[i], HS, T);
-        all_wrong += wrong[i];
-    }
-    if (argc > 1) return all_wrong != 0;
+    int wrong[COUNT] = {}, count = 0;
+    for (int HS = 64; HS <= 128; HS += 64)
+        for (int T : LENGTHS) {
+            Reference r = reference_open(&dev, {2, 2, T, HS});
+            for (int i = 0; i < COUNT; i++) wrong[i] += !variant_is_right(&dev, &VARIANTS[i], &r);
+            reference_close(&dev, &r);
+        }
+    Variant right[COUNT];
+    for (int i = 0; i < COUNT; i++)
+        if (!wrong[i]) right[count++] = VARIANTS[i];
+    if (argc > 1) return count < COUNT;
     printf("%-12s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
            "backward", "both", "fwd", "bwd", "both");
-    for (const Shape& s : SHAPES) {
-        Buffers b = buffers_open(&dev, s);
-        for (int i = 0; i < COUNT; i++)
-            if (!wrong[i]) time_variant(&dev, &VARIANTS[i], &b, s);
-        buffers_close(&dev, &b);
-    }
+    for (const Shape& s : SHAPES) time_shape(&dev, right, count, s);
     device_close(&dev);
-    return all_wrong != 0;
+    return count < COUNT;
 }

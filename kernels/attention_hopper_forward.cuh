@@ -25,32 +25,39 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-template <int HS_, int CONSUMERS_, int BN_, int STAGES_, bool OVERLAP_ = true, bool TURNS_ = false, int EMULATED_ = 0>
+enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, LAZY = 4, HALF = 8, ROTATE = 16 };
+
+template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_, int EMULATED_ = 0>
 struct HopperForwardShape {
     static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, BN = BN_, STAGES = STAGES_, EMULATED = EMULATED_;
-    static constexpr bool OVERLAP = OVERLAP_, TURNS = TURNS_;
+    static constexpr int OPTIONS = OPTIONS_;
     static constexpr int THREADS = (CONSUMERS + 1) * 128;
-    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-    static constexpr int REGISTERS = CONSUMERS == 3 ? 160 : 232;
+    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+    static constexpr int REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
     static constexpr int Q_BYTES = 64 * HS * 2;  // of a warpgroup; O leaves through the same memory
     static constexpr int KV_BYTES = BN * HS * 2;
     // Offsets into shared memory, from a multiple of 1024.
     static constexpr int K = 2 * CONSUMERS * Q_BYTES, V = K + STAGES * KV_BYTES;
     static constexpr int SHARED = V + STAGES * KV_BYTES + 1024;
-    static_assert(BN % 64 == 0 && (CONSUMERS == 2 || CONSUMERS == 3));
+    static_assert(BN % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 4 && (BN == 128 || !(OPTIONS & HALF)));
 };
 
 // What the trainer runs.
-using HopperForward64 = HopperForwardShape<64, 3, 128, 4>;
-using HopperForward128 = HopperForwardShape<128, 2, 128, 2>;
+using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | LAZY | HALF | ROTATE>;
+using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | LAZY | HALF | TURNS>;
 
-// One row of `barriers` each, filled and emptied: 2 slots of q, the stages of k, the stages of v.
+struct HopperForwardPiece {
+    int head, batch;
+    int last_block;  // of 64 queries: the last one of the piece; -1: there is no more work
+};
+
+// Barriers of the 2 slots of q and of the stages of k and v: filled, emptied.
 template <typename Shape>
 struct HopperForwardShared {
     uint64_t q_full[2], q_empty[2];
     uint64_t k_full[Shape::STAGES], k_empty[Shape::STAGES];
     uint64_t v_full[Shape::STAGES], v_empty[Shape::STAGES];
-    int piece[2];  // what the slots of q hold; -1: there is no more
+    HopperForwardPiece piece[2];  // what the slots of q hold
 };
 
 struct HopperForwardArguments {
@@ -62,19 +69,16 @@ struct HopperForwardArguments {
     float scale;
 };
 
-// A place in a ring of buffers, and the parity of its present use.
+// A place in a ring of buffers, and the parity of its present use, in one register.
 template <int SIZE>
 struct RingPlace {
-    int slot = 0;
-    uint32_t parity = 0;
+    uint32_t state = 0;
+    __device__ __forceinline__ int slot() const { return (int)(state & 0xff); }
+    __device__ __forceinline__ uint32_t parity() const { return state >> 31; }
     __device__ __forceinline__ void step() {
-        if (++slot == SIZE) slot = 0, parity ^= 1;
+        state++;
+        if ((state & 0xff) == SIZE) state = (state & 0x80000000u) ^ 0x80000000u;
     }
-};
-
-struct HopperForwardPiece {
-    int head, batch;
-    int last_block;  // of 64 queries: the last one of the piece
 };
 
 __device__ __forceinline__ HopperForwardPiece hopper_forward_piece(const HopperForwardArguments& a, int index,
@@ -94,8 +98,9 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
     RingPlace<Shape::STAGES> k, v;
     const auto load = [&](uint64_t* full, uint64_t* empty, RingPlace<Shape::STAGES>& place, int base, int column,
                           int row, int batch) {
-        barrier_wait(shared_offset(&empty[place.slot]), place.parity ^ 1, 100 + (base == Shape::V));
-        const uint32_t barrier = shared_offset(&full[place.slot]), to = memory + base + place.slot * Shape::KV_BYTES;
+        barrier_wait(shared_offset(&empty[place.slot()]), place.parity() ^ 1, 100 + (base == Shape::V));
+        const uint32_t barrier = shared_offset(&full[place.slot()]),
+                       to = memory + base + place.slot() * Shape::KV_BYTES;
         barrier_expect(barrier, Shape::KV_BYTES);
 #pragma unroll
         for (int panel = 0; panel < HS / 64; panel++)
@@ -103,31 +108,33 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
         place.step();
     };
     for (int index = blockIdx.x, drawn = 0;;) {
-        barrier_wait(shared_offset(&shared.q_empty[q.slot]), q.parity ^ 1, 102);
-        const uint32_t full = shared_offset(&shared.q_full[q.slot]);
-        shared.piece[q.slot] = index < pieces ? index : -1;
+        barrier_wait(shared_offset(&shared.q_empty[q.slot()]), q.parity() ^ 1, 102);
+        const uint32_t full = shared_offset(&shared.q_full[q.slot()]);
         if (index >= pieces) {
+            shared.piece[q.slot()].last_block = -1;
             if (drawn == pieces - 1) *a.ticket = 0;  // this was the last draw: a block draws until it gets nothing
             barrier_arrive(full);
             break;
         }
         const HopperForwardPiece piece = hopper_forward_piece(a, index, CONSUMERS);
+        shared.piece[q.slot()] = piece;
         const int column = piece.head * HS;
         barrier_expect(full, CONSUMERS * Shape::Q_BYTES);
 #pragma unroll
         for (int i = 0; i < CONSUMERS * HS / 64; i++)
-            tensor_load(memory + q.slot * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
+            tensor_load(memory + q.slot() * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
                         column + i % (HS / 64) * 64, (piece.last_block + 1 - CONSUMERS + i / (HS / 64)) * 64,
                         piece.batch);
         q.step();
         const int tiles = piece.last_block * 64 / BN + 1;
         for (int j = tiles - 1; j >= 0; j--) {
-            if (j == 0) drawn = atomicAdd(a.ticket, 1), index = gridDim.x + drawn;
+            if (j == 0) drawn = atomicAdd(a.ticket, 1);
             load(shared.k_full, shared.k_empty, k, Shape::K, C + column, j * BN, piece.batch);
             if (j + 1 < tiles)
                 load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, (j + 1) * BN, piece.batch);
         }
         load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, 0, piece.batch);
+        index = gridDim.x + drawn;
     }
 }
 
@@ -143,11 +150,12 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
     return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
 }
 
-// Running softmax of a warpgroup's 64 x BN scores: s becomes p, and the factor is by what O shrinks.
-template <typename Shape, int EMULATED>
-__device__ __forceinline__ void hopper_softmax(float (&s)[Shape::BN / 8][4], float (&largest)[2], float (&sum)[2],
+// Running softmax of a warpgroup's 64 x N scores: s becomes p, and O is to be multiplied by the factor, if any thread
+// of the warp says so. LAZY: the value subtracted stays below the largest by up to 8 powers of two, until it does not,
+// so that O rarely has to be touched.
+template <bool LAZY_, int EMULATED, int N>
+__device__ __forceinline__ bool hopper_softmax(float (&s)[N][4], float (&largest)[2], float (&sum)[2],
                                                float (&factor)[2], float scale_log2) {
-    constexpr int N = Shape::BN / 8;
     float top[2][2], partial[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) top[i / 2][i % 2] = s[0][i];
@@ -155,11 +163,14 @@ __device__ __forceinline__ void hopper_softmax(float (&s)[Shape::BN / 8][4], flo
     for (int n = 1; n < N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) top[i / 2][i % 2] = fmaxf(top[i / 2][i % 2], s[n][i]);
+    bool changed = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float now = fmaxf(fmaxf(top[r][0], top[r][1]), largest[r]);
         now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
         now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
+        if (LAZY_) now = (now - largest[r]) * scale_log2 > 8.0f ? now : largest[r];
+        changed = changed || now != largest[r];
         factor[r] = exp2_approximate((largest[r] - now) * scale_log2);
         largest[r] = now;
         const float shift = now * scale_log2;
@@ -176,61 +187,94 @@ __device__ __forceinline__ void hopper_softmax(float (&s)[Shape::BN / 8][4], flo
             }
         sum[r] = partial[r][0] + partial[r][1];
     }
+    return LAZY_ ? __any_sync(0xffffffffu, changed) : true;
 }
 
 // Hides the keys after each query: `diagonal` is the first query's column in the tile.
-template <typename Shape>
-__device__ __forceinline__ void hopper_mask(float (&s)[Shape::BN / 8][4], int diagonal) {
+template <int N>
+__device__ __forceinline__ void hopper_mask(float (&s)[N][4], int diagonal) {
     const int lane = threadIdx.x % 32, row = diagonal + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < Shape::BN / 2; i++)
+    for (int i = 0; i < N * 4; i++)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 > row + i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
 }
 
-template <typename Shape>
-__device__ __forceinline__ void hopper_pack(uint32_t (&p)[Shape::BN / 16][4], const float (&s)[Shape::BN / 8][4]) {
+template <int N>
+__device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float (&s)[N][4]) {
 #pragma unroll
-    for (int k = 0; k < Shape::BN / 16; k++)
+    for (int k = 0; k < N / 2; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) p[k][i] = pack_bf16(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-// s = q k^T and o (+)= p v: issued and counted as one group each, to be waited for.
+// The first tile of a piece, the one that the diagonal crosses. HALF: when only its first 64 keys are in sight, only
+// their exponentials are taken.
+template <typename Shape>
+__device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
+                                             float (&largest)[2], float (&sum)[2], float scale_log2, int diagonal) {
+    float factor[2];
+    largest[0] = largest[1] = -INFINITY, sum[0] = sum[1] = 0.0f;
+    if constexpr ((Shape::OPTIONS & HALF) != 0) {
+        float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]),
+        (&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
+        uint32_t(&p_near)[4][4] = reinterpret_cast<uint32_t(&)[4][4]>(p[0]);
+        if (diagonal <= 0) {
+            hopper_mask(near, 0);
+            hopper_softmax<false, 0>(near, largest, sum, factor, scale_log2);
+            hopper_pack(p_near, near);
+#pragma unroll
+            for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
+            return;
+        }
+        hopper_mask(far, 0);
+    } else {
+        hopper_mask(s, diagonal);
+    }
+    hopper_softmax<false, 0>(s, largest, sum, factor, scale_log2);
+    hopper_pack(p, s);
+}
+
+// s = q k^T and o += p v: issued and counted as one group each, to be waited for.
 template <typename Shape>
 __device__ __forceinline__ void hopper_scores(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
+    const uint64_t left = uniform_operand(operand_k_major<64>(q, 0));
+    const uint64_t right = uniform_operand(operand_k_major<Shape::BN>(k, 0));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::HS / 16; step++)
-        Wgmma<Shape::BN>::template shared<0, 0>(s, operand_k_major<64>(q, step), operand_k_major<Shape::BN>(k, step),
-                                                step > 0);
+        Wgmma<Shape::BN>::template shared<0, 0>(
+            s, operand_step(left, step / 4 * 64 * PANEL_ROW_BYTES + step % 4 * 32),
+            operand_step(right, step / 4 * Shape::BN * PANEL_ROW_BYTES + step % 4 * 32), step > 0);
     wgmma_commit();
 }
 
 template <typename Shape>
 __device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], const uint32_t (&p)[Shape::BN / 16][4],
-                                              uint32_t v, int add) {
+                                              uint32_t v) {
+    const uint64_t right = uniform_operand(operand_mn_major<Shape::BN>(v, 0));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::BN / 16; step++)
-        Wgmma<Shape::HS>::template registers<1>(o, p[step], operand_mn_major<Shape::BN>(v, step), step > 0 ? 1 : add);
+        Wgmma<Shape::HS>::template registers<1>(o, p[step], operand_step(right, step * 16 * PANEL_ROW_BYTES), 1);
     wgmma_commit();
 }
 
-// Divides and stores O and lse of 64 queries from `row0`, which may lie before the sequence. `own` is the q that is no
-// longer needed. The store is under way on return.
+// Divides and stores O and lse of a piece's 64 queries `part`, which may lie before the sequence. `own` is the q that
+// is no longer needed. The store is under way on return.
 template <typename Shape>
 __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const float (&largest)[2],
                                              float (&sum)[2], uint32_t own, const CUtensorMap* out_map,
-                                             const HopperForwardArguments& a, HopperForwardPiece piece, int row0,
+                                             const HopperForwardArguments& a, HopperForwardPiece piece, int part,
                                              int warpgroup) {
     constexpr int HS = Shape::HS;
+    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + part) * 64;
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
         sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-        inverse[r] = 1.0f / sum[r];
+        inverse[r] = __frcp_rn(sum[r]);
         const int row = row0 + warp * 16 + g + r * 8;
         if (lane % 4 == 0 && row >= 0 && row < a.T)
             a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] = largest[r] * a.scale + logf(sum[r]);
@@ -246,13 +290,25 @@ __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4],
                        pack_bf16(o[2 * k + 1][2] * inverse[1], o[2 * k + 1][3] * inverse[1]));
     fence_async();
     group_sync(1 + warpgroup, 128);
-    if (threadIdx.x % 128 == 0) {
+    if (threadIdx.x % 128 == 0 && row0 >= 0) {
 #pragma unroll
         for (int panel = 0; panel < HS / 64; panel++)
             tensor_store(out_map, own + panel * 64 * PANEL_ROW_BYTES, piece.head * HS + panel * 64, row0, piece.batch);
         store_commit();
     }
 }
+
+// 0, for sums of exponentials; but the compiler must have computed them to know.
+__device__ __forceinline__ uint32_t zero_after(float x, float y) {
+    return x < 0.0f || y < 0.0f;
+}
+
+// A warpgroup's way through a piece.
+struct HopperForwardWalk {
+    int first;     // the tile of keys that the diagonal crosses; -1: there is no piece
+    int skipped;   // tiles after it, that only other warpgroups need
+    int diagonal;  // the first query's column in it
+};
 
 // What a warpgroup keeps of the rings.
 template <typename Shape>
@@ -261,42 +317,47 @@ struct HopperConsumer {
     HopperForwardShared<Shape>& shared;
     uint32_t memory;
     int warpgroup;
+    int part;  // which 64 queries of the piece are its own
     RingPlace<2> q;
     RingPlace<Shape::STAGES> k, v;
 
     __device__ __forceinline__ void release(uint64_t* empty) {
         if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(empty));
     }
-    // The address of the next tile of keys or values, once it is there.
-    __device__ __forceinline__ uint32_t next_keys() {
-        barrier_wait(shared_offset(&shared.k_full[k.slot]), k.parity, 200 + warpgroup);
-        return memory + Shape::K + k.slot * Shape::KV_BYTES;
-    }
-    __device__ __forceinline__ uint32_t next_values() {
-        barrier_wait(shared_offset(&shared.v_full[v.slot]), v.parity, 300 + warpgroup);
-        return memory + Shape::V + v.slot * Shape::KV_BYTES;
+    // The next tile of keys, once it is there.
+    __device__ __forceinline__ uint32_t keys_ready() {
+        barrier_wait(shared_offset(&shared.k_full[k.slot()]), k.parity(), 200 + warpgroup);
+        return memory + Shape::K + k.slot() * Shape::KV_BYTES;
     }
     __device__ __forceinline__ void keys_done() {
-        release(&shared.k_empty[k.slot]);
+        release(&shared.k_empty[k.slot()]);
         k.step();
     }
+    __device__ __forceinline__ void values_ready(uint32_t zero = 0) {
+        barrier_wait(shared_offset(&shared.v_full[v.slot()]), v.parity() ^ zero, 300 + warpgroup);
+    }
+    __device__ __forceinline__ uint32_t values() const { return memory + Shape::V + v.slot() * Shape::KV_BYTES; }
     __device__ __forceinline__ void values_done() {
-        release(&shared.v_empty[v.slot]);
+        release(&shared.v_empty[v.slot()]);
         v.step();
     }
-    __device__ __forceinline__ int next_piece() {
-        barrier_wait(shared_offset(&shared.q_full[q.slot]), q.parity, 400 + warpgroup);
-        return shared.piece[q.slot];
+    __device__ __forceinline__ uint32_t queries() const {
+        return memory + (q.slot() * CONSUMERS + part) * Shape::Q_BYTES;
     }
-    __device__ __forceinline__ uint32_t queries(int slot) const {
-        return memory + (slot * CONSUMERS + warpgroup) * Shape::Q_BYTES;
+    // The next piece, once its queries are there.
+    __device__ __forceinline__ HopperForwardWalk open() {
+        barrier_wait(shared_offset(&shared.q_full[q.slot()]), q.parity(), 400 + warpgroup);
+        const int last_block = shared.piece[q.slot()].last_block;
+        if (last_block < 0) return {-1, 0, 0};
+        const int row0 = (last_block + 1 - CONSUMERS + part) * 64, first = max(row0, 0) / Shape::BN;
+        return {first, last_block * 64 / Shape::BN - first, row0 - first * Shape::BN};
     }
     // Products are issued between these two, by one warpgroup after the other, as often by each.
     __device__ __forceinline__ void turn() {
-        if constexpr (Shape::TURNS) group_sync(4 + warpgroup, 256);
+        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_sync(8 + warpgroup, 256);
     }
     __device__ __forceinline__ void turn_done() {
-        if constexpr (Shape::TURNS) group_arrive(4 + (warpgroup + 1) % CONSUMERS, 256);
+        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_arrive(8 + (warpgroup + 1) % CONSUMERS, 256);
     }
 };
 
@@ -304,12 +365,12 @@ struct HopperConsumer {
 template <typename Shape>
 __device__ __forceinline__ uint32_t hopper_skip_keys(HopperConsumer<Shape>& c, int tiles) {
     for (int i = 0; i < tiles; i++) {
-        c.next_keys();
+        c.keys_ready();
         c.keys_done();
         c.turn();
         c.turn_done();
     }
-    return c.next_keys();
+    return c.keys_ready();
 }
 
 template <typename Shape>
@@ -317,82 +378,78 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
                                                        int warpgroup, const CUtensorMap* out_map,
                                                        const HopperForwardArguments& a) {
     constexpr int HS = Shape::HS, BN = Shape::BN, CONSUMERS = Shape::CONSUMERS;
-    HopperConsumer<Shape> c = {shared, memory, warpgroup, {}, {}, {}};
+    HopperConsumer<Shape> c = {shared, memory, warpgroup, warpgroup, {}, {}, {}};
     const float scale_log2 = a.scale * LOG2_E;
     float s[BN / 8][4], o[HS / 8][4], largest[2], sum[2], factor[2];
     uint32_t p[BN / 16][4];
-    if (Shape::TURNS && warpgroup == CONSUMERS - 1) c.turn_done();  // the first begins
-    int index = c.next_piece(), skipped, add;
-    HopperForwardPiece piece = hopper_forward_piece(a, index, CONSUMERS);
-    int block = piece.last_block + 1 - CONSUMERS + warpgroup, first = max(block, 0) * 64 / BN;
-    skipped = piece.last_block * 64 / BN - first;
-    uint32_t keys = hopper_skip_keys(c, skipped), values;
+    if ((Shape::OPTIONS & TURNS) && warpgroup == CONSUMERS - 1) c.turn_done();  // the first begins
+    HopperForwardWalk walk = c.open();
+    uint32_t keys = hopper_skip_keys(c, walk.skipped);
     c.turn();
-    hopper_scores<Shape>(s, c.queries(0), keys);
+    hopper_scores<Shape>(s, c.queries(), keys);
     c.turn_done();
     for (bool begun = false;; begun = true) {
-        const int slot = c.q.slot, row0 = block * 64;
-        const uint32_t q = c.queries(slot);
         wgmma_wait<0>();
         wgmma_hold(s);
         c.keys_done();
-        hopper_mask<Shape>(s, row0 - first * BN);
-        largest[0] = largest[1] = -INFINITY, sum[0] = sum[1] = 0.0f;
-        hopper_softmax<Shape, 0>(s, largest, sum, factor, scale_log2);
-        hopper_pack<Shape>(p, s);
+        hopper_first<Shape>(p, s, largest, sum, scale_log2, walk.diagonal);
         if (begun && threadIdx.x % 128 == 0) {  // the last piece's O has left its memory by now
             store_wait_read<0>();
-            barrier_arrive(shared_offset(&shared.q_empty[slot ^ 1]));
+            barrier_arrive(shared_offset(&shared.q_empty[c.q.slot() ^ 1]));
         }
-        for (int i = 0; i < skipped; i++) {
-            c.next_values();
+        for (; walk.skipped > 0; walk.skipped--) {
+            c.values_ready();
             c.values_done();
         }
-        add = 0;
-        values = c.next_values();
-        for (int j = first - 1; j >= 0; j--) {
-            keys = c.next_keys();
+        c.values_ready();
+#pragma unroll
+        for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] = 0.0f;
+        for (int left = walk.first; left > 0; left--) {
+            keys = c.keys_ready();
             c.turn();
-            hopper_scores<Shape>(s, q, keys);
-            hopper_values<Shape>(o, p, values, add);
+            hopper_scores<Shape>(s, c.queries(), keys);
+            hopper_values<Shape>(o, p, c.values());
             c.turn_done();
-            wgmma_wait<Shape::OVERLAP ? 1 : 0>();
+            wgmma_wait<Shape::OPTIONS & OVERLAP ? 1 : 0>();
             wgmma_hold(s);
             c.keys_done();
-            hopper_softmax<Shape, Shape::EMULATED>(s, largest, sum, factor, scale_log2);
-            wgmma_hold(s);
-            const RingPlace<Shape::STAGES> last = c.v;
+            const bool changed =
+                hopper_softmax<(Shape::OPTIONS & LAZY) != 0, Shape::EMULATED>(s, largest, sum, factor, scale_log2);
+            uint64_t* empty = &shared.v_empty[c.v.slot()];
             c.v.step();
-            values = c.next_values();
+            c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
             wgmma_wait<0>();
             wgmma_hold(o);
-            c.release(&shared.v_empty[last.slot]);
+            c.release(empty);
+            if (changed) {
 #pragma unroll
-            for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
-            hopper_pack<Shape>(p, s);
-            add = 1;
+                for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
+            }
+            hopper_pack(p, s);
         }
+        const uint32_t done = c.queries();
+        const int done_slot = c.q.slot(), done_part = c.part;
         c.q.step();
-        index = c.next_piece();
-        if (index < 0) break;
-        const HopperForwardPiece done = piece;
-        piece = hopper_forward_piece(a, index, CONSUMERS);
-        block = piece.last_block + 1 - CONSUMERS + warpgroup, first = max(block, 0) * 64 / BN;
-        skipped = piece.last_block * 64 / BN - first;
-        keys = hopper_skip_keys(c, skipped);
+        if constexpr ((Shape::OPTIONS & ROTATE) != 0) c.part = c.part + 1 < CONSUMERS ? c.part + 1 : 0;
+        walk = c.open();
+        if (walk.first < 0) break;
+        keys = hopper_skip_keys(c, walk.skipped);
         c.turn();
-        hopper_values<Shape>(o, p, values, add);
-        hopper_scores<Shape>(s, c.queries(slot ^ 1), keys);
+        hopper_values<Shape>(o, p, c.values());
+        hopper_scores<Shape>(s, c.queries(), keys);
         c.turn_done();
         wgmma_wait<1>();
         wgmma_hold(o);
         c.values_done();
-        hopper_store<Shape>(o, largest, sum, q, out_map, a, done, row0, warpgroup);
+        hopper_store<Shape>(o, largest, sum, done, out_map, a, shared.piece[done_slot], done_part, warpgroup);
     }
-    hopper_values<Shape>(o, p, values, add);
+    hopper_values<Shape>(o, p, c.values());
     wgmma_wait<0>();
     wgmma_hold(o);
-    hopper_store<Shape>(o, largest, sum, c.queries(c.q.slot ^ 1), out_map, a, piece, block * 64, warpgroup);
+    const int last = c.q.slot() ^ 1;
+    c.part = (Shape::OPTIONS & ROTATE) == 0 ? c.part : c.part > 0 ? c.part - 1 : CONSUMERS - 1;
+    hopper_store<Shape>(o, largest, sum, memory + (last * CONSUMERS + c.part) * Shape::Q_BYTES, out_map, a,
+                        shared.piece[last], c.part, warpgroup);
     if (threadIdx.x % 128 == 0) store_wait<0>();
 }
 

@@ -177,6 +177,7 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map,
         : "memory");
 }
 
+// No coordinate may be negative (CUDA C++ Programming Guide, Tensor Memory Access), as one of a load may.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, uint32_t from, int column, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map),
                  "r"(from), "r"(column), "r"(row), "r"(batch)
@@ -281,6 +282,16 @@ __device__ __forceinline__ uint64_t operand_k_major(uint32_t tile, int k) {
 template <int ROWS>
 __device__ __forceinline__ uint64_t operand_mn_major(uint32_t tile, int k) {
     return operand(tile + (uint32_t)(k * 16 * PANEL_ROW_BYTES), ROWS * PANEL_ROW_BYTES, 8 * PANEL_ROW_BYTES);
+}
+
+// The operand `bytes` further on in the tile, a constant. Steps of a descriptor whose own address the compiler sees to
+// be the same in all threads of the warp (uniform_operand) cost one instruction, not a computation and two moves each.
+__device__ __forceinline__ uint64_t operand_step(uint64_t operand, int bytes) {
+    return (operand & 0xffffffff00000000ull) | ((uint32_t)operand + (uint32_t)(bytes >> 4));
+}
+
+__device__ __forceinline__ uint64_t uniform_operand(uint64_t operand) {
+    return (operand & 0xffffffff00000000ull) | __shfl_sync(0xffffffffu, (uint32_t)operand, 0);
 }
 
 // c (64 x N, fp32) = a (64 x 16) b (16 x N), or += when `add`. With w the warp of the warpgroup, g = lane / 4 and

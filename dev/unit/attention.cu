@@ -1,7 +1,7 @@
 // Tests of kernels/attention.cuh. On the CPU: the forward pass against a double-precision one written here from the
 // definition, and the backward pass against central differences of that one. On a GPU: forward and backward in bf16
 // and fp32 against the plain C version, at lengths that are and are not multiples of the tiles, for heads of 64 and
-// 128, and twice for equal bits.
+// 128, and twice for equal bits; in bf16 on Hopper forward both by wgmma and by mma.sync, as other GPUs run it.
 // GPU results are compared row by row (a row is one head of one token): the error's norm may be
 //   eps * (norm of the row + a tenth of the root mean square norm of all rows).
 // bf16: two roundings (p or ds, then the result), each at most 2^-9 of a term, in a sum that may cancel to half the
@@ -166,10 +166,10 @@ static void case_close(GpuCase<X>* c, const Device* dev) {
     device_free(dev, c->d_qkv), device_free(dev, c->d_dout), device_free(dev, c->d_out), device_free(dev, c->d_lse);
 }
 
-// Two runs into poisoned memory: equal bits, and each row within its bound. Leaves the plain C version's out and lse on
-// the device, so that the backward pass is tested by itself.
+// Two runs into poisoned memory: equal bits, and each row within its bound.
 template <typename X>
-static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
+static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double eps,
+                          void (*forward)(const Device*, X*, float*, const X*, int, int, int, int)) {
     X* bits[2];
     float* got[2];
     c->d_out = (X*)device_alloc(dev, c->n * sizeof(X));
@@ -177,7 +177,7 @@ static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double e
     for (int run = 0; run < 2; run++) {
         check(cudaMemsetAsync(c->d_out, 0xff, c->n * sizeof(X), dev->stream));
         check(cudaMemsetAsync(c->d_lse, 0xff, c->rows * 4, dev->stream));
-        attention_forward<X>(dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
+        forward(dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
         got[run] = to_host(dev, c->d_out, c->n, &bits[run]);
     }
     expect(memcmp(bits[0], bits[1], c->n * sizeof(X)) == 0, "T %d: two forward runs differ", c->T);
@@ -187,12 +187,16 @@ static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double e
     for (int64_t i = 0; i < c->rows; i++)  // scores are exact products summed in fp32 for bf16 as well
         worst = larger(worst, fabs((double)lse[i] - c->lse[i]) / (1.2e-7 * (HS + c->T) * (1 + fabs(c->lse[i]))));
     free(lse), free(lse_bits), free(got[0]), free(got[1]), free(bits[0]), free(bits[1]);
-    device_free(dev, c->d_out);
-    c->d_out = to_device<X>(dev, c->out, c->n);
-    copy_to_device(dev, c->d_lse, c->lse, c->rows * 4);
+    device_free(dev, c->d_out), device_free(dev, c->d_lse);
     return worst;
 }
 
+static void forward_by_mma(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
+    if (C == NH * 64) return attention_forward_mma<64>(dev, out, lse, qkv, B, T, NH);
+    attention_forward_mma<128>(dev, out, lse, qkv, B, T, NH);
+}
+
+// From the plain C version's out and lse, so that the backward pass is tested by itself.
 template <typename X>
 static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
     const int HS = c->C / c->NH;
@@ -200,6 +204,9 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
     X *bits[2], *d_dqkv = (X*)device_alloc(dev, 3 * c->n * sizeof(X));
     float *got[2], *want = (float*)malloc(3 * c->n * 4), *parts[2];
     void* scratch = device_alloc(dev, bytes);
+    c->d_out = to_device<X>(dev, c->out, c->n);
+    c->d_lse = (float*)device_alloc(dev, c->rows * 4);
+    copy_to_device(dev, c->d_lse, c->lse, c->rows * 4);
     for (int run = 0; run < 2; run++) {
         check(cudaMemsetAsync(d_dqkv, 0xff, 3 * c->n * sizeof(X), dev->stream));
         check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
@@ -227,7 +234,7 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
 
 template <typename X>
 static void check_gpu(Test* test, int HS) {
-    static const int lengths[] = {1, 37, 64, 100, 129, 1000, 1024};
+    static const int lengths[] = {1, 37, 64, 100, 129, 192, 320, 1000, 1024};
     Device dev;
     device_open(&dev, true, 0);
     double worst_forward = 0.0, worst_backward = 0.0;
@@ -236,7 +243,9 @@ static void check_gpu(Test* test, int HS) {
         const double eps = sizeof(X) == 2 ? 1.0 / 128 : 2.4e-7 * (HS + T);
         GpuCase<X> c;
         case_open(&c, &dev, B, T, HS, NH);
-        double forward = run_forward(test, &c, &dev, eps), backward = run_backward(test, &c, &dev, eps);
+        double forward = run_forward(test, &c, &dev, eps, attention_forward<X>);
+        if constexpr (sizeof(X) == 2) forward = larger(forward, run_forward(test, &c, &dev, eps, forward_by_mma));
+        double backward = run_backward(test, &c, &dev, eps);
         expect(forward <= 1.0, "T %d HS %d: forward is off by %.3g times the bound", T, HS, forward);
         expect(backward <= 1.0, "T %d HS %d: backward is off by %.3g times the bound", T, HS, backward);
         worst_forward = larger(worst_forward, forward), worst_backward = larger(worst_backward, backward);
