@@ -20,9 +20,10 @@ static void run_hopper(const Device* dev, const Inputs* in) {
                                      in->NH, TOKENS);
 }
 
+template <int HS>
 static void run_mma(const Device* dev, const Inputs* in) {
-    attention_backward<bf16>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
-                             in->NH * in->HS, in->NH);
+    attention_backward_any<bf16, HS>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
+                                     in->NH);
 }
 
 struct Variant {
@@ -37,34 +38,34 @@ template <int TRIAL>
 using Large = HopperBackwardShape<128, 64, TRIAL>;
 
 static const Variant VARIANTS[] = {
-    {"mma64", 64, run_mma},
+    {"mma64", 64, run_mma<64>},
     {"down", 64, run_hopper<Small<128, 0>>},
     {"down128k", 64, run_hopper<Small<128, 0>, 131072>},
     {"down32k", 64, run_hopper<Small<128, 0>, 32768>},
-    {"up", 64, run_hopper<Small<128, UP>>},
-    {"up128k", 64, run_hopper<Small<128, UP>, 131072>},
-    {"downred", 64, run_hopper<Small<128, RED>>},
-    {"upred", 64, run_hopper<Small<128, UP | RED>>},
-    {"downturns", 64, run_hopper<Small<128, TURNS>>},
-    {"downturnsearly", 64, run_hopper<Small<128, TURNS | TURNS_EARLY>>},
-    {"upturns", 64, run_hopper<Small<128, UP | TURNS>>},
-    {"xturnsnoorder", 64, run_hopper<Small<128, TURNS | NO_ORDER>>},
-    {"down64turns", 64, run_hopper<Small<64, TURNS>>},
+    {"up", 64, run_hopper<Small<128, BACKWARD_UP>>},
+    {"up128k", 64, run_hopper<Small<128, BACKWARD_UP>, 131072>},
+    {"downred", 64, run_hopper<Small<128, BACKWARD_RED>>},
+    {"upred", 64, run_hopper<Small<128, BACKWARD_UP | BACKWARD_RED>>},
+    {"downturns", 64, run_hopper<Small<128, BACKWARD_TURNS>>},
+    {"downturnsearly", 64, run_hopper<Small<128, BACKWARD_TURNS | BACKWARD_TURNS_EARLY>>},
+    {"upturns", 64, run_hopper<Small<128, BACKWARD_UP | BACKWARD_TURNS>>},
+    {"xturnsnoorder", 64, run_hopper<Small<128, BACKWARD_TURNS | BACKWARD_NO_ORDER>>},
+    {"down64turns", 64, run_hopper<Small<64, BACKWARD_TURNS>>},
     {"down64", 64, run_hopper<Small<64, 0>>},
-    {"downnosplit", 64, run_hopper<Small<128, NO_SPLIT>>},
-    {"mma128", 128, run_mma},
+    {"downnosplit", 64, run_hopper<Small<128, BACKWARD_NO_SPLIT>>},
+    {"mma128", 128, run_mma<128>},
     {"large", 128, run_hopper<Large<0>>},
-    {"largeturns", 128, run_hopper<Large<TURNS>>},
-    {"largeturnsearly", 128, run_hopper<Large<TURNS | TURNS_EARLY>>},
-    {"largeup", 128, run_hopper<Large<UP>>},
-    {"largenosplit", 128, run_hopper<Large<NO_SPLIT>>},
-    {"largenoorder", 128, run_hopper<Large<NO_ORDER>>},
-    {"downuneven", 64, run_hopper<Small<128, UNEVEN>>},
-    {"largeuneven", 128, run_hopper<Large<UNEVEN>>},
-    {"xnoorder", 64, run_hopper<Small<128, NO_ORDER>>},
-    {"xrednoorder", 64, run_hopper<Small<128, NO_ORDER | RED>>},
-    {"xrednooutorder", 64, run_hopper<Small<128, NO_ORDER | RED | NO_DQ_OUT>>},
-    {"xnoorderexp", 64, run_hopper<Small<128, NO_ORDER | NO_EXP>>},
+    {"largeturns", 128, run_hopper<Large<BACKWARD_TURNS>>},
+    {"largeturnsearly", 128, run_hopper<Large<BACKWARD_TURNS | BACKWARD_TURNS_EARLY>>},
+    {"largeup", 128, run_hopper<Large<BACKWARD_UP>>},
+    {"largenosplit", 128, run_hopper<Large<BACKWARD_NO_SPLIT>>},
+    {"largenoorder", 128, run_hopper<Large<BACKWARD_NO_ORDER>>},
+    {"downuneven", 64, run_hopper<Small<128, BACKWARD_UNEVEN>>},
+    {"largeuneven", 128, run_hopper<Large<BACKWARD_UNEVEN>>},
+    {"xnoorder", 64, run_hopper<Small<128, BACKWARD_NO_ORDER>>},
+    {"xrednoorder", 64, run_hopper<Small<128, BACKWARD_NO_ORDER | BACKWARD_RED>>},
+    {"xrednooutorder", 64, run_hopper<Small<128, BACKWARD_NO_ORDER | BACKWARD_RED | BACKWARD_NO_DQ_OUT>>},
+    {"xnoorderexp", 64, run_hopper<Small<128, BACKWARD_NO_ORDER | BACKWARD_NO_EXP>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
          attention_hopper_backward_rows<Small<128, 0>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
@@ -91,7 +92,7 @@ static Inputs inputs_open(const Device* dev, int B, int T, int NH, int HS) {
     in.out = (bf16*)device_alloc(dev, in.n * 2), in.dout = (bf16*)device_alloc(dev, in.n * 2);
     in.lse = (float*)device_alloc(dev, (int64_t)B * NH * T * 4);
     HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, HS);
-    in.scratch_bytes = sizes.flags + sizes.rows + sizes.dq_sum;
+    in.scratch_bytes = sizes.bytes;
     int64_t other = attention_backward_scratch_bytes(dev, B, T, NH * HS, NH);
     if (other > in.scratch_bytes) in.scratch_bytes = other;
     in.scratch = (char*)device_alloc(dev, in.scratch_bytes);
@@ -204,7 +205,7 @@ static bool equal_runs(const Device* dev, const Variant* v, int B, int T, int NH
         if (run < 2)
             v->run(dev, &in);
         else
-            run_mma(dev, &in);
+            (v->HS == 64 ? run_mma<64> : run_mma<128>)(dev, &in);
         finish(dev, v->name);
         copy_to_host(dev, bits[run], in.dqkv, bytes);
     }

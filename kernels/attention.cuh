@@ -15,6 +15,7 @@
 
 #include <math.h>
 
+#include "attention_hopper_backward.cuh"
 #include "attention_hopper_forward.cuh"
 #include "attention_parts.cuh"
 #include "common.cuh"
@@ -903,6 +904,7 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
 // Whatever X is. fp32 needs less, the CPU none.
 inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
     if (!dev->gpu) return 0;
+    if (dev->compute == 90) return hopper_backward_scratch(B, T, NH, C / NH).bytes;  // never less than the other
     AttentionScratch scratch = attention_scratch(B, T, C, NH);
     return scratch.flags + scratch.D + scratch.dq_sum;
 }
@@ -933,10 +935,11 @@ inline void attention_backward_fp32(const Device* dev, float* dqkv, const float*
     check_launch();
 }
 
+// By FFMA or mma.sync, on any GPU.
 template <typename X, int HS>
-inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
-                                      const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
-                                      const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
+                                   const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/,
+                                   int B, int T, int NH) {
     const AttentionScratch sizes = attention_scratch(B, T, NH * HS, NH);
     float* D = (float*)(scratch + sizes.flags);
     const int64_t rows = (int64_t)B * T * NH;
@@ -952,6 +955,19 @@ inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, c
     } else {
         attention_backward_bf16<BackwardShape<128, 32>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
     }
+}
+
+template <typename X, int HS>
+inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
+                                      const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
+                                      const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        using Hopper = HopperBackward<HS>;
+        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
+        if (dev->compute == 90 && built)
+            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+    }
+    attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }
 
 // Writes every element of dqkv. `scratch` has attention_backward_scratch_bytes, 256-byte aligned, contents irrelevant.

@@ -4,16 +4,16 @@
 #include "hopper.cuh"
 
 enum {  // trials
-    NO_EXP = 1,
-    NO_DQ_OUT = 2,
-    NO_ORDER = 4,
-    UNEVEN = 16,
-    UP = 32,
-    TWO_STAGES = 64,
-    NO_SPLIT = 128,
-    RED = 256,
-    TURNS = 512,
-    TURNS_EARLY = 1024,
+    BACKWARD_NO_EXP = 1,
+    BACKWARD_NO_DQ_OUT = 2,
+    BACKWARD_NO_ORDER = 4,
+    BACKWARD_UNEVEN = 16,
+    BACKWARD_UP = 32,
+    BACKWARD_TWO_STAGES = 64,
+    BACKWARD_NO_SPLIT = 128,
+    BACKWARD_RED = 256,
+    BACKWARD_TURNS = 512,
+    BACKWARD_TURNS_EARLY = 1024,
 };
 
 // BM queries by BN keys; two warpgroups of 64 keys each compute, a third one fetches (one thread) and keeps the order
@@ -21,23 +21,32 @@ enum {  // trials
 template <int HS_, int BM_, int TRIAL_ = 0>
 struct HopperBackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, TRIAL = TRIAL_;
-    static constexpr bool BULK = !(TRIAL & RED), DOWN = !(TRIAL & UP), SPLIT = !(TRIAL & NO_SPLIT);
-    static constexpr int STAGES = BULK || TRIAL & TWO_STAGES ? 2 : 3;
+    static constexpr bool BULK = !(TRIAL & BACKWARD_RED), DOWN = !(TRIAL & BACKWARD_UP),
+                          SPLIT = !(TRIAL & BACKWARD_NO_SPLIT);
+    static constexpr int STAGES = BULK || TRIAL & BACKWARD_TWO_STAGES ? 2 : 3;
+    static constexpr int V_SLOTS = HS == 64 && STAGES == 2 ? 2 : 1;
     static constexpr int DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of dq is 64 rows of so many columns
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     static constexpr int ROW_BYTES = 2 * BM * 4, DQ_BYTES = 64 * DQ_COLUMNS * 4;
     // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two buffers of ds, dq of each
     // group.
-    static constexpr int V = 2 * KEY_BYTES, RING = V + KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
-    static constexpr int DQ = DS + 2 * DS_BYTES, SHARED = DQ + (BULK ? 2 * DQ_BYTES : 0) + 1024;
-    static_assert((BM == 64 || BM == 128) && SHARED <= 226 * 1024);
+    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
+    static constexpr int DQ = DS + 2 * DS_BYTES, SHARED = DQ + (BULK ? 2 * DQ_BYTES : 0);
+    static_assert((BM == 64 || BM == 128) && SHARED <= 224 * 1024);
 };
+
+// What the trainer runs.
+template <int HS>
+using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64>;
+
+template <int HS>
+using HopperBackwardUneven = HopperBackwardShape<HS, HS == 64 ? 128 : 64, BACKWARD_UNEVEN>;
 
 enum { GO_BARRIER = 1, DONE_BARRIER = 3, TURN_BARRIER = 5, ORDER_THREADS = 128 + 32 };
 
 template <typename Shape>
-struct HopperBackwardShared {
-    uint64_t key_full[2], key_empty[2], v_full, v_empty;
+struct alignas(1024) HopperBackwardShared {
+    uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
     uint64_t full[Shape::STAGES], empty[Shape::STAGES];
     uint64_t ds_full[2], ds_empty[2];
     int drawn[2];
@@ -117,7 +126,8 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
     const int items = work.heads * work.key_tiles;
     int stage = 0, parity = 0;
     for (int n = 0;; n++) {
-        const uint32_t key_full = shared_offset(&shared.key_full[n % 2]), v_full = shared_offset(&shared.v_full);
+        const uint32_t key_full = shared_offset(&shared.key_full[n % 2]);
+        const uint32_t v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
         barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1, 2);
         const int drawn = atomicAdd(work.ticket, 1);
         *(volatile int*)&shared.drawn[n % 2] = drawn < items ? drawn : -1;
@@ -140,12 +150,13 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
             barrier_expect(full, 2 * Shape::QUERY_BYTES + Shape::ROW_BYTES);
             hopper_backward_load<BM, HS>(q_tile, qkv, full, column, m * BM, batch);
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
-            bulk_load(shared_offset(&shared.rows[stage]), work.rows + ((int64_t)tile.bh * work.query_tiles + m) * 2 * BM,
-                      Shape::ROW_BYTES, full);
+            bulk_load(shared_offset(&shared.rows[stage]),
+                      work.rows + ((int64_t)tile.bh * work.query_tiles + m) * 2 * BM, Shape::ROW_BYTES, full);
             if (i == 0) {
-                barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1, 4);
+                barrier_wait(shared_offset(&shared.v_empty[n % Shape::V_SLOTS]), n / Shape::V_SLOTS % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
-                hopper_backward_load<BN, HS>(memory + Shape::V, qkv, v_full, column + 2 * C, key, batch);
+                hopper_backward_load<BN, HS>(memory + Shape::V + n % Shape::V_SLOTS * Shape::KEY_BYTES, qkv, v_full,
+                                             column + 2 * C, key, batch);
             }
             if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
         }
@@ -192,13 +203,14 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
             int* flag = work.flags + index * 2 + group;
             const int before = hopper_backward_before<Shape>(tile.key_tile, m);
             const bool final = hopper_backward_is_final<Shape>(tile.key_tile, m);
-            if (one && !(Shape::TRIAL & NO_ORDER) && (!Shape::BULK || final)) hopper_backward_poll(flag, before);
+            if (one && !(Shape::TRIAL & BACKWARD_NO_ORDER) && (!Shape::BULK || final))
+                hopper_backward_poll(flag, before);
             __syncwarp();
             group_arrive(GO_BARRIER + group, ORDER_THREADS);
             group_sync(DONE_BARRIER + group, ORDER_THREADS);
             if (!one || final) continue;
             if (Shape::BULK) {
-                if (!(Shape::TRIAL & NO_ORDER)) hopper_backward_poll(flag, before);
+                if (!(Shape::TRIAL & BACKWARD_NO_ORDER)) hopper_backward_poll(flag, before);
                 float* sum = work.dq_sum + index * Shape::BM * Shape::HS + group * 64 * Shape::DQ_COLUMNS;
                 const uint32_t from = memory + Shape::DQ + group * Shape::DQ_BYTES;
                 asm volatile("fence.proxy.async;" ::: "memory");
@@ -227,8 +239,8 @@ __device__ __forceinline__ void hopper_backward_scores(float (&c)[Shape::BM / 8]
 
 // c (64 keys x HS) = or += a (64 x BM, in registers) tile (BM x HS).
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_sum(float (&c)[Shape::HS / 8][4], const uint32_t (&a)[Shape::BM / 16][4],
-                                                    uint32_t tile, bool add) {
+__device__ __forceinline__ void hopper_backward_sum(float (&c)[Shape::HS / 8][4],
+                                                    const uint32_t (&a)[Shape::BM / 16][4], uint32_t tile, bool add) {
 #pragma unroll
     for (int k = 0; k < Shape::BM / 16; k++)
         Wgmma<Shape::HS>::template registers<1>(c, a[k], operand_mn_major<Shape::BM>(tile, k), add || k > 0);
@@ -265,14 +277,15 @@ __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4]
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float x = fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x));
-            s[n][e] = Shape::TRIAL & NO_EXP ? x : exp2_approximate(x);
+            s[n][e] = Shape::TRIAL & BACKWARD_NO_EXP ? x : exp2_approximate(x);
         }
     }
 }
 
 // p and ds = p (dp - D) as left operands.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_pack(uint32_t (&p)[Shape::BM / 16][4], uint32_t (&ds)[Shape::BM / 16][4],
+__device__ __forceinline__ void hopper_backward_pack(uint32_t (&p)[Shape::BM / 16][4],
+                                                     uint32_t (&ds)[Shape::BM / 16][4],
                                                      const float (&s)[Shape::BM / 8][4],
                                                      const float (&dp)[Shape::BM / 8][4], const float* D /*(BM)*/) {
     const int t = threadIdx.x % 4;
@@ -345,7 +358,7 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
                                                        const HopperBackwardWork& work, const HopperBackwardTile& tile,
                                                        int group) {
     constexpr int N = Shape::DQ_COLUMNS / 8;
-    if (Shape::TRIAL & UNEVEN && tile.key_tile % 2 == 1)
+    if (Shape::TRIAL & BACKWARD_UNEVEN && tile.key_tile % 2 == 1)
         for (long long start = clock64(); clock64() - start < 50000;) {
         }
     const int m = tile.query_tile, thread = threadIdx.x % 128;
@@ -353,7 +366,7 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
                  group * 64 * Shape::DQ_COLUMNS + thread * 4;
     const bool first = hopper_backward_before<Shape>(tile.key_tile, m) == 0;
     group_sync(GO_BARRIER + group, ORDER_THREADS);
-    if (!(Shape::TRIAL & NO_DQ_OUT)) {
+    if (!(Shape::TRIAL & BACKWARD_NO_DQ_OUT)) {
         if (hopper_backward_is_final<Shape>(tile.key_tile, m)) {
             hopper_backward_dq_final<Shape>(dq, work, tile, group, sum, first);
         } else if (Shape::BULK) {
@@ -397,8 +410,8 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     float s[BM / 8][4], dp[BM / 8][4], dq[Shape::DQ_COLUMNS / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
     int stage = 0, parity = 0;
     barrier_wait(shared_offset(&shared.full[0]), 0, 10);
-    barrier_wait(shared_offset(&shared.v_full), 0, 11);
-    if (Shape::TRIAL & TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
+    barrier_wait(shared_offset(&shared.v_full[0]), 0, 11);
+    if (Shape::TRIAL & BACKWARD_TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
     wgmma_hold(dk);
     wgmma_hold(dv);
     wgmma_fence();
@@ -419,7 +432,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
-        if (last) warp_arrive(&shared.v_empty);
+        if (last) warp_arrive(&shared.v_empty[tile.sequence % Shape::V_SLOTS]);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
         hopper_backward_pack<Shape>(p, ds, s, dp, shared.rows[stage][1]);
         const uint32_t ds_tile = memory + Shape::DS + count % 2 * Shape::DS_BYTES;
@@ -429,7 +442,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         warp_arrive(&shared.ds_full[count % 2]);
 
         if (count > 0) barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 13);
-        if (Shape::TRIAL & TURNS) group_sync(TURN_BARRIER + group, 256);
+        if (Shape::TRIAL & BACKWARD_TURNS) group_sync(TURN_BARRIER + group, 256);
         wgmma_fence();
         hopper_backward_dq<Shape>(dq, memory + Shape::DS + (count + 1) % 2 * Shape::DS_BYTES,
                                   memory + before.sequence % 2 * Shape::KEY_BYTES, group);
@@ -439,7 +452,8 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
         hopper_backward_sum<Shape>(dk, ds, q_tile, add);
         wgmma_commit();
-        if (Shape::TRIAL & TURNS && Shape::TRIAL & TURNS_EARLY) group_arrive(TURN_BARRIER + 1 - group, 256);
+        if (Shape::TRIAL & BACKWARD_TURNS && Shape::TRIAL & BACKWARD_TURNS_EARLY)
+            group_arrive(TURN_BARRIER + 1 - group, 256);
         wgmma_wait<Shape::SPLIT ? 1 : 0>();
         wgmma_hold(dq);
         if (count > 0) {
@@ -455,7 +469,9 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
         const uint32_t next = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
         if (more) barrier_wait(shared_offset(&shared.full[stage]), parity, 14);
-        if (more) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2, 15);
+        if (more)
+            barrier_wait(shared_offset(&shared.v_full[tile.sequence % Shape::V_SLOTS]),
+                         tile.sequence / Shape::V_SLOTS % 2, 15);
         wgmma_wait<0>();
         wgmma_hold(dv);
         wgmma_hold(dk);
@@ -465,9 +481,12 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         warp_arrive(empty);
         if (last) hopper_backward_keys_out<Shape>(dk, dv, work, before, group);
         wgmma_fence();
-        hopper_backward_scores<Shape>(dp, memory + Shape::V + own_rows, next + Shape::QUERY_BYTES);
+        hopper_backward_scores<Shape>(dp,
+                                      memory + Shape::V + tile.sequence % Shape::V_SLOTS * Shape::KEY_BYTES + own_rows,
+                                      next + Shape::QUERY_BYTES);
         wgmma_commit();
-        if (Shape::TRIAL & TURNS && !(Shape::TRIAL & TURNS_EARLY)) group_arrive(TURN_BARRIER + 1 - group, 256);
+        if (Shape::TRIAL & BACKWARD_TURNS && !(Shape::TRIAL & BACKWARD_TURNS_EARLY))
+            group_arrive(TURN_BARRIER + 1 - group, 256);
     }
     count--;
     barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2, 16);
@@ -490,7 +509,10 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char dynamic[];
     __shared__ HopperBackwardShared<Shape> shared;
-    char* base = dynamic + (1024 - shared_offset(dynamic) % 1024) % 1024;
+    char* base = dynamic;
+#ifdef NIBBLE_HANG_REPORT
+    if (shared_offset(base) % 1024) hang(200, shared_offset(base), 0);
+#endif
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);  // one number a warp, for the compiler too
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
@@ -499,8 +521,10 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
             barrier_init(shared_offset(&shared.ds_full[i]), 8);
             barrier_init(shared_offset(&shared.ds_empty[i]), 8);
         }
-        barrier_init(shared_offset(&shared.v_full), 1);
-        barrier_init(shared_offset(&shared.v_empty), 8);
+        for (int i = 0; i < Shape::V_SLOTS; i++) {
+            barrier_init(shared_offset(&shared.v_full[i]), 1);
+            barrier_init(shared_offset(&shared.v_empty[i]), 8);
+        }
         for (int i = 0; i < Shape::STAGES; i++) {
             barrier_init(shared_offset(&shared.full[i]), 1);
             barrier_init(shared_offset(&shared.empty[i]), 8);
@@ -567,7 +591,7 @@ __global__ void attention_backward_rows_kernel(float* rows, int* flags, int64_t 
 
 // Bytes of scratch: {ticket, flags}, rows, dq_sum.
 struct HopperBackwardScratch {
-    int64_t flags, rows, dq_sum;
+    int64_t flags, rows, bytes;
 };
 
 inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int HS) {
@@ -575,7 +599,7 @@ inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int H
     HopperBackwardScratch scratch;
     scratch.flags = 256 + ceil_div(heads * (padded / 64) * 2 * 4, 256) * 256;
     scratch.rows = heads * padded * 2 * 4;
-    scratch.dq_sum = heads * padded * HS * 4;
+    scratch.bytes = scratch.flags + scratch.rows + heads * padded * HS * 4;
     return scratch;
 }
 

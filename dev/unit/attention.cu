@@ -327,29 +327,67 @@ TEST(attention_bf16_large_gpu) {
 
 // The order of dq rests on flags, not on timing: a launch in which every other tile of keys takes ten times as long
 // gives the same bits. What the tiles add up is poisoned first, so a tile that did not wait would give NaN.
+template <int HS, typename Even, typename Uneven>
+static void check_uneven(Test* test, const Device* dev, Even even, Uneven uneven) {
+    const int B = 2, T = 700, NH = 2, C = NH * HS;
+    const int64_t n = (int64_t)B * T * C, bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
+    GpuCase<bf16> c;
+    case_open(&c, dev, B, T, HS, NH);
+    c.d_out = to_device<bf16>(dev, c.out, n);
+    c.d_lse = (float*)device_alloc(dev, c.rows * 4);
+    copy_to_device(dev, c.d_lse, c.lse, c.rows * 4);
+    char* scratch = (char*)device_alloc(dev, bytes);
+    bf16 *bits[2], *d_dqkv = (bf16*)device_alloc(dev, 3 * n * 2);
+    for (int run = 0; run < 2; run++) {
+        check(cudaMemsetAsync(d_dqkv, 0xff, 3 * n * 2, dev->stream));
+        check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
+        if (run == 0)
+            even(d_dqkv, scratch, c);
+        else
+            uneven(d_dqkv, scratch, c);
+        free(to_host(dev, d_dqkv, 3 * n, &bits[run]));
+    }
+    expect(memcmp(bits[0], bits[1], 3 * n * 2) == 0, "HS %d: dqkv depends on the speed of the blocks", HS);
+    free(bits[0]), free(bits[1]);
+    device_free(dev, d_dqkv), device_free(dev, scratch);
+    case_close(&c, dev);
+}
+
 TEST(attention_bf16_uneven_blocks_gpu) {
-    const int B = 2, T = 700, NH = 2, C = NH * 64;
-    const int64_t n = (int64_t)B * T * C;
     Device dev;
     device_open(&dev, true, 0);
-    GpuCase<bf16> c;
-    case_open(&c, &dev, B, T, 64, NH);
-    c.d_out = to_device<bf16>(&dev, c.out, n);
-    c.d_lse = (float*)device_alloc(&dev, c.rows * 4);
-    copy_to_device(&dev, c.d_lse, c.lse, c.rows * 4);
-    const AttentionScratch sizes = attention_scratch(B, T, C, NH);
-    char* scratch = (char*)device_alloc(&dev, attention_backward_scratch_bytes(&dev, B, T, C, NH));
-    bf16 *even, *uneven, *d_dqkv = (bf16*)device_alloc(&dev, 3 * n * 2);
-    attention_backward<bf16>(&dev, d_dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, B, T, C, NH);
-    free(to_host(&dev, d_dqkv, 3 * n, &even));
-    check(cudaMemsetAsync(d_dqkv, 0xff, 3 * n * 2, dev.stream));
-    check(cudaMemsetAsync(scratch + sizes.flags + sizes.D, 0xff, sizes.dq_sum, dev.stream));
-    attention_backward_bf16<BackwardShape<64, 64, true>>(&dev, d_dqkv, scratch, sizes, c.d_dout, c.d_qkv, c.d_lse, B, T,
-                                                         NH);  // D is still in scratch
-    free(to_host(&dev, d_dqkv, 3 * n, &uneven));
-    expect(memcmp(even, uneven, 3 * n * 2) == 0, "dqkv depends on the speed of the blocks");
-    free(even), free(uneven);
-    device_free(&dev, d_dqkv), device_free(&dev, scratch);
-    case_close(&c, &dev);
+    auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        attention_backward_any<bf16, 64>(&dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, c.T, c.NH);
+    };
+    check_uneven<64>(test, &dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        const AttentionScratch sizes = attention_scratch(c.B, c.T, c.C, c.NH);
+        even(dqkv, scratch, c);  // leaves D
+        check(cudaMemsetAsync(dqkv, 0xff, 3 * c.n * 2, dev.stream));
+        check(cudaMemsetAsync(scratch + sizes.flags + sizes.D, 0xff, sizes.dq_sum, dev.stream));
+        attention_backward_bf16<BackwardShape<64, 64, true>>(&dev, dqkv, scratch, sizes, c.d_dout, c.d_qkv, c.d_lse,
+                                                             c.B, c.T, c.NH);
+    });
     device_close(&dev);
+}
+
+template <int HS>
+static void check_uneven_hopper(Test* test, const Device* dev) {
+    auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        attention_hopper_backward<HopperBackward<HS>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, c.T,
+                                                      c.NH);
+    };
+    check_uneven<HS>(test, dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        attention_hopper_backward<HopperBackwardUneven<HS>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
+                                                            c.B, c.T, c.NH);
+    });
+}
+
+TEST(attention_hopper_uneven_blocks_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    const bool hopper =
+        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64>>);
+    if (hopper) check_uneven_hopper<64>(test, &dev), check_uneven_hopper<128>(test, &dev);
+    device_close(&dev);
+    if (!hopper) skip("needs a GPU of compute capability 9.0 and a build for sm_90a");
 }
