@@ -37,35 +37,41 @@ using Small = HopperBackwardShape<64, BM, TRIAL>;
 template <int TRIAL>
 using Large = HopperBackwardShape<128, 64, TRIAL>;
 
+constexpr int RED = BACKWARD_RED, IN_TURNS = BACKWARD_TURNS, EARLY = BACKWARD_TURNS_EARLY, NO_ORDER = BACKWARD_NO_ORDER,
+              UP = BACKWARD_UP, UNEVEN = BACKWARD_UNEVEN, NO_DQ_OUT = BACKWARD_NO_DQ_OUT, NO_EXP = BACKWARD_NO_EXP,
+              NO_SPLIT = BACKWARD_NO_SPLIT;
+
+// Names: x, ablations, timed at two shapes; t, in turns, timed in a process of their own.
 static const Variant VARIANTS[] = {
     {"mma64", 64, run_mma<64>},
+    {"downred", 64, run_hopper<Small<128, RED>>},
+    {"downred128k", 64, run_hopper<Small<128, RED>, 131072>},
+    {"downred32k", 64, run_hopper<Small<128, RED>, 32768>},
+    {"upred", 64, run_hopper<Small<128, UP | RED>>},
+    {"upred128k", 64, run_hopper<Small<128, UP | RED>, 131072>},
+    {"upred32k", 64, run_hopper<Small<128, UP | RED>, 32768>},
     {"down", 64, run_hopper<Small<128, 0>>},
-    {"down128k", 64, run_hopper<Small<128, 0>, 131072>},
-    {"down32k", 64, run_hopper<Small<128, 0>, 32768>},
-    {"up", 64, run_hopper<Small<128, BACKWARD_UP>>},
-    {"up128k", 64, run_hopper<Small<128, BACKWARD_UP>, 131072>},
-    {"downred", 64, run_hopper<Small<128, BACKWARD_RED>>},
-    {"upred", 64, run_hopper<Small<128, BACKWARD_UP | BACKWARD_RED>>},
-    {"downturns", 64, run_hopper<Small<128, BACKWARD_TURNS>>},
-    {"downturnsearly", 64, run_hopper<Small<128, BACKWARD_TURNS | BACKWARD_TURNS_EARLY>>},
-    {"upturns", 64, run_hopper<Small<128, BACKWARD_UP | BACKWARD_TURNS>>},
-    {"xturnsnoorder", 64, run_hopper<Small<128, BACKWARD_TURNS | BACKWARD_NO_ORDER>>},
-    {"down64turns", 64, run_hopper<Small<64, BACKWARD_TURNS>>},
-    {"down64", 64, run_hopper<Small<64, 0>>},
-    {"downnosplit", 64, run_hopper<Small<128, BACKWARD_NO_SPLIT>>},
+    {"tearly", 64, run_hopper<Small<128, RED | IN_TURNS | EARLY>>},
+    {"tearlyup", 64, run_hopper<Small<128, RED | IN_TURNS | EARLY | UP>>},
+    {"tearlynoorder", 64, run_hopper<Small<128, RED | IN_TURNS | EARLY | NO_ORDER>>},
+    {"tlate", 64, run_hopper<Small<128, RED | IN_TURNS>>},
+    {"tlateup", 64, run_hopper<Small<128, RED | IN_TURNS | UP>>},
+    {"tlatenoorder", 64, run_hopper<Small<128, RED | IN_TURNS | NO_ORDER>>},
+    {"tbulk", 64, run_hopper<Small<128, IN_TURNS>>},
     {"mma128", 128, run_mma<128>},
     {"large", 128, run_hopper<Large<0>>},
-    {"largeturns", 128, run_hopper<Large<BACKWARD_TURNS>>},
-    {"largeturnsearly", 128, run_hopper<Large<BACKWARD_TURNS | BACKWARD_TURNS_EARLY>>},
-    {"largeup", 128, run_hopper<Large<BACKWARD_UP>>},
-    {"largenosplit", 128, run_hopper<Large<BACKWARD_NO_SPLIT>>},
-    {"largenoorder", 128, run_hopper<Large<BACKWARD_NO_ORDER>>},
-    {"downuneven", 64, run_hopper<Small<128, BACKWARD_UNEVEN>>},
-    {"largeuneven", 128, run_hopper<Large<BACKWARD_UNEVEN>>},
-    {"xnoorder", 64, run_hopper<Small<128, BACKWARD_NO_ORDER>>},
-    {"xrednoorder", 64, run_hopper<Small<128, BACKWARD_NO_ORDER | BACKWARD_RED>>},
-    {"xrednooutorder", 64, run_hopper<Small<128, BACKWARD_NO_ORDER | BACKWARD_RED | BACKWARD_NO_DQ_OUT>>},
-    {"xnoorderexp", 64, run_hopper<Small<128, BACKWARD_NO_ORDER | BACKWARD_NO_EXP>>},
+    {"largered", 128, run_hopper<Large<RED>>},
+    {"largerednosplit", 128, run_hopper<Large<RED | NO_SPLIT>>},
+    {"largeredup", 128, run_hopper<Large<RED | UP>>},
+    {"largenoorder", 128, run_hopper<Large<RED | NO_ORDER>>},
+    {"tlargeearly", 128, run_hopper<Large<RED | IN_TURNS | EARLY>>},
+    {"tlargelate", 128, run_hopper<Large<RED | IN_TURNS>>},
+    {"uneven", 64, run_hopper<Small<128, RED | UNEVEN>>},
+    {"unevenlarge", 128, run_hopper<Large<RED | UNEVEN>>},
+    {"xnoorder", 64, run_hopper<Small<128, NO_ORDER>>},
+    {"xrednoorder", 64, run_hopper<Small<128, NO_ORDER | RED>>},
+    {"xrednooutorder", 64, run_hopper<Small<128, NO_ORDER | RED | NO_DQ_OUT>>},
+    {"xrednoorderexp", 64, run_hopper<Small<128, NO_ORDER | RED | NO_EXP>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
          attention_hopper_backward_rows<Small<128, 0>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
@@ -233,7 +239,8 @@ static void time_shape(const Device* dev, int B, int NH, int T, int HS, const ch
     Inputs in = inputs_open(dev, B, T, NH, HS);
     float base = 0;
     for (const Variant& v : VARIANTS) {
-        if (v.HS != HS || strstr(v.name, "uneven") || (only && v.name[0] == 'x' && !strchr(only, 'x'))) continue;
+        if (v.HS != HS || strstr(v.name, "uneven") || (v.name[0] == 'x' && only[0] != 'x')) continue;
+        if ((v.name[0] == 't') != (only[0] == 't')) continue;
         constexpr int WARM = 2, RUNS = 8;
         float times[RUNS];
         cudaEvent_t start, stop;
@@ -248,7 +255,7 @@ static void time_shape(const Device* dev, int B, int NH, int T, int HS, const ch
         }
         qsort(times, RUNS, sizeof(float), compare_floats);
         const float ms = (times[RUNS / 2 - 1] + times[RUNS / 2]) / 2;
-        if (base == 0) base = ms;
+        if (base == 0 && strstr(v.name, "mma")) base = ms;
         printf("%-14s B%-3d NH%-3d T%-6d HS%-4d %8.3f ms %7.1f TFLOP/s  %.2f of mma's rate\n", v.name, B, NH, T, HS, ms,
                5.0 * B * NH * T * T * HS / ms * 1e-9, base / ms);
         fflush(stdout);
@@ -266,11 +273,13 @@ int main(int argc, char** argv) {
     const char *what = argc > 1 ? argv[1] : "time", *name = argc > 2 ? argv[2] : "x";
     int wrong = 0;
     if (!strcmp(what, "time")) {
+        const char* rest = name[0] == 't' ? name : "";
         time_shape(&dev, 64, 12, 1024, 64, name);
-        time_shape(&dev, 16, 25, 1024, 64, "");
+        time_shape(&dev, 16, 25, 1024, 64, rest);
         time_shape(&dev, 16, 12, 4096, 64, name);
-        time_shape(&dev, 4, 12, 16384, 64, "");
-        time_shape(&dev, 16, 16, 1024, 128, "");
+        time_shape(&dev, 4, 12, 16384, 64, rest);
+        time_shape(&dev, 16, 16, 1024, 128, rest);
+        time_shape(&dev, 4, 16, 4096, 128, rest);
     }
     for (const Variant& v : VARIANTS) {
         if (strcmp(v.name, name)) continue;

@@ -403,6 +403,7 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, char* base,
                                                         const HopperBackwardWork& work, int group) {
     constexpr int BM = Shape::BM, BN = Shape::BN, HS = Shape::HS;
+    constexpr bool LATE_TURN = Shape::TRIAL & BACKWARD_TURNS && !(Shape::TRIAL & BACKWARD_TURNS_EARLY);
     const uint32_t memory = shared_offset(base), own_rows = group * 64 * PANEL_ROW_BYTES;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, work, 0)) return;
@@ -464,6 +465,8 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         }
         before = tile;
         tile.query_tile += Shape::DOWN ? -1 : 1;
+        // Not with the turn: what is waited for may need the other group.
+        if (LATE_TURN && last) group_arrive(TURN_BARRIER + 1 - group, 256);
         if (last) more = hopper_backward_take<Shape>(tile, shared, work, tile.sequence + 1);
         uint64_t* empty = &shared.empty[stage];
         if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
@@ -485,8 +488,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
                                       memory + Shape::V + tile.sequence % Shape::V_SLOTS * Shape::KEY_BYTES + own_rows,
                                       next + Shape::QUERY_BYTES);
         wgmma_commit();
-        if (Shape::TRIAL & BACKWARD_TURNS && !(Shape::TRIAL & BACKWARD_TURNS_EARLY))
-            group_arrive(TURN_BARRIER + 1 - group, 256);
+        if (LATE_TURN && !last) group_arrive(TURN_BARRIER + 1 - group, 256);
     }
     count--;
     barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2, 16);
