@@ -49,7 +49,7 @@ struct alignas(1024) HopperBackwardShared {
     uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
     uint64_t full[Shape::STAGES], empty[Shape::STAGES];
     uint64_t ds_full[2], ds_empty[2];
-    int drawn[2];
+    int4 drawn[2];  // {bh, batch, head, tile of keys}; a negative bh: there is no more
     alignas(16) float rows[Shape::STAGES][2][Shape::BM];  // {lse * log2(e), D} of a stage
 };
 
@@ -67,7 +67,7 @@ struct HopperBackwardWork {
 // one back to the diagonal, then those of its next tile of keys.
 struct HopperBackwardTile {
     int sequence;  // number of the tile of keys among those of this block
-    int bh, key_tile, query_tile;
+    int bh, batch, head, key_tile, query_tile;
 };
 
 template <typename Shape>
@@ -80,23 +80,16 @@ __device__ __forceinline__ int hopper_backward_last(const HopperBackwardWork& wo
     return Shape::DOWN ? key_tile * Shape::BN / Shape::BM : work.query_tiles - 1;
 }
 
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_decode(HopperBackwardTile& tile, const HopperBackwardWork& work,
-                                                       int drawn) {
-    forward_work(tile.bh, tile.key_tile, drawn, work.key_tiles, work.heads, work.group);
-    if (Shape::DOWN) tile.key_tile = work.key_tiles - 1 - tile.key_tile;
-    tile.query_tile = hopper_backward_first<Shape>(work, tile.key_tile);
-}
-
 // The first tile of the next tile of keys, once it is there; false when there is none.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, HopperBackwardShared<Shape>& shared,
                                                      const HopperBackwardWork& work, int sequence) {
     barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2, 1);
-    const int drawn = *(volatile int*)&shared.drawn[sequence % 2];
-    if (drawn < 0) return false;
+    const int4 drawn = shared.drawn[sequence % 2];
+    if (drawn.x < 0) return false;
     tile.sequence = sequence;
-    hopper_backward_decode<Shape>(tile, work, drawn);
+    tile.bh = drawn.x, tile.batch = drawn.y, tile.head = drawn.z, tile.key_tile = drawn.w;
+    tile.query_tile = hopper_backward_first<Shape>(work, tile.key_tile);
     return true;
 }
 
@@ -130,28 +123,30 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
         const uint32_t v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
         barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1, 2);
         const int drawn = atomicAdd(work.ticket, 1);
-        *(volatile int*)&shared.drawn[n % 2] = drawn < items ? drawn : -1;
+        int4 item = {-1, 0, 0, 0};
+        if (drawn < items) forward_work(item.x, item.w, drawn, work.key_tiles, work.heads, work.group);
+        if (Shape::DOWN) item.w = work.key_tiles - 1 - item.w;
+        item.y = item.x / work.NH, item.z = item.x % work.NH;
+        shared.drawn[n % 2] = item;
         if (drawn >= items) {
             barrier_arrive(key_full);
             return;
         }
-        HopperBackwardTile tile;
-        hopper_backward_decode<Shape>(tile, work, drawn);
-        const int batch = tile.bh / work.NH, C = work.NH * HS, column = tile.bh % work.NH * HS;
-        const int key = tile.key_tile * BN;
+        const int batch = item.y, C = work.NH * HS, column = item.z * HS, key_tile = item.w;
+        const int key = key_tile * BN, first = hopper_backward_first<Shape>(work, key_tile);
         barrier_expect(key_full, Shape::KEY_BYTES);
         hopper_backward_load<BN, HS>(memory + n % 2 * Shape::KEY_BYTES, qkv, key_full, column + C, key, batch);
         const int count = work.query_tiles - key / BM;
         for (int i = 0; i < count; i++) {
-            const int m = Shape::DOWN ? tile.query_tile - i : tile.query_tile + i;
+            const int m = Shape::DOWN ? first - i : first + i;
             const uint32_t full = shared_offset(&shared.full[stage]);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
             barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1, 3);
             barrier_expect(full, 2 * Shape::QUERY_BYTES + Shape::ROW_BYTES);
             hopper_backward_load<BM, HS>(q_tile, qkv, full, column, m * BM, batch);
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
-            bulk_load(shared_offset(&shared.rows[stage]),
-                      work.rows + ((int64_t)tile.bh * work.query_tiles + m) * 2 * BM, Shape::ROW_BYTES, full);
+            bulk_load(shared_offset(&shared.rows[stage]), work.rows + ((int64_t)item.x * work.query_tiles + m) * 2 * BM,
+                      Shape::ROW_BYTES, full);
             if (i == 0) {
                 barrier_wait(shared_offset(&shared.v_empty[n % Shape::V_SLOTS]), n / Shape::V_SLOTS % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
@@ -347,7 +342,7 @@ __device__ __forceinline__ void hopper_backward_dq_final(float (&dq)[Shape::DQ_C
     }
     const int64_t C = (int64_t)work.NH * Shape::HS;
     const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
-    bf16* to = work.dqkv + ((int64_t)(tile.bh / work.NH) * work.T + row) * 3 * C + tile.bh % work.NH * Shape::HS +
+    bf16* to = work.dqkv + ((int64_t)tile.batch * work.T + row) * 3 * C + tile.head * Shape::HS +
                (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
     hopper_backward_rows<Shape::DQ_COLUMNS>(to, 3 * C, work.T - row, dq, work.scale);
 }
@@ -393,7 +388,7 @@ __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape
                                                          int group) {
     const int64_t C = (int64_t)work.NH * Shape::HS;
     const int key = tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16;
-    bf16* to = work.dqkv + ((int64_t)(tile.bh / work.NH) * work.T + key) * 3 * C + tile.bh % work.NH * Shape::HS;
+    bf16* to = work.dqkv + ((int64_t)tile.batch * work.T + key) * 3 * C + tile.head * Shape::HS;
     hopper_backward_rows<Shape::HS>(to + C, 3 * C, work.T - key, dk, work.scale);
     hopper_backward_rows<Shape::HS>(to + 2 * C, 3 * C, work.T - key, dv, 1.0f);
 }
