@@ -14,10 +14,10 @@ struct Inputs {
 
 typedef void (*Backward)(const Device* dev, const Inputs* in);
 
-template <typename Shape, int TOKENS = 65536>
+template <typename Shape>
 static void run_hopper(const Device* dev, const Inputs* in) {
     attention_hopper_backward<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
-                                     in->NH, TOKENS);
+                                     in->NH);
 }
 
 template <int HS>
@@ -32,49 +32,25 @@ struct Variant {
     Backward run;
 };
 
-template <int BM, int TRIAL>
-using Small = HopperBackwardShape<64, BM, TRIAL>;
-template <int TRIAL>
-using Large = HopperBackwardShape<128, 64, TRIAL>;
-
-constexpr int RED = BACKWARD_RED, IN_TURNS = BACKWARD_TURNS, EARLY = BACKWARD_TURNS_EARLY, NO_ORDER = BACKWARD_NO_ORDER,
-              UP = BACKWARD_UP, UNEVEN = BACKWARD_UNEVEN, NO_DQ_OUT = BACKWARD_NO_DQ_OUT, NO_EXP = BACKWARD_NO_EXP,
-              NO_SPLIT = BACKWARD_NO_SPLIT;
+static void run_prod(const Device* dev, const Inputs* in) {
+    attention_backward<bf16>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
+                             in->NH * in->HS, in->NH);
+}
 
 // Names: x, ablations, timed at two shapes; t, in turns, timed in a process of their own.
 static const Variant VARIANTS[] = {
     {"mma64", 64, run_mma<64>},
-    {"downred", 64, run_hopper<Small<128, RED>>},
-    {"downred128k", 64, run_hopper<Small<128, RED>, 131072>},
-    {"downred32k", 64, run_hopper<Small<128, RED>, 32768>},
-    {"upred", 64, run_hopper<Small<128, UP | RED>>},
-    {"upred128k", 64, run_hopper<Small<128, UP | RED>, 131072>},
-    {"upred32k", 64, run_hopper<Small<128, UP | RED>, 32768>},
-    {"down", 64, run_hopper<Small<128, 0>>},
-    {"tearly", 64, run_hopper<Small<128, RED | IN_TURNS | EARLY>>},
-    {"tearlyup", 64, run_hopper<Small<128, RED | IN_TURNS | EARLY | UP>>},
-    {"tearlynoorder", 64, run_hopper<Small<128, RED | IN_TURNS | EARLY | NO_ORDER>>},
-    {"tlate", 64, run_hopper<Small<128, RED | IN_TURNS>>},
-    {"tlateup", 64, run_hopper<Small<128, RED | IN_TURNS | UP>>},
-    {"tlatenoorder", 64, run_hopper<Small<128, RED | IN_TURNS | NO_ORDER>>},
-    {"tbulk", 64, run_hopper<Small<128, IN_TURNS>>},
+    {"prod64", 64, run_prod},
+    {"64 queries", 64, run_hopper<HopperBackwardShape<64, 64>>},
+    {"turns64", 64, run_hopper<HopperBackwardShape<64, 128, true>>},
     {"mma128", 128, run_mma<128>},
-    {"large", 128, run_hopper<Large<0>>},
-    {"largered", 128, run_hopper<Large<RED>>},
-    {"largerednosplit", 128, run_hopper<Large<RED | NO_SPLIT>>},
-    {"largeredup", 128, run_hopper<Large<RED | UP>>},
-    {"largenoorder", 128, run_hopper<Large<RED | NO_ORDER>>},
-    {"tlargeearly", 128, run_hopper<Large<RED | IN_TURNS | EARLY>>},
-    {"tlargelate", 128, run_hopper<Large<RED | IN_TURNS>>},
-    {"uneven", 64, run_hopper<Small<128, RED | UNEVEN>>},
-    {"unevenlarge", 128, run_hopper<Large<RED | UNEVEN>>},
-    {"xnoorder", 64, run_hopper<Small<128, NO_ORDER>>},
-    {"xrednoorder", 64, run_hopper<Small<128, NO_ORDER | RED>>},
-    {"xrednooutorder", 64, run_hopper<Small<128, NO_ORDER | RED | NO_DQ_OUT>>},
-    {"xrednoorderexp", 64, run_hopper<Small<128, NO_ORDER | RED | NO_EXP>>},
+    {"prod128", 128, run_prod},
+    {"turns128", 128, run_hopper<HopperBackwardShape<128, 64, true>>},
+    {"uneven64", 64, run_hopper<HopperBackward<64, true>>},
+    {"uneven128", 128, run_hopper<HopperBackward<128, true>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
-         attention_hopper_backward_rows<Small<128, 0>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
+         attention_hopper_rows<HopperBackward<64>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
                                                        in->NH);
      }},
 };
@@ -240,7 +216,6 @@ static void time_shape(const Device* dev, int B, int NH, int T, int HS, const ch
     float base = 0;
     for (const Variant& v : VARIANTS) {
         if (v.HS != HS || strstr(v.name, "uneven") || (v.name[0] == 'x' && only[0] != 'x')) continue;
-        if ((v.name[0] == 't') != (only[0] == 't')) continue;
         constexpr int WARM = 2, RUNS = 8;
         float times[RUNS];
         cudaEvent_t start, stop;

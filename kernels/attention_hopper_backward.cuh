@@ -1,95 +1,103 @@
+// The backward pass of causal attention (kernels/attention.cuh says what it computes) in bf16 on Hopper.
+//
+// The account, for a tile of scores of 128 queries x 128 keys, heads of 64. Five products of 2.1 MFLOP keep the tensor
+// cores busy for 2560 cycles, 16384 exponentials the exponential units for 1024, and operands and ds cross shared
+// memory with 288 KiB, 2300 cycles: the products are the bound when all three go on at once. A block owns a tile of
+// keys, whose dk and dv stay in registers; dq of a tile of queries is a sum over blocks. What that can cost:
+//  - a second kernel whose blocks own queries computes scores and dp again: 7 products for 5, and all exponentials;
+//  - a cluster of the blocks of a head, exchanging dq through each other's shared memory, must have all T / 128 of
+//    them running at once, which have 1 to T / 128 tiles to do: half of the multiprocessors' time;
+//  - summing in memory, as here, sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64, NH 12, T 1024) where
+//    all the products take 0.4 ms at best, and costs no product. The order of the sum is kept by flags.
+//
+// A block stays on its multiprocessor and draws tiles of keys until there are none. Three warpgroups:
+//  - two compute. Each owns 64 of the 128 keys and takes the scores transposed: s^T = k q^T and dp^T = v dout^T come
+//    out of wgmma in the layout in which p^T and ds^T go back in, from registers, for dv += p^T dout and dk += ds^T q.
+//    ds crosses shared memory, for dq = ds k: of dq each group computes 64 queries (heads of 64) or 64 columns. That
+//    product is made a tile late, when the other group has long written its half of ds, so that the groups need not
+//    go in step: while one takes exponentials, the other's products keep the tensor cores busy.
+//  - one fetches (one thread: k of two tiles of keys, v of one, q and dout of STAGES tiles of queries, by the copy
+//    engine) and keeps the order of dq (a warp for each computing group, see hopper_backward_order).
+// A block walks the queries from the last one back to its diagonal. dq of a tile of queries is summed from the first
+// tile of keys on: that one stores, the following ones add, the one on the diagonal reads the sum and writes the bf16
+// result, so there is no pass that clears or converts. Tiles of keys are drawn by ticket, the first ones of `group`
+// heads, which do the most, then the next ones: who has to wait has a later ticket than those it waits for, so the
+// wait ends, and has mostly been overtaken by `group` tiles, so there is mostly no wait.
+//
+// Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where s
+// was; heads of 128, in tiles of 64 queries: 32, 32, 64, 64, 32.
 #pragma once
 
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-enum {  // trials
-    BACKWARD_NO_EXP = 1,
-    BACKWARD_NO_DQ_OUT = 2,
-    BACKWARD_NO_ORDER = 4,
-    BACKWARD_UNEVEN = 16,
-    BACKWARD_UP = 32,
-    BACKWARD_TWO_STAGES = 64,
-    BACKWARD_NO_SPLIT = 128,
-    BACKWARD_RED = 256,
-    BACKWARD_TURNS = 512,
-    BACKWARD_TURNS_EARLY = 1024,
-};
-
-// BM queries by BN keys; two warpgroups of 64 keys each compute, a third one fetches (one thread) and keeps the order
-// of dq (a warp for each of the two).
-template <int HS_, int BM_, int TRIAL_ = 0>
+// BM queries by 128 keys. TURNS: the groups issue their products in turn. UNEVEN is for the test of the order of dq: it
+// slows down every other tile of keys.
+template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false>
 struct HopperBackwardShape {
-    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, TRIAL = TRIAL_;
-    static constexpr bool BULK = !(TRIAL & BACKWARD_RED), DOWN = !(TRIAL & BACKWARD_UP),
-                          SPLIT = !(TRIAL & BACKWARD_NO_SPLIT);
-    static constexpr int STAGES = BULK || TRIAL & BACKWARD_TWO_STAGES ? 2 : 3;
-    static constexpr int V_SLOTS = HS == 64 && STAGES == 2 ? 2 : 1;
-    static constexpr int DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of dq is 64 rows of so many columns
+    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = 3;
+    static constexpr bool TURNS = TURNS_, UNEVEN = UNEVEN_;
+    static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
-    static constexpr int ROW_BYTES = 2 * BM * 4, DQ_BYTES = 64 * DQ_COLUMNS * 4;
-    // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two buffers of ds, dq of each
-    // group.
-    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
-    static constexpr int DQ = DS + 2 * DS_BYTES, SHARED = DQ + (BULK ? 2 * DQ_BYTES : 0);
+    // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two tiles of ds.
+    static constexpr int V = 2 * KEY_BYTES, RING = V + KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
+    static constexpr int SHARED = DS + 2 * DS_BYTES;
     static_assert((BM == 64 || BM == 128) && SHARED <= 224 * 1024);
 };
 
 // What the trainer runs.
-template <int HS>
-using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64>;
+template <int HS, bool UNEVEN = false>
+using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, false, UNEVEN>;
 
-template <int HS>
-using HopperBackwardUneven = HopperBackwardShape<HS, HS == 64 ? 128 : 64, BACKWARD_UNEVEN>;
-
+// Numbers of barriers, one for each group.
 enum { GO_BARRIER = 1, DONE_BARRIER = 3, TURN_BARRIER = 5, ORDER_THREADS = 128 + 32 };
 
+// Its size is a multiple of the 1024 bytes to which the tiles behind it are aligned.
 template <typename Shape>
 struct alignas(1024) HopperBackwardShared {
-    uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
-    uint64_t full[Shape::STAGES], empty[Shape::STAGES];
+    uint64_t key_full[2], key_empty[2], v_full, v_empty;
+    uint64_t full[Shape::STAGES], empty[Shape::STAGES];  // of q and dout, lse and D
     uint64_t ds_full[2], ds_empty[2];
-    int4 drawn[2];  // {bh, batch, head, tile of keys}; a negative bh: there is no more
-    alignas(16) float rows[Shape::STAGES][2][Shape::BM];  // {lse * log2(e), D} of a stage
+    int4 drawn[2];  // {bh, batch, head, tile of keys} of k; a negative bh: there is no more
+    alignas(16) float rows[Shape::STAGES][2][Shape::BM];  // {lse * log2(e), D}
 };
 
-struct HopperBackwardWork {
+struct HopperBackwardArguments {
     bf16* dqkv;         // (B,T,3,NH,HS)
-    float* dq_sum;      // (B*NH, query tiles, BM*HS), each tile in the order of the threads' registers
-    int* flags;         // (B*NH, query tiles, 2): how many tiles of keys have added their share, for each group
+    float* dq_sum;      // (B*NH, tiles of queries, BM*HS), each tile in the order of the threads' registers
+    int* flags;         // (B*NH, tiles of queries, 2): how many tiles of keys have added their share, by group
     int* ticket;        // (1)
-    const float* rows;  // (B*NH, query tiles, {lse * log2(e), D}, BM)
-    int T, NH, heads, group, key_tiles, query_tiles;
+    const float* rows;  // (B*NH, tiles of queries, {lse * log2(e), D}, BM)
+    int T, NH, heads /*B*NH*/, group /*of heads*/, key_tiles, query_tiles;
     float scale;
 };
 
-// A tile of scores. The tiles of a block come in sequence: tiles of queries of its first tile of keys, from the last
-// one back to the diagonal, then those of its next tile of keys.
+// A tile of scores.
 struct HopperBackwardTile {
     int sequence;  // number of the tile of keys among those of this block
     int bh, batch, head, key_tile, query_tile;
 };
 
+// The tile of queries that holds the first queries of a tile of keys: the last one of its walk.
 template <typename Shape>
-__device__ __forceinline__ int hopper_backward_first(const HopperBackwardWork& work, int key_tile) {
-    return Shape::DOWN ? work.query_tiles - 1 : key_tile * Shape::BN / Shape::BM;
+__device__ __forceinline__ int hopper_backward_last(int key_tile) {
+    return key_tile * Shape::BN / Shape::BM;
 }
 
+// Whether a tile of keys is the last to add to a tile of dq.
 template <typename Shape>
-__device__ __forceinline__ int hopper_backward_last(const HopperBackwardWork& work, int key_tile) {
-    return Shape::DOWN ? key_tile * Shape::BN / Shape::BM : work.query_tiles - 1;
+__device__ __forceinline__ bool hopper_backward_diagonal(const HopperBackwardTile& tile) {
+    return tile.query_tile * Shape::BM / Shape::BN == tile.key_tile;
 }
 
 // The first tile of the next tile of keys, once it is there; false when there is none.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, HopperBackwardShared<Shape>& shared,
-                                                     const HopperBackwardWork& work, int sequence) {
+                                                     const HopperBackwardArguments& a, int sequence) {
     barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2, 1);
     const int4 drawn = shared.drawn[sequence % 2];
     if (drawn.x < 0) return false;
-    tile.sequence = sequence;
-    tile.bh = drawn.x, tile.batch = drawn.y, tile.head = drawn.z, tile.key_tile = drawn.w;
-    tile.query_tile = hopper_backward_first<Shape>(work, tile.key_tile);
+    tile = {sequence, drawn.x, drawn.y, drawn.z, drawn.w, a.query_tiles - 1};
     return true;
 }
 
@@ -110,115 +118,91 @@ __device__ __forceinline__ void hopper_backward_load(uint32_t to, const CUtensor
             tensor_load(to + (panel * ROWS + r) * PANEL_ROW_BYTES, map, barrier, column + panel * 64, row + r, batch);
 }
 
-// One thread: draws tiles of keys and fetches what they need.
+// Until *flag is `value`.
+__device__ __forceinline__ void flag_wait(const int* flag, int value, [[maybe_unused]] int place) {
+#ifdef NIBBLE_HANG_REPORT
+    const long long start = clock64();
+    while (load_acquire(flag) != value)
+        if (clock64() - start > 3000000000ll) hang(place, 0, value);
+#else
+    while (load_acquire(flag) != value) {
+    }
+#endif
+}
+
+// Draws a tile of keys into a slot of k, and has k fetched; x < 0 when there is none.
+template <typename Shape>
+__device__ __forceinline__ int4 hopper_backward_draw(HopperBackwardShared<Shape>& shared, uint32_t memory, int slot,
+                                                     const HopperBackwardArguments& a, const CUtensorMap* qkv) {
+    const uint32_t full = shared_offset(&shared.key_full[slot]);
+    const int ticket = atomicAdd(a.ticket, 1);
+    int4 drawn = {-1, 0, 0, 0};
+    if (ticket < a.heads * a.key_tiles) forward_work(drawn.x, drawn.w, ticket, a.key_tiles, a.heads, a.group);
+    drawn.w = a.key_tiles - 1 - drawn.w;  // first tiles first
+    drawn.y = drawn.x / a.NH, drawn.z = drawn.x % a.NH;
+    shared.drawn[slot] = drawn;
+    if (drawn.x < 0) {
+        barrier_arrive(full);
+        return drawn;
+    }
+    barrier_expect(full, Shape::KEY_BYTES);
+    hopper_backward_load<Shape::BN, Shape::HS>(memory + slot * Shape::KEY_BYTES, qkv, full,
+                                               (a.NH + drawn.z) * Shape::HS, drawn.w * Shape::BN, drawn.y);
+    return drawn;
+}
+
+// One thread: draws tiles of keys and has fetched what they need.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Shape>& shared, uint32_t memory,
-                                                        const HopperBackwardWork& work, const CUtensorMap* qkv,
+                                                        const HopperBackwardArguments& a, const CUtensorMap* qkv,
                                                         const CUtensorMap* dout) {
     constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN;
-    const int items = work.heads * work.key_tiles;
     int stage = 0, parity = 0;
     for (int n = 0;; n++) {
-        const uint32_t key_full = shared_offset(&shared.key_full[n % 2]);
-        const uint32_t v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
         barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1, 2);
-        const int drawn = atomicAdd(work.ticket, 1);
-        int4 item = {-1, 0, 0, 0};
-        if (drawn < items) forward_work(item.x, item.w, drawn, work.key_tiles, work.heads, work.group);
-        if (Shape::DOWN) item.w = work.key_tiles - 1 - item.w;
-        item.y = item.x / work.NH, item.z = item.x % work.NH;
-        shared.drawn[n % 2] = item;
-        if (drawn >= items) {
-            barrier_arrive(key_full);
-            return;
-        }
-        const int batch = item.y, C = work.NH * HS, column = item.z * HS, key_tile = item.w;
-        const int key = key_tile * BN, first = hopper_backward_first<Shape>(work, key_tile);
-        barrier_expect(key_full, Shape::KEY_BYTES);
-        hopper_backward_load<BN, HS>(memory + n % 2 * Shape::KEY_BYTES, qkv, key_full, column + C, key, batch);
-        const int count = work.query_tiles - key / BM;
-        for (int i = 0; i < count; i++) {
-            const int m = Shape::DOWN ? first - i : first + i;
-            const uint32_t full = shared_offset(&shared.full[stage]);
+        const int4 drawn = hopper_backward_draw<Shape>(shared, memory, n % 2, a, qkv);
+        if (drawn.x < 0) return;
+        const int batch = drawn.y, column = drawn.z * HS, last = hopper_backward_last<Shape>(drawn.w);
+        for (int m = a.query_tiles - 1; m >= last; m--) {
+            const uint32_t full = shared_offset(&shared.full[stage]), v_full = shared_offset(&shared.v_full);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
             barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1, 3);
-            barrier_expect(full, 2 * Shape::QUERY_BYTES + Shape::ROW_BYTES);
+            barrier_expect(full, 2 * Shape::QUERY_BYTES + 2 * BM * 4);
             hopper_backward_load<BM, HS>(q_tile, qkv, full, column, m * BM, batch);
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
-            bulk_load(shared_offset(&shared.rows[stage]), work.rows + ((int64_t)item.x * work.query_tiles + m) * 2 * BM,
-                      Shape::ROW_BYTES, full);
-            if (i == 0) {
-                barrier_wait(shared_offset(&shared.v_empty[n % Shape::V_SLOTS]), n / Shape::V_SLOTS % 2 ^ 1, 4);
+            bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
+                      2 * BM * 4, full);
+            if (m == a.query_tiles - 1) {
+                barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
-                hopper_backward_load<BN, HS>(memory + Shape::V + n % Shape::V_SLOTS * Shape::KEY_BYTES, qkv, v_full,
-                                             column + 2 * C, key, batch);
+                hopper_backward_load<BN, HS>(memory + Shape::V, qkv, v_full, 2 * a.NH * HS + column, drawn.w * BN,
+                                             batch);
             }
             if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
         }
     }
 }
 
-// Whose share of dq of a tile of queries comes before this tile of keys: so many tiles of keys.
-template <typename Shape>
-__device__ __forceinline__ int hopper_backward_before(int key_tile, int query_tile) {
-    return Shape::DOWN ? key_tile : query_tile * Shape::BM / Shape::BN - key_tile;
-}
-
-template <typename Shape>
-__device__ __forceinline__ bool hopper_backward_is_final(int key_tile, int query_tile) {
-    return Shape::DOWN ? query_tile * Shape::BM / Shape::BN == key_tile : key_tile == 0;
-}
-
-__device__ __forceinline__ void hopper_backward_poll(const int* flag, int before) {
-#ifdef NIBBLE_HANG_REPORT
-    const long long start = clock64();
-    while (load_acquire(flag) != before)
-        if (clock64() - start > 3000000000ll) hang(100, 0, before);
-#else
-    while (load_acquire(flag) != before) {
-    }
-#endif
-}
-
 // One warp for each group: waits until the tiles of keys before have added their share of dq, lets the group add its
-// own, and says so.
+// own, and says so. The fence orders the whole group's additions before the flag, since the barrier came between.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape>& shared, uint32_t memory,
-                                                      const HopperBackwardWork& work, int group) {
+__device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape>& shared,
+                                                      const HopperBackwardArguments& a, int group) {
     HopperBackwardTile tile;
     const bool one = threadIdx.x % 32 == 0;
     for (int n = 0;; n++) {
-        const bool more = hopper_backward_take<Shape>(tile, shared, work, n);
+        const bool more = hopper_backward_take<Shape>(tile, shared, a, n);
         warp_arrive(&shared.key_empty[n % 2]);
         if (!more) return;
-        const int count = work.query_tiles - tile.key_tile * Shape::BN / Shape::BM;
-        for (int i = 0; i < count; i++) {
-            const int m = Shape::DOWN ? tile.query_tile - i : tile.query_tile + i;
-            const int64_t index = (int64_t)tile.bh * work.query_tiles + m;
-            int* flag = work.flags + index * 2 + group;
-            const int before = hopper_backward_before<Shape>(tile.key_tile, m);
-            const bool final = hopper_backward_is_final<Shape>(tile.key_tile, m);
-            if (one && !(Shape::TRIAL & BACKWARD_NO_ORDER) && (!Shape::BULK || final))
-                hopper_backward_poll(flag, before);
+        for (; tile.query_tile >= hopper_backward_last<Shape>(tile.key_tile); tile.query_tile--) {
+            int* flag = a.flags + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * 2 + group;
+            if (one) flag_wait(flag, tile.key_tile, 5);
             __syncwarp();
             group_arrive(GO_BARRIER + group, ORDER_THREADS);
             group_sync(DONE_BARRIER + group, ORDER_THREADS);
-            if (!one || final) continue;
-            if (Shape::BULK) {
-                if (!(Shape::TRIAL & BACKWARD_NO_ORDER)) hopper_backward_poll(flag, before);
-                float* sum = work.dq_sum + index * Shape::BM * Shape::HS + group * 64 * Shape::DQ_COLUMNS;
-                const uint32_t from = memory + Shape::DQ + group * Shape::DQ_BYTES;
-                asm volatile("fence.proxy.async;" ::: "memory");
-                if (before == 0)
-                    bulk_store(sum, from, Shape::DQ_BYTES);
-                else
-                    bulk_add(sum, from, Shape::DQ_BYTES);
-                store_commit();
-                store_wait<0>();
-                asm volatile("fence.proxy.async;" ::: "memory");
-            }
+            if (!one || hopper_backward_diagonal<Shape>(tile)) continue;
             __threadfence();
-            store_release(flag, before + 1);
+            store_release(flag, tile.key_tile + 1);
         }
     }
 }
@@ -271,8 +255,7 @@ __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4]
         const float2 l = *reinterpret_cast<const float2*>(lse + n * 8 + t * 2);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float x = fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x));
-            s[n][e] = Shape::TRIAL & BACKWARD_NO_EXP ? x : exp2_approximate(x);
+            s[n][e] = exp2_approximate(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x)));
         }
     }
 }
@@ -327,56 +310,40 @@ __device__ __forceinline__ void hopper_backward_rows(bf16* to, int64_t stride, i
     }
 }
 
+// Adds a group's part of dq to the sum when it is its turn, or writes the result.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_final(float (&dq)[Shape::DQ_COLUMNS / 8][4],
-                                                         const HopperBackwardWork& work, const HopperBackwardTile& tile,
-                                                         int group, const float* sum, bool first) {
-    constexpr int BM = Shape::BM, N = Shape::DQ_COLUMNS / 8;
-    if (!first) {
-        float4 before[N];
+__device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                       const HopperBackwardArguments& a, const HopperBackwardTile& tile,
+                                                       int group) {
+    constexpr int N = Shape::DQ_COLUMNS / 8, BM = Shape::BM, HS = Shape::HS;
+    if (Shape::UNEVEN && tile.key_tile % 2 == 1)
+        for (long long start = clock64(); clock64() - start < 50000;) {
+        }
+    float* sum = a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * BM * HS +
+                 group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
+    group_sync(GO_BARRIER + group, ORDER_THREADS);
+    if (!hopper_backward_diagonal<Shape>(tile)) {
 #pragma unroll
-        for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
+        for (int n = 0; n < N; n++) {
+            if (tile.key_tile > 0)
+                add_4(sum + n * 512, dq[n]);
+            else
+                __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
+        }
+    } else {
+        float4 before[N] = {};
+        if (tile.key_tile > 0) {
+#pragma unroll
+            for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
+        }
 #pragma unroll
         for (int n = 0; n < N; n++)
             dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
-    }
-    const int64_t C = (int64_t)work.NH * Shape::HS;
-    const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
-    bf16* to = work.dqkv + ((int64_t)tile.batch * work.T + row) * 3 * C + tile.head * Shape::HS +
-               (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
-    hopper_backward_rows<Shape::DQ_COLUMNS>(to, 3 * C, work.T - row, dq, work.scale);
-}
-
-// Adds a group's part of dq in its turn: the nearest tile of keys stores, the first tile of keys writes the result.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4], char* base,
-                                                       const HopperBackwardWork& work, const HopperBackwardTile& tile,
-                                                       int group) {
-    constexpr int N = Shape::DQ_COLUMNS / 8;
-    if (Shape::TRIAL & BACKWARD_UNEVEN && tile.key_tile % 2 == 1)
-        for (long long start = clock64(); clock64() - start < 50000;) {
-        }
-    const int m = tile.query_tile, thread = threadIdx.x % 128;
-    float* sum = work.dq_sum + ((int64_t)tile.bh * work.query_tiles + m) * Shape::BM * Shape::HS +
-                 group * 64 * Shape::DQ_COLUMNS + thread * 4;
-    const bool first = hopper_backward_before<Shape>(tile.key_tile, m) == 0;
-    group_sync(GO_BARRIER + group, ORDER_THREADS);
-    if (!(Shape::TRIAL & BACKWARD_NO_DQ_OUT)) {
-        if (hopper_backward_is_final<Shape>(tile.key_tile, m)) {
-            hopper_backward_dq_final<Shape>(dq, work, tile, group, sum, first);
-        } else if (Shape::BULK) {
-            float4* to = reinterpret_cast<float4*>(base + Shape::DQ + group * Shape::DQ_BYTES) + thread;
-#pragma unroll
-            for (int n = 0; n < N; n++) to[n * 128] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
-            fence_async();
-        } else if (first) {
-#pragma unroll
-            for (int n = 0; n < N; n++)
-                __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
-        } else {
-#pragma unroll
-            for (int n = 0; n < N; n++) add_4(sum + n * 512, dq[n]);
-        }
+        const int64_t C = (int64_t)a.NH * HS;
+        const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
+        bf16* to = a.dqkv + ((int64_t)tile.batch * a.T + row) * 3 * C + tile.head * HS +
+                   (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
+        hopper_backward_rows<Shape::DQ_COLUMNS>(to, 3 * C, a.T - row, dq, a.scale);
     }
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
@@ -384,159 +351,163 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape::HS / 8][4],
                                                          const float (&dv)[Shape::HS / 8][4],
-                                                         const HopperBackwardWork& work, const HopperBackwardTile& tile,
-                                                         int group) {
-    const int64_t C = (int64_t)work.NH * Shape::HS;
+                                                         const HopperBackwardArguments& a,
+                                                         const HopperBackwardTile& tile, int group) {
+    const int64_t C = (int64_t)a.NH * Shape::HS;
     const int key = tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16;
-    bf16* to = work.dqkv + ((int64_t)tile.batch * work.T + key) * 3 * C + tile.head * Shape::HS;
-    hopper_backward_rows<Shape::HS>(to + C, 3 * C, work.T - key, dk, work.scale);
-    hopper_backward_rows<Shape::HS>(to + 2 * C, 3 * C, work.T - key, dv, 1.0f);
+    bf16* to = a.dqkv + ((int64_t)tile.batch * a.T + key) * 3 * C + tile.head * Shape::HS;
+    hopper_backward_rows<Shape::HS>(to + C, 3 * C, a.T - key, dk, a.scale);
+    hopper_backward_rows<Shape::HS>(to + 2 * C, 3 * C, a.T - key, dv, 1.0f);
 }
 
-// One of the two groups that compute.
+// ds of a tile into shared memory, where the other group is done with the tile before the last.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, char* base,
-                                                        const HopperBackwardWork& work, int group) {
-    constexpr int BM = Shape::BM, BN = Shape::BN, HS = Shape::HS;
-    constexpr bool LATE_TURN = Shape::TRIAL & BACKWARD_TURNS && !(Shape::TRIAL & BACKWARD_TURNS_EARLY);
-    const uint32_t memory = shared_offset(base), own_rows = group * 64 * PANEL_ROW_BYTES;
+__device__ __forceinline__ void hopper_backward_share(HopperBackwardShared<Shape>& shared, uint32_t memory,
+                                                      const uint32_t (&ds)[Shape::BM / 16][4], int count, int group) {
+    barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1, 12);
+    hopper_backward_store_ds<Shape>(
+        memory + Shape::DS + count % 2 * Shape::DS_BYTES + group * Shape::BM * PANEL_ROW_BYTES, ds);
+    fence_async();
+    warp_arrive(&shared.ds_full[count % 2]);
+}
+
+// Starts a group's dq of tile number `count`, which `tile` is.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_start(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t memory,
+                                                         const HopperBackwardTile& tile, int count, int group) {
+    wgmma_fence();
+    hopper_backward_dq<Shape>(dq, memory + Shape::DS + count % 2 * Shape::DS_BYTES,
+                              memory + tile.sequence % 2 * Shape::KEY_BYTES, group);
+    wgmma_commit();
+}
+
+// Starts a product of scores as a group of its own.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::BM / 8][4], uint32_t rows,
+                                                             uint32_t columns) {
+    wgmma_fence();
+    hopper_backward_scores<Shape>(c, rows, columns);
+    wgmma_commit();
+}
+
+// One of the two groups that compute. A tile's products are under way while the tile before gives its dq; the scores
+// of the next tile while dk and dv of a finished tile of keys leave. After the last tile there is one more round, whose
+// scores are of whatever is there and not used: the compiler makes products wait for each other when a loop can be
+// left while some are under way. So is dq of the first round.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, uint32_t memory,
+                                                        const HopperBackwardArguments& a, int group) {
+    constexpr int BM = Shape::BM, HS = Shape::HS;
+    const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
-    if (!hopper_backward_take<Shape>(tile, shared, work, 0)) return;
+    if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
     before = tile;
     float s[BM / 8][4], dp[BM / 8][4], dq[Shape::DQ_COLUMNS / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
-    int stage = 0, parity = 0;
-    barrier_wait(shared_offset(&shared.full[0]), 0, 10);
-    barrier_wait(shared_offset(&shared.v_full[0]), 0, 11);
-    if (Shape::TRIAL & BACKWARD_TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
+    if (Shape::TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
     wgmma_hold(dk);
     wgmma_hold(dv);
-    wgmma_fence();
-    hopper_backward_scores<Shape>(s, memory + own_rows, memory + Shape::RING);
-    wgmma_commit();
-    wgmma_fence();
-    hopper_backward_scores<Shape>(dp, memory + Shape::V + own_rows, memory + Shape::RING + Shape::QUERY_BYTES);
-    wgmma_commit();
-    int count = 0;  // of tiles
+    barrier_wait(shared_offset(&shared.full[0]), 0, 10);
+    hopper_backward_scores_start<Shape>(s, k_tile, memory + Shape::RING);
+    barrier_wait(shared_offset(&shared.v_full), 0, 11);
+    hopper_backward_scores_start<Shape>(dp, v_tile, memory + Shape::RING + Shape::QUERY_BYTES);
+    int stage = 0, parity = 0, count = 0;  // count of tiles
     bool more = true;
     for (;; count++) {
         const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-        const int key = tile.key_tile * BN + group * 64 + threadIdx.x / 32 % 4 * 16;
-        const bool last = tile.query_tile == hopper_backward_last<Shape>(work, tile.key_tile);
+        const bool last = tile.query_tile == hopper_backward_last<Shape>(tile.key_tile);
         wgmma_wait<1>();
         wgmma_hold(s);
-        hopper_backward_exp<Shape>(s, shared.rows[stage][0], key, tile.query_tile * BM, work.scale * LOG2_E);
+        hopper_backward_exp<Shape>(s, shared.rows[stage][0],
+                                   tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16,
+                                   tile.query_tile * BM, a.scale * LOG2_E);
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
-        if (last) warp_arrive(&shared.v_empty[tile.sequence % Shape::V_SLOTS]);
+        if (last) warp_arrive(&shared.v_empty);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
         hopper_backward_pack<Shape>(p, ds, s, dp, shared.rows[stage][1]);
-        const uint32_t ds_tile = memory + Shape::DS + count % 2 * Shape::DS_BYTES;
-        barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1, 12);
-        hopper_backward_store_ds<Shape>(ds_tile + group * BM * PANEL_ROW_BYTES, ds);
-        fence_async();
-        warp_arrive(&shared.ds_full[count % 2]);
+        hopper_backward_share<Shape>(shared, memory, ds, count, group);
 
         if (count > 0) barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 13);
-        if (Shape::TRIAL & BACKWARD_TURNS) group_sync(TURN_BARRIER + group, 256);
-        wgmma_fence();
-        hopper_backward_dq<Shape>(dq, memory + Shape::DS + (count + 1) % 2 * Shape::DS_BYTES,
-                                  memory + before.sequence % 2 * Shape::KEY_BYTES, group);
-        wgmma_commit();
-        const bool add = tile.query_tile != hopper_backward_first<Shape>(work, tile.key_tile);
+        if (Shape::TURNS) group_sync(TURN_BARRIER + group, 256);
+        hopper_backward_dq_start<Shape>(dq, memory, before, count + 1, group);
+        const bool add = tile.query_tile < a.query_tiles - 1;
         wgmma_fence();
         hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
         hopper_backward_sum<Shape>(dk, ds, q_tile, add);
         wgmma_commit();
-        if (Shape::TRIAL & BACKWARD_TURNS && Shape::TRIAL & BACKWARD_TURNS_EARLY)
-            group_arrive(TURN_BARRIER + 1 - group, 256);
-        wgmma_wait<Shape::SPLIT ? 1 : 0>();
+        if (Shape::TURNS) group_arrive(TURN_BARRIER + 1 - group, 256);
+        wgmma_wait<1>();
         wgmma_hold(dq);
         if (count > 0) {
             warp_arrive(&shared.ds_empty[(count - 1) % 2]);
-            if (before.query_tile == hopper_backward_last<Shape>(work, before.key_tile))
+            if (before.query_tile == hopper_backward_last<Shape>(before.key_tile))
                 warp_arrive(&shared.key_empty[before.sequence % 2]);
-            hopper_backward_dq_out<Shape>(dq, base, work, before, group);
+            hopper_backward_dq_out<Shape>(dq, a, before, group);
         }
-        before = tile;
-        tile.query_tile += Shape::DOWN ? -1 : 1;
-        // Not with the turn: what is waited for may need the other group.
-        if (LATE_TURN && last) group_arrive(TURN_BARRIER + 1 - group, 256);
-        if (last) more = hopper_backward_take<Shape>(tile, shared, work, tile.sequence + 1);
+
+        before = tile, tile.query_tile--;
+        if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
         uint64_t* empty = &shared.empty[stage];
         if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
         const uint32_t next = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
         if (more) barrier_wait(shared_offset(&shared.full[stage]), parity, 14);
-        if (more)
-            barrier_wait(shared_offset(&shared.v_full[tile.sequence % Shape::V_SLOTS]),
-                         tile.sequence / Shape::V_SLOTS % 2, 15);
+        if (more) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2, 15);
         wgmma_wait<0>();
         wgmma_hold(dv);
         wgmma_hold(dk);
-        wgmma_fence();
-        hopper_backward_scores<Shape>(s, memory + tile.sequence % 2 * Shape::KEY_BYTES + own_rows, next);
-        wgmma_commit();
+        hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
         warp_arrive(empty);
-        if (last) hopper_backward_keys_out<Shape>(dk, dv, work, before, group);
-        wgmma_fence();
-        hopper_backward_scores<Shape>(dp,
-                                      memory + Shape::V + tile.sequence % Shape::V_SLOTS * Shape::KEY_BYTES + own_rows,
-                                      next + Shape::QUERY_BYTES);
-        wgmma_commit();
-        if (LATE_TURN && !last) group_arrive(TURN_BARRIER + 1 - group, 256);
+        if (last) hopper_backward_keys_out<Shape>(dk, dv, a, before, group);
+        hopper_backward_scores_start<Shape>(dp, v_tile, next + Shape::QUERY_BYTES);
     }
-    count--;
-    barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2, 16);
-    wgmma_fence();
-    hopper_backward_dq<Shape>(dq, memory + Shape::DS + count % 2 * Shape::DS_BYTES,
-                              memory + before.sequence % 2 * Shape::KEY_BYTES, group);
-    wgmma_commit();
+    barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 16);
+    hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
     wgmma_wait<0>();
     wgmma_hold(dq);
-    hopper_backward_dq_out<Shape>(dq, base, work, before, group);
+    hopper_backward_dq_out<Shape>(dq, a, before, group);
 }
 
-// grid: as many blocks as multiprocessors, block THREADS, shared SHARED; flags and ticket zero before; HS 64 or 128,
-// any T; deterministic (dq is summed in a fixed order).
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Shape>& shared) {
+    for (int i = 0; i < 2; i++) {
+        barrier_init(shared_offset(&shared.key_full[i]), 1);
+        barrier_init(shared_offset(&shared.key_empty[i]), 8 + 2);  // 8 warps compute, 2 keep the order
+        barrier_init(shared_offset(&shared.ds_full[i]), 8);
+        barrier_init(shared_offset(&shared.ds_empty[i]), 8);
+    }
+    barrier_init(shared_offset(&shared.v_full), 1);
+    barrier_init(shared_offset(&shared.v_empty), 8);
+    for (int i = 0; i < Shape::STAGES; i++) {
+        barrier_init(shared_offset(&shared.full[i]), 1);
+        barrier_init(shared_offset(&shared.empty[i]), 8);
+    }
+    barrier_init_done();
+}
+
+// grid a block for each multiprocessor, block THREADS, shared SHARED; flags and ticket zero before; HS 64 or 128, any
+// T; deterministic (dq is summed in a fixed order).
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ CUtensorMap qkv /*(B,T,3C)*/,
                                      const __grid_constant__ CUtensorMap dout /*(B,T,C)*/,
-                                     const __grid_constant__ HopperBackwardWork work) {
+                                     const __grid_constant__ HopperBackwardArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char dynamic[];
     __shared__ HopperBackwardShared<Shape> shared;
-    char* base = dynamic;
-#ifdef NIBBLE_HANG_REPORT
-    if (shared_offset(base) % 1024) hang(200, shared_offset(base), 0);
-#endif
+    const uint32_t memory = shared_offset(dynamic);
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);  // one number a warp, for the compiler too
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) {
-            barrier_init(shared_offset(&shared.key_full[i]), 1);
-            barrier_init(shared_offset(&shared.key_empty[i]), 8 + 2);
-            barrier_init(shared_offset(&shared.ds_full[i]), 8);
-            barrier_init(shared_offset(&shared.ds_empty[i]), 8);
-        }
-        for (int i = 0; i < Shape::V_SLOTS; i++) {
-            barrier_init(shared_offset(&shared.v_full[i]), 1);
-            barrier_init(shared_offset(&shared.v_empty[i]), 8);
-        }
-        for (int i = 0; i < Shape::STAGES; i++) {
-            barrier_init(shared_offset(&shared.full[i]), 1);
-            barrier_init(shared_offset(&shared.empty[i]), 8);
-        }
-        barrier_init_done();
-    }
+    if (memory % 1024 != 0) __trap();
+    if (threadIdx.x == 0) hopper_backward_barriers<Shape>(shared);
     __syncthreads();
     if (group == 2) {
         registers_shrink<24>();
         const int warp = threadIdx.x / 32 % 4;
-        if (threadIdx.x % 128 == 0) hopper_backward_produce<Shape>(shared, shared_offset(base), work, &qkv, &dout);
-        if (warp == 1 || warp == 2) hopper_backward_order<Shape>(shared, shared_offset(base), work, warp - 1);
+        if (threadIdx.x % 128 == 0) hopper_backward_produce<Shape>(shared, memory, a, &qkv, &dout);
+        if (warp == 1 || warp == 2) hopper_backward_order<Shape>(shared, a, warp - 1);
     } else {
         registers_grow<240>();
-        hopper_backward_consume<Shape>(shared, base, work, group);
+        hopper_backward_consume<Shape>(shared, memory, a, group);
     }
 #endif
 }
@@ -545,9 +516,9 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 // A warp has 32 tokens of one head, HS / 8 lanes a token; the warps of a block have neighbouring heads. grid (ceil(B *
 // padded * NH / 256)), block 256; deterministic.
 template <int HS, int BM>
-__global__ void attention_backward_rows_kernel(float* rows, int* flags, int64_t flag_count,
-                                               const bf16* dout /*(B,T,NH,HS)*/, const bf16* out /*(B,T,NH,HS)*/,
-                                               const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+__global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t flag_count,
+                                             const bf16* dout /*(B,T,NH,HS)*/, const bf16* out /*(B,T,NH,HS)*/,
+                                             const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
     constexpr int LANES = HS / 8, TOKENS = 32 / LANES;
     const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (int64_t i = thread; i < flag_count; i += (int64_t)gridDim.x * blockDim.x) flags[i] = 0;
@@ -588,7 +559,7 @@ __global__ void attention_backward_rows_kernel(float* rows, int* flags, int64_t 
 
 // Bytes of scratch: {ticket, flags}, rows, dq_sum.
 struct HopperBackwardScratch {
-    int64_t flags, rows, bytes;
+    int64_t flags, rows, bytes;  // bytes: of all
 };
 
 inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int HS) {
@@ -601,36 +572,34 @@ inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int H
 }
 
 template <typename Shape>
-inline void attention_hopper_backward_rows(const Device* dev, char* scratch, const bf16* dout, const bf16* out,
-                                           const float* lse, int B, int T, int NH) {
+inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* dout, const bf16* out, const float* lse,
+                                  int B, int T, int NH) {
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t warps = B * ceil_div(T, Shape::BM) * (Shape::BM / 32) * NH;
-    attention_backward_rows_kernel<Shape::HS, Shape::BM><<<(unsigned)ceil_div(warps, 8), 256, 0, dev->stream>>>(
+    attention_hopper_rows_kernel<Shape::HS, Shape::BM><<<(unsigned)ceil_div(warps, 8), 256, 0, dev->stream>>>(
         (float*)(scratch + sizes.flags), (int*)scratch, sizes.flags / 4, dout, out, lse, B, T, NH);
     check_launch();
 }
 
+// Writes every element of dqkv; C = NH * HS.
 template <typename Shape>
 inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
                                       const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
-                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T, int NH,
-                                      int tokens = 65536) {
-    constexpr int HS = Shape::HS;
-    const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, HS);
-    const int64_t C = (int64_t)NH * HS;
-    HopperBackwardWork work;
-    work.dqkv = dqkv;
-    work.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
-    work.flags = (int*)(scratch + 256);
-    work.ticket = (int*)scratch;
-    work.rows = (float*)(scratch + sizes.flags);
-    work.T = T, work.NH = NH, work.heads = B * NH;
-    work.group = tokens / T < 1 ? 1 : tokens / T > work.heads ? work.heads : tokens / T;
-    work.key_tiles = (int)ceil_div(T, Shape::BN), work.query_tiles = (int)ceil_div(T, Shape::BM);
-    work.scale = 1.0f / sqrtf((float)HS);
-    attention_hopper_backward_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
+                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
+                                      int NH) {
+    constexpr int TOGETHER = 65536;  // tokens of a group of heads: their q, dout and dq_sum take 32 MiB of L2 cache
+    const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
+    const int64_t C = (int64_t)NH * Shape::HS;
+    HopperBackwardArguments a;
+    a.dqkv = dqkv, a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
+    a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
+    a.T = T, a.NH = NH, a.heads = B * NH;
+    a.group = TOGETHER / T < 1 ? 1 : TOGETHER / T > a.heads ? a.heads : TOGETHER / T;
+    a.key_tiles = (int)ceil_div(T, Shape::BN), a.query_tiles = (int)ceil_div(T, Shape::BM);
+    a.scale = 1.0f / sqrtf((float)Shape::HS);
+    attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
     attention_set_shared(attention_hopper_backward_kernel<Shape>, Shape::SHARED);
     attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
-        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), work);
+        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), a);
     check_launch();
 }

@@ -377,7 +377,7 @@ static void check_uneven_hopper(Test* test, const Device* dev) {
                                                       c.NH);
     };
     check_uneven<HS>(test, dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        attention_hopper_backward<HopperBackwardUneven<HS>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
+        attention_hopper_backward<HopperBackward<HS, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
                                                             c.B, c.T, c.NH);
     });
 }
