@@ -25,7 +25,7 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, LAZY = 4, HALF = 8, ROTATE = 16 };
+enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, HALF = 4, KEEP = 8 };
 
 template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_, int EMULATED_ = 0>
 struct HopperForwardShape {
@@ -34,17 +34,19 @@ struct HopperForwardShape {
     static constexpr int THREADS = (CONSUMERS + 1) * 128;
     static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
     static constexpr int REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
-    static constexpr int Q_BYTES = 64 * HS * 2;  // of a warpgroup; O leaves through the same memory
+    static constexpr int Q_BYTES = 64 * HS * 2;  // of a warpgroup
     static constexpr int KV_BYTES = BN * HS * 2;
-    // Offsets into shared memory, from a multiple of 1024.
-    static constexpr int K = 2 * CONSUMERS * Q_BYTES, V = K + STAGES * KV_BYTES;
-    static constexpr int SHARED = V + STAGES * KV_BYTES + 1024;
+    static constexpr int O_BYTES = 16 * HS * 2;  // of a warp
+    // Offsets into shared memory, from a multiple of 1024: two slots of q, the rings, each warp's way out.
+    static constexpr int K = 2 * CONSUMERS * Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
+    static constexpr int SHARED = O + CONSUMERS * 4 * O_BYTES + 1024;
     static_assert(BN % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 4 && (BN == 128 || !(OPTIONS & HALF)));
+    static_assert(SHARED <= 226 * 1024);
 };
 
 // What the trainer runs.
-using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | LAZY | HALF | ROTATE>;
-using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | LAZY | HALF | TURNS>;
+using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | HALF | KEEP>;
+using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | HALF | KEEP | TURNS>;
 
 struct HopperForwardPiece {
     int head, batch;
@@ -57,7 +59,7 @@ struct HopperForwardShared {
     uint64_t q_full[2], q_empty[2];
     uint64_t k_full[Shape::STAGES], k_empty[Shape::STAGES];
     uint64_t v_full[Shape::STAGES], v_empty[Shape::STAGES];
-    HopperForwardPiece piece[2];  // what the slots of q hold
+    HopperForwardPiece piece[4];  // the latest ones, the first two in slots of q
 };
 
 struct HopperForwardArguments {
@@ -94,7 +96,6 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
                                                        const HopperForwardArguments& a) {
     constexpr int HS = Shape::HS, BN = Shape::BN, CONSUMERS = Shape::CONSUMERS;
     const int C = a.NH * HS, pieces = a.B * a.NH * a.tiles;
-    RingPlace<2> q;
     RingPlace<Shape::STAGES> k, v;
     const auto load = [&](uint64_t* full, uint64_t* empty, RingPlace<Shape::STAGES>& place, int base, int column,
                           int row, int batch) {
@@ -107,28 +108,28 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
             tensor_load(to + panel * BN * PANEL_ROW_BYTES, kv_map, barrier, column + panel * 64, row, batch);
         place.step();
     };
-    for (int index = blockIdx.x, drawn = 0;;) {
-        barrier_wait(shared_offset(&shared.q_empty[q.slot()]), q.parity() ^ 1, 102);
-        const uint32_t full = shared_offset(&shared.q_full[q.slot()]);
+    int index = blockIdx.x, drawn = 0;
+    for (uint32_t n = 0;; n++) {
+        barrier_wait(shared_offset(&shared.q_empty[n % 2]), (n / 2 & 1) ^ 1, 102);
+        const uint32_t full = shared_offset(&shared.q_full[n % 2]);
         if (index >= pieces) {
-            shared.piece[q.slot()].last_block = -1;
+            shared.piece[n % 4].last_block = -1;
             if (drawn == pieces - 1) *a.ticket = 0;  // this was the last draw: a block draws until it gets nothing
             barrier_arrive(full);
             break;
         }
+        drawn = atomicAdd(a.ticket, 1);
         const HopperForwardPiece piece = hopper_forward_piece(a, index, CONSUMERS);
-        shared.piece[q.slot()] = piece;
+        shared.piece[n % 4] = piece;
         const int column = piece.head * HS;
         barrier_expect(full, CONSUMERS * Shape::Q_BYTES);
 #pragma unroll
         for (int i = 0; i < CONSUMERS * HS / 64; i++)
-            tensor_load(memory + q.slot() * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
+            tensor_load(memory + n % 2 * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
                         column + i % (HS / 64) * 64, (piece.last_block + 1 - CONSUMERS + i / (HS / 64)) * 64,
                         piece.batch);
-        q.step();
         const int tiles = piece.last_block * 64 / BN + 1;
         for (int j = tiles - 1; j >= 0; j--) {
-            if (j == 0) drawn = atomicAdd(a.ticket, 1);
             load(shared.k_full, shared.k_empty, k, Shape::K, C + column, j * BN, piece.batch);
             if (j + 1 < tiles)
                 load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, (j + 1) * BN, piece.batch);
@@ -150,44 +151,49 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
     return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
 }
 
-// Running softmax of a warpgroup's 64 x N scores: s becomes p, and O is to be multiplied by the factor, if any thread
-// of the warp says so. LAZY: the value subtracted stays below the largest by up to 8 powers of two, until it does not,
-// so that O rarely has to be touched.
-template <bool LAZY_, int EMULATED, int N>
-__device__ __forceinline__ bool hopper_softmax(float (&s)[N][4], float (&largest)[2], float (&sum)[2],
-                                               float (&factor)[2], float scale_log2) {
-    float top[2][2], partial[2][2];
+// The state of a warpgroup's 64 rows, of each thread's two: P = 2^(scale_log2 * S - reference), the sum of the
+// thread's P. Any reference gives the same quotient of sums; what counts is that no P overflows.
+struct HopperRows {
+    float reference[2], sum[2];
+};
+
+// Raises the references to the largest of N * 8 scores of each row; factor is by what sums with the old ones shrink.
+template <int N>
+__device__ __forceinline__ void hopper_raise(const float (&s)[N][4], HopperRows& rows, float (&factor)[2],
+                                             float scale_log2) {
+    float top[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) top[i / 2][i % 2] = s[0][i];
 #pragma unroll
     for (int n = 1; n < N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) top[i / 2][i % 2] = fmaxf(top[i / 2][i % 2], s[n][i]);
-    bool changed = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float now = fmaxf(fmaxf(top[r][0], top[r][1]), largest[r]);
+        float now = fmaxf(top[r][0], top[r][1]);
         now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
         now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
-        if (LAZY_) now = (now - largest[r]) * scale_log2 > 8.0f ? now : largest[r];
-        changed = changed || now != largest[r];
-        factor[r] = exp2_approximate((largest[r] - now) * scale_log2);
-        largest[r] = now;
-        const float shift = now * scale_log2;
-        partial[r][0] = sum[r] * factor[r], partial[r][1] = 0.0f;
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float x = fmaf(s[n][2 * r + i], scale_log2, -shift);
-                const bool emulated = (n * 2 + i) % 8 < EMULATED;
-                const float p = emulated ? exp2_polynomial(x) : exp2_approximate(x);
-                s[n][2 * r + i] = p;
-                partial[r][i] += p;
-            }
-        sum[r] = partial[r][0] + partial[r][1];
+        now = fmaxf(now * scale_log2, rows.reference[r]);
+        factor[r] = exp2_approximate(rows.reference[r] - now);
+        rows.reference[r] = now;
     }
-    return LAZY_ ? __any_sync(0xffffffffu, changed) : true;
+}
+
+// From scores to P, in place, and the sums of what the thread has of it.
+template <int EMULATED, int N>
+__device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&total)[2], const HopperRows& rows,
+                                                    float scale_log2) {
+    float partial[2][2] = {};
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float x = fmaf(s[n][i], scale_log2, -rows.reference[i / 2]);
+            s[n][i] = (n * 4 + i) % 16 < EMULATED ? exp2_polynomial(x) : exp2_approximate(x);
+            partial[i / 2][i % 2] += s[n][i];
+        }
+#pragma unroll
+    for (int r = 0; r < 2; r++) total[r] = partial[r][0] + partial[r][1];
 }
 
 // Hides the keys after each query: `diagonal` is the first query's column in the tile.
@@ -211,16 +217,17 @@ __device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float
 // their exponentials are taken.
 template <typename Shape>
 __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
-                                             float (&largest)[2], float (&sum)[2], float scale_log2, int diagonal) {
+                                             HopperRows& rows, float scale_log2, int diagonal) {
     float factor[2];
-    largest[0] = largest[1] = -INFINITY, sum[0] = sum[1] = 0.0f;
+    rows.reference[0] = rows.reference[1] = -INFINITY;
     if constexpr ((Shape::OPTIONS & HALF) != 0) {
-        float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]),
-        (&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
+        float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]);
+        float(&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
         uint32_t(&p_near)[4][4] = reinterpret_cast<uint32_t(&)[4][4]>(p[0]);
         if (diagonal <= 0) {
             hopper_mask(near, 0);
-            hopper_softmax<false, 0>(near, largest, sum, factor, scale_log2);
+            hopper_raise(near, rows, factor, scale_log2);
+            hopper_exponentials<0>(near, rows.sum, rows, scale_log2);
             hopper_pack(p_near, near);
 #pragma unroll
             for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
@@ -230,8 +237,29 @@ __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], f
     } else {
         hopper_mask(s, diagonal);
     }
-    hopper_softmax<false, 0>(s, largest, sum, factor, scale_log2);
+    hopper_raise(s, rows, factor, scale_log2);
+    hopper_exponentials<0>(s, rows.sum, rows, scale_log2);
     hopper_pack(p, s);
+}
+
+// Each warp computes its 16 rows of S again, by mma.sync from the same shared memory.
+template <typename Shape>
+__device__ __forceinline__ void hopper_scores_again(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < Shape::BN / 2; i++) s[i / 4][i % 4] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < Shape::HS / 16; step++) {
+        uint32_t a[4], b[4];
+        load_matrices(a, q + step / 4 * 64 * PANEL_ROW_BYTES + panel_offset(row, step % 4 * 2 + lane / 16));
+#pragma unroll
+        for (int n = 0; n < Shape::BN / 16; n++) {
+            const int key = n * 16 + lane % 8 + lane / 16 * 8, chunk = step % 4 * 2 + lane / 8 % 2;
+            load_matrices(b, k + step / 4 * Shape::BN * PANEL_ROW_BYTES + panel_offset(key, chunk));
+            mma(s[2 * n], a, b[0], b[1]);
+            mma(s[2 * n + 1], a, b[2], b[3]);
+        }
+    }
 }
 
 // s = q k^T and o += p v: issued and counted as one group each, to be waited for.
@@ -259,44 +287,57 @@ __device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], cons
     wgmma_commit();
 }
 
-// Divides and stores O and lse of a piece's 64 queries `part`, which may lie before the sequence. `own` is the q that
-// is no longer needed. The store is under way on return.
+// Divides and stores O and lse of a piece's 64 queries `part`, which may lie before the sequence. Each warp sends its
+// 16 rows through memory of its own, `own`. The store is under way on return.
 template <typename Shape>
-__device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const float (&largest)[2],
-                                             float (&sum)[2], uint32_t own, const CUtensorMap* out_map,
-                                             const HopperForwardArguments& a, HopperForwardPiece piece, int part,
-                                             int warpgroup) {
+__device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const HopperRows& rows, uint32_t own,
+                                             const CUtensorMap* out_map, const HopperForwardArguments& a,
+                                             HopperForwardPiece piece, int part) {
     constexpr int HS = Shape::HS;
-    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + part) * 64;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
+    const int lane = threadIdx.x % 32;
+    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + part) * 64 + threadIdx.x % 128 / 32 * 16;
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-        sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-        inverse[r] = __frcp_rn(sum[r]);
-        const int row = row0 + warp * 16 + g + r * 8;
+        float sum = rows.sum[r] + __shfl_xor_sync(0xffffffffu, rows.sum[r], 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        inverse[r] = reciprocal_approximate(sum);
+        const int row = row0 + lane / 4 + r * 8;
         if (lane % 4 == 0 && row >= 0 && row < a.T)
-            a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] = largest[r] * a.scale + logf(sum[r]);
+            a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] =
+                (rows.reference[r] + log2_approximate(sum)) * (1.0f / LOG2_E);
     }
-    group_sync(1 + warpgroup, 128);  // all four warps are done with q
-    const int row = warp * 16 + lane % 16;
+    if (lane == 0) store_wait_read<0>();  // the last piece's O has left
+    __syncwarp();
 #pragma unroll
     for (int k = 0; k < HS / 16; k++)
-        store_matrices(own + k / 4 * 64 * PANEL_ROW_BYTES + panel_offset(row, k % 4 * 2 + lane / 16),
+        store_matrices(own + k / 4 * 16 * PANEL_ROW_BYTES + panel_offset(lane % 16, k % 4 * 2 + lane / 16),
                        pack_bf16(o[2 * k][0] * inverse[0], o[2 * k][1] * inverse[0]),
                        pack_bf16(o[2 * k][2] * inverse[1], o[2 * k][3] * inverse[1]),
                        pack_bf16(o[2 * k + 1][0] * inverse[0], o[2 * k + 1][1] * inverse[0]),
                        pack_bf16(o[2 * k + 1][2] * inverse[1], o[2 * k + 1][3] * inverse[1]));
     fence_async();
-    group_sync(1 + warpgroup, 128);
-    if (threadIdx.x % 128 == 0 && row0 >= 0) {
+    __syncwarp();
+    if (lane == 0 && row0 >= 0) {
 #pragma unroll
         for (int panel = 0; panel < HS / 64; panel++)
-            tensor_store(out_map, own + panel * 64 * PANEL_ROW_BYTES, piece.head * HS + panel * 64, row0, piece.batch);
+            tensor_store(out_map, own + panel * 16 * PANEL_ROW_BYTES, piece.head * HS + panel * 64, row0, piece.batch);
         store_commit();
     }
 }
+
+// O after its references were raised.
+template <int N>
+__device__ __forceinline__ void hopper_shrink(float (&o)[N][4], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
+}
+
+// KEEP: a row keeps the largest score of its first tile as its reference until the P of a thread's part of a tile add
+// up to this much: the sums have the exponents of fp32 as P in bf16 has, so only an overflow would do harm. Then the
+// warp computes the tile's scores again and raises its references. That is 64 powers of two, so it is rare; the search
+// for each tile's largest score, and the factors on O, would take a third of all instructions.
+constexpr float KEEP_BELOW = 18446744073709551616.0f;
 
 // 0, for sums of exponentials; but the compiler must have computed them to know.
 __device__ __forceinline__ uint32_t zero_after(float x, float y) {
@@ -317,8 +358,7 @@ struct HopperConsumer {
     HopperForwardShared<Shape>& shared;
     uint32_t memory;
     int warpgroup;
-    int part;  // which 64 queries of the piece are its own
-    RingPlace<2> q;
+    uint32_t n;  // pieces so far
     RingPlace<Shape::STAGES> k, v;
 
     __device__ __forceinline__ void release(uint64_t* empty) {
@@ -342,14 +382,14 @@ struct HopperConsumer {
         v.step();
     }
     __device__ __forceinline__ uint32_t queries() const {
-        return memory + (q.slot() * CONSUMERS + part) * Shape::Q_BYTES;
+        return memory + (n % 2 * CONSUMERS + warpgroup) * Shape::Q_BYTES;
     }
     // The next piece, once its queries are there.
     __device__ __forceinline__ HopperForwardWalk open() {
-        barrier_wait(shared_offset(&shared.q_full[q.slot()]), q.parity(), 400 + warpgroup);
-        const int last_block = shared.piece[q.slot()].last_block;
+        barrier_wait(shared_offset(&shared.q_full[n % 2]), n / 2 & 1, 400 + warpgroup);
+        const int last_block = shared.piece[n % 4].last_block;
         if (last_block < 0) return {-1, 0, 0};
-        const int row0 = (last_block + 1 - CONSUMERS + part) * 64, first = max(row0, 0) / Shape::BN;
+        const int row0 = (last_block + 1 - CONSUMERS + warpgroup) * 64, first = max(row0, 0) / Shape::BN;
         return {first, last_block * 64 / Shape::BN - first, row0 - first * Shape::BN};
     }
     // Products are issued between these two, by one warpgroup after the other, as often by each.
@@ -378,25 +418,23 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
                                                        int warpgroup, const CUtensorMap* out_map,
                                                        const HopperForwardArguments& a) {
     constexpr int HS = Shape::HS, BN = Shape::BN, CONSUMERS = Shape::CONSUMERS;
-    HopperConsumer<Shape> c = {shared, memory, warpgroup, warpgroup, {}, {}, {}};
+    HopperConsumer<Shape> c = {shared, memory, warpgroup, 0, {}, {}};
     const float scale_log2 = a.scale * LOG2_E;
-    float s[BN / 8][4], o[HS / 8][4], largest[2], sum[2], factor[2];
+    float s[BN / 8][4], o[HS / 8][4], total[2], factor[2];
     uint32_t p[BN / 16][4];
+    HopperRows rows;
+    const uint32_t own = memory + Shape::O + threadIdx.x / 32 * Shape::O_BYTES;
     if ((Shape::OPTIONS & TURNS) && warpgroup == CONSUMERS - 1) c.turn_done();  // the first begins
     HopperForwardWalk walk = c.open();
     uint32_t keys = hopper_skip_keys(c, walk.skipped);
     c.turn();
     hopper_scores<Shape>(s, c.queries(), keys);
     c.turn_done();
-    for (bool begun = false;; begun = true) {
+    for (;;) {
         wgmma_wait<0>();
         wgmma_hold(s);
         c.keys_done();
-        hopper_first<Shape>(p, s, largest, sum, scale_log2, walk.diagonal);
-        if (begun && threadIdx.x % 128 == 0) {  // the last piece's O has left its memory by now
-            store_wait_read<0>();
-            barrier_arrive(shared_offset(&shared.q_empty[c.q.slot() ^ 1]));
-        }
+        hopper_first<Shape>(p, s, rows, scale_log2, walk.diagonal);
         for (; walk.skipped > 0; walk.skipped--) {
             c.values_ready();
             c.values_done();
@@ -412,25 +450,39 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
             c.turn_done();
             wgmma_wait<Shape::OPTIONS & OVERLAP ? 1 : 0>();
             wgmma_hold(s);
-            c.keys_done();
-            const bool changed =
-                hopper_softmax<(Shape::OPTIONS & LAZY) != 0, Shape::EMULATED>(s, largest, sum, factor, scale_log2);
+            if constexpr ((Shape::OPTIONS & KEEP) == 0) {
+                c.keys_done();
+                hopper_raise(s, rows, factor, scale_log2);
+            }
+            hopper_exponentials<Shape::EMULATED>(s, total, rows, scale_log2);
+            if constexpr ((Shape::OPTIONS & KEEP) == 0) rows.sum[0] *= factor[0], rows.sum[1] *= factor[1];
+            const float sum[2] = {rows.sum[0] + total[0], rows.sum[1] + total[1]};
             uint64_t* empty = &shared.v_empty[c.v.slot()];
             c.v.step();
             c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
             wgmma_wait<0>();
             wgmma_hold(o);
             c.release(empty);
-            if (changed) {
-#pragma unroll
-                for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
+            if constexpr ((Shape::OPTIONS & KEEP) != 0) {
+                const bool kept = total[0] < KEEP_BELOW && total[1] < KEEP_BELOW;
+                if (__any_sync(0xffffffffu, !kept)) {
+                    hopper_scores_again<Shape>(s, c.queries(), keys);
+                    hopper_raise(s, rows, factor, scale_log2);
+                    hopper_exponentials<0>(s, total, rows, scale_log2);
+                    hopper_shrink(o, factor);
+                    rows.sum[0] = rows.sum[0] * factor[0] + total[0], rows.sum[1] = rows.sum[1] * factor[1] + total[1];
+                } else {
+                    rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+                }
+                c.keys_done();
+            } else {
+                hopper_shrink(o, factor);
+                rows.sum[0] = sum[0], rows.sum[1] = sum[1];
             }
             hopper_pack(p, s);
         }
-        const uint32_t done = c.queries();
-        const int done_slot = c.q.slot(), done_part = c.part;
-        c.q.step();
-        if constexpr ((Shape::OPTIONS & ROTATE) != 0) c.part = c.part + 1 < CONSUMERS ? c.part + 1 : 0;
+        c.release(&shared.q_empty[c.n % 2]);
+        c.n++;
         walk = c.open();
         if (walk.first < 0) break;
         keys = hopper_skip_keys(c, walk.skipped);
@@ -441,16 +493,13 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
         wgmma_wait<1>();
         wgmma_hold(o);
         c.values_done();
-        hopper_store<Shape>(o, largest, sum, done, out_map, a, shared.piece[done_slot], done_part, warpgroup);
+        hopper_store<Shape>(o, rows, own, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
     }
     hopper_values<Shape>(o, p, c.values());
     wgmma_wait<0>();
     wgmma_hold(o);
-    const int last = c.q.slot() ^ 1;
-    c.part = (Shape::OPTIONS & ROTATE) == 0 ? c.part : c.part > 0 ? c.part - 1 : CONSUMERS - 1;
-    hopper_store<Shape>(o, largest, sum, memory + (last * CONSUMERS + c.part) * Shape::Q_BYTES, out_map, a,
-                        shared.piece[last], c.part, warpgroup);
-    if (threadIdx.x % 128 == 0) store_wait<0>();
+    hopper_store<Shape>(o, rows, own, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
+    if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
 // grid at most a block for each multiprocessor, block THREADS, shared SHARED; HS 64 or 128, any T; deterministic:
@@ -468,7 +517,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(shared_offset(&shared.q_full[i]), 1);
-            barrier_init(shared_offset(&shared.q_empty[i]), Shape::CONSUMERS);
+            barrier_init(shared_offset(&shared.q_empty[i]), Shape::CONSUMERS * 4);
         }
         for (int i = 0; i < Shape::STAGES; i++) {
             barrier_init(shared_offset(&shared.k_full[i]), 1), barrier_init(shared_offset(&shared.v_full[i]), 1);
@@ -508,6 +557,6 @@ inline void attention_hopper_forward(const Device* dev, bf16* out /*(B,T,C)*/, f
     attention_set_shared(attention_hopper_forward_kernel<Shape>, Shape::SHARED);
     attention_hopper_forward_kernel<Shape>
         <<<(unsigned)(pieces < dev->sm_count ? pieces : dev->sm_count), Shape::THREADS, Shape::SHARED, dev->stream>>>(
-            tensor_map(qkv, B, T, 3 * C, 64), tensor_map(qkv, B, T, 3 * C, Shape::BN), tensor_map(out, B, T, C, 64), a);
+            tensor_map(qkv, B, T, 3 * C, 64), tensor_map(qkv, B, T, 3 * C, Shape::BN), tensor_map(out, B, T, C, 16), a);
     check_launch();
 }

@@ -148,12 +148,12 @@ struct GpuCase {
 };
 
 template <typename X>
-static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH) {
+static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH, float size = 2.0f) {
     c->B = B, c->T = T, c->C = NH * HS, c->NH = NH;
     c->n = (int64_t)B * T * c->C, c->rows = (int64_t)B * NH * T;
     c->qkv = (float*)malloc(3 * c->n * 4), c->dout = (float*)malloc(c->n * 4);
     c->out = (float*)malloc(c->n * 4), c->lse = (float*)malloc(c->rows * 4);
-    for (int64_t i = 0; i < 3 * c->n; i++) c->qkv[i] = 2.0f * test_uniform(3 + T, i);
+    for (int64_t i = 0; i < 3 * c->n; i++) c->qkv[i] = size * test_uniform(3 + T, i);
     for (int64_t i = 0; i < c->n; i++) c->dout[i] = 1e-3f * test_uniform(4 + T, i);
     c->d_qkv = to_device<X>(dev, c->qkv, 3 * c->n);
     c->d_dout = to_device<X>(dev, c->dout, c->n);
@@ -261,6 +261,26 @@ TEST(attention_bf16_head_size_64_gpu) {
 
 TEST(attention_bf16_head_size_128_gpu) {
     check_gpu<bf16>(test, 128);
+}
+
+// Scores whose largest value lies tens and thousands of powers of two over those seen before: one probability is
+// near 1.
+TEST(attention_bf16_far_scores_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (int HS = 64; HS <= 128; HS += 64)
+        for (float size : {6.0f, 10.0f, 40.0f}) {
+            GpuCase<bf16> c;
+            case_open(&c, &dev, 1, 500, HS, 3, size);
+            double forward = run_forward(test, &c, &dev, 1.0 / 128, attention_forward<bf16>);
+            expect(forward <= 1.0, "size %g HS %d: forward is off by %.3g times the bound", size, HS, forward);
+            worst = larger(worst, forward);
+            free(c.qkv), free(c.dout), free(c.out), free(c.lse);
+            device_free(&dev, c.d_qkv), device_free(&dev, c.d_dout);
+        }
+    snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
+    device_close(&dev);
 }
 
 TEST(attention_fp32_head_size_64_gpu) {
