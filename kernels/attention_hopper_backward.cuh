@@ -33,14 +33,14 @@
 
 // BM queries by 128 keys. TURNS: the groups issue their products in turn. UNEVEN is for the test of the order of dq: it
 // slows down every other tile of keys.
-template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false>
+template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false, int STAGES_ = 3>
 struct HopperBackwardShape {
-    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = 3;
+    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = STAGES_, V_SLOTS = STAGES == 2 ? 2 : 1;
     static constexpr bool TURNS = TURNS_, UNEVEN = UNEVEN_;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two tiles of ds.
-    static constexpr int V = 2 * KEY_BYTES, RING = V + KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
+    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
     static constexpr int SHARED = DS + 2 * DS_BYTES;
     static_assert((BM == 64 || BM == 128) && SHARED <= 224 * 1024);
 };
@@ -55,7 +55,7 @@ enum { GO_BARRIER = 1, DONE_BARRIER = 3, TURN_BARRIER = 5, ORDER_THREADS = 128 +
 // Its size is a multiple of the 1024 bytes to which the tiles behind it are aligned.
 template <typename Shape>
 struct alignas(1024) HopperBackwardShared {
-    uint64_t key_full[2], key_empty[2], v_full, v_empty;
+    uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
     uint64_t full[Shape::STAGES], empty[Shape::STAGES];  // of q and dout, lse and D
     uint64_t ds_full[2], ds_empty[2];
     int4 drawn[2];  // {bh, batch, head, tile of keys} of k; a negative bh: there is no more
@@ -164,7 +164,8 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
         if (drawn.x < 0) return;
         const int batch = drawn.y, column = drawn.z * HS, last = hopper_backward_last<Shape>(drawn.w);
         for (int m = a.query_tiles - 1; m >= last; m--) {
-            const uint32_t full = shared_offset(&shared.full[stage]), v_full = shared_offset(&shared.v_full);
+            const uint32_t full = shared_offset(&shared.full[stage]),
+                           v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
             barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1, 3);
             barrier_expect(full, 2 * Shape::QUERY_BYTES + 2 * BM * 4);
@@ -173,10 +174,11 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
             bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
                       2 * BM * 4, full);
             if (m == a.query_tiles - 1) {
-                barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1, 4);
+                const int slot = n % Shape::V_SLOTS;
+                barrier_wait(shared_offset(&shared.v_empty[slot]), n / Shape::V_SLOTS % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
-                hopper_backward_load<BN, HS>(memory + Shape::V, qkv, v_full, 2 * a.NH * HS + column, drawn.w * BN,
-                                             batch);
+                hopper_backward_load<BN, HS>(memory + Shape::V + slot * Shape::KEY_BYTES, qkv, v_full,
+                                             2 * a.NH * HS + column, drawn.w * BN, batch);
             }
             if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
         }
@@ -408,7 +410,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     wgmma_hold(dv);
     barrier_wait(shared_offset(&shared.full[0]), 0, 10);
     hopper_backward_scores_start<Shape>(s, k_tile, memory + Shape::RING);
-    barrier_wait(shared_offset(&shared.v_full), 0, 11);
+    barrier_wait(shared_offset(&shared.v_full[0]), 0, 11);
     hopper_backward_scores_start<Shape>(dp, v_tile, memory + Shape::RING + Shape::QUERY_BYTES);
     int stage = 0, parity = 0, count = 0;  // count of tiles
     bool more = true;
@@ -423,7 +425,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
-        if (last) warp_arrive(&shared.v_empty);
+        if (last) warp_arrive(&shared.v_empty[tile.sequence % Shape::V_SLOTS]);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
         hopper_backward_pack<Shape>(p, ds, s, dp, shared.rows[stage][1]);
         hopper_backward_share<Shape>(shared, memory, ds, count, group);
@@ -452,14 +454,15 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
         const uint32_t next = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
         if (more) barrier_wait(shared_offset(&shared.full[stage]), parity, 14);
-        if (more) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2, 15);
         wgmma_wait<0>();
         wgmma_hold(dv);
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
         warp_arrive(empty);
         if (last) hopper_backward_keys_out<Shape>(dk, dv, a, before, group);
-        hopper_backward_scores_start<Shape>(dp, v_tile, next + Shape::QUERY_BYTES);
+        const int slot = tile.sequence % Shape::V_SLOTS;
+        if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
+        hopper_backward_scores_start<Shape>(dp, v_tile + slot * Shape::KEY_BYTES, next + Shape::QUERY_BYTES);
     }
     barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 16);
     hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
@@ -476,8 +479,10 @@ __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Sh
         barrier_init(shared_offset(&shared.ds_full[i]), 8);
         barrier_init(shared_offset(&shared.ds_empty[i]), 8);
     }
-    barrier_init(shared_offset(&shared.v_full), 1);
-    barrier_init(shared_offset(&shared.v_empty), 8);
+    for (int i = 0; i < Shape::V_SLOTS; i++) {
+        barrier_init(shared_offset(&shared.v_full[i]), 1);
+        barrier_init(shared_offset(&shared.v_empty[i]), 8);
+    }
     for (int i = 0; i < Shape::STAGES; i++) {
         barrier_init(shared_offset(&shared.full[i]), 1);
         barrier_init(shared_offset(&shared.empty[i]), 8);
