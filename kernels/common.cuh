@@ -90,6 +90,7 @@ struct Device {
     cudaStream_t stream;
     cublasLtHandle_t cublaslt;
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
+    int* ticket;                // device, 0: blocks of a kernel that draw work draw it here, and leave 0
     MatmulPlans* matmul_plans;  // what kernels/matmul.cuh has chosen so far on this device
 };
 
@@ -113,6 +114,8 @@ inline void device_open(Device* dev, bool gpu, int index) {
     check(cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking));
     check(cublasLtCreate(&dev->cublaslt));
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
+    check(cudaMalloc(&dev->ticket, sizeof(int)));
+    check(cudaMemset(dev->ticket, 0, sizeof(int)));
     dev->matmul_plans = (MatmulPlans*)calloc(1, sizeof(MatmulPlans));
 }
 
@@ -121,6 +124,7 @@ inline void device_close(Device* dev) {
     free(dev->matmul_plans->plan);
     free(dev->matmul_plans);
     check(cudaFree(dev->workspace));
+    check(cudaFree(dev->ticket));
     check(cublasLtDestroy(dev->cublaslt));
     check(cudaStreamDestroy(dev->stream));
 }
