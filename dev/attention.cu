@@ -26,17 +26,16 @@ static void forward_hopper(const Device* dev, bf16* out, float* lse, const bf16*
     attention_hopper_forward<Large>(dev, out, lse, qkv, B, T, NH);
 }
 
-template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS, int EMULATED = 0>
-using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS, EMULATED>;
+template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS>
+using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS>;
 
 // The tiles of production with other options.
-template <int OPTIONS, int EMULATED = 0>
-static constexpr auto hopper_with =
-    forward_hopper<Hopper<64, 3, 128, 4, OPTIONS, EMULATED>, Hopper<128, 2, 128, 2, OPTIONS, EMULATED>>;
+template <int OPTIONS>
+static constexpr auto hopper_with = forward_hopper<Hopper<64, 3, 128, 4, OPTIONS>, Hopper<128, 2, 128, 2, OPTIONS>>;
 
 // wgmma's: both products waited for (serial), exponentials during the product with v (overlap), half of the first tile
-// left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns), some of 16 exponentials
-// as polynomials (2/16 ...), other tiles (queries x keys).
+// left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns), other tiles (queries x
+// keys, of heads of 64; after the slash of 128).
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
     {"mma", forward_mma, nullptr},
@@ -45,16 +44,13 @@ static const Variant VARIANTS[] = {
     {"half", hopper_with<OVERLAP | HALF>, nullptr},
     {"keep", hopper_with<OVERLAP | HALF | KEEP>, nullptr},
     {"turns", hopper_with<OVERLAP | HALF | KEEP | TURNS>, nullptr},
-    {"1/16", hopper_with<OVERLAP | HALF | KEEP, 1>, nullptr},
-    {"2/16", hopper_with<OVERLAP | HALF | KEEP, 2>, nullptr},
-    {"3/16", hopper_with<OVERLAP | HALF | KEEP, 3>, nullptr},
-    {"256 x 64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP>, Hopper<128, 3, 64, 2, OVERLAP | KEEP>>, nullptr},
-    {"256 x 64 t",
+    {"256x64/192x64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP>, Hopper<128, 3, 64, 2, OVERLAP | KEEP>>,
+     nullptr},
+    {"the same,turns",
      forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP | TURNS>, Hopper<128, 3, 64, 2, OVERLAP | KEEP | TURNS>>,
      nullptr},
-    {"256 x 64 2", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP, 2>, Hopper<128, 3, 64, 2, OVERLAP>>, nullptr},
-    {"128 x 128", forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | HALF | KEEP>, Hopper<128, 2, 64, 4, OVERLAP | KEEP>>,
-     nullptr},
+    {"128x128/128x64",
+     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | HALF | KEEP>, Hopper<128, 2, 64, 4, OVERLAP | KEEP>>, nullptr},
 };
 
 struct Shape {
@@ -176,7 +172,7 @@ static bool variant_is_right(const Device* dev, const Variant* v, const Referenc
     }
     // out is rounded before D is computed from it; lse is fp32 throughout
     const bool right = forward <= bound && backward <= 2 * bound && log_sum <= 1e-5;
-    printf("%-12s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, r->s.HS,
+    printf("%-14s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, r->s.HS,
            r->s.T, forward / bound, backward / bound, log_sum, right ? "ok" : "WRONG");
     if (!right) {
         print_first_wrong(out, r->out, r->n, r->s.T, r->s.NH * r->s.HS, bound);
@@ -228,7 +224,7 @@ static void time_shape(const Device* dev, const Variant* variants, int count, Sh
             }
     for (int i = 0; i < count; i++) {
         const float forward = median(times[i][0]);
-        printf("%-12s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
+        printf("%-14s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
         if (!variants[i].backward) {
             printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
         } else {
@@ -282,7 +278,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     for (int i = 0; i < COUNT; i++)
         if (!wrong[i]) right[count++] = VARIANTS[i];
     if (argc > 1) return count < COUNT;
-    printf("%-12s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
+    printf("%-14s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
            "backward", "both", "fwd", "bwd", "both");
     for (const Shape& s : SHAPES) time_shape(&dev, right, count, s);
     device_close(&dev);
