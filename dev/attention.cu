@@ -1,7 +1,8 @@
 // Times attention variants: forward, backward and both, at the shapes of ../shared/reference/measured.md and one with
 // heads of 128. Each variant is checked against the plain C version first. `prod` is what the trainer runs.
 // FLOPs are the causal ones: 4 B NH T T HS / 2 forward (two products over half the square), 2.5 times that backward.
-// Median of 20 runs by CUDA events after 3 for warm-up, random data.
+// Median of 20 runs by CUDA events after 3 for warm-up, random data; the variants take turns run by run, since a second
+// of wgmma warms the GPU enough to cost a tenth. With an argument it only checks. -DNIBBLE_HANG_REPORT ends hangs.
 //   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
 //        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"
@@ -33,9 +34,9 @@ using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS>;
 template <int OPTIONS>
 static constexpr auto hopper_with = forward_hopper<Hopper<64, 3, 128, 4, OPTIONS>, Hopper<128, 2, 128, 2, OPTIONS>>;
 
-// wgmma's: both products waited for (serial), exponentials during the product with v (overlap), half of the first tile
-// left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns), other tiles (queries x
-// keys, of heads of 64; after the slash of 128).
+// wgmma's, a step at a time: both products waited for (serial), exponentials during the product with v (overlap), half
+// of the first tile left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns, which
+// is production); then other tiles (queries x keys, of heads of 64 / of 128).
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
     {"mma", forward_mma, nullptr},
@@ -45,9 +46,6 @@ static const Variant VARIANTS[] = {
     {"keep", hopper_with<OVERLAP | HALF | KEEP>, nullptr},
     {"turns", hopper_with<OVERLAP | HALF | KEEP | TURNS>, nullptr},
     {"256x64/192x64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP>, Hopper<128, 3, 64, 2, OVERLAP | KEEP>>,
-     nullptr},
-    {"the same,turns",
-     forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP | TURNS>, Hopper<128, 3, 64, 2, OVERLAP | KEEP | TURNS>>,
      nullptr},
     {"128x128/128x64",
      forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | HALF | KEEP>, Hopper<128, 2, 64, 4, OVERLAP | KEEP>>, nullptr},
@@ -134,13 +132,14 @@ static void print_first_wrong(const float* got, const float* want, int64_t n, in
 // What the plain C version gives for the inputs of buffers_open.
 struct Reference {
     Shape s;
+    float size;       // of q, k and v
     int64_t n, rows;  // elements of out, rows of lse
     Buffers b;
     float *out, *lse, *dqkv;
 };
 
 static Reference reference_open(const Device* dev, Shape s, float size) {
-    Reference r = {s, 0, (int64_t)s.B * s.NH * s.T, buffers_open(dev, s, size), nullptr, nullptr, nullptr};
+    Reference r = {s, size, 0, (int64_t)s.B * s.NH * s.T, buffers_open(dev, s, size), nullptr, nullptr, nullptr};
     r.n = r.b.n;
     r.out = (float*)malloc(r.n * 4), r.lse = (float*)malloc(r.rows * 4), r.dqkv = (float*)malloc(3 * r.n * 4);
     float *qkv = host_floats(dev, r.b.qkv, 3 * r.n), *dout = host_floats(dev, r.b.dout, r.n);
@@ -164,7 +163,7 @@ static bool variant_is_right(const Device* dev, const Variant* v, const Referenc
     float *out = host_floats(dev, r->b.out, r->n), *lse = (float*)malloc(r->rows * 4);
     copy_to_host(dev, lse, r->b.lse, r->rows * 4);
     const double forward = relative_error(out, r->out, r->n), log_sum = relative_error(lse, r->lse, r->rows);
-    if (v->backward) {
+    if (v->backward && r->size < 2.0f) {  // scores in the thousands are a test of the forward pass
         run_backward(dev, v, &r->b, r->s);
         float* dqkv = host_floats(dev, r->b.dqkv, 3 * r->n);
         backward = relative_error(dqkv, r->dqkv, 3 * r->n);

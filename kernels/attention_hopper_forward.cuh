@@ -51,8 +51,8 @@ struct HopperForwardShape {
 };
 
 // What the trainer runs.
-using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | HALF | KEEP>;
-using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | HALF | KEEP | TURNS>;
+using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | TURNS | HALF | KEEP>;
+using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | TURNS | HALF | KEEP>;
 
 struct HopperForwardPiece {
     int head, batch;
