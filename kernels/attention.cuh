@@ -10,6 +10,7 @@
 // the queries from the diagonal down; scores are computed transposed (keys x queries), so that p^T and ds^T come out of
 // the tensor cores in the very layout in which they go back in for dv and dk, and only ds goes through shared memory,
 // for dq (see backward_block).
+// bf16 on Hopper: wgmma, in attention_hopper_forward.cuh and attention_hopper_backward.cuh.
 // fp32: the same sums with FFMA in 64 x 64 tiles; dq has a kernel of its own.
 #pragma once
 
