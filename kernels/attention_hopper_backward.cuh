@@ -33,16 +33,17 @@
 
 // BM queries by 128 keys. TURNS: the groups issue their products in turn. UNEVEN is for the test of the order of dq: it
 // slows down every other tile of keys.
-template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false, int STAGES_ = 3>
+template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false>
 struct HopperBackwardShape {
-    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = STAGES_, V_SLOTS = STAGES == 2 ? 2 : 1;
+    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = 2, V_SLOTS = HS == 64 ? 2 : 1;
     static constexpr bool TURNS = TURNS_, UNEVEN = UNEVEN_;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
+    static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
     // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two tiles of ds.
     static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
-    static constexpr int SHARED = DS + 2 * DS_BYTES;
-    static_assert((BM == 64 || BM == 128) && SHARED <= 224 * 1024);
+    static constexpr int OUT = DS + 2 * DS_BYTES, SHARED = OUT + 8 * 2 * OUT_BYTES;
+    static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
 
 // What the trainer runs.
@@ -63,7 +64,6 @@ struct alignas(1024) HopperBackwardShared {
 };
 
 struct HopperBackwardArguments {
-    bf16* dqkv;         // (B,T,3,NH,HS)
     float* dq_sum;      // (B*NH, tiles of queries, BM*HS), each tile in the order of the threads' registers
     int* flags;         // (B*NH, tiles of queries, 2): how many tiles of keys have added their share, by group
     int* ticket;        // (1)
@@ -297,24 +297,41 @@ __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
                  : "memory");
 }
 
-// Rows of bf16 from a warp's accumulators: row g and g + 8 where they are below `rows`.
+// Where a warp's results leave through shared memory, 16 rows of 64 at a time; `turn` alternates between two places.
+struct HopperBackwardExit {
+    const CUtensorMap* map;  // of dqkv, in boxes of 16 rows
+    uint32_t place;
+    int turn;
+};
+
+// A warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 to dqkv. Rows past T are not written.
 template <int COLUMNS>
-__device__ __forceinline__ void hopper_backward_rows(bf16* to, int64_t stride, int rows,
-                                                     const float (&c)[COLUMNS / 8][4], float factor) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, const float (&c)[COLUMNS / 8][4],
+                                                      float factor, int column, int row, int batch) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (g + r * 8 >= rows) continue;
-        bf16* row = to + (g + r * 8) * stride + t * 2;
+    for (int panel = 0; panel < COLUMNS / 64; panel++) {
+        const uint32_t place = out.place + out.turn * 16 * PANEL_ROW_BYTES;
+        if (lane == 0) store_wait_read<1>();  // what left from here the last time
+        __syncwarp();
 #pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++)
-            *reinterpret_cast<uint32_t*>(row + n * 8) = pack_bf16(c[n][r * 2] * factor, c[n][r * 2 + 1] * factor);
+        for (int k = 0; k < 4; k++) {
+            const float(&left)[4] = c[panel * 8 + k * 2], (&right)[4] = c[panel * 8 + k * 2 + 1];
+            store_matrices(place + panel_offset(lane % 16, k * 2 + lane / 16),
+                           pack_bf16(left[0] * factor, left[1] * factor), pack_bf16(left[2] * factor, left[3] * factor),
+                           pack_bf16(right[0] * factor, right[1] * factor),
+                           pack_bf16(right[2] * factor, right[3] * factor));
+        }
+        fence_async();
+        __syncwarp();
+        if (lane == 0) tensor_store(out.map, place, column + panel * 64, row, batch), store_commit();
+        out.turn ^= 1;
     }
 }
 
 // Adds a group's part of dq to the sum when it is its turn, or writes the result.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4],
+__device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4], HopperBackwardExit& out,
                                                        const HopperBackwardArguments& a, const HopperBackwardTile& tile,
                                                        int group) {
     constexpr int N = Shape::DQ_COLUMNS / 8, BM = Shape::BM, HS = Shape::HS;
@@ -341,25 +358,22 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
 #pragma unroll
         for (int n = 0; n < N; n++)
             dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
-        const int64_t C = (int64_t)a.NH * HS;
         const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
-        bf16* to = a.dqkv + ((int64_t)tile.batch * a.T + row) * 3 * C + tile.head * HS +
-                   (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
-        hopper_backward_rows<Shape::DQ_COLUMNS>(to, 3 * C, a.T - row, dq, a.scale);
+        const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
+        hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
     }
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
 
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape::HS / 8][4],
-                                                         const float (&dv)[Shape::HS / 8][4],
+                                                         const float (&dv)[Shape::HS / 8][4], HopperBackwardExit& out,
                                                          const HopperBackwardArguments& a,
                                                          const HopperBackwardTile& tile, int group) {
-    const int64_t C = (int64_t)a.NH * Shape::HS;
     const int key = tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16;
-    bf16* to = a.dqkv + ((int64_t)tile.batch * a.T + key) * 3 * C + tile.head * Shape::HS;
-    hopper_backward_rows<Shape::HS>(to + C, 3 * C, a.T - key, dk, a.scale);
-    hopper_backward_rows<Shape::HS>(to + 2 * C, 3 * C, a.T - key, dv, 1.0f);
+    const int column = (a.NH + tile.head) * Shape::HS;
+    hopper_backward_store<Shape::HS>(out, dk, a.scale, column, key, tile.batch);
+    hopper_backward_store<Shape::HS>(out, dv, 1.0f, column + a.NH * Shape::HS, key, tile.batch);
 }
 
 // ds of a tile into shared memory, where the other group is done with the tile before the last.
@@ -398,8 +412,10 @@ __device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::B
 // left while some are under way. So is dq of the first round.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, uint32_t memory,
-                                                        const HopperBackwardArguments& a, int group) {
+                                                        const CUtensorMap* dqkv, const HopperBackwardArguments& a,
+                                                        int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
+    HopperBackwardExit out = {dqkv, memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES, 0};
     const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
@@ -445,7 +461,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
             warp_arrive(&shared.ds_empty[(count - 1) % 2]);
             if (before.query_tile == hopper_backward_last<Shape>(before.key_tile))
                 warp_arrive(&shared.key_empty[before.sequence % 2]);
-            hopper_backward_dq_out<Shape>(dq, a, before, group);
+            hopper_backward_dq_out<Shape>(dq, out, a, before, group);
         }
 
         before = tile, tile.query_tile--;
@@ -459,7 +475,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
         warp_arrive(empty);
-        if (last) hopper_backward_keys_out<Shape>(dk, dv, a, before, group);
+        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, group);
         const int slot = tile.sequence % Shape::V_SLOTS;
         if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
         hopper_backward_scores_start<Shape>(dp, v_tile + slot * Shape::KEY_BYTES, next + Shape::QUERY_BYTES);
@@ -468,7 +484,8 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
     wgmma_wait<0>();
     wgmma_hold(dq);
-    hopper_backward_dq_out<Shape>(dq, a, before, group);
+    hopper_backward_dq_out<Shape>(dq, out, a, before, group);
+    if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
 template <typename Shape>
@@ -496,6 +513,7 @@ template <typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ CUtensorMap qkv /*(B,T,3C)*/,
                                      const __grid_constant__ CUtensorMap dout /*(B,T,C)*/,
+                                     const __grid_constant__ CUtensorMap dqkv /*(B,T,3C)*/,
                                      const __grid_constant__ HopperBackwardArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char dynamic[];
@@ -512,7 +530,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
         if (warp == 1 || warp == 2) hopper_backward_order<Shape>(shared, a, warp - 1);
     } else {
         registers_grow<240>();
-        hopper_backward_consume<Shape>(shared, memory, a, group);
+        hopper_backward_consume<Shape>(shared, memory, &dqkv, a, group);
     }
 #endif
 }
@@ -596,7 +614,7 @@ inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperBackwardArguments a;
-    a.dqkv = dqkv, a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
+    a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
     a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
     a.T = T, a.NH = NH, a.heads = B * NH;
     a.group = TOGETHER / T < 1 ? 1 : TOGETHER / T > a.heads ? a.heads : TOGETHER / T;
@@ -605,6 +623,6 @@ inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/
     attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
     attention_set_shared(attention_hopper_backward_kernel<Shape>, Shape::SHARED);
     attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
-        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), a);
+        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16), a);
     check_launch();
 }
