@@ -41,12 +41,12 @@ static void run_prod(const Device* dev, const Inputs* in) {
 static const Variant VARIANTS[] = {
     {"mma64", 64, run_mma<64>},
     {"prod64", 64, run_prod},
-    {"turns64", 64, run_hopper<HopperBackwardShape<64, 128, true>>},
+    {"up64", 64, run_hopper<HopperBackward<64, true>>},
     {"mma128", 128, run_mma<128>},
     {"prod128", 128, run_prod},
-    {"turns128", 128, run_hopper<HopperBackwardShape<128, 64, true>>},
-    {"uneven64", 64, run_hopper<HopperBackward<64, true>>},
-    {"uneven128", 128, run_hopper<HopperBackward<128, true>>},
+    {"up128", 128, run_hopper<HopperBackward<128, true>>},
+    {"uneven64", 64, run_hopper<HopperBackward<64, false, true>>},
+    {"uneven128", 128, run_hopper<HopperBackward<128, false, true>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
          attention_hopper_rows<HopperBackward<64>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T, in->NH);

@@ -31,12 +31,13 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// BM queries by 128 keys. TURNS: the groups issue their products in turn. UNEVEN is for the test of the order of dq: it
-// slows down every other tile of keys.
-template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false>
+// BM queries by 128 keys. UP: a block walks from the diagonal to the last queries, and the last tile of keys is the
+// first to add to dq; else the other way round. UNEVEN is for the test of the order of dq: it slows down every other
+// tile of keys.
+template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false>
 struct HopperBackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = 2, V_SLOTS = HS == 64 ? 2 : 1;
-    static constexpr bool TURNS = TURNS_, UNEVEN = UNEVEN_;
+    static constexpr bool UP = UP_, UNEVEN = UNEVEN_;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
@@ -47,11 +48,11 @@ struct HopperBackwardShape {
 };
 
 // What the trainer runs.
-template <int HS, bool UNEVEN = false>
-using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, false, UNEVEN>;
+template <int HS, bool UP = false, bool UNEVEN = false>
+using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, UP, UNEVEN>;
 
 // Numbers of barriers, one for each group.
-enum { GO_BARRIER = 1, DONE_BARRIER = 3, TURN_BARRIER = 5, ORDER_THREADS = 128 + 32 };
+enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
 
 // Its size is a multiple of the 1024 bytes to which the tiles behind it are aligned.
 template <typename Shape>
@@ -78,16 +79,27 @@ struct HopperBackwardTile {
     int bh, batch, head, key_tile, query_tile;
 };
 
-// The tile of queries that holds the first queries of a tile of keys: the last one of its walk.
+// A block's walk along the tiles of queries.
 template <typename Shape>
-__device__ __forceinline__ int hopper_backward_last(int key_tile) {
-    return key_tile * Shape::BN / Shape::BM;
+__device__ __forceinline__ int hopper_backward_first(const HopperBackwardArguments& a, int key_tile) {
+    return Shape::UP ? key_tile * Shape::BN / Shape::BM : a.query_tiles - 1;
 }
 
-// Whether a tile of keys is the last to add to a tile of dq.
 template <typename Shape>
-__device__ __forceinline__ bool hopper_backward_diagonal(const HopperBackwardTile& tile) {
-    return tile.query_tile * Shape::BM / Shape::BN == tile.key_tile;
+__device__ __forceinline__ int hopper_backward_last(const HopperBackwardArguments& a, int key_tile) {
+    return Shape::UP ? a.query_tiles - 1 : key_tile * Shape::BN / Shape::BM;
+}
+
+// How many tiles of keys add their share of dq of a tile of queries before this one does.
+template <typename Shape>
+__device__ __forceinline__ int hopper_backward_before(int key_tile, int query_tile) {
+    return Shape::UP ? query_tile * Shape::BM / Shape::BN - key_tile : key_tile;
+}
+
+// Whether no one adds after this one.
+template <typename Shape>
+__device__ __forceinline__ bool hopper_backward_final(int key_tile, int query_tile) {
+    return Shape::UP ? key_tile == 0 : query_tile * Shape::BM / Shape::BN == key_tile;
 }
 
 // The first tile of the next tile of keys, once it is there; false when there is none.
@@ -97,7 +109,7 @@ __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, H
     barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2, 1);
     const int4 drawn = shared.drawn[sequence % 2];
     if (drawn.x < 0) return false;
-    tile = {sequence, drawn.x, drawn.y, drawn.z, drawn.w, a.query_tiles - 1};
+    tile = {sequence, drawn.x, drawn.y, drawn.z, drawn.w, hopper_backward_first<Shape>(a, drawn.w)};
     return true;
 }
 
@@ -138,7 +150,7 @@ __device__ __forceinline__ int4 hopper_backward_draw(HopperBackwardShared<Shape>
     const int ticket = atomicAdd(a.ticket, 1);
     int4 drawn = {-1, 0, 0, 0};
     if (ticket < a.heads * a.key_tiles) forward_work(drawn.x, drawn.w, ticket, a.key_tiles, a.heads, a.group);
-    drawn.w = a.key_tiles - 1 - drawn.w;  // first tiles first
+    if (!Shape::UP) drawn.w = a.key_tiles - 1 - drawn.w;  // first tiles first
     drawn.y = drawn.x / a.NH, drawn.z = drawn.x % a.NH;
     shared.drawn[slot] = drawn;
     if (drawn.x < 0) {
@@ -162,8 +174,9 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
         barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1, 2);
         const int4 drawn = hopper_backward_draw<Shape>(shared, memory, n % 2, a, qkv);
         if (drawn.x < 0) return;
-        const int batch = drawn.y, column = drawn.z * HS, last = hopper_backward_last<Shape>(drawn.w);
-        for (int m = a.query_tiles - 1; m >= last; m--) {
+        const int batch = drawn.y, column = drawn.z * HS, first = hopper_backward_first<Shape>(a, drawn.w);
+        const int end = hopper_backward_last<Shape>(a, drawn.w) + (Shape::UP ? 1 : -1);
+        for (int m = first; m != end; m += Shape::UP ? 1 : -1) {
             const uint32_t full = shared_offset(&shared.full[stage]),
                            v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
@@ -173,7 +186,7 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
             bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
                       2 * BM * 4, full);
-            if (m == a.query_tiles - 1) {
+            if (m == first) {
                 const int slot = n % Shape::V_SLOTS;
                 barrier_wait(shared_offset(&shared.v_empty[slot]), n / Shape::V_SLOTS % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
@@ -196,15 +209,17 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
         const bool more = hopper_backward_take<Shape>(tile, shared, a, n);
         warp_arrive(&shared.key_empty[n % 2]);
         if (!more) return;
-        for (; tile.query_tile >= hopper_backward_last<Shape>(tile.key_tile); tile.query_tile--) {
-            int* flag = a.flags + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * 2 + group;
-            if (one) flag_wait(flag, tile.key_tile, 5);
+        const int end = hopper_backward_last<Shape>(a, tile.key_tile) + (Shape::UP ? 1 : -1);
+        for (int m = tile.query_tile; m != end; m += Shape::UP ? 1 : -1) {
+            int* flag = a.flags + ((int64_t)tile.bh * a.query_tiles + m) * 2 + group;
+            const int before = hopper_backward_before<Shape>(tile.key_tile, m);
+            if (one) flag_wait(flag, before, 5);
             __syncwarp();
             group_arrive(GO_BARRIER + group, ORDER_THREADS);
             group_sync(DONE_BARRIER + group, ORDER_THREADS);
-            if (!one || hopper_backward_diagonal<Shape>(tile)) continue;
+            if (!one || hopper_backward_final<Shape>(tile.key_tile, m)) continue;
             __threadfence();
-            store_release(flag, tile.key_tile + 1);
+            store_release(flag, before + 1);
         }
     }
 }
@@ -341,17 +356,18 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
     float* sum = a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * BM * HS +
                  group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
     group_sync(GO_BARRIER + group, ORDER_THREADS);
-    if (!hopper_backward_diagonal<Shape>(tile)) {
+    const bool first = hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) == 0;
+    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile)) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            if (tile.key_tile > 0)
+            if (!first)
                 add_4(sum + n * 512, dq[n]);
             else
                 __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
         }
     } else {
         float4 before[N] = {};
-        if (tile.key_tile > 0) {
+        if (!first) {
 #pragma unroll
             for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
         }
@@ -421,7 +437,6 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
     before = tile;
     float s[BM / 8][4], dp[BM / 8][4], dq[Shape::DQ_COLUMNS / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
-    if (Shape::TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
     wgmma_hold(dk);
     wgmma_hold(dv);
     barrier_wait(shared_offset(&shared.full[0]), 0, 10);
@@ -432,7 +447,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     bool more = true;
     for (;; count++) {
         const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-        const bool last = tile.query_tile == hopper_backward_last<Shape>(tile.key_tile);
+        const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile);
         wgmma_wait<1>();
         wgmma_hold(s);
         hopper_backward_exp<Shape>(s, shared.rows[stage][0],
@@ -447,24 +462,22 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         hopper_backward_share<Shape>(shared, memory, ds, count, group);
 
         if (count > 0) barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 13);
-        if (Shape::TURNS) group_sync(TURN_BARRIER + group, 256);
         hopper_backward_dq_start<Shape>(dq, memory, before, count + 1, group);
-        const bool add = tile.query_tile < a.query_tiles - 1;
+        const bool add = tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile);
         wgmma_fence();
         hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
         hopper_backward_sum<Shape>(dk, ds, q_tile, add);
         wgmma_commit();
-        if (Shape::TURNS) group_arrive(TURN_BARRIER + 1 - group, 256);
         wgmma_wait<1>();
         wgmma_hold(dq);
         if (count > 0) {
             warp_arrive(&shared.ds_empty[(count - 1) % 2]);
-            if (before.query_tile == hopper_backward_last<Shape>(before.key_tile))
+            if (before.query_tile == hopper_backward_last<Shape>(a, before.key_tile))
                 warp_arrive(&shared.key_empty[before.sequence % 2]);
             hopper_backward_dq_out<Shape>(dq, out, a, before, group);
         }
 
-        before = tile, tile.query_tile--;
+        before = tile, tile.query_tile += Shape::UP ? 1 : -1;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
         uint64_t* empty = &shared.empty[stage];
         if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
