@@ -16,8 +16,8 @@ typedef void (*Backward)(const Device* dev, const Inputs* in);
 
 template <typename Shape>
 static void run_hopper(const Device* dev, const Inputs* in) {
-    attention_hopper_backward<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
-                                     in->NH);
+    hopper_backward_launch<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
+                                  in->NH);
 }
 
 template <int HS>
@@ -49,7 +49,8 @@ static const Variant VARIANTS[] = {
     {"uneven128", 128, run_hopper<HopperBackward<128, false, true>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
-         attention_hopper_rows<HopperBackward<64>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T, in->NH);
+         attention_hopper_rows<HopperBackward<64, false>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
+                                                          in->NH);
      }},
 };
 

@@ -7,8 +7,9 @@
 //  - a second kernel whose blocks own queries computes scores and dp again: 7 products for 5, and all exponentials;
 //  - a cluster of the blocks of a head, exchanging dq through each other's shared memory, must have all T / 128 of
 //    them running at once, which have 1 to T / 128 tiles to do: half of the multiprocessors' time;
-//  - summing in memory, as here, sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64, NH 12, T 1024) where
-//    all the products take 0.4 ms at best, and costs no product. The order of the sum is kept by flags.
+//  - summing in memory, as here, costs no product and sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64,
+//    NH 12, T 1024), about 1000 cycles of what a multiprocessor can send. (Plain stores take as long as additions; to
+//    read, add and store takes longer. All measured; dev/LOG.md.)
 //
 // A block stays on its multiprocessor and draws tiles of keys until there are none. Three warpgroups:
 //  - two compute. Each owns 64 of the 128 keys and takes the scores transposed: s^T = k q^T and dp^T = v dout^T come
@@ -16,24 +17,27 @@
 //    ds crosses shared memory, for dq = ds k: of dq each group computes 64 queries (heads of 64) or 64 columns. That
 //    product is made a tile late, when the other group has long written its half of ds, so that the groups need not
 //    go in step: while one takes exponentials, the other's products keep the tensor cores busy.
-//  - one fetches (one thread: k of two tiles of keys, v of one, q and dout of STAGES tiles of queries, by the copy
+//  - one fetches (one thread: k of two tiles of keys, v of two or one, q and dout of two tiles of queries, by the copy
 //    engine) and keeps the order of dq (a warp for each computing group, see hopper_backward_order).
-// A block walks the queries from the last one back to its diagonal. dq of a tile of queries is summed from the first
-// tile of keys on: that one stores, the following ones add, the one on the diagonal reads the sum and writes the bf16
-// result, so there is no pass that clears or converts. Tiles of keys are drawn by ticket, the first ones of `group`
-// heads, which do the most, then the next ones: who has to wait has a later ticket than those it waits for, so the
-// wait ends, and has mostly been overtaken by `group` tiles, so there is mostly no wait.
+// The order of dq, which makes it deterministic, is kept by flags: of the tiles of keys that a tile of queries sees,
+// the first in the order stores its share, the others add theirs when the flag says that it is their turn, and the last
+// one reads the sum and writes the bf16 result, so there is no pass that clears or converts. Tiles of keys are drawn by
+// ticket, in that same order, so whoever waits has a later ticket than those it waits for and the wait ends. Tickets
+// take turns among a group of heads, so that the one before has a start and there is little to wait for; the group's
+// q, dout and sums fit in the L2 cache. Two directions are possible, see HopperBackwardShape.
 //
-// Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where s
+// Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where dp
 // was; heads of 128, in tiles of 64 queries: 32, 32, 64, 64, 32.
 #pragma once
 
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// BM queries by 128 keys. UP: a block walks from the diagonal to the last queries, and the last tile of keys is the
-// first to add to dq; else the other way round. UNEVEN is for the test of the order of dq: it slows down every other
-// tile of keys.
+// BM queries by 128 keys. Down: a block walks from the last queries back to its diagonal, and dq is summed from the
+// first tile of keys on; the longest walks come first, so that all multiprocessors end together. UP: from the diagonal
+// on, and from the nearest tile of keys on; walks that start together then meet no one at a tile, which counts where
+// there are more tiles in a head than heads in a group. UNEVEN is for the test of the order: every other tile of keys
+// is slow.
 template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false>
 struct HopperBackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = 2, V_SLOTS = HS == 64 ? 2 : 1;
@@ -47,8 +51,8 @@ struct HopperBackwardShape {
     static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
 
-// What the trainer runs.
-template <int HS, bool UP = false, bool UNEVEN = false>
+// The tiles that the trainer runs.
+template <int HS, bool UP, bool UNEVEN = false>
 using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, UP, UNEVEN>;
 
 // Numbers of barriers, one for each group.
@@ -344,7 +348,30 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
     }
 }
 
-// Adds a group's part of dq to the sum when it is its turn, or writes the result.
+// Adds columns 8 FROM to 8 TO of a group's part of dq to the sum.
+template <typename Shape, int FROM, int TO>
+__device__ __forceinline__ void hopper_backward_dq_add(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                       const HopperBackwardArguments& a, const HopperBackwardTile& tile,
+                                                       float* sum) {
+    const bool first = hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) == 0;
+#pragma unroll
+    for (int n = FROM; n < TO; n++) {
+        if (!first)
+            add_4(sum + n * 512, dq[n]);
+        else
+            __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
+    }
+}
+
+// A group's part of a tile of dq_sum, this thread's first value.
+template <typename Shape>
+__device__ __forceinline__ float* hopper_backward_dq_sum(const HopperBackwardArguments& a,
+                                                         const HopperBackwardTile& tile, int group) {
+    return a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * Shape::BM * Shape::HS +
+           group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
+}
+
+// Adds the first half of a group's part of dq to the sum when it is its turn, or writes the result.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4], HopperBackwardExit& out,
                                                        const HopperBackwardArguments& a, const HopperBackwardTile& tile,
@@ -353,31 +380,31 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
     if (Shape::UNEVEN && tile.key_tile % 2 == 1)
         for (long long start = clock64(); clock64() - start < 50000;) {
         }
-    float* sum = a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * BM * HS +
-                 group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
+    float* sum = hopper_backward_dq_sum<Shape>(a, tile, group);
     group_sync(GO_BARRIER + group, ORDER_THREADS);
-    const bool first = hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) == 0;
-    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile)) {
+    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile))
+        return hopper_backward_dq_add<Shape, 0, N / 2>(dq, a, tile, sum);
+    float4 before[N] = {};
+    if (hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) > 0) {
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            if (!first)
-                add_4(sum + n * 512, dq[n]);
-            else
-                __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
-        }
-    } else {
-        float4 before[N] = {};
-        if (!first) {
-#pragma unroll
-            for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
-        }
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
-        const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
-        const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
-        hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
+        for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
     }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
+    const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
+    const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
+    hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
+}
+
+// The other half.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_rest(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                        const HopperBackwardArguments& a,
+                                                        const HopperBackwardTile& tile, int group) {
+    constexpr int N = Shape::DQ_COLUMNS / 8;
+    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile))
+        hopper_backward_dq_add<Shape, N / 2, N>(dq, a, tile, hopper_backward_dq_sum<Shape>(a, tile, group));
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
 
@@ -477,7 +504,8 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
             hopper_backward_dq_out<Shape>(dq, out, a, before, group);
         }
 
-        before = tile, tile.query_tile += Shape::UP ? 1 : -1;
+        const HopperBackwardTile done = tile;
+        tile.query_tile += Shape::UP ? 1 : -1;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
         uint64_t* empty = &shared.empty[stage];
         if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
@@ -488,7 +516,9 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
         warp_arrive(empty);
-        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, group);
+        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, done, group);
+        if (count > 0) hopper_backward_dq_rest<Shape>(dq, a, before, group);
+        before = done;
         const int slot = tile.sequence % Shape::V_SLOTS;
         if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
         hopper_backward_scores_start<Shape>(dp, v_tile + slot * Shape::KEY_BYTES, next + Shape::QUERY_BYTES);
@@ -498,6 +528,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     wgmma_wait<0>();
     wgmma_hold(dq);
     hopper_backward_dq_out<Shape>(dq, out, a, before, group);
+    hopper_backward_dq_rest<Shape>(dq, a, before, group);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
@@ -617,12 +648,10 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
     check_launch();
 }
 
-// Writes every element of dqkv; C = NH * HS.
 template <typename Shape>
-inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
-                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
-                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
-                                      int NH) {
+inline void hopper_backward_launch(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
+                                   const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
+                                   const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
     constexpr int TOGETHER = 65536;  // tokens of a group of heads: their q, dout and dq_sum take 32 MiB of L2 cache
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
@@ -638,4 +667,15 @@ inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/
     attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
         tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16), a);
     check_launch();
+}
+
+// Writes every element of dqkv; C = NH * HS. `scratch` has hopper_backward_scratch's bytes, contents irrelevant.
+template <int HS>
+inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
+                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
+                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
+                                      int NH) {
+    if (HS == 64 && T > 2048)
+        return hopper_backward_launch<HopperBackward<HS, true>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+    hopper_backward_launch<HopperBackward<HS, false>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }

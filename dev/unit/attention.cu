@@ -393,12 +393,12 @@ TEST(attention_bf16_uneven_blocks_gpu) {
 template <int HS, bool UP>
 static void check_uneven_hopper(Test* test, const Device* dev) {
     auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        attention_hopper_backward<HopperBackward<HS, UP>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B,
-                                                          c.T, c.NH);
+        hopper_backward_launch<HopperBackward<HS, UP>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B,
+                                                       c.T, c.NH);
     };
     check_uneven<HS>(test, dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        attention_hopper_backward<HopperBackward<HS, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
-                                                                c.B, c.T, c.NH);
+        hopper_backward_launch<HopperBackward<HS, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
+                                                             c.B, c.T, c.NH);
     });
 }
 
@@ -406,7 +406,7 @@ TEST(attention_hopper_uneven_blocks_gpu) {
     Device dev;
     device_open(&dev, true, 0);
     const bool hopper =
-        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64>>);
+        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false>>);
     if (hopper) {
         check_uneven_hopper<64, false>(test, &dev), check_uneven_hopper<128, false>(test, &dev);
         check_uneven_hopper<64, true>(test, &dev), check_uneven_hopper<128, true>(test, &dev);
