@@ -40,13 +40,13 @@
 // is slow.
 template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false>
 struct HopperBackwardShape {
-    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = 2, V_SLOTS = HS == 64 ? 2 : 1;
+    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, V_SLOTS = HS == 64 ? 2 : 1;
     static constexpr bool UP = UP_, UNEVEN = UNEVEN_;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
     // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two tiles of ds.
-    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
+    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + 2 * 2 * QUERY_BYTES;
     static constexpr int OUT = DS + 2 * DS_BYTES, SHARED = OUT + 8 * 2 * OUT_BYTES;
     static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
@@ -62,10 +62,10 @@ enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
 template <typename Shape>
 struct alignas(1024) HopperBackwardShared {
     uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
-    uint64_t full[Shape::STAGES], empty[Shape::STAGES];  // of q and dout, lse and D
+    uint64_t full[2], empty[2];  // of q and dout, lse and D
     uint64_t ds_full[2], ds_empty[2];
-    int4 drawn[2];  // {bh, batch, head, tile of keys} of k; a negative bh: there is no more
-    alignas(16) float rows[Shape::STAGES][2][Shape::BM];  // {lse * log2(e), D}
+    int4 drawn[2];                            // {bh, batch, head, tile of keys} of k; a negative bh: there is no more
+    alignas(16) float rows[2][2][Shape::BM];  // {lse * log2(e), D}
 };
 
 struct HopperBackwardArguments {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
                 hopper_backward_load<BN, HS>(memory + Shape::V + slot * Shape::KEY_BYTES, qkv, v_full,
                                              2 * a.NH * HS + column, drawn.w * BN, batch);
             }
-            if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
+            if (++stage == 2) stage = 0, parity ^= 1;
         }
     }
 }
@@ -259,11 +259,12 @@ __device__ __forceinline__ void hopper_backward_dq(float (&dq)[Shape::DQ_COLUMNS
                                                         operand_mn_major<Shape::BN>(b, k), k > 0);
 }
 
-// Scores of 16 keys from `key` on and BM queries from `query` on to p, in place. Queries past T have lse = infinity,
-// which makes their p zero; keys past T are later than every query.
+// A warp's scores, of 16 keys and BM queries, to p, in place. Queries past T have lse = infinity, which makes their p
+// zero; keys past T are later than every query.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4], const float* lse /*(BM)*/, int key,
-                                                    int query, float scale_log2) {
+__device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4], const float* lse /*(BM)*/,
+                                                    const HopperBackwardTile& tile, float scale_log2) {
+    const int key = tile.key_tile * Shape::BN + (int)threadIdx.x / 32 * 16, query = tile.query_tile * Shape::BM;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (key + 15 > query) {
         const int first = key + g - query - t * 2;
@@ -440,6 +441,18 @@ __device__ __forceinline__ void hopper_backward_dq_start(float (&dq)[Shape::DQ_C
     wgmma_commit();
 }
 
+// Starts a group's dv += p dout and dk += ds q, from q and dout in a stage.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_keys_start(float (&dk)[Shape::HS / 8][4], float (&dv)[Shape::HS / 8][4],
+                                                           const uint32_t (&p)[Shape::BM / 16][4],
+                                                           const uint32_t (&ds)[Shape::BM / 16][4], uint32_t q_tile,
+                                                           bool add) {
+    wgmma_fence();
+    hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
+    hopper_backward_sum<Shape>(dk, ds, q_tile, add);
+    wgmma_commit();
+}
+
 // Starts a product of scores as a group of its own.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::BM / 8][4], uint32_t rows,
@@ -470,16 +483,14 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     hopper_backward_scores_start<Shape>(s, k_tile, memory + Shape::RING);
     barrier_wait(shared_offset(&shared.v_full[0]), 0, 11);
     hopper_backward_scores_start<Shape>(dp, v_tile, memory + Shape::RING + Shape::QUERY_BYTES);
-    int stage = 0, parity = 0, count = 0;  // count of tiles
-    bool more = true;
-    for (;; count++) {
+    int count = 0;  // of tiles
+    for (bool more = true;; count++) {
+        const int stage = count % 2;
         const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
         const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile);
         wgmma_wait<1>();
         wgmma_hold(s);
-        hopper_backward_exp<Shape>(s, shared.rows[stage][0],
-                                   tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16,
-                                   tile.query_tile * BM, a.scale * LOG2_E);
+        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_E);
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
@@ -488,17 +499,14 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         hopper_backward_pack<Shape>(p, ds, s, dp, shared.rows[stage][1]);
         hopper_backward_share<Shape>(shared, memory, ds, count, group);
 
-        if (count > 0) barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 13);
+        if (count > 0) barrier_wait(shared_offset(&shared.ds_full[stage ^ 1]), (count - 1) / 2 % 2, 13);
         hopper_backward_dq_start<Shape>(dq, memory, before, count + 1, group);
-        const bool add = tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile);
-        wgmma_fence();
-        hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
-        hopper_backward_sum<Shape>(dk, ds, q_tile, add);
-        wgmma_commit();
+        hopper_backward_keys_start<Shape>(dk, dv, p, ds, q_tile,
+                                          tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile));
         wgmma_wait<1>();
         wgmma_hold(dq);
         if (count > 0) {
-            warp_arrive(&shared.ds_empty[(count - 1) % 2]);
+            warp_arrive(&shared.ds_empty[stage ^ 1]);
             if (before.query_tile == hopper_backward_last<Shape>(a, before.key_tile))
                 warp_arrive(&shared.key_empty[before.sequence % 2]);
             hopper_backward_dq_out<Shape>(dq, out, a, before, group);
@@ -507,15 +515,13 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         const HopperBackwardTile done = tile;
         tile.query_tile += Shape::UP ? 1 : -1;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
-        uint64_t* empty = &shared.empty[stage];
-        if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
-        const uint32_t next = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-        if (more) barrier_wait(shared_offset(&shared.full[stage]), parity, 14);
+        const uint32_t next = memory + Shape::RING + (stage ^ 1) * 2 * Shape::QUERY_BYTES;
+        if (more) barrier_wait(shared_offset(&shared.full[stage ^ 1]), (count + 1) / 2 % 2, 14);
         wgmma_wait<0>();
         wgmma_hold(dv);
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
-        warp_arrive(empty);
+        warp_arrive(&shared.empty[stage]);
         if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, done, group);
         if (count > 0) hopper_backward_dq_rest<Shape>(dq, a, before, group);
         before = done;
@@ -544,7 +550,7 @@ __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Sh
         barrier_init(shared_offset(&shared.v_full[i]), 1);
         barrier_init(shared_offset(&shared.v_empty[i]), 8);
     }
-    for (int i = 0; i < Shape::STAGES; i++) {
+    for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.full[i]), 1);
         barrier_init(shared_offset(&shared.empty[i]), 8);
     }
