@@ -16,8 +16,8 @@ typedef void (*Backward)(const Device* dev, const Inputs* in);
 
 template <typename Shape>
 static void run_hopper(const Device* dev, const Inputs* in) {
-    attention_hopper_backward<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
-                                     in->NH);
+    hopper_backward_launch<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
+                                  in->NH);
 }
 
 template <int HS>
@@ -41,21 +41,16 @@ static void run_prod(const Device* dev, const Inputs* in) {
 static const Variant VARIANTS[] = {
     {"mma64", 64, run_mma<64>},
     {"prod64", 64, run_prod},
-    {"64 queries", 64, run_hopper<HopperBackwardShape<64, 64>>},
-    {"turns64", 64, run_hopper<HopperBackwardShape<64, 128, true>>},
-    {"two64", 64, run_hopper<HopperBackwardShape<64, 128, false, false, 2>>},
-    {"twoturns64", 64, run_hopper<HopperBackwardShape<64, 128, true, false, 2>>},
+    {"up64", 64, run_hopper<HopperBackward<64, true>>},
     {"mma128", 128, run_mma<128>},
-    {"two128", 128, run_hopper<HopperBackwardShape<128, 64, false, false, 2>>},
-    {"twoturns128", 128, run_hopper<HopperBackwardShape<128, 64, true, false, 2>>},
     {"prod128", 128, run_prod},
-    {"turns128", 128, run_hopper<HopperBackwardShape<128, 64, true>>},
-    {"uneven64", 64, run_hopper<HopperBackward<64, true>>},
-    {"uneven128", 128, run_hopper<HopperBackward<128, true>>},
+    {"up128", 128, run_hopper<HopperBackward<128, true>>},
+    {"uneven64", 64, run_hopper<HopperBackward<64, false, true>>},
+    {"uneven128", 128, run_hopper<HopperBackward<128, false, true>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
-         attention_hopper_rows<HopperBackward<64>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
-                                                       in->NH);
+         attention_hopper_rows<HopperBackward<64, false>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
+                                                          in->NH);
      }},
 };
 
@@ -165,7 +160,10 @@ static bool check_shape(const Device* dev, const Variant* v, int B, int T, int N
     for (int part = 0; !right && part < 3; part++) {
         if (first_bad[part] < 0) continue;
         const int64_t i = first_bad[part];
-        printf("   %s first bad: token %lld head %lld column %lld\n", part == 0 ? "dq" : part == 1 ? "dk" : "dv",
+        printf("   %s first bad: token %lld head %lld column %lld\n",
+               part == 0   ? "dq"
+               : part == 1 ? "dk"
+                           : "dv",
                (long long)(i / (3 * C)), (long long)(i % C / HS), (long long)(i % HS));
         for (int token = 0; token < T && token < 128; token += token % 64 == 8 ? 56 : token % 64 == 0 ? 1 : 7) {
             printf("    token %3d:", token);
@@ -184,7 +182,7 @@ static bool check_shape(const Device* dev, const Variant* v, int B, int T, int N
 static bool equal_runs(const Device* dev, const Variant* v, int B, int T, int NH) {
     Inputs in = inputs_open(dev, B, T, NH, v->HS);
     const int64_t bytes = 3 * in.n * 2;
-    char *bits[3];
+    char* bits[3];
     for (int run = 0; run < 3; run++) {
         bits[run] = (char*)malloc(bytes);
         poison(dev, &in);

@@ -10,6 +10,7 @@
 // the queries from the diagonal down; scores are computed transposed (keys x queries), so that p^T and ds^T come out of
 // the tensor cores in the very layout in which they go back in for dv and dk, and only ds goes through shared memory,
 // for dq (see backward_block).
+// bf16 on Hopper: wgmma, in attention_hopper_forward.cuh and attention_hopper_backward.cuh.
 // fp32: the same sums with FFMA in 64 x 64 tiles; dq has a kernel of its own.
 #pragma once
 
@@ -946,10 +947,9 @@ inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, c
                                       const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
                                       const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
     if constexpr (std::is_same_v<X, bf16>) {
-        using Hopper = HopperBackward<HS>;
-        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
+        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false>>);
         if (dev->compute == 90 && built)
-            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+            return attention_hopper_backward<HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     }
     attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }

@@ -7,8 +7,9 @@
 //  - a second kernel whose blocks own queries computes scores and dp again: 7 products for 5, and all exponentials;
 //  - a cluster of the blocks of a head, exchanging dq through each other's shared memory, must have all T / 128 of
 //    them running at once, which have 1 to T / 128 tiles to do: half of the multiprocessors' time;
-//  - summing in memory, as here, sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64, NH 12, T 1024) where
-//    all the products take 0.4 ms at best, and costs no product. The order of the sum is kept by flags.
+//  - summing in memory, as here, costs no product and sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64,
+//    NH 12, T 1024), about 1000 cycles of what a multiprocessor can send. (Plain stores take as long as additions; to
+//    read, add and store takes longer. All measured; dev/LOG.md.)
 //
 // A block stays on its multiprocessor and draws tiles of keys until there are none. Three warpgroups:
 //  - two compute. Each owns 64 of the 128 keys and takes the scores transposed: s^T = k q^T and dp^T = v dout^T come
@@ -16,54 +17,58 @@
 //    ds crosses shared memory, for dq = ds k: of dq each group computes 64 queries (heads of 64) or 64 columns. That
 //    product is made a tile late, when the other group has long written its half of ds, so that the groups need not
 //    go in step: while one takes exponentials, the other's products keep the tensor cores busy.
-//  - one fetches (one thread: k of two tiles of keys, v of one, q and dout of STAGES tiles of queries, by the copy
+//  - one fetches (one thread: k of two tiles of keys, v of two or one, q and dout of two tiles of queries, by the copy
 //    engine) and keeps the order of dq (a warp for each computing group, see hopper_backward_order).
-// A block walks the queries from the last one back to its diagonal. dq of a tile of queries is summed from the first
-// tile of keys on: that one stores, the following ones add, the one on the diagonal reads the sum and writes the bf16
-// result, so there is no pass that clears or converts. Tiles of keys are drawn by ticket, the first ones of `group`
-// heads, which do the most, then the next ones: who has to wait has a later ticket than those it waits for, so the
-// wait ends, and has mostly been overtaken by `group` tiles, so there is mostly no wait.
+// The order of dq, which makes it deterministic, is kept by flags: of the tiles of keys that a tile of queries sees,
+// the first in the order stores its share, the others add theirs when the flag says that it is their turn, and the last
+// one reads the sum and writes the bf16 result, so there is no pass that clears or converts. Tiles of keys are drawn by
+// ticket, in that same order, so whoever waits has a later ticket than those it waits for and the wait ends. Tickets
+// take turns among a group of heads, so that the one before has a start and there is little to wait for; the group's
+// q, dout and sums fit in the L2 cache. Two directions are possible, see HopperBackwardShape.
 //
-// Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where s
+// Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where dp
 // was; heads of 128, in tiles of 64 queries: 32, 32, 64, 64, 32.
 #pragma once
 
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// BM queries by 128 keys. TURNS: the groups issue their products in turn. UNEVEN is for the test of the order of dq: it
-// slows down every other tile of keys.
-template <int HS_, int BM_, bool TURNS_ = false, bool UNEVEN_ = false, int STAGES_ = 3>
+// BM queries by 128 keys. Down: a block walks from the last queries back to its diagonal, and dq is summed from the
+// first tile of keys on; the longest walks come first, so that all multiprocessors end together. UP: from the diagonal
+// on, and from the nearest tile of keys on; walks that start together then meet no one at a tile, which counts where
+// there are more tiles in a head than heads in a group. UNEVEN is for the test of the order: every other tile of keys
+// is slow.
+template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false>
 struct HopperBackwardShape {
-    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, STAGES = STAGES_, V_SLOTS = STAGES == 2 ? 2 : 1;
-    static constexpr bool TURNS = TURNS_, UNEVEN = UNEVEN_;
+    static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, V_SLOTS = HS == 64 ? 2 : 1;
+    static constexpr bool UP = UP_, UNEVEN = UNEVEN_;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
+    static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
     // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two tiles of ds.
-    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + STAGES * 2 * QUERY_BYTES;
-    static constexpr int SHARED = DS + 2 * DS_BYTES;
-    static_assert((BM == 64 || BM == 128) && SHARED <= 224 * 1024);
+    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + 2 * 2 * QUERY_BYTES;
+    static constexpr int OUT = DS + 2 * DS_BYTES, SHARED = OUT + 8 * 2 * OUT_BYTES;
+    static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
 
-// What the trainer runs.
-template <int HS, bool UNEVEN = false>
-using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, false, UNEVEN>;
+// The tiles that the trainer runs.
+template <int HS, bool UP, bool UNEVEN = false>
+using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, UP, UNEVEN>;
 
 // Numbers of barriers, one for each group.
-enum { GO_BARRIER = 1, DONE_BARRIER = 3, TURN_BARRIER = 5, ORDER_THREADS = 128 + 32 };
+enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
 
 // Its size is a multiple of the 1024 bytes to which the tiles behind it are aligned.
 template <typename Shape>
 struct alignas(1024) HopperBackwardShared {
     uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
-    uint64_t full[Shape::STAGES], empty[Shape::STAGES];  // of q and dout, lse and D
+    uint64_t full[2], empty[2];  // of q and dout, lse and D
     uint64_t ds_full[2], ds_empty[2];
-    int4 drawn[2];  // {bh, batch, head, tile of keys} of k; a negative bh: there is no more
-    alignas(16) float rows[Shape::STAGES][2][Shape::BM];  // {lse * log2(e), D}
+    int4 drawn[2];                            // {bh, batch, head, tile of keys} of k; a negative bh: there is no more
+    alignas(16) float rows[2][2][Shape::BM];  // {lse * log2(e), D}
 };
 
 struct HopperBackwardArguments {
-    bf16* dqkv;         // (B,T,3,NH,HS)
     float* dq_sum;      // (B*NH, tiles of queries, BM*HS), each tile in the order of the threads' registers
     int* flags;         // (B*NH, tiles of queries, 2): how many tiles of keys have added their share, by group
     int* ticket;        // (1)
@@ -78,16 +83,27 @@ struct HopperBackwardTile {
     int bh, batch, head, key_tile, query_tile;
 };
 
-// The tile of queries that holds the first queries of a tile of keys: the last one of its walk.
+// A block's walk along the tiles of queries.
 template <typename Shape>
-__device__ __forceinline__ int hopper_backward_last(int key_tile) {
-    return key_tile * Shape::BN / Shape::BM;
+__device__ __forceinline__ int hopper_backward_first(const HopperBackwardArguments& a, int key_tile) {
+    return Shape::UP ? key_tile * Shape::BN / Shape::BM : a.query_tiles - 1;
 }
 
-// Whether a tile of keys is the last to add to a tile of dq.
 template <typename Shape>
-__device__ __forceinline__ bool hopper_backward_diagonal(const HopperBackwardTile& tile) {
-    return tile.query_tile * Shape::BM / Shape::BN == tile.key_tile;
+__device__ __forceinline__ int hopper_backward_last(const HopperBackwardArguments& a, int key_tile) {
+    return Shape::UP ? a.query_tiles - 1 : key_tile * Shape::BN / Shape::BM;
+}
+
+// How many tiles of keys add their share of dq of a tile of queries before this one does.
+template <typename Shape>
+__device__ __forceinline__ int hopper_backward_before(int key_tile, int query_tile) {
+    return Shape::UP ? query_tile * Shape::BM / Shape::BN - key_tile : key_tile;
+}
+
+// Whether no one adds after this one.
+template <typename Shape>
+__device__ __forceinline__ bool hopper_backward_final(int key_tile, int query_tile) {
+    return Shape::UP ? key_tile == 0 : query_tile * Shape::BM / Shape::BN == key_tile;
 }
 
 // The first tile of the next tile of keys, once it is there; false when there is none.
@@ -97,7 +113,7 @@ __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, H
     barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2, 1);
     const int4 drawn = shared.drawn[sequence % 2];
     if (drawn.x < 0) return false;
-    tile = {sequence, drawn.x, drawn.y, drawn.z, drawn.w, a.query_tiles - 1};
+    tile = {sequence, drawn.x, drawn.y, drawn.z, drawn.w, hopper_backward_first<Shape>(a, drawn.w)};
     return true;
 }
 
@@ -138,7 +154,7 @@ __device__ __forceinline__ int4 hopper_backward_draw(HopperBackwardShared<Shape>
     const int ticket = atomicAdd(a.ticket, 1);
     int4 drawn = {-1, 0, 0, 0};
     if (ticket < a.heads * a.key_tiles) forward_work(drawn.x, drawn.w, ticket, a.key_tiles, a.heads, a.group);
-    drawn.w = a.key_tiles - 1 - drawn.w;  // first tiles first
+    if (!Shape::UP) drawn.w = a.key_tiles - 1 - drawn.w;  // first tiles first
     drawn.y = drawn.x / a.NH, drawn.z = drawn.x % a.NH;
     shared.drawn[slot] = drawn;
     if (drawn.x < 0) {
@@ -162,8 +178,9 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
         barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1, 2);
         const int4 drawn = hopper_backward_draw<Shape>(shared, memory, n % 2, a, qkv);
         if (drawn.x < 0) return;
-        const int batch = drawn.y, column = drawn.z * HS, last = hopper_backward_last<Shape>(drawn.w);
-        for (int m = a.query_tiles - 1; m >= last; m--) {
+        const int batch = drawn.y, column = drawn.z * HS, first = hopper_backward_first<Shape>(a, drawn.w);
+        const int end = hopper_backward_last<Shape>(a, drawn.w) + (Shape::UP ? 1 : -1);
+        for (int m = first; m != end; m += Shape::UP ? 1 : -1) {
             const uint32_t full = shared_offset(&shared.full[stage]),
                            v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
@@ -173,14 +190,14 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
             bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
                       2 * BM * 4, full);
-            if (m == a.query_tiles - 1) {
+            if (m == first) {
                 const int slot = n % Shape::V_SLOTS;
                 barrier_wait(shared_offset(&shared.v_empty[slot]), n / Shape::V_SLOTS % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
                 hopper_backward_load<BN, HS>(memory + Shape::V + slot * Shape::KEY_BYTES, qkv, v_full,
                                              2 * a.NH * HS + column, drawn.w * BN, batch);
             }
-            if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
+            if (++stage == 2) stage = 0, parity ^= 1;
         }
     }
 }
@@ -196,15 +213,17 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
         const bool more = hopper_backward_take<Shape>(tile, shared, a, n);
         warp_arrive(&shared.key_empty[n % 2]);
         if (!more) return;
-        for (; tile.query_tile >= hopper_backward_last<Shape>(tile.key_tile); tile.query_tile--) {
-            int* flag = a.flags + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * 2 + group;
-            if (one) flag_wait(flag, tile.key_tile, 5);
+        const int end = hopper_backward_last<Shape>(a, tile.key_tile) + (Shape::UP ? 1 : -1);
+        for (int m = tile.query_tile; m != end; m += Shape::UP ? 1 : -1) {
+            int* flag = a.flags + ((int64_t)tile.bh * a.query_tiles + m) * 2 + group;
+            const int before = hopper_backward_before<Shape>(tile.key_tile, m);
+            if (one) flag_wait(flag, before, 5);
             __syncwarp();
             group_arrive(GO_BARRIER + group, ORDER_THREADS);
             group_sync(DONE_BARRIER + group, ORDER_THREADS);
-            if (!one || hopper_backward_diagonal<Shape>(tile)) continue;
+            if (!one || hopper_backward_final<Shape>(tile.key_tile, m)) continue;
             __threadfence();
-            store_release(flag, tile.key_tile + 1);
+            store_release(flag, before + 1);
         }
     }
 }
@@ -240,11 +259,12 @@ __device__ __forceinline__ void hopper_backward_dq(float (&dq)[Shape::DQ_COLUMNS
                                                         operand_mn_major<Shape::BN>(b, k), k > 0);
 }
 
-// Scores of 16 keys from `key` on and BM queries from `query` on to p, in place. Queries past T have lse = infinity,
-// which makes their p zero; keys past T are later than every query.
+// A warp's scores, of 16 keys and BM queries, to p, in place. Queries past T have lse = infinity, which makes their p
+// zero; keys past T are later than every query.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4], const float* lse /*(BM)*/, int key,
-                                                    int query, float scale_log2) {
+__device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4], const float* lse /*(BM)*/,
+                                                    const HopperBackwardTile& tile, float scale_log2) {
+    const int key = tile.key_tile * Shape::BN + (int)threadIdx.x / 32 * 16, query = tile.query_tile * Shape::BM;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (key + 15 > query) {
         const int first = key + g - query - t * 2;
@@ -297,69 +317,107 @@ __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
                  : "memory");
 }
 
-// Rows of bf16 from a warp's accumulators: row g and g + 8 where they are below `rows`.
+// Where a warp's results leave through shared memory, 16 rows of 64 at a time; `turn` alternates between two places.
+struct HopperBackwardExit {
+    const CUtensorMap* map;  // of dqkv, in boxes of 16 rows
+    uint32_t place;
+    int turn;
+};
+
+// A warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 to dqkv. Rows past T are not written.
 template <int COLUMNS>
-__device__ __forceinline__ void hopper_backward_rows(bf16* to, int64_t stride, int rows,
-                                                     const float (&c)[COLUMNS / 8][4], float factor) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, const float (&c)[COLUMNS / 8][4],
+                                                      float factor, int column, int row, int batch) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (g + r * 8 >= rows) continue;
-        bf16* row = to + (g + r * 8) * stride + t * 2;
+    for (int panel = 0; panel < COLUMNS / 64; panel++) {
+        const uint32_t place = out.place + out.turn * 16 * PANEL_ROW_BYTES;
+        if (lane == 0) store_wait_read<1>();  // what left from here the last time
+        __syncwarp();
 #pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++)
-            *reinterpret_cast<uint32_t*>(row + n * 8) = pack_bf16(c[n][r * 2] * factor, c[n][r * 2 + 1] * factor);
+        for (int k = 0; k < 4; k++) {
+            const float(&left)[4] = c[panel * 8 + k * 2], (&right)[4] = c[panel * 8 + k * 2 + 1];
+            store_matrices(place + panel_offset(lane % 16, k * 2 + lane / 16),
+                           pack_bf16(left[0] * factor, left[1] * factor), pack_bf16(left[2] * factor, left[3] * factor),
+                           pack_bf16(right[0] * factor, right[1] * factor),
+                           pack_bf16(right[2] * factor, right[3] * factor));
+        }
+        fence_async();
+        __syncwarp();
+        if (lane == 0) tensor_store(out.map, place, column + panel * 64, row, batch), store_commit();
+        out.turn ^= 1;
     }
 }
 
-// Adds a group's part of dq to the sum when it is its turn, or writes the result.
+// Adds columns 8 FROM to 8 TO of a group's part of dq to the sum.
+template <typename Shape, int FROM, int TO>
+__device__ __forceinline__ void hopper_backward_dq_add(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                       const HopperBackwardArguments& a, const HopperBackwardTile& tile,
+                                                       float* sum) {
+    const bool first = hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) == 0;
+#pragma unroll
+    for (int n = FROM; n < TO; n++) {
+        if (!first)
+            add_4(sum + n * 512, dq[n]);
+        else
+            __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
+    }
+}
+
+// A group's part of a tile of dq_sum, this thread's first value.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4],
+__device__ __forceinline__ float* hopper_backward_dq_sum(const HopperBackwardArguments& a,
+                                                         const HopperBackwardTile& tile, int group) {
+    return a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * Shape::BM * Shape::HS +
+           group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
+}
+
+// Adds the first half of a group's part of dq to the sum when it is its turn, or writes the result.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4], HopperBackwardExit& out,
                                                        const HopperBackwardArguments& a, const HopperBackwardTile& tile,
                                                        int group) {
     constexpr int N = Shape::DQ_COLUMNS / 8, BM = Shape::BM, HS = Shape::HS;
     if (Shape::UNEVEN && tile.key_tile % 2 == 1)
         for (long long start = clock64(); clock64() - start < 50000;) {
         }
-    float* sum = a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * BM * HS +
-                 group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
+    float* sum = hopper_backward_dq_sum<Shape>(a, tile, group);
     group_sync(GO_BARRIER + group, ORDER_THREADS);
-    if (!hopper_backward_diagonal<Shape>(tile)) {
+    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile))
+        return hopper_backward_dq_add<Shape, 0, N / 2>(dq, a, tile, sum);
+    float4 before[N] = {};
+    if (hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) > 0) {
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            if (tile.key_tile > 0)
-                add_4(sum + n * 512, dq[n]);
-            else
-                __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
-        }
-    } else {
-        float4 before[N] = {};
-        if (tile.key_tile > 0) {
-#pragma unroll
-            for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
-        }
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
-        const int64_t C = (int64_t)a.NH * HS;
-        const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
-        bf16* to = a.dqkv + ((int64_t)tile.batch * a.T + row) * 3 * C + tile.head * HS +
-                   (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
-        hopper_backward_rows<Shape::DQ_COLUMNS>(to, 3 * C, a.T - row, dq, a.scale);
+        for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
     }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
+    const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
+    const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
+    hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
+}
+
+// The other half.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_rest(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                        const HopperBackwardArguments& a,
+                                                        const HopperBackwardTile& tile, int group) {
+    constexpr int N = Shape::DQ_COLUMNS / 8;
+    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile))
+        hopper_backward_dq_add<Shape, N / 2, N>(dq, a, tile, hopper_backward_dq_sum<Shape>(a, tile, group));
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
 
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape::HS / 8][4],
-                                                         const float (&dv)[Shape::HS / 8][4],
+                                                         const float (&dv)[Shape::HS / 8][4], HopperBackwardExit& out,
                                                          const HopperBackwardArguments& a,
                                                          const HopperBackwardTile& tile, int group) {
-    const int64_t C = (int64_t)a.NH * Shape::HS;
     const int key = tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16;
-    bf16* to = a.dqkv + ((int64_t)tile.batch * a.T + key) * 3 * C + tile.head * Shape::HS;
-    hopper_backward_rows<Shape::HS>(to + C, 3 * C, a.T - key, dk, a.scale);
-    hopper_backward_rows<Shape::HS>(to + 2 * C, 3 * C, a.T - key, dv, 1.0f);
+    const int column = (a.NH + tile.head) * Shape::HS;
+    hopper_backward_store<Shape::HS>(out, dk, a.scale, column, key, tile.batch);
+    hopper_backward_store<Shape::HS>(out, dv, 1.0f, column + a.NH * Shape::HS, key, tile.batch);
 }
 
 // ds of a tile into shared memory, where the other group is done with the tile before the last.
@@ -383,6 +441,18 @@ __device__ __forceinline__ void hopper_backward_dq_start(float (&dq)[Shape::DQ_C
     wgmma_commit();
 }
 
+// Starts a group's dv += p dout and dk += ds q, from q and dout in a stage.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_keys_start(float (&dk)[Shape::HS / 8][4], float (&dv)[Shape::HS / 8][4],
+                                                           const uint32_t (&p)[Shape::BM / 16][4],
+                                                           const uint32_t (&ds)[Shape::BM / 16][4], uint32_t q_tile,
+                                                           bool add) {
+    wgmma_fence();
+    hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
+    hopper_backward_sum<Shape>(dk, ds, q_tile, add);
+    wgmma_commit();
+}
+
 // Starts a product of scores as a group of its own.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::BM / 8][4], uint32_t rows,
@@ -398,30 +468,29 @@ __device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::B
 // left while some are under way. So is dq of the first round.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, uint32_t memory,
-                                                        const HopperBackwardArguments& a, int group) {
+                                                        const CUtensorMap* dqkv, const HopperBackwardArguments& a,
+                                                        int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
+    HopperBackwardExit out = {dqkv, memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES, 0};
     const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
     before = tile;
     float s[BM / 8][4], dp[BM / 8][4], dq[Shape::DQ_COLUMNS / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
-    if (Shape::TURNS && group == 1) group_arrive(TURN_BARRIER, 256);
     wgmma_hold(dk);
     wgmma_hold(dv);
     barrier_wait(shared_offset(&shared.full[0]), 0, 10);
     hopper_backward_scores_start<Shape>(s, k_tile, memory + Shape::RING);
     barrier_wait(shared_offset(&shared.v_full[0]), 0, 11);
     hopper_backward_scores_start<Shape>(dp, v_tile, memory + Shape::RING + Shape::QUERY_BYTES);
-    int stage = 0, parity = 0, count = 0;  // count of tiles
-    bool more = true;
-    for (;; count++) {
+    int count = 0;  // of tiles
+    for (bool more = true;; count++) {
+        const int stage = count % 2;
         const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-        const bool last = tile.query_tile == hopper_backward_last<Shape>(tile.key_tile);
+        const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile);
         wgmma_wait<1>();
         wgmma_hold(s);
-        hopper_backward_exp<Shape>(s, shared.rows[stage][0],
-                                   tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16,
-                                   tile.query_tile * BM, a.scale * LOG2_E);
+        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_E);
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
@@ -430,36 +499,32 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         hopper_backward_pack<Shape>(p, ds, s, dp, shared.rows[stage][1]);
         hopper_backward_share<Shape>(shared, memory, ds, count, group);
 
-        if (count > 0) barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 13);
-        if (Shape::TURNS) group_sync(TURN_BARRIER + group, 256);
+        if (count > 0) barrier_wait(shared_offset(&shared.ds_full[stage ^ 1]), (count - 1) / 2 % 2, 13);
         hopper_backward_dq_start<Shape>(dq, memory, before, count + 1, group);
-        const bool add = tile.query_tile < a.query_tiles - 1;
-        wgmma_fence();
-        hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
-        hopper_backward_sum<Shape>(dk, ds, q_tile, add);
-        wgmma_commit();
-        if (Shape::TURNS) group_arrive(TURN_BARRIER + 1 - group, 256);
+        hopper_backward_keys_start<Shape>(dk, dv, p, ds, q_tile,
+                                          tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile));
         wgmma_wait<1>();
         wgmma_hold(dq);
         if (count > 0) {
-            warp_arrive(&shared.ds_empty[(count - 1) % 2]);
-            if (before.query_tile == hopper_backward_last<Shape>(before.key_tile))
+            warp_arrive(&shared.ds_empty[stage ^ 1]);
+            if (before.query_tile == hopper_backward_last<Shape>(a, before.key_tile))
                 warp_arrive(&shared.key_empty[before.sequence % 2]);
-            hopper_backward_dq_out<Shape>(dq, a, before, group);
+            hopper_backward_dq_out<Shape>(dq, out, a, before, group);
         }
 
-        before = tile, tile.query_tile--;
+        const HopperBackwardTile done = tile;
+        tile.query_tile += Shape::UP ? 1 : -1;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
-        uint64_t* empty = &shared.empty[stage];
-        if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
-        const uint32_t next = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-        if (more) barrier_wait(shared_offset(&shared.full[stage]), parity, 14);
+        const uint32_t next = memory + Shape::RING + (stage ^ 1) * 2 * Shape::QUERY_BYTES;
+        if (more) barrier_wait(shared_offset(&shared.full[stage ^ 1]), (count + 1) / 2 % 2, 14);
         wgmma_wait<0>();
         wgmma_hold(dv);
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
-        warp_arrive(empty);
-        if (last) hopper_backward_keys_out<Shape>(dk, dv, a, before, group);
+        warp_arrive(&shared.empty[stage]);
+        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, done, group);
+        if (count > 0) hopper_backward_dq_rest<Shape>(dq, a, before, group);
+        before = done;
         const int slot = tile.sequence % Shape::V_SLOTS;
         if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
         hopper_backward_scores_start<Shape>(dp, v_tile + slot * Shape::KEY_BYTES, next + Shape::QUERY_BYTES);
@@ -468,7 +533,9 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
     wgmma_wait<0>();
     wgmma_hold(dq);
-    hopper_backward_dq_out<Shape>(dq, a, before, group);
+    hopper_backward_dq_out<Shape>(dq, out, a, before, group);
+    hopper_backward_dq_rest<Shape>(dq, a, before, group);
+    if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
 template <typename Shape>
@@ -483,7 +550,7 @@ __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Sh
         barrier_init(shared_offset(&shared.v_full[i]), 1);
         barrier_init(shared_offset(&shared.v_empty[i]), 8);
     }
-    for (int i = 0; i < Shape::STAGES; i++) {
+    for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.full[i]), 1);
         barrier_init(shared_offset(&shared.empty[i]), 8);
     }
@@ -496,6 +563,7 @@ template <typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ CUtensorMap qkv /*(B,T,3C)*/,
                                      const __grid_constant__ CUtensorMap dout /*(B,T,C)*/,
+                                     const __grid_constant__ CUtensorMap dqkv /*(B,T,3C)*/,
                                      const __grid_constant__ HopperBackwardArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char dynamic[];
@@ -512,7 +580,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
         if (warp == 1 || warp == 2) hopper_backward_order<Shape>(shared, a, warp - 1);
     } else {
         registers_grow<240>();
-        hopper_backward_consume<Shape>(shared, memory, a, group);
+        hopper_backward_consume<Shape>(shared, memory, &dqkv, a, group);
     }
 #endif
 }
@@ -586,17 +654,15 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
     check_launch();
 }
 
-// Writes every element of dqkv; C = NH * HS.
 template <typename Shape>
-inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
-                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
-                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
-                                      int NH) {
+inline void hopper_backward_launch(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
+                                   const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
+                                   const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
     constexpr int TOGETHER = 65536;  // tokens of a group of heads: their q, dout and dq_sum take 32 MiB of L2 cache
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperBackwardArguments a;
-    a.dqkv = dqkv, a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
+    a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
     a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
     a.T = T, a.NH = NH, a.heads = B * NH;
     a.group = TOGETHER / T < 1 ? 1 : TOGETHER / T > a.heads ? a.heads : TOGETHER / T;
@@ -605,6 +671,17 @@ inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/
     attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
     attention_set_shared(attention_hopper_backward_kernel<Shape>, Shape::SHARED);
     attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
-        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), a);
+        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16), a);
     check_launch();
+}
+
+// Writes every element of dqkv; C = NH * HS. `scratch` has hopper_backward_scratch's bytes, contents irrelevant.
+template <int HS>
+inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
+                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
+                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
+                                      int NH) {
+    if (HS == 64 && T > 2048)
+        return hopper_backward_launch<HopperBackward<HS, true>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+    hopper_backward_launch<HopperBackward<HS, false>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }
