@@ -11,8 +11,12 @@
 // All of it is memory-bound. Bytes per element of (N, C): forward 2 accesses, residual + forward 4, backward 4 (dout,
 // inp, dinp twice). Forward: a warp holds a row in registers up to 8 vectors a lane; longer rows take a block, which
 // reads them again from the cache. Backward: a block walks over rows; a thread owns the same vectors of channels in all
-// of them, so dweight and dbias stay in its registers, and it asks for the next row before it works on this one.
-// Each block leaves one row of partial sums in scratch memory, and column_sum.cuh adds these up.
+// of them, so dweight and dbias stay in its registers. cp.async brings the rows of the next turns into shared memory,
+// each thread its own vectors, so that no barrier guards them: three rows ahead are what it takes to keep the memory
+// busy. Each block leaves its partial sums in scratch memory, and column_sum.cuh adds these up.
+//
+// The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
+// column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
 #pragma once
 #include <assert.h>
 
@@ -69,10 +73,10 @@ inline void layernorm_backward_row_cpu(float* dinp, const float* dout, const flo
     for (int c = 0; c < C; c++) dinp[c] += rstd * (dout[c] * weight[c] - sum - (x[c] - mean) * rstd * sum_norm);
 }
 
-// dinp, dout, inp: (N, C); dweight, dbias, weight: (C); mean, rstd: (N)
-inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                                   const float* weight, const float* mean, const float* rstd, int64_t N, int C,
-                                   bool accumulate) {
+// dinp, dout, inp: (N, C); dweight, dbias, weight: (C); dcolumns: (C) or NULL; mean, rstd: (N)
+inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, float* dcolumns, const float* dout,
+                                   const float* inp, const float* weight, const float* mean, const float* rstd,
+                                   int64_t N, int C, bool accumulate) {
     // A pass of its own, over columns: the sums run over the rows in order whatever the number of threads.
 #pragma omp parallel for schedule(static)
     for (int c = 0; c < C; c += CPU_CHAINS) {
@@ -91,6 +95,7 @@ inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, co
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < N; i++)
         layernorm_backward_row_cpu(dinp + i * C, dout + i * C, inp + i * C, weight, mean[i], rstd[i], C);
+    if (dcolumns) column_sum_cpu(dcolumns, dinp, N, C, accumulate);
 }
 
 template <typename X>
@@ -194,28 +199,33 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
 }
 
-// What a thread of the backward kernel holds of one row: its vectors, zero beyond C, and the row's statistics.
-template <typename X, int VECS>
-struct LayernormRow {
-    Vec<X> dout[VECS], inp[VECS], dinp[VECS];
-    float mean, rstd;
-};
+// Rows under way: 768 threads a multiprocessor with 3 vectors of 16 bytes in 4 stages are 144 KB.
+constexpr int layernorm_stages(int vecs) {
+    return vecs == 1 ? 4 : vecs == 2 ? 2 : 1;
+}
 
+// dout, inp, dinp, then mean and rstd, of which each thread has a copy of its own.
+constexpr int layernorm_stage_bytes(int vecs, int threads) {
+    return (3 * vecs * 16 + 2 * (int)sizeof(float)) * threads;
+}
+
+// Asks for the thread's vectors of a row (dout, inp, dinp) into its places of `stage`, which has room for 3 * VECS
+// vectors of every thread, and then for the row's mean and rstd.
 template <typename X, int VECS>
-__device__ inline LayernormRow<X, VECS> layernorm_load_row(const X* dout, const X* inp, const X* dinp,
-                                                           const float* mean, const float* rstd, int64_t row, int C) {
-    LayernormRow<X, VECS> loaded = {};
+__device__ inline void layernorm_fetch(Vec<X>* stage, const X* dout, const X* inp, const X* dinp, const float* mean,
+                                       const float* rstd, int64_t row, int C) {
+    float* statistics = (float*)(stage + 3 * VECS * blockDim.x) + threadIdx.x;
+    copy_async_float(statistics, mean + row);
+    copy_async_float(statistics + blockDim.x, rstd + row);
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * Vec<X>::size;
+        Vec<X>* own = stage + v * 3 * blockDim.x + threadIdx.x;
         if (c >= C) continue;
-        loaded.dout[v] = load_vec(dout + row * C + c);
-        loaded.inp[v] = load_vec(inp + row * C + c);
-        loaded.dinp[v] = load_vec(dinp + row * C + c);
+        copy_async(own, dout + row * C + c);
+        copy_async(own + blockDim.x, inp + row * C + c);
+        copy_async(own + 2 * blockDim.x, dinp + row * C + c);
     }
-    loaded.mean = mean[row];
-    loaded.rstd = rstd[row];
-    return loaded;
 }
 
 // Sums two values over the block: the same in every thread. `partial` must not be the one of the call just before, as a
@@ -229,64 +239,98 @@ __device__ inline float2 layernorm_block_sums(float2 value, float2 partial[16]) 
     return value;
 }
 
-// Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8). Row
-// blockIdx.x of partial: (grid, 2, C) gets the block's dweight and dbias. Deterministic for a given grid.
-// Only one vector a thread leaves registers for asking for the next row early.
+// The sums over rows that a thread of the backward kernel carries for its channels.
+template <int size>
+struct LayernormSums {
+    float dweight[size], dbias[size], dcolumn[size];
+};
+
+// One row of one thread, from its places of a stage: sums for dweight and dbias, then dinp.
+template <typename X, int VECS>
+__device__ inline void layernorm_backward_row(LayernormSums<VECS * Vec<X>::size>* total, X* dinp, const Vec<X>* stage,
+                                              const Vec<X> w[VECS], float2 partial[16], int C) {
+    constexpr int size = Vec<X>::size;
+    const Vec<X>* own = stage + threadIdx.x;
+    const float* statistics = (const float*)(stage + 3 * VECS * blockDim.x) + threadIdx.x;
+    float mean = statistics[0], rstd = statistics[blockDim.x], inverse = 1.0f / C;
+    Vec<X> dout[VECS] = {}, inp[VECS] = {};
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        if ((threadIdx.x + v * blockDim.x) * size >= C) continue;
+        dout[v] = own[v * 3 * blockDim.x];
+        inp[v] = own[v * 3 * blockDim.x + blockDim.x];
+#pragma unroll
+        for (int j = 0; j < size; j++) {
+            float d = to_float(dout[v].lane[j]), norm = (to_float(inp[v].lane[j]) - mean) * rstd;
+            total->dbias[v * size + j] += d;
+            total->dweight[v * size + j] = fmaf(d, norm, total->dweight[v * size + j]);
+            d *= to_float(w[v].lane[j]);
+            sum.x += d;
+            sum.y = fmaf(d, norm, sum.y);
+        }
+    }
+    sum = layernorm_block_sums(sum, partial);
+    sum = make_float2(sum.x * inverse, sum.y * inverse);
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        int c = (threadIdx.x + v * blockDim.x) * size;
+        if (c >= C) continue;
+        Vec<X> result = own[v * 3 * blockDim.x + 2 * blockDim.x];
+#pragma unroll
+        for (int j = 0; j < size; j++) {
+            float d = to_float(dout[v].lane[j]) * to_float(w[v].lane[j]);
+            float norm = (to_float(inp[v].lane[j]) - mean) * rstd;
+            result.lane[j] = from_float<X>(to_float(result.lane[j]) + rstd * (d - sum.x - norm * sum.y));
+            total->dcolumn[v * size + j] += to_float(result.lane[j]);
+        }
+        store_vec(dinp + c, result);
+    }
+}
+
+// Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8), shared
+// memory layernorm_stages(VECS) stages. Row blockIdx.x of partial: (grid, 3, C) gets the block's
+// dweight, dbias and dcolumns. Deterministic for a given grid.
 template <typename X, int VECS>
 __global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
     layernorm_backward_kernel(X* dinp, float* partial, const X* dout, const X* inp, const X* weight, const float* mean,
                               const float* rstd, int64_t N, int C) {
-    constexpr int size = Vec<X>::size;
+    constexpr int size = Vec<X>::size, STAGES = layernorm_stages(VECS);
+    extern __shared__ __align__(16) unsigned char layernorm_shared[];
     __shared__ float2 sums[2][16];
-    Vec<X> w[VECS] = {};
-    float dweight[VECS * size] = {}, dbias[VECS * size] = {};
+    Vec<X>*stages = (Vec<X>*)layernorm_shared, w[VECS] = {};
+    int per_stage = layernorm_stage_bytes(VECS, blockDim.x) / 16;
+    LayernormSums<VECS* size> total = {};
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * size;
         if (c < C) w[v] = load_vec(weight + c);
     }
-    LayernormRow<X, VECS> row, next;
-    if (VECS == 1) next = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, blockIdx.x, C);
-    int turn = 0;
-    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
-        if (VECS == 1) {
-            row = next;
-            if (i + gridDim.x < N) next = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, i + gridDim.x, C);
-        } else {
-            row = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, i, C);
-        }
-        float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-        for (int k = 0; k < VECS * size; k++) {
-            float d = to_float(row.dout[k / size].lane[k % size]);
-            float norm = (to_float(row.inp[k / size].lane[k % size]) - row.mean) * row.rstd;
-            dbias[k] += d;
-            dweight[k] = fmaf(d, norm, dweight[k]);
-            d *= to_float(w[k / size].lane[k % size]);
-            sum.x += d;
-            sum.y = fmaf(d, norm, sum.y);
-        }
-        sum = layernorm_block_sums(sum, sums[turn]);
-        turn ^= 1;
-        sum = make_float2(sum.x / C, sum.y / C);
-#pragma unroll
-        for (int v = 0; v < VECS; v++) {
-            int c = (threadIdx.x + v * blockDim.x) * size;
-            for (int j = 0; j < size; j++) {
-                float d = to_float(row.dout[v].lane[j]) * to_float(w[v].lane[j]);
-                float norm = (to_float(row.inp[v].lane[j]) - row.mean) * row.rstd;
-                float change = row.rstd * (d - sum.x - norm * sum.y);
-                row.dinp[v].lane[j] = from_float<X>(to_float(row.dinp[v].lane[j]) + change);
-            }
-            if (c < C) store_vec(dinp + i * C + c, row.dinp[v]);
-        }
+    for (int ahead = 0; ahead < STAGES; ahead++) {
+        int64_t i = blockIdx.x + (int64_t)ahead * gridDim.x;
+        if (i < N) layernorm_fetch<X, VECS>(stages + ahead * per_stage, dout, inp, dinp, mean, rstd, i, C);
+        copy_async_commit();
     }
-    float* own = partial + (int64_t)blockIdx.x * 2 * C;
+    int stage = 0, turn = 0;
+    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
+        copy_async_wait<STAGES - 1>();
+        layernorm_backward_row<X, VECS>(&total, dinp + i * C, stages + stage * per_stage, w, sums[turn], C);
+        int64_t later = i + (int64_t)STAGES * gridDim.x;
+        if (later < N) layernorm_fetch<X, VECS>(stages + stage * per_stage, dout, inp, dinp, mean, rstd, later, C);
+        copy_async_commit();
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        turn ^= 1;
+    }
+    float* own = partial + (int64_t)blockIdx.x * 3 * C;
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * size;
         if (c >= C) continue;
-        for (int j = 0; j < size; j++) own[c + j] = dweight[v * size + j], own[C + c + j] = dbias[v * size + j];
+        for (int j = 0; j < size; j++) {
+            own[c + j] = total.dweight[v * size + j];
+            own[C + c + j] = total.dbias[v * size + j];
+            own[2 * C + c + j] = total.dcolumn[v * size + j];
+        }
     }
 }
 
@@ -357,30 +401,41 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
 inline int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
     if (!dev->gpu) return 0;
     int a = layernorm_backward_shape<float>(dev, C).blocks, b = layernorm_backward_shape<bf16>(dev, C).blocks;
-    return (int64_t)(a > b ? a : b) * 2 * C * sizeof(float);
+    return (int64_t)(a > b ? a : b) * 3 * C * sizeof(float);
 }
 
-// dinp: (N, C), added to; dweight, dbias: (C); scratch: layernorm_backward_scratch_bytes; dout, inp: (N, C);
-// weight: (C); mean, rstd: (N). C at most 12288.
+template <typename X, int VECS>
+void layernorm_backward_launch(const Device* dev, LayernormShape shape, int blocks, X* dinp, float* partial,
+                               const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd,
+                               int64_t N, int C) {
+    auto kernel = layernorm_backward_kernel<X, VECS>;
+    int bytes = layernorm_stages(VECS) * layernorm_stage_bytes(VECS, shape.threads);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    kernel<<<blocks, shape.threads, bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C);
+    check_launch();
+}
+
+// dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
+// layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288.
 template <typename X, typename G>
-void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, float* scratch, const X* dout, const X* inp,
-                        const X* weight, const float* mean, const float* rstd, int64_t N, int C, bool accumulate) {
-    assert(C % 8 == 0 && N > 0);
+void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dcolumns, float* scratch, const X* dout,
+                        const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,
+                        bool accumulate) {
+    assert(C % 8 == 0 && C <= 12288 && N > 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        layernorm_backward_cpu((float*)dinp, (float*)dweight, (float*)dbias, (const float*)dout, (const float*)inp,
-                               (const float*)weight, mean, rstd, N, C, accumulate);
+        layernorm_backward_cpu((float*)dinp, (float*)dweight, (float*)dbias, (float*)dcolumns, (const float*)dout,
+                               (const float*)inp, (const float*)weight, mean, rstd, N, C, accumulate);
         return;
     }
     LayernormShape shape = layernorm_backward_shape<X>(dev, C);
-    assert(C <= 12288);
     int blocks = N < shape.blocks ? (int)N : shape.blocks;
-    auto kernel = shape.vecs == 1   ? layernorm_backward_kernel<X, 1>
-                  : shape.vecs == 2 ? layernorm_backward_kernel<X, 2>
-                                    : layernorm_backward_kernel<X, 4>;
+    auto launch = shape.vecs == 1   ? layernorm_backward_launch<X, 1>
+                  : shape.vecs == 2 ? layernorm_backward_launch<X, 2>
+                                    : layernorm_backward_launch<X, 4>;
     if constexpr (std::is_same_v<X, float>)
-        if (shape.vecs == 8) kernel = layernorm_backward_kernel<X, 8>;
-    kernel<<<blocks, shape.threads, 0, dev->stream>>>(dinp, scratch, dout, inp, weight, mean, rstd, N, C);
-    check_launch();
-    column_sum(dev, dweight, dbias, scratch, blocks, C, accumulate);
+        if (shape.vecs == 8) launch = layernorm_backward_launch<X, 8>;
+    launch(dev, shape, blocks, dinp, scratch, dout, inp, weight, mean, rstd, N, C);
+    G* totals[3] = {dweight, dbias, dcolumns};
+    column_sum(dev, totals, 3, scratch, blocks, C, accumulate);
 }

@@ -3,9 +3,10 @@
 // dinp = dout W and dweight (+)= dout^T inp are the other two products, dbias (+)= the column sums of dout.
 //
 // On the GPU the products are cuBLASLt's, always with fp32 accumulation, and fp32 inputs are multiplied as fp32 (never
-// TF32). GELU rides in the epilogues: forward writes the input of GELU beside its output, and the gradient by the input
-// is multiplied by gelu' before it is stored. cuBLASLt thinks in columns: a row-major (R, K) matrix is its (K, R)
-// matrix, so that out^T = op(W) inp^T and so on; MatmulShape is in its terms.
+// TF32). The two next to GELU, which write the input of GELU beside its output, or multiply the gradient by gelu'
+// before it is stored, are ours on Hopper (matmul_gelu.cuh) and cuBLASLt's epilogues elsewhere and at small shapes.
+// cuBLASLt thinks in columns: a row-major (R, K) matrix is its (K, R) matrix, so that out^T = op(W) inp^T and so on;
+// MatmulShape is in its terms.
 //
 // A plan (descriptors and algorithm) is made at the first call of a shape and kept: afterwards a call is one launch.
 // Algorithms that split k and add up by atomics are excluded, and so are those that add up in the output's type, which
@@ -19,6 +20,7 @@
 #include "common.cuh"
 #include "cpu_gemm.h"
 #include "gelu.cuh"
+#include "matmul_gelu.cuh"
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
 inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, const float* weight, const float* bias,
@@ -33,12 +35,18 @@ inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, co
     if (pre_gelu) gelu_forward_cpu(out, pre_gelu, N * OC);
 }
 
-// dinp: (N, C); dout: (N, OC); weight: (OC, C); pre_gelu: (N, C) or NULL
-inline void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, const float* pre_gelu,
-                                      int64_t N, int C, int OC) {
+// dinp: (N, C); dout: (N, OC); weight: (OC, C)
+inline void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int64_t N, int C, int OC) {
     CpuGemm gemm = {N, C, OC, dout, OC, 1, weight, C, 1, dinp, false};
     cpu_gemm(&gemm);
-    if (pre_gelu) gelu_backward_inplace_cpu(dinp, pre_gelu, N * C);
+}
+
+// dinp, pre_gelu: (N, C); dbias: (C); dout: (N, OC); weight: (OC, C)
+inline void matmul_backward_gelu_cpu(float* dinp, float* dbias, const float* dout, const float* weight,
+                                     const float* pre_gelu, int64_t N, int C, int OC, bool accumulate) {
+    matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
+    gelu_backward_inplace_cpu(dinp, pre_gelu, N * C);
+    column_sum_cpu(dbias, dinp, N, C, accumulate);
 }
 
 // dweight: (OC, C); dout: (N, OC); inp: (N, C)
@@ -46,18 +54,6 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
                                        bool accumulate) {
     CpuGemm gemm = {OC, C, N, dout, 1, OC, inp, C, 1, dweight, accumulate};
     cpu_gemm(&gemm);
-}
-
-// dbias: (OC); dout: (N, OC)
-inline void matmul_backward_bias_cpu(float* dbias, const float* dout, int64_t N, int OC, bool accumulate) {
-#pragma omp parallel for schedule(static)
-    for (int begin = 0; begin < OC; begin += 32) {
-        int end = begin + 32 < OC ? begin + 32 : OC;
-        float sum[32] = {};
-        for (int64_t n = 0; n < N; n++)
-            for (int o = begin; o < end; o++) sum[o - begin] += dout[n * OC + o];
-        for (int o = begin; o < end; o++) dbias[o] = (accumulate ? dbias[o] : 0.0f) + sum[o - begin];
-    }
 }
 
 // A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first.
@@ -76,6 +72,8 @@ struct MatmulPlan {
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algorithm;
 };
+
+constexpr int MATMUL_CANDIDATES = 16;
 
 struct MatmulPointers {
     const void *a, *b;
@@ -99,7 +97,8 @@ inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
     if (pointers->aux) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers->aux);
 }
 
-inline void matmul_choose(const Device* dev, MatmulPlan* plan) {
+// What cuBLASLt proposes for a plan, its best guess first: at most `most` algorithms, 0 when it has none.
+inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLtMatmulAlgo_t* algorithms, int most) {
     cublasLtMatmulPreference_t preference;
     check(cublasLtMatmulPreferenceCreate(&preference));
     auto prefer = [preference](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
@@ -111,15 +110,17 @@ inline void matmul_choose(const Device* dev, MatmulPlan* plan) {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->shape.alignment);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->shape.alignment);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan->shape.alignment);
-    cublasLtMatmulHeuristicResult_t result;
-    int count = 0;
+    cublasLtMatmulHeuristicResult_t result[MATMUL_CANDIDATES];
+    int proposed = 0, count = 0;
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev->cublaslt, plan->desc, plan->a, plan->b, plan->d,
-                                                           plan->d, preference, 1, &result, &count);
+                                                           plan->d, preference, most, result, &proposed);
     // These two are answers (no algorithm; no such epilogue for these types), anything else is an error.
-    if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) check(status);
-    plan->found = status == CUBLAS_STATUS_SUCCESS && count > 0 && result.state == CUBLAS_STATUS_SUCCESS;
-    if (plan->found) plan->algorithm = result.algo;
+    bool none = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+    if (!none) check(status);
+    for (int i = 0; i < proposed && !none; i++)
+        if (result[i].state == CUBLAS_STATUS_SUCCESS) algorithms[count++] = result[i].algo;
     check(cublasLtMatmulPreferenceDestroy(preference));
+    return count;
 }
 
 inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
@@ -139,7 +140,7 @@ inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape
     check(cublasLtMatrixLayoutCreate(&plan.b, shape->input, b_rows, b_cols, b_rows));
     check(cublasLtMatrixLayoutCreate(&plan.d, shape->output, shape->m, shape->n, shape->m));
     matmul_point(&plan, pointers);
-    matmul_choose(dev, &plan);
+    plan.found = matmul_candidates(dev, &plan, &plan.algorithm, 1) > 0;
     return plan;
 }
 
@@ -191,27 +192,29 @@ bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOper
         product, (long long)N, C, OC);
 }
 
-// The columns of dout that a block of matmul_backward_bias_kernel takes, and the rows of partial sums: about eight
-// blocks a multiprocessor.
+// The columns of dout that a block of matmul_backward_bias_kernel takes, and the rows of partial sums: at most eight
+// blocks a multiprocessor, since one block more would run alone.
 template <typename X>
 constexpr int matmul_bias_columns = 32 * Vec<X>::size;
 
 template <typename X>
 int matmul_bias_slices(const Device* dev, int OC) {
-    return ceil_div(8 * dev->sm_count, ceil_div(OC, matmul_bias_columns<X>));
+    int slices = 8 * dev->sm_count / (int)ceil_div(OC, matmul_bias_columns<X>);
+    return slices < 1 ? 1 : slices;
 }
 
 // Grid (ceil(OC / (32 vectors)), slices), block (32, 8), OC a multiple of 8, any N: a lane sums one vector of columns
 // over every 8 * slices-th row; row `slice` of partial: (slices, OC) gets the block's sum. Deterministic.
 template <typename X>
-__global__ void __launch_bounds__(256) matmul_backward_bias_kernel(float* partial, const X* dout, int64_t N, int OC) {
+__global__ void __launch_bounds__(256, 8)
+    matmul_backward_bias_kernel(float* partial, const X* dout, int64_t N, int OC) {
     constexpr int size = Vec<X>::size;
     __shared__ float sums[8][size][32];
     int column = (blockIdx.x * 32 + threadIdx.x) * size;
     float sum[size] = {};
     if (column < OC) {
         int64_t step = 8 * (int64_t)gridDim.y;
-#pragma unroll 8
+#pragma unroll 4
         for (int64_t n = blockIdx.y * 8 + threadIdx.y; n < N; n += step) {
             Vec<X> d = load_vec(dout + n * OC + column);
             for (int j = 0; j < size; j++) sum[j] += to_float(d.lane[j]);
@@ -237,6 +240,12 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
         return;
     }
     cublasLtEpilogue_t plain = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (pre_gelu && bias && matmul_gelu_fits(dev, N, OC, C)) {
+            matmul_gelu_forward(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
+            return;
+        }
+    }
     if (pre_gelu && std::is_same_v<X, bf16>) {
         cublasLtEpilogue_t gelu = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
         MatmulPointers fused = {weight, inp, out, bias, pre_gelu};
@@ -248,25 +257,17 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
     if (pre_gelu) gelu_forward(dev, out, pre_gelu, N * OC);
 }
 
-// dinp: (N, C) = dout W, times gelu'(pre_gelu) with pre_gelu: (N, C). dout: (N, OC); weight: (OC, C)
+// dinp: (N, C) = dout W. dout: (N, OC); weight: (OC, C)
 template <typename X>
-void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, const X* pre_gelu, int64_t N,
-                           int C, int OC) {
+void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, int64_t N, int C, int OC) {
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float));
-        matmul_backward_input_cpu((float*)dinp, (const float*)dout, (const float*)weight, (const float*)pre_gelu, N, C,
-                                  OC);
+        matmul_backward_input_cpu((float*)dinp, (const float*)dout, (const float*)weight, N, C, OC);
         return;
     }
-    MatmulPointers pointers = {weight, dout, dinp, nullptr, pre_gelu};
-    if (pre_gelu && std::is_same_v<X, bf16>) {
-        cublasLtEpilogue_t gelu = CUBLASLT_EPILOGUE_DGELU;
-        if (matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, gelu, false)) return;
-    }
-    pointers.aux = nullptr;
+    MatmulPointers pointers = {weight, dout, dinp, nullptr, nullptr};
     if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DEFAULT, false))
         matmul_unsupported("input's gradient", N, C, OC);
-    if (pre_gelu) gelu_backward_inplace(dev, dinp, pre_gelu, N * C);
 }
 
 // dweight: (OC, C) (+)= dout^T inp. dout: (N, OC); inp: (N, C). Adding to float loses one fp32 rounding; adding to bf16
@@ -297,12 +298,46 @@ void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* 
     assert(OC % 8 == 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        matmul_backward_bias_cpu((float*)dbias, (const float*)dout, N, OC, accumulate);
+        column_sum_cpu((float*)dbias, (const float*)dout, N, OC, accumulate);
         return;
     }
     int slices = matmul_bias_slices<X>(dev, OC);
     dim3 grid(ceil_div(OC, matmul_bias_columns<X>), slices), block(32, 8);
     matmul_backward_bias_kernel<<<grid, block, 0, dev->stream>>>(scratch, dout, N, OC);
     check_launch();
-    column_sum<G>(dev, dbias, nullptr, scratch, slices, OC, accumulate);
+    column_sum<G>(dev, &dbias, 1, scratch, slices, OC, accumulate);
+}
+
+inline int64_t matmul_backward_gelu_scratch_bytes(const Device* dev, int64_t N, int C) {
+    if (!dev->gpu) return 0;
+    int64_t ours = matmul_gelu_scratch_bytes(N, C), bias = matmul_backward_bias_scratch_bytes(dev, C);
+    return ours > bias ? ours : bias;
+}
+
+// Back through a linear layer to the GELU before it and the bias before that: dinp: (N, C) = (dout W) *
+// gelu'(pre_gelu), dbias: (C) (+)= its column sums. dout: (N, OC); weight: (OC, C); pre_gelu: (N, C); scratch:
+// matmul_backward_gelu_scratch_bytes
+template <typename X, typename G>
+void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, const X* dout, const X* weight,
+                          const X* pre_gelu, int64_t N, int C, int OC, bool accumulate) {
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
+        matmul_backward_gelu_cpu((float*)dinp, (float*)dbias, (const float*)dout, (const float*)weight,
+                                 (const float*)pre_gelu, N, C, OC, accumulate);
+        return;
+    }
+    bool fused = false;
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (matmul_gelu_fits(dev, N, C, OC)) {
+            matmul_gelu_backward(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
+            return;
+        }
+        MatmulPointers pointers = {weight, dout, dinp, nullptr, pre_gelu};
+        fused = matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DGELU, false);
+    }
+    if (!fused) {
+        matmul_backward_input(dev, dinp, dout, weight, N, C, OC);
+        gelu_backward_inplace(dev, dinp, pre_gelu, N * C);
+    }
+    matmul_backward_bias(dev, dbias, scratch, dinp, N, C, accumulate);
 }
