@@ -5,6 +5,16 @@
 #include "../kernels/matmul.cuh"
 #include "timing.h"
 
+// Sums two values over the block: the same in every thread; `partial` not that of the call just before.
+__device__ inline float2 registers_block_sums(float2 value, float2 partial[16]) {
+    value = make_float2(warp_sum(value.x), warp_sum(value.y));
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = make_float2(0.0f, 0.0f);
+    for (int warp = 0; warp < blockDim.x / 32; warp++) value.x += partial[warp].x, value.y += partial[warp].y;
+    return value;
+}
+
 // The backward pass with each row asked for one turn ahead into registers, or not ahead where C needs two vectors a
 // thread: what cp.async's three rows ahead are measured against.
 template <int VECS>
@@ -44,7 +54,7 @@ __global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
             sum.x += d;
             sum.y = fmaf(d, norm, sum.y);
         }
-        sum = layernorm_block_sums(sum, sums[turn]);
+        sum = registers_block_sums(sum, sums[turn]);
         turn ^= 1;
         for (int j = 0; j < 8; j++) {
             float d = to_float(row.dout.lane[j]) * to_float(w.lane[j]);

@@ -1,8 +1,11 @@
 // What cuBLASLt's algorithms do at the trainer's shapes. For each product of a training step: the first proposal, the
 // fastest, and the fastest whose output has the first one's bits (the only ones that a search may take: the same
-// command must give the same losses whatever the clock said). Median of 9 by CUDA events, random data.
+// command must give the same losses whatever the clock said), which is what the trainer runs. How long the search took.
+// Median of 9 by CUDA events, random data.
 //   make build/dev/matmul && ./build/dev/matmul [all]      all: every candidate
 #include "../kernels/matmul.cuh"
+#include <time.h>
+
 #include "timing.h"
 
 struct Product {
@@ -12,35 +15,6 @@ struct Product {
     bool fp32;  // output
     cublasLtEpilogue_t epilogue;
 };
-
-__global__ void fill_kernel(bf16* values, int64_t n, uint32_t seed) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint32_t x = (uint32_t)i * 2654435761u + seed * 40503u + (uint32_t)(i >> 32);
-    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
-    values[i] = __float2bfloat16((float)x / 2147483648.0f - 1.0f);
-}
-
-// Adds a hash of every word and its place: equal sums for equal bits.
-__global__ void hash_kernel(unsigned long long* sum, const uint32_t* words, int64_t n) {
-    uint64_t own = 0;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        uint64_t z = ((uint64_t)words[i] << 32 | (uint32_t)i) * 0x9E3779B97F4A7C15ull;
-        z = (z ^ (z >> 29)) * 0xBF58476D1CE4E5B9ull;
-        own += z ^ (z >> 32);
-    }
-    atomicAdd(sum, (unsigned long long)own);
-}
-
-static uint64_t hash(const Device* dev, const void* values, int64_t bytes) {
-    static unsigned long long* sum = (unsigned long long*)device_alloc(dev, 8);
-    unsigned long long host;
-    device_zero(dev, sum, 8);
-    hash_kernel<<<1024, 256, 0, dev->stream>>>(sum, (const uint32_t*)values, bytes / 4);
-    check_launch();
-    copy_to_host(dev, &host, sum, 8);
-    return host;
-}
 
 template <typename Value>
 static int algorithm_config(const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute) {
@@ -54,7 +28,14 @@ static int algorithm_config(const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmu
 
 struct Arrays {
     bf16 *a, *b, *d, *aux, *bias;
+    unsigned long long* hash;
 };
+
+static double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
 
 static void run_product(const Device* dev, const Product* p, const Arrays* arrays, bool all) {
     MatmulShape shape;
@@ -66,21 +47,20 @@ static void run_product(const Device* dev, const Product* p, const Arrays* array
     bool aux = p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || p->epilogue == CUBLASLT_EPILOGUE_DGELU;
     MatmulPointers pointers = {arrays->a, arrays->b, arrays->d, biased ? arrays->bias : nullptr,
                                aux ? arrays->aux : nullptr};
+    device_sync(dev);
+    double begin = seconds();
     MatmulPlan plan = matmul_plan_create(dev, &shape, &pointers);
+    double search_ms = 1e3 * (seconds() - begin);
+    matmul_point(&plan, &pointers);
+    MatmulTrial trial = {nullptr, pointers, arrays->hash, p->m * p->n * (p->fp32 ? 4 : 2)};
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
     int count = matmul_candidates(dev, &plan, algorithm, MATMUL_CANDIDATES);
     double ms[MATMUL_CANDIDATES], flops = 2.0 * p->m * p->n * p->k;
     uint64_t bits[MATMUL_CANDIDATES];
     int best = 0, best_equal = 0;
-    float alpha = 1.0f, beta = 0.0f;
     for (int i = 0; i < count; i++) {
-        auto run = [&] {
-            check(cublasLtMatmul(dev->cublaslt, plan.desc, &alpha, pointers.a, plan.a, pointers.b, plan.b, &beta,
-                                 pointers.d, plan.d, pointers.d, plan.d, &algorithm[i], dev->workspace, WORKSPACE_BYTES,
-                                 dev->stream));
-        };
-        ms[i] = median_ms(dev, 9, run);
-        bits[i] = hash(dev, pointers.d, p->m * p->n * (p->fp32 ? 4 : 2));
+        ms[i] = median_ms(dev, 9, [&] { matmul_run(dev, &plan, &pointers, &algorithm[i], false); });
+        bits[i] = matmul_hash(dev, &trial);
         if (ms[i] < ms[best]) best = i;
         if (bits[i] == bits[0] && ms[i] < ms[best_equal]) best_equal = i;
     }
@@ -88,9 +68,9 @@ static void run_product(const Device* dev, const Product* p, const Arrays* array
     for (int i = 0; i < count; i++) equal += bits[i] == bits[0];
     printf(
         "%-16s %6lld x %6lld x %6lld  first %7.4f ms %5.0f | best %7.4f %5.0f | best equal %7.4f %5.0f TFLOP/s | %d of "
-        "%d equal\n",
+        "%d equal | search %.0f ms\n",
         p->name, (long long)p->m, (long long)p->n, (long long)p->k, ms[0], flops / ms[0] * 1e-9, ms[best],
-        flops / ms[best] * 1e-9, ms[best_equal], flops / ms[best_equal] * 1e-9, equal, count);
+        flops / ms[best] * 1e-9, ms[best_equal], flops / ms[best_equal] * 1e-9, equal, count, search_ms);
     for (int i = 0; i < count; i++) {
         if (!all && i != 0 && i != best && i != best_equal) continue;
         printf(
@@ -138,15 +118,15 @@ static void run_model(const Device* dev, const char* name, int64_t N, int64_t ro
         int64_t elements[3] = {p.m * p.k, p.k * p.n, p.m * p.n};
         Arrays arrays = {(bf16*)device_alloc(dev, elements[0] * 2), (bf16*)device_alloc(dev, elements[1] * 2),
                          (bf16*)device_alloc(dev, elements[2] * 4), (bf16*)device_alloc(dev, elements[2] * 2),
-                         (bf16*)device_alloc(dev, p.m * 2)};
-        fill_kernel<<<(unsigned)ceil_div(elements[0], 256), 256, 0, dev->stream>>>(arrays.a, elements[0], 1);
-        fill_kernel<<<(unsigned)ceil_div(elements[1], 256), 256, 0, dev->stream>>>(arrays.b, elements[1], 2);
-        fill_kernel<<<(unsigned)ceil_div(elements[2], 256), 256, 0, dev->stream>>>(arrays.aux, elements[2], 3);
-        fill_kernel<<<(unsigned)ceil_div(p.m, 256), 256, 0, dev->stream>>>(arrays.bias, p.m, 4);
+                         (bf16*)device_alloc(dev, p.m * 2),         (unsigned long long*)device_alloc(dev, 8)};
+        matmul_fill_kernel<<<(unsigned)ceil_div(elements[0], 256), 256, 0, dev->stream>>>(arrays.a, elements[0]);
+        matmul_fill_kernel<<<(unsigned)ceil_div(elements[1], 256), 256, 0, dev->stream>>>(arrays.b, elements[1]);
+        matmul_fill_kernel<<<(unsigned)ceil_div(elements[2], 256), 256, 0, dev->stream>>>(arrays.aux, elements[2]);
+        matmul_fill_kernel<<<(unsigned)ceil_div(p.m, 256), 256, 0, dev->stream>>>(arrays.bias, p.m);
         check_launch();
         run_product(dev, &p, &arrays, all);
         device_free(dev, arrays.a), device_free(dev, arrays.b), device_free(dev, arrays.d);
-        device_free(dev, arrays.aux), device_free(dev, arrays.bias);
+        device_free(dev, arrays.aux), device_free(dev, arrays.bias), device_free(dev, arrays.hash);
     }
 }
 

@@ -162,9 +162,7 @@ __device__ inline void classifier_give(bf16* row, int begin, int end, int V, flo
 #pragma unroll
             for (int j = 0; j < 8; j++) d[j] = v + j >= V ? 0.0f : v + j == target ? d[j] - dloss : d[j];
         }
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) *(__nv_bfloat162*)&vec.lane[j] = __floats2bfloat162_rn(d[j], d[j + 1]);
-        store_vec(row + v, vec);
+        store_vec(row + v, round_vec<bf16>(d));
     }
 }
 

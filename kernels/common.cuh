@@ -271,6 +271,19 @@ __device__ inline void store_vec(T* address, Vec<T> vec) {
     *reinterpret_cast<int4*>(address) = *reinterpret_cast<int4*>(&vec);
 }
 
+// from_float of a vector, for bf16 two values an instruction.
+template <typename T>
+__device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
+    Vec<T> vec;
+    if constexpr (std::is_same_v<T, float>) {
+        for (int j = 0; j < Vec<T>::size; j++) vec.lane[j] = value[j];
+    } else {
+        __nv_bfloat162* pair = reinterpret_cast<__nv_bfloat162*>(&vec);
+        for (int j = 0; j < Vec<T>::size / 2; j++) pair[j] = __floats2bfloat162_rn(value[2 * j], value[2 * j + 1]);
+    }
+    return vec;
+}
+
 // One instruction each, good to 2 units of fp32's last place; where a result goes to bf16 that is exact.
 constexpr float LOG2_OF_E = 1.44269504088896341f;
 

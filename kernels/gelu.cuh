@@ -54,10 +54,9 @@ __global__ void gelu_forward_kernel(X* out, const X* inp, int64_t n) {
     int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
     if (i + Vec<X>::size <= n) {
         Vec<X> x = load_vec(inp + i);
-        for (int j = 0; j < Vec<X>::size; j++) {
-            x.lane[j] = from_float<X>(gelu_value<X>(to_float(x.lane[j])));
-        }
-        store_vec(out + i, x);
+        float value[Vec<X>::size];
+        for (int j = 0; j < Vec<X>::size; j++) value[j] = gelu_value<X>(to_float(x.lane[j]));
+        store_vec(out + i, round_vec<X>(value));
     } else {
         for (; i < n; i++) out[i] = from_float<X>(gelu_value<X>(to_float(inp[i])));
     }
@@ -87,9 +86,9 @@ __global__ void gelu_backward_inplace_kernel(X* d, const X* inp, int64_t n) {
     int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
     if (i + Vec<X>::size <= n) {
         Vec<X> x = load_vec(inp + i), g = load_vec(d + i);
-        for (int j = 0; j < Vec<X>::size; j++)
-            g.lane[j] = from_float<X>(to_float(g.lane[j]) * gelu_slope_of<X>(to_float(x.lane[j])));
-        store_vec(d + i, g);
+        float value[Vec<X>::size];
+        for (int j = 0; j < Vec<X>::size; j++) value[j] = to_float(g.lane[j]) * gelu_slope_of<X>(to_float(x.lane[j]));
+        store_vec(d + i, round_vec<X>(value));
     } else {
         for (; i < n; i++) d[i] = from_float<X>(to_float(d[i]) * gelu_slope_of<X>(to_float(inp[i])));
     }

@@ -100,8 +100,9 @@ inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, fl
 
 template <typename X>
 __device__ inline Vec<X> layernorm_add(Vec<X> a, Vec<X> b) {
-    for (int j = 0; j < Vec<X>::size; j++) a.lane[j] = from_float<X>(to_float(a.lane[j]) + to_float(b.lane[j]));
-    return a;
+    float sum[Vec<X>::size];
+    for (int j = 0; j < Vec<X>::size; j++) sum[j] = to_float(a.lane[j]) + to_float(b.lane[j]);
+    return round_vec<X>(sum);
 }
 
 template <typename X>
@@ -120,17 +121,21 @@ __device__ inline float layernorm_vec_square(Vec<X> x, float mean) {
 
 template <typename X>
 __device__ inline Vec<X> layernorm_vec_out(Vec<X> x, float mean, float rstd, Vec<X> weight, Vec<X> bias) {
+    float out[Vec<X>::size];
     for (int j = 0; j < Vec<X>::size; j++) {
         float norm = (to_float(x.lane[j]) - mean) * rstd;
-        x.lane[j] = from_float<X>(fmaf(norm, to_float(weight.lane[j]), to_float(bias.lane[j])));
+        out[j] = fmaf(norm, to_float(weight.lane[j]), to_float(bias.lane[j]));
     }
-    return x;
+    return round_vec<X>(out);
 }
 
 // Grid ceil(N / 8), block 256 (a warp per row), C a multiple of 8 and at most 32 * VECS vectors; inp2 may be NULL, and
 // residual is written only when it is not; residual may be inp1. Deterministic.
 template <typename X, int VECS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, VECS <= 3   ? 5
+                                       : VECS <= 4 ? 4
+                                       : VECS <= 7 ? 3
+                                                   : 2)
     layernorm_forward_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1, const X* inp2,
                              const X* weight, const X* bias, int64_t N, int C) {
     constexpr int size = Vec<X>::size;
@@ -199,28 +204,32 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
 }
 
-// Rows under way: 768 threads a multiprocessor with 3 vectors of 16 bytes in 4 stages are 144 KB.
+// Rows that a block works on at a time, so that one barrier serves them all, and how many times as many are under way:
+// 768 threads a multiprocessor with 3 vectors of 16 bytes for 4 rows are 144 KB.
+constexpr int layernorm_rows(int vecs) {
+    return vecs == 1 ? 2 : 1;
+}
 constexpr int layernorm_stages(int vecs) {
-    return vecs == 1 ? 4 : vecs == 2 ? 2 : 1;
+    return vecs <= 2 ? 2 : 1;
 }
 
-// dout, inp, dinp, then mean and rstd, of which each thread has a copy of its own.
-constexpr int layernorm_stage_bytes(int vecs, int threads) {
+// dout, inp, dinp of a row, then mean and rstd, of which each thread has a copy of its own.
+constexpr int layernorm_row_bytes(int vecs, int threads) {
     return (3 * vecs * 16 + 2 * (int)sizeof(float)) * threads;
 }
 
-// Asks for the thread's vectors of a row (dout, inp, dinp) into its places of `stage`, which has room for 3 * VECS
+// Asks for the thread's vectors of a row (dout, inp, dinp) into its places of `slot`, which has room for 3 * VECS
 // vectors of every thread, and then for the row's mean and rstd.
 template <typename X, int VECS>
-__device__ inline void layernorm_fetch(Vec<X>* stage, const X* dout, const X* inp, const X* dinp, const float* mean,
+__device__ inline void layernorm_fetch(Vec<X>* slot, const X* dout, const X* inp, const X* dinp, const float* mean,
                                        const float* rstd, int64_t row, int C) {
-    float* statistics = (float*)(stage + 3 * VECS * blockDim.x) + threadIdx.x;
+    float* statistics = (float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
     copy_async_float(statistics, mean + row);
     copy_async_float(statistics + blockDim.x, rstd + row);
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * Vec<X>::size;
-        Vec<X>* own = stage + v * 3 * blockDim.x + threadIdx.x;
+        Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
         if (c >= C) continue;
         copy_async(own, dout + row * C + c);
         copy_async(own + blockDim.x, inp + row * C + c);
@@ -228,15 +237,36 @@ __device__ inline void layernorm_fetch(Vec<X>* stage, const X* dout, const X* in
     }
 }
 
-// Sums two values over the block: the same in every thread. `partial` must not be the one of the call just before, as a
-// slow thread may still be reading that: two used in turn need one barrier a call.
-__device__ inline float2 layernorm_block_sums(float2 value, float2 partial[16]) {
-    value = make_float2(warp_sum(value.x), warp_sum(value.y));
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+// Sums K values (a power of two up to 32) over the warp: lane l returns the sum of value l / (32 / K). At each exchange
+// a lane hands over the half of its values that the other lane keeps, so it takes about K + 4 shuffles, not 5 K.
+template <int K>
+__device__ inline float layernorm_warp_sums(float (&value)[K]) {
+    int lane = threadIdx.x % 32, offset = 16;
+#pragma unroll
+    for (int n = K / 2; n > 0; n /= 2, offset /= 2) {
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            float keep = lane & offset ? value[i + n] : value[i], send = lane & offset ? value[i] : value[i + n];
+            value[i] = keep + __shfl_xor_sync(0xffffffffu, send, offset);
+        }
+    }
+    for (; offset > 0; offset /= 2) value[0] += __shfl_xor_sync(0xffffffffu, value[0], offset);
+    return value[0];
+}
+
+// Sums K values over the block, in place, the same in every thread. `partial` must not be the one of the call just
+// before, as a slow thread may still be reading that: two used in turn need one barrier a call.
+template <int K>
+__device__ inline void layernorm_block_sums(float (&value)[K], float (*partial)[K]) {
+    float own = layernorm_warp_sums(value);
+    if (threadIdx.x % (32 / K) == 0) partial[threadIdx.x / 32][threadIdx.x % 32 / (32 / K)] = own;
     __syncthreads();
-    value = make_float2(0.0f, 0.0f);
-    for (int warp = 0; warp < blockDim.x / 32; warp++) value.x += partial[warp].x, value.y += partial[warp].y;
-    return value;
+#pragma unroll
+    for (int i = 0; i < K; i++) value[i] = 0.0f;
+    for (int warp = 0; warp < blockDim.x / 32; warp++) {
+#pragma unroll
+        for (int i = 0; i < K; i++) value[i] += partial[warp][i];
+    }
 }
 
 // The sums over rows that a thread of the backward kernel carries for its channels.
@@ -245,24 +275,22 @@ struct LayernormSums {
     float dweight[size], dbias[size], dcolumn[size];
 };
 
-// One row of one thread, from its places of a stage: sums for dweight and dbias, then dinp.
+// One row of a thread: its part of sum(d) and sum(d * norm), and of dweight and dbias.
 template <typename X, int VECS>
-__device__ inline void layernorm_backward_row(LayernormSums<VECS * Vec<X>::size>* total, X* dinp, const Vec<X>* stage,
-                                              const Vec<X> w[VECS], float2 partial[16], int C) {
+__device__ inline float2 layernorm_backward_sums(LayernormSums<VECS * Vec<X>::size>* total, const Vec<X>* slot,
+                                                 const Vec<X> w[VECS], int C) {
     constexpr int size = Vec<X>::size;
-    const Vec<X>* own = stage + threadIdx.x;
-    const float* statistics = (const float*)(stage + 3 * VECS * blockDim.x) + threadIdx.x;
-    float mean = statistics[0], rstd = statistics[blockDim.x], inverse = 1.0f / C;
-    Vec<X> dout[VECS] = {}, inp[VECS] = {};
+    const float* statistics = (const float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
+    float mean = statistics[0], rstd = statistics[blockDim.x];
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
+        const Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
         if ((threadIdx.x + v * blockDim.x) * size >= C) continue;
-        dout[v] = own[v * 3 * blockDim.x];
-        inp[v] = own[v * 3 * blockDim.x + blockDim.x];
+        Vec<X> dout = own[0], inp = own[blockDim.x];
 #pragma unroll
         for (int j = 0; j < size; j++) {
-            float d = to_float(dout[v].lane[j]), norm = (to_float(inp[v].lane[j]) - mean) * rstd;
+            float d = to_float(dout.lane[j]), norm = (to_float(inp.lane[j]) - mean) * rstd;
             total->dbias[v * size + j] += d;
             total->dweight[v * size + j] = fmaf(d, norm, total->dweight[v * size + j]);
             d *= to_float(w[v].lane[j]);
@@ -270,54 +298,80 @@ __device__ inline void layernorm_backward_row(LayernormSums<VECS * Vec<X>::size>
             sum.y = fmaf(d, norm, sum.y);
         }
     }
-    sum = layernorm_block_sums(sum, partial);
-    sum = make_float2(sum.x * inverse, sum.y * inverse);
+    return sum;
+}
+
+// One row of a thread: dinp, from sum(d) / C and sum(d * norm) / C.
+template <typename X, int VECS>
+__device__ inline void layernorm_backward_write(LayernormSums<VECS * Vec<X>::size>* total, X* dinp, const Vec<X>* slot,
+                                                const Vec<X> w[VECS], float average, float average_norm, int C) {
+    constexpr int size = Vec<X>::size;
+    const float* statistics = (const float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
+    float mean = statistics[0], rstd = statistics[blockDim.x];
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * size;
+        const Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
         if (c >= C) continue;
-        Vec<X> result = own[v * 3 * blockDim.x + 2 * blockDim.x];
+        Vec<X> dout = own[0], inp = own[blockDim.x], result = own[2 * blockDim.x];
+        float value[size];
 #pragma unroll
         for (int j = 0; j < size; j++) {
-            float d = to_float(dout[v].lane[j]) * to_float(w[v].lane[j]);
-            float norm = (to_float(inp[v].lane[j]) - mean) * rstd;
-            result.lane[j] = from_float<X>(to_float(result.lane[j]) + rstd * (d - sum.x - norm * sum.y));
-            total->dcolumn[v * size + j] += to_float(result.lane[j]);
+            float d = to_float(dout.lane[j]) * to_float(w[v].lane[j]), norm = (to_float(inp.lane[j]) - mean) * rstd;
+            value[j] = to_float(result.lane[j]) + rstd * (d - average - norm * average_norm);
         }
+        result = round_vec<X>(value);
+#pragma unroll
+        for (int j = 0; j < size; j++) total->dcolumn[v * size + j] += to_float(result.lane[j]);
         store_vec(dinp + c, result);
     }
 }
 
 // Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8), shared
-// memory layernorm_stages(VECS) stages. Row blockIdx.x of partial: (grid, 3, C) gets the block's
+// memory layernorm_rows(VECS) * layernorm_stages(VECS) rows. Row blockIdx.x of partial: (grid, 3, C) gets the block's
 // dweight, dbias and dcolumns. Deterministic for a given grid.
 template <typename X, int VECS>
 __global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
     layernorm_backward_kernel(X* dinp, float* partial, const X* dout, const X* inp, const X* weight, const float* mean,
                               const float* rstd, int64_t N, int C) {
-    constexpr int size = Vec<X>::size, STAGES = layernorm_stages(VECS);
+    constexpr int size = Vec<X>::size, ROWS = layernorm_rows(VECS), STAGES = layernorm_stages(VECS);
     extern __shared__ __align__(16) unsigned char layernorm_shared[];
-    __shared__ float2 sums[2][16];
-    Vec<X>*stages = (Vec<X>*)layernorm_shared, w[VECS] = {};
-    int per_stage = layernorm_stage_bytes(VECS, blockDim.x) / 16;
+    __shared__ __align__(16) float sums[2][12][2 * ROWS];
+    Vec<X>*slots = (Vec<X>*)layernorm_shared, w[VECS] = {};
+    int slot_vecs = layernorm_row_bytes(VECS, blockDim.x) / 16;
     LayernormSums<VECS* size> total = {};
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * size;
         if (c < C) w[v] = load_vec(weight + c);
     }
-    for (int ahead = 0; ahead < STAGES; ahead++) {
-        int64_t i = blockIdx.x + (int64_t)ahead * gridDim.x;
-        if (i < N) layernorm_fetch<X, VECS>(stages + ahead * per_stage, dout, inp, dinp, mean, rstd, i, C);
+    auto fetch = [&](int stage, int64_t first) {
+        for (int r = 0; r < ROWS && first + r < N; r++)
+            layernorm_fetch<X, VECS>(slots + (stage * ROWS + r) * slot_vecs, dout, inp, dinp, mean, rstd, first + r, C);
         copy_async_commit();
-    }
+    };
+    int64_t step = (int64_t)gridDim.x * ROWS;
+    float inverse = 1.0f / C;
+    for (int ahead = 0; ahead < STAGES; ahead++) fetch(ahead, (int64_t)blockIdx.x * ROWS + ahead * step);
     int stage = 0, turn = 0;
-    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
+    for (int64_t first = (int64_t)blockIdx.x * ROWS; first < N; first += step) {
         copy_async_wait<STAGES - 1>();
-        layernorm_backward_row<X, VECS>(&total, dinp + i * C, stages + stage * per_stage, w, sums[turn], C);
-        int64_t later = i + (int64_t)STAGES * gridDim.x;
-        if (later < N) layernorm_fetch<X, VECS>(stages + stage * per_stage, dout, inp, dinp, mean, rstd, later, C);
-        copy_async_commit();
+        const Vec<X>* slot = slots + stage * ROWS * slot_vecs;
+        float sum[2 * ROWS] = {};
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (first + r >= N) continue;
+            float2 own = layernorm_backward_sums<X, VECS>(&total, slot + r * slot_vecs, w, C);
+            sum[2 * r] = own.x, sum[2 * r + 1] = own.y;
+        }
+        layernorm_block_sums(sum, sums[turn]);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (first + r >= N) continue;
+            layernorm_backward_write<X, VECS>(&total, dinp + (first + r) * C, slot + r * slot_vecs, w,
+                                              sum[2 * r] * inverse, sum[2 * r + 1] * inverse, C);
+        }
+        fetch(stage, first + STAGES * step);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         turn ^= 1;
     }
@@ -359,12 +413,14 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
     assert(C % 8 == 0);
     int vecs = C / Vec<X>::size;
     if (N == 0) return;
-    if (vecs <= 32 * 4) {
-        layernorm_forward_kernel<X, 4>
-            <<<ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
-    } else if (vecs <= 32 * 8) {
-        layernorm_forward_kernel<X, 8>
-            <<<ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+    if (vecs <= 32 * 8) {
+        // By the vectors of a lane: registers that a shorter row does not need would keep other warps out.
+        decltype(&layernorm_forward_kernel<X, 1>) kernels[] = {
+            layernorm_forward_kernel<X, 1>, layernorm_forward_kernel<X, 2>, layernorm_forward_kernel<X, 3>,
+            layernorm_forward_kernel<X, 4>, layernorm_forward_kernel<X, 5>, layernorm_forward_kernel<X, 6>,
+            layernorm_forward_kernel<X, 7>, layernorm_forward_kernel<X, 8>};
+        kernels[ceil_div(vecs, 32) - 1]<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(
+            residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
     } else {
         layernorm_forward_long_kernel<<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
                                                                   C);
@@ -409,7 +465,7 @@ void layernorm_backward_launch(const Device* dev, LayernormShape shape, int bloc
                                const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd,
                                int64_t N, int C) {
     auto kernel = layernorm_backward_kernel<X, VECS>;
-    int bytes = layernorm_stages(VECS) * layernorm_stage_bytes(VECS, shape.threads);
+    int bytes = layernorm_rows(VECS) * layernorm_stages(VECS) * layernorm_row_bytes(VECS, shape.threads);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     kernel<<<blocks, shape.threads, bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C);
     check_launch();

@@ -8,11 +8,8 @@
 // cuBLASLt thinks in columns: a row-major (R, K) matrix is its (K, R) matrix, so that out^T = op(W) inp^T and so on;
 // MatmulShape is in its terms.
 //
-// A plan (descriptors and algorithm) is made at the first call of a shape and kept: afterwards a call is one launch.
-// Algorithms that split k and add up by atomics are excluded, and so are those that add up in the output's type, which
-// would round partial sums to bf16; the rest give equal bits for equal inputs. Where an epilogue has no algorithm, the
-// product runs without it and gelu.cuh's kernel follows; so it does in fp32, where the epilogue's tanh is not promised
-// to be good to fp32.
+// Where an epilogue has no algorithm, the product runs without it and gelu.cuh's kernel follows; so it does in fp32,
+// where the epilogue's tanh is not promised to be good to fp32.
 #pragma once
 #include <assert.h>
 
@@ -21,6 +18,7 @@
 #include "cpu_gemm.h"
 #include "gelu.cuh"
 #include "matmul_gelu.cuh"
+#include "matmul_plan.cuh"
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
 inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, const float* weight, const float* bias,
@@ -54,135 +52,6 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
                                        bool accumulate) {
     CpuGemm gemm = {OC, C, N, dout, 1, OC, inp, C, 1, dweight, accumulate};
     cpu_gemm(&gemm);
-}
-
-// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first.
-struct MatmulShape {
-    int64_t m, n, k;
-    cublasOperation_t op_a, op_b;
-    cudaDataType_t input, output;
-    cublasLtEpilogue_t epilogue;
-    uint32_t alignment;  // of every pointer, at most 256 bytes
-};
-
-struct MatmulPlan {
-    MatmulShape shape;
-    bool found;  // false: cuBLASLt has no algorithm for this shape and epilogue
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, d;
-    cublasLtMatmulAlgo_t algorithm;
-};
-
-constexpr int MATMUL_CANDIDATES = 16;
-
-struct MatmulPointers {
-    const void *a, *b;
-    void* d;
-    const void* bias;  // or NULL
-    const void* aux;   // GELU's input, written (GELU_AUX) or read (DGELU); or NULL
-};
-
-template <typename T>
-constexpr cudaDataType_t matmul_type() {
-    return std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
-}
-
-template <typename Value>
-inline void matmul_set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, Value value) {
-    check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)));
-}
-
-inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
-    if (pointers->bias) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers->bias);
-    if (pointers->aux) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers->aux);
-}
-
-// What cuBLASLt proposes for a plan, its best guess first: at most `most` algorithms, 0 when it has none.
-inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLtMatmulAlgo_t* algorithms, int most) {
-    cublasLtMatmulPreference_t preference;
-    check(cublasLtMatmulPreferenceCreate(&preference));
-    auto prefer = [preference](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-        check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
-    };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (size_t)WORKSPACE_BYTES);
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan->shape.alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->shape.alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->shape.alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan->shape.alignment);
-    cublasLtMatmulHeuristicResult_t result[MATMUL_CANDIDATES];
-    int proposed = 0, count = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev->cublaslt, plan->desc, plan->a, plan->b, plan->d,
-                                                           plan->d, preference, most, result, &proposed);
-    // These two are answers (no algorithm; no such epilogue for these types), anything else is an error.
-    bool none = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
-    if (!none) check(status);
-    for (int i = 0; i < proposed && !none; i++)
-        if (result[i].state == CUBLAS_STATUS_SUCCESS) algorithms[count++] = result[i].algo;
-    check(cublasLtMatmulPreferenceDestroy(preference));
-    return count;
-}
-
-inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
-    MatmulPlan plan = {};
-    plan.shape = *shape;
-    bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
-    check(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);
-    if (shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
-        shape->epilogue == CUBLASLT_EPILOGUE_DGELU)
-        matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, shape->m);
-    int64_t a_rows = transpose_a ? shape->k : shape->m, a_cols = transpose_a ? shape->m : shape->k;
-    int64_t b_rows = transpose_b ? shape->n : shape->k, b_cols = transpose_b ? shape->k : shape->n;
-    check(cublasLtMatrixLayoutCreate(&plan.a, shape->input, a_rows, a_cols, a_rows));
-    check(cublasLtMatrixLayoutCreate(&plan.b, shape->input, b_rows, b_cols, b_rows));
-    check(cublasLtMatrixLayoutCreate(&plan.d, shape->output, shape->m, shape->n, shape->m));
-    matmul_point(&plan, pointers);
-    plan.found = matmul_candidates(dev, &plan, &plan.algorithm, 1) > 0;
-    return plan;
-}
-
-// The plan of a shape, from the table of those that were made: a training run has a few dozen.
-inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
-    MatmulPlans* plans = dev->matmul_plans;
-    for (int i = 0; i < plans->count; i++)
-        if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
-    if (plans->count == plans->capacity) {
-        plans->capacity = plans->capacity ? 2 * plans->capacity : 64;
-        plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
-        if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
-    }
-    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers);
-    return &plans->plan[plans->count++];
-}
-
-inline uint32_t matmul_alignment(const MatmulPointers* pointers) {
-    uintptr_t bits = 256 | (uintptr_t)pointers->a | (uintptr_t)pointers->b | (uintptr_t)pointers->d |
-                     (uintptr_t)pointers->bias | (uintptr_t)pointers->aux;
-    return (uint32_t)(bits & -bits);
-}
-
-// Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.
-template <typename X, typename D>
-bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOperation_t op_a, cublasOperation_t op_b,
-                   int64_t m, int64_t n, int64_t k, cublasLtEpilogue_t epilogue, bool accumulate) {
-    MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.m = m, shape.n = n, shape.k = k;
-    shape.op_a = op_a, shape.op_b = op_b;
-    shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
-    shape.epilogue = epilogue;
-    shape.alignment = matmul_alignment(pointers);
-    MatmulPlan* plan = matmul_plan(dev, &shape, pointers);
-    if (!plan->found) return false;
-    matmul_point(plan, pointers);
-    float alpha = 1.0f, beta = accumulate ? 1.0f : 0.0f;
-    check(cublasLtMatmul(dev->cublaslt, plan->desc, &alpha, pointers->a, plan->a, pointers->b, plan->b, &beta,
-                         pointers->d, plan->d, pointers->d, plan->d, &plan->algorithm, dev->workspace, WORKSPACE_BYTES,
-                         dev->stream));
-    return true;
 }
 
 [[noreturn]] inline void matmul_unsupported(const char* product, int64_t N, int C, int OC) {

@@ -24,7 +24,25 @@
 #include "gelu.cuh"
 #include "hopper.cuh"
 
-constexpr int MG_ROWS = 128, MG_COLUMNS = 192, MG_DEPTH = 64, MG_STAGES = 4, MG_GROUP = 8;
+#ifndef MG_N
+#define MG_N 192
+#define MG_S 4
+#define MG_C 2
+#endif
+constexpr int MG_ROWS = 128, MG_COLUMNS = MG_N, MG_DEPTH = 64, MG_STAGES = MG_S, MG_GROUP = 8;
+constexpr int MG_CLUSTER = MG_C, MG_PANELS = MG_COLUMNS / 64;
+#ifdef MG_PROFILE
+static __device__ unsigned long long mg_profile[8];
+#define MG_CLOCK(at, ...)                                                                                   \
+    {                                                                                                       \
+        long long mg_begin = clock64();                                                                     \
+        __VA_ARGS__;                                                                                        \
+        if (threadIdx.x % 128 == 0) atomicAdd(&mg_profile[at], (unsigned long long)(clock64() - mg_begin)); \
+    }
+#else
+#define MG_CLOCK(at, ...) \
+    { __VA_ARGS__; }
+#endif
 constexpr int MG_A_BYTES = MG_ROWS * MG_DEPTH * 2, MG_B_BYTES = MG_COLUMNS * MG_DEPTH * 2;
 constexpr int MG_STAGE_BYTES = MG_A_BYTES + MG_B_BYTES, MG_SLOT_BYTES = MG_ROWS * 64 * 2;
 constexpr int MG_SLOTS = MG_STAGES * MG_STAGE_BYTES;   // offset of the slots: 2 for each of 2 warpgroups
@@ -48,15 +66,16 @@ __device__ __forceinline__ void tensor_load_both(uint32_t to, const CUtensorMap*
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%3,%4,%5}], [%2], %6;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(0), "h"((uint16_t)3)
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(0), "h"((uint16_t)((1 << MG_CLUSTER) - 1))
         : "memory");
 }
 
-// Arrives at the barrier at this place of block `rank` of the cluster.
+// Arrives at the barrier at this place of block `rank` of the cluster. Nothing that this thread wrote goes with it: a
+// release over the cluster would be a fence of all memory, 500 cycles each time.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
     asm volatile(
-        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 "
-        "_, [there];}" ::"r"(barrier),
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}" ::
+            "r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -77,14 +96,16 @@ struct MatmulGeluTile {
 
 // Tile `index` of a cluster of two tiles' height, for its block `rank`.
 __device__ __forceinline__ MatmulGeluTile mg_tile(int index, MatmulGeluShape shape, int rank) {
-    int across = (shape.columns + MG_COLUMNS - 1) / MG_COLUMNS, pairs = (shape.rows + 2 * MG_ROWS - 1) / (2 * MG_ROWS);
+    int across = (shape.columns + MG_COLUMNS - 1) / MG_COLUMNS;
+    int pairs = (shape.rows + MG_CLUSTER * MG_ROWS - 1) / (MG_CLUSTER * MG_ROWS);
     int first = index / (MG_GROUP * across) * MG_GROUP, within = index % (MG_GROUP * across);
     int high = pairs - first < MG_GROUP ? pairs - first : MG_GROUP;
-    return {((first + within % high) * 2 + rank) * MG_ROWS, within / high * MG_COLUMNS};
+    return {((first + within % high) * MG_CLUSTER + rank) * MG_ROWS, within / high * MG_COLUMNS};
 }
 
 __device__ __forceinline__ int mg_tiles(MatmulGeluShape shape) {
-    return (shape.columns + MG_COLUMNS - 1) / MG_COLUMNS * ((shape.rows + 2 * MG_ROWS - 1) / (2 * MG_ROWS));
+    return (shape.columns + MG_COLUMNS - 1) / MG_COLUMNS *
+           ((shape.rows + MG_CLUSTER * MG_ROWS - 1) / (MG_CLUSTER * MG_ROWS));
 }
 
 // A place in the ring of stages, and the parity of its present round.
@@ -119,20 +140,21 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
                                            int rank) {
     MatmulGeluRing ring = {0, 1};  // the stages begin empty
     int tiles = mg_tiles(shape), steps = (shape.depth + MG_DEPTH - 1) / MG_DEPTH;
-    for (int index = blockIdx.x / 2; index < tiles; index += gridDim.x / 2) {
+    for (int index = blockIdx.x / MG_CLUSTER; index < tiles; index += gridDim.x / MG_CLUSTER) {
         MatmulGeluTile tile = mg_tile(index, shape, rank);
         for (int k = 0; k < steps; k++, ring.advance(1)) {
             uint32_t full = mg_full(shared, ring.stage), a = shared + ring.stage * MG_STAGE_BYTES, b = a + MG_A_BYTES;
-            barrier_wait(mg_empty(shared, ring.stage), ring.parity);
+            MG_CLOCK(0, barrier_wait(mg_empty(shared, ring.stage), ring.parity))
             barrier_expect(full, MG_STAGE_BYTES);
             tensor_load(a, &maps->a, full, k * MG_DEPTH, tile.row, 0);
-            if (BACKWARD) {  // B (64 x 192) as three panels of 64 columns: this block's half of the rows
-                for (int p = 0; p < 3; p++)
-                    tensor_load_both(b + p * (MG_B_BYTES / 3) + rank * (MG_B_BYTES / 6), &maps->b, full,
-                                     tile.column + p * 64, k * MG_DEPTH + rank * (MG_DEPTH / 2));
+            constexpr int PART = MG_DEPTH / MG_CLUSTER, WIDE = MG_COLUMNS / MG_CLUSTER;
+            if (BACKWARD) {  // B (64 x 192) as panels of 64 columns: this block's half of the rows
+                for (int p = 0; p < MG_PANELS; p++)
+                    tensor_load_both(b + p * (MG_B_BYTES / MG_PANELS) + rank * PART * PANEL_ROW_BYTES, &maps->b, full,
+                                     tile.column + p * 64, k * MG_DEPTH + rank * PART);
             } else {  // B (192 x 64) as one panel
-                tensor_load_both(b + rank * (MG_B_BYTES / 2), &maps->b, full, k * MG_DEPTH,
-                                 tile.column + rank * (MG_COLUMNS / 2));
+                tensor_load_both(b + rank * WIDE * PANEL_ROW_BYTES, &maps->b, full, k * MG_DEPTH,
+                                 tile.column + rank * WIDE);
             }
         }
     }
@@ -142,15 +164,15 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
 // The other warpgroup's turn begins when this one has seen its last stage: earlier, the parity of a stage's barrier
 // could be that of an older round.
 template <bool BACKWARD>
-__device__ __forceinline__ void mg_multiply(float (&c)[2][24][4], uint32_t shared, MatmulGeluRing* ring, int steps,
-                                            int group) {
+__device__ __forceinline__ void mg_multiply(float (&c)[2][MG_COLUMNS / 8][4], uint32_t shared, MatmulGeluRing* ring,
+                                            int steps, int group) {
     int before = 0;
     auto give_back = [&](int stage) {
-        if (threadIdx.x % 32 < 2) barrier_arrive_at(mg_empty(shared, stage), threadIdx.x % 32);
+        if (threadIdx.x % 32 < MG_CLUSTER) barrier_arrive_at(mg_empty(shared, stage), threadIdx.x % 32);
     };
     for (int k = 0; k < steps; k++, ring->advance(1)) {
         uint32_t a = shared + ring->stage * MG_STAGE_BYTES, b = a + MG_A_BYTES;
-        barrier_wait(mg_full(shared, ring->stage), ring->parity);
+        MG_CLOCK(1, barrier_wait(mg_full(shared, ring->stage), ring->parity))
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < MG_DEPTH / 16; j++) {
@@ -199,9 +221,9 @@ __device__ __forceinline__ uint32_t mg_place(uint32_t slot, int m, int j, int h)
 }
 
 // Forward: bias, GELU and both results of columns 64 s to 64 s + 63 of the tile. `group` is the warpgroup, 0 or 1.
-__device__ __forceinline__ void mg_finish_forward(float (&c)[2][24][4], int s, MatmulGeluTile tile, uint32_t slots,
-                                                  const MatmulGeluMaps* maps, MatmulGeluShape shape, const bf16* bias,
-                                                  int group) {
+__device__ __forceinline__ void mg_finish_forward(float (&c)[2][MG_COLUMNS / 8][4], int s, MatmulGeluTile tile,
+                                                  uint32_t slots, const MatmulGeluMaps* maps, MatmulGeluShape shape,
+                                                  const bf16* bias, int group) {
     bool orders = threadIdx.x % 128 == 0;
     if (orders) store_wait_read<0>();  // the slots' last contents are out
     group_sync(1 + group, 128);
@@ -251,9 +273,9 @@ __device__ __forceinline__ float2 mg_column_sums(const float (&sum)[16]) {
 }
 
 // Backward: times gelu'(pre), whose tile of 128 x 64 is in the slot and makes room for the result; column sums.
-__device__ __forceinline__ void mg_finish_backward(float (&c)[2][24][4], int s, MatmulGeluTile tile, uint32_t slot,
-                                                   float* sums, float* partial, const MatmulGeluMaps* maps,
-                                                   MatmulGeluShape shape, int group) {
+__device__ __forceinline__ void mg_finish_backward(float (&c)[2][MG_COLUMNS / 8][4], int s, MatmulGeluTile tile,
+                                                   uint32_t slot, float* sums, float* partial,
+                                                   const MatmulGeluMaps* maps, MatmulGeluShape shape, int group) {
     float sum[16] = {};
     uint32_t pre[4], next[4];
 #pragma unroll
@@ -304,35 +326,35 @@ template <bool BACKWARD>
 __device__ __forceinline__ void mg_consume(uint32_t shared, float* sums, const MatmulGeluMaps* maps,
                                            MatmulGeluShape shape, const bf16* bias, float* partial, int rank,
                                            int group) {
-    int tiles = mg_tiles(shape), steps = (shape.depth + MG_DEPTH - 1) / MG_DEPTH, clusters = gridDim.x / 2;
+    int tiles = mg_tiles(shape), steps = (shape.depth + MG_DEPTH - 1) / MG_DEPTH, clusters = gridDim.x / MG_CLUSTER;
     uint32_t slots = shared + MG_SLOTS + group * 2 * MG_SLOT_BYTES, parity[2] = {0, 0};
     bool orders = threadIdx.x % 128 == 0;
     MatmulGeluRing ring = {0, 0};
     ring.advance(group * steps);
     uint32_t turn = 1 - group;  // the first turn is warpgroup 0's, at once
-    for (int index = blockIdx.x / 2 + group * clusters; index < tiles; index += 2 * clusters) {
+    for (int index = blockIdx.x / MG_CLUSTER + group * clusters; index < tiles; index += 2 * clusters) {
         MatmulGeluTile tile = mg_tile(index, shape, rank);
         if (BACKWARD && orders) {
             store_wait_read<0>();
             mg_fetch_pre(shared, slots, 0, tile, maps, group);
             mg_fetch_pre(shared, slots, 1, tile, maps, group);
         }
-        float c[2][24][4];
-        barrier_wait(mg_turn(shared, group), turn);
+        float c[2][MG_COLUMNS / 8][4];
+        MG_CLOCK(2, barrier_wait(mg_turn(shared, group), turn))
         turn ^= 1;
-        mg_multiply<BACKWARD>(c, shared, &ring, steps, group);
+        MG_CLOCK(3, mg_multiply<BACKWARD>(c, shared, &ring, steps, group))
         ring.advance(steps);  // the other warpgroup's
 #pragma unroll
-        for (int s = 0; s < 3; s++) {
+        for (int s = 0; s < MG_PANELS; s++) {
             if (!BACKWARD) {
-                mg_finish_forward(c, s, tile, slots, maps, shape, bias, group);
+                MG_CLOCK(4, mg_finish_forward(c, s, tile, slots, maps, shape, bias, group))
                 continue;
             }
-            barrier_wait(mg_arrived(shared, group * 2 + s % 2), parity[s % 2]);
+            MG_CLOCK(5, barrier_wait(mg_arrived(shared, group * 2 + s % 2), parity[s % 2]))
             parity[s % 2] ^= 1;
-            mg_finish_backward(c, s, tile, slots + s % 2 * MG_SLOT_BYTES, sums + group * 256, partial, maps, shape,
-                               group);
-            if (s == 0 && orders) {
+            MG_CLOCK(4, mg_finish_backward(c, s, tile, slots + s % 2 * MG_SLOT_BYTES, sums + group * 256, partial, maps,
+                                           shape, group))
+            if (s == 0 && MG_PANELS > 2 && orders) {
                 store_wait_read<0>();
                 mg_fetch_pre(shared, slots, 2, tile, maps, group);
             }
@@ -344,7 +366,7 @@ __device__ __forceinline__ void mg_consume(uint32_t shared, float* sums, const M
 __device__ __forceinline__ void mg_barriers(uint32_t shared) {
     for (int i = 0; i < MG_STAGES; i++) {
         barrier_init(mg_full(shared, i), 1);
-        barrier_init(mg_empty(shared, i), 8);  // a thread of each warp of a warpgroup of both blocks
+        barrier_init(mg_empty(shared, i), 4 * MG_CLUSTER);  // a thread of each warp of a warpgroup of both blocks
     }
     for (int i = 0; i < 4; i++) barrier_init(mg_arrived(shared, i), 1);
     for (int i = 0; i < 2; i++) barrier_init(mg_turn(shared, i), 4);  // a thread of each of the other's warps
@@ -386,6 +408,7 @@ inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int d
            rows < (1ll << 31) - 256 && tiles >= dev->sm_count;
 }
 
+inline int mg_grid = 0, mg_active = 0;
 template <bool BACKWARD>
 void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, MatmulGeluShape shape, const bf16* bias,
                         float* partial) {
@@ -393,21 +416,25 @@ void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, MatmulGel
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MG_SHARED_BYTES));
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+    cluster.val.clusterDim.x = MG_CLUSTER, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(dev->sm_count / 2 * 2);
+    config.gridDim = dim3(dev->sm_count / MG_CLUSTER * MG_CLUSTER);
     config.blockDim = dim3(384);
     config.dynamicSmemBytes = MG_SHARED_BYTES;
     config.stream = dev->stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
+    int active = 0;
+    check(cudaOccupancyMaxActiveClusters(&active, kernel, &config));
+    mg_active = active;
+    config.gridDim = dim3(mg_grid ? mg_grid : active * MG_CLUSTER);
     check(cudaLaunchKernelEx(&config, kernel, *maps, shape, bias, partial));
 }
 
 // out, pre: (N, OC); inp: (N, C); weight: (OC, C); bias: (OC). Where matmul_gelu_fits(dev, N, OC, C).
 inline void matmul_gelu_forward(const Device* dev, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
                                 const bf16* bias, int64_t N, int C, int OC) {
-    MatmulGeluMaps maps = {tensor_map(inp, 1, N, C, MG_ROWS), tensor_map(weight, 1, OC, C, MG_COLUMNS / 2),
+    MatmulGeluMaps maps = {tensor_map(inp, 1, N, C, MG_ROWS), tensor_map(weight, 1, OC, C, MG_COLUMNS / MG_CLUSTER),
                            tensor_map(out, 1, N, OC, MG_ROWS), tensor_map(pre, 1, N, OC, MG_ROWS)};
     matmul_gelu_launch<false>(dev, &maps, {(int)N, OC, C}, bias, nullptr);
 }
@@ -421,7 +448,7 @@ inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
 template <typename G>
 void matmul_gelu_backward(const Device* dev, bf16* dinp, G* dbias, float* scratch, const bf16* dout, const bf16* weight,
                           const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
-    MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC, MG_ROWS), tensor_map(weight, 1, OC, C, MG_DEPTH / 2),
+    MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC, MG_ROWS), tensor_map(weight, 1, OC, C, MG_DEPTH / MG_CLUSTER),
                            tensor_map(dinp, 1, N, C, MG_ROWS), tensor_map(pre, 1, N, C, MG_ROWS)};
     matmul_gelu_launch<true>(dev, &maps, {(int)N, C, OC}, nullptr, scratch);
     column_sum(dev, &dbias, 1, scratch, (int)ceil_div(N, MG_ROWS), C, accumulate);
