@@ -148,43 +148,6 @@ static bool is_right(const Device* dev, int64_t N, int C, int OC) {
     return right;
 }
 
-#ifdef MG_PROFILE
-static void profile(const Device* dev, const Arrays* a, const char* name, void (*run)(const Device*, const Arrays*)) {
-    unsigned long long zero[8] = {}, got[8];
-    run(dev, a);
-    check(cudaStreamSynchronize(dev->stream));
-    check(cudaMemcpyToSymbol(mg_profile, zero, sizeof(zero)));
-    double ms = median_ms(dev, 1, [&] { run(dev, a); });
-    check(cudaMemcpyFromSymbol(got, mg_profile, sizeof(got)));
-    printf("  %s N %d S %d cluster %d grid %d active clusters %d: %.4f ms; Mcycles a block and run: producer waits %.3f | both: full "
-           "%.3f turn %.3f multiply %.3f finish %.3f pre %.3f\n",
-           name, MG_N, MG_S, MG_C, mg_grid, mg_active, ms, got[0] / 396e6, got[1] / 396e6, got[2] / 396e6, got[3] / 396e6,
-           got[4] / 396e6, got[5] / 396e6);
-}
-int main() {
-    Device dev;
-    device_open(&dev, true, 0);
-    bool right = is_right(&dev, 1000, 200, 1288) && is_right(&dev, 3000, 768, 3072);
-    if (!right) return 1;
-    const int64_t shapes[][2] = {{65536, 768}, {16384, 1600}};
-    for (auto& s : shapes) {
-        Arrays a = arrays_open(&dev, s[0], (int)s[1], 4 * (int)s[1]);
-        double flops = 8.0 * (double)s[0] * (double)s[1] * (double)s[1];
-        profile(&dev, &a, "forward ", forward_ours);
-        profile(&dev, &a, "backward", backward_ours);
-        for (int grid : {132, 128, 120}) {
-            mg_grid = grid;
-            double f = median_ms(&dev, 9, [&] { forward_ours(&dev, &a); });
-            double b = median_ms(&dev, 9, [&] { backward_ours(&dev, &a); });
-            printf("  N %5lld C %4lld grid %d: forward %.4f ms %.0f TFLOP/s, backward with bias %.4f ms %.0f\n",
-                   (long long)s[0], (long long)s[1], grid, f, flops / f * 1e-9, b, flops / b * 1e-9);
-        }
-        mg_grid = 0;
-        arrays_close(&dev, &a);
-    }
-    return 0;
-}
-#else
 int main() {
     Device dev;
     device_open(&dev, true, 0);
@@ -208,4 +171,3 @@ int main() {
     device_close(&dev);
     return !right;
 }
-#endif

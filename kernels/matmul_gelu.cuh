@@ -24,25 +24,8 @@
 #include "gelu.cuh"
 #include "hopper.cuh"
 
-#ifndef MG_N
-#define MG_N 192
-#define MG_S 4
-#define MG_C 2
-#endif
-constexpr int MG_ROWS = 128, MG_COLUMNS = MG_N, MG_DEPTH = 64, MG_STAGES = MG_S, MG_GROUP = 8;
-constexpr int MG_CLUSTER = MG_C, MG_PANELS = MG_COLUMNS / 64;
-#ifdef MG_PROFILE
-static __device__ unsigned long long mg_profile[8];
-#define MG_CLOCK(at, ...)                                                                                   \
-    {                                                                                                       \
-        long long mg_begin = clock64();                                                                     \
-        __VA_ARGS__;                                                                                        \
-        if (threadIdx.x % 128 == 0) atomicAdd(&mg_profile[at], (unsigned long long)(clock64() - mg_begin)); \
-    }
-#else
-#define MG_CLOCK(at, ...) \
-    { __VA_ARGS__; }
-#endif
+constexpr int MG_ROWS = 128, MG_COLUMNS = 192, MG_DEPTH = 64, MG_STAGES = 4, MG_GROUP = 8;
+constexpr int MG_CLUSTER = 2, MG_PANELS = MG_COLUMNS / 64;
 constexpr int MG_A_BYTES = MG_ROWS * MG_DEPTH * 2, MG_B_BYTES = MG_COLUMNS * MG_DEPTH * 2;
 constexpr int MG_STAGE_BYTES = MG_A_BYTES + MG_B_BYTES, MG_SLOT_BYTES = MG_ROWS * 64 * 2;
 constexpr int MG_SLOTS = MG_STAGES * MG_STAGE_BYTES;   // offset of the slots: 2 for each of 2 warpgroups
@@ -144,7 +127,7 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
         MatmulGeluTile tile = mg_tile(index, shape, rank);
         for (int k = 0; k < steps; k++, ring.advance(1)) {
             uint32_t full = mg_full(shared, ring.stage), a = shared + ring.stage * MG_STAGE_BYTES, b = a + MG_A_BYTES;
-            MG_CLOCK(0, barrier_wait(mg_empty(shared, ring.stage), ring.parity))
+            barrier_wait(mg_empty(shared, ring.stage), ring.parity);
             barrier_expect(full, MG_STAGE_BYTES);
             tensor_load(a, &maps->a, full, k * MG_DEPTH, tile.row, 0);
             constexpr int PART = MG_DEPTH / MG_CLUSTER, WIDE = MG_COLUMNS / MG_CLUSTER;
@@ -172,7 +155,7 @@ __device__ __forceinline__ void mg_multiply(float (&c)[2][MG_COLUMNS / 8][4], ui
     };
     for (int k = 0; k < steps; k++, ring->advance(1)) {
         uint32_t a = shared + ring->stage * MG_STAGE_BYTES, b = a + MG_A_BYTES;
-        MG_CLOCK(1, barrier_wait(mg_full(shared, ring->stage), ring->parity))
+        barrier_wait(mg_full(shared, ring->stage), ring->parity);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < MG_DEPTH / 16; j++) {
@@ -340,20 +323,20 @@ __device__ __forceinline__ void mg_consume(uint32_t shared, float* sums, const M
             mg_fetch_pre(shared, slots, 1, tile, maps, group);
         }
         float c[2][MG_COLUMNS / 8][4];
-        MG_CLOCK(2, barrier_wait(mg_turn(shared, group), turn))
+        barrier_wait(mg_turn(shared, group), turn);
         turn ^= 1;
-        MG_CLOCK(3, mg_multiply<BACKWARD>(c, shared, &ring, steps, group))
+        mg_multiply<BACKWARD>(c, shared, &ring, steps, group);
         ring.advance(steps);  // the other warpgroup's
 #pragma unroll
         for (int s = 0; s < MG_PANELS; s++) {
             if (!BACKWARD) {
-                MG_CLOCK(4, mg_finish_forward(c, s, tile, slots, maps, shape, bias, group))
+                mg_finish_forward(c, s, tile, slots, maps, shape, bias, group);
                 continue;
             }
-            MG_CLOCK(5, barrier_wait(mg_arrived(shared, group * 2 + s % 2), parity[s % 2]))
+            barrier_wait(mg_arrived(shared, group * 2 + s % 2), parity[s % 2]);
             parity[s % 2] ^= 1;
-            MG_CLOCK(4, mg_finish_backward(c, s, tile, slots + s % 2 * MG_SLOT_BYTES, sums + group * 256, partial, maps,
-                                           shape, group))
+            mg_finish_backward(c, s, tile, slots + s % 2 * MG_SLOT_BYTES, sums + group * 256, partial, maps, shape,
+                               group);
             if (s == 0 && MG_PANELS > 2 && orders) {
                 store_wait_read<0>();
                 mg_fetch_pre(shared, slots, 2, tile, maps, group);
@@ -401,14 +384,21 @@ __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_consta
 #endif
 }
 
+// Whether the code was built for sm_90a: without it the kernels are empty and need few registers.
+inline bool matmul_gelu_is_built() {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, matmul_gelu_kernel<true>));
+    return attributes.numRegs > 64;
+}
+
 // Whether these kernels run here, and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
     int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
-    return dev->compute == 90 && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 &&
-           rows < (1ll << 31) - 256 && tiles >= dev->sm_count;
+    if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - 256) return false;
+    static const bool built = matmul_gelu_is_built();
+    return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0;
 }
 
-inline int mg_grid = 0, mg_active = 0;
 template <bool BACKWARD>
 void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, MatmulGeluShape shape, const bf16* bias,
                         float* partial) {
@@ -424,10 +414,6 @@ void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, MatmulGel
     config.stream = dev->stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    int active = 0;
-    check(cudaOccupancyMaxActiveClusters(&active, kernel, &config));
-    mg_active = active;
-    config.gridDim = dim3(mg_grid ? mg_grid : active * MG_CLUSTER);
     check(cudaLaunchKernelEx(&config, kernel, *maps, shape, bias, partial));
 }
 
