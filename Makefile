@@ -104,7 +104,7 @@ bench: build/dev/bench
 
 # Memory errors in every GPU test, races in the attention kernels' shared memory.
 sanitize: test_gpt2
-	NIBBLE_SANITIZE=1 compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 -k _gpu $(SANITIZE)
+	NIBBLE_SANITIZE=1 compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 -j 1 -k _gpu $(SANITIZE)
 	compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 -k attention_race
 
 VENV_PYTHON := .venv/bin/python
@@ -128,7 +128,7 @@ clean:
 
 help:
 	@echo "make              build ./train"
-	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, TEST=--list names them)"
+	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
 	@echo "make venv         Python tools for data preparation and plots, in .venv"

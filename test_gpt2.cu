@@ -1,5 +1,5 @@
-// The tests: `make test`. This file holds the runner and the whole-model tests; dev/unit/ holds those of the operators,
-// the optimizer, the data files and the command line.
+// The tests: `make test`. This file holds the whole-model tests; dev/unit/ holds the runner and the tests of the
+// operators, the optimizer, the data files and the command line.
 //
 // Gradients are compared tensor by tensor: the norm of the difference over the norm of the tensor, as a multiple of
 // gradient_bound(). The exact values come from PyTorch (dev/reference/golden.safetensors); at other shapes the fp32 CPU
@@ -9,16 +9,6 @@
 #include "dev/unit/test.h"
 
 #include <malloc.h>
-
-Test** test_list() {
-    static Test* head = nullptr;
-    return &head;
-}
-
-bool test_gpu_present() {
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 // What a test's model is made of.
 struct Setup {
@@ -690,7 +680,7 @@ TEST(memory_plan) {
     }
 }
 
-TEST(memory_plan_gpu) {
+TEST_ALONE(memory_plan_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer pads allocations");
     Device dev;
     device_open(&dev, true, 0);
@@ -911,44 +901,4 @@ TEST(attention_race_gpu) {
         attention_twice<float>(test, &dev, 70, 2 * HS, 2);
     }
     device_close(&dev);
-}
-
-static bool name_picked(const char* name, int argc, char** argv) {
-    bool any = false;
-    for (int i = 1; i + 1 < argc; i++) {
-        if (strcmp(argv[i], "-k") != 0) continue;
-        any = true;
-        if (strstr(name, argv[i + 1])) return true;
-    }
-    return !any;
-}
-
-static bool ends_with(const char* text, const char* end) {
-    size_t n = strlen(text), m = strlen(end);
-    return n >= m && strcmp(text + n - m, end) == 0;
-}
-
-int main(int argc, char** argv) {
-    openmp_wait_asleep(argv);
-    int passed = 0, failed = 0, skipped = 0;
-    bool list = argc > 1 && strcmp(argv[1], "--list") == 0, gpu = test_gpu_present();
-    setvbuf(stdout, nullptr, _IOLBF, 0);
-    for (Test* test = *test_list(); test; test = test->next) {
-        if (list) printf("%s\n", test->name);
-        if (list || !name_picked(test->name, argc, argv)) continue;
-        double begin = seconds_now();
-        if (ends_with(test->name, "_gpu") && !gpu) {
-            test->skipped = true;
-            snprintf(test->note, sizeof(test->note), "no GPU");
-        } else {
-            test->run(test);
-        }
-        const char* word = test->failures ? "FAIL" : test->skipped ? "skip" : "ok";
-        if (test->failures) failed++;
-        if (!test->failures && test->skipped) skipped++;
-        if (!test->failures && !test->skipped) passed++;
-        printf("%-4s  %-44s %6.2f s  %s\n", word, test->name, seconds_now() - begin, test->note);
-    }
-    if (!list) printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
-    return failed > 0 || (!list && passed == 0);
 }

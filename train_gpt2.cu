@@ -112,16 +112,17 @@ static const Option OPTIONS[] = {
      "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
      "by tensor name, such as \"wpe|ln*: m=fp32 v=fp32 lr=0.5; *.bias: wd=0\""},
-    {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer", "largest learning rate"},
+    {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
+     "largest learning rate; auto: by the model's width and the rule"},
     {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
     {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.999999, "F", "optimizer", "decay of v"},
     {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "F", "optimizer", "added to the root of v"},
     {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
     {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
      "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
-    {"beta3", OPTION_REAL, FIELD(beta3), "0.9999", 0, 0.9999999, "F", "optimizer",
-     "ademamix: decay of the slow average"},
-    {"alpha", OPTION_REAL, FIELD(alpha), "5", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
+    {"beta3", OPTION_REAL, FIELD(beta3), "auto", 0, 0.9999999, "F", "optimizer",
+     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
+    {"alpha", OPTION_REAL, FIELD(alpha), "2", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
     {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
      "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
@@ -839,7 +840,7 @@ static bool optim_config_try(const Options* o, OptimConfig* config, char* error,
                (uint64_t)o->seed,
                o->decay_mode,
                (float)o->lr,
-               (float)o->beta3,
+               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),  // of a run whose steps are not known yet
                (float)o->alpha,
                o->ramp,
                o->overrides,
@@ -858,17 +859,13 @@ static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, 
     int64_t sequences = o->tokens_per_step / o->seq;
     if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
     if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
-    if (o->lr == AUTO)
-        o->lr = o->channels <= 256    ? 3e-3
-                : o->channels <= 512  ? 1e-3
-                : o->channels <= 768  ? 6e-4
-                : o->channels <= 1024 ? 3e-4
-                                      : 2e-4;
+    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
     if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
     if (o->warmup > o->steps && o->steps > 0) {
         user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
@@ -1150,6 +1147,7 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     path_join(path, folder, "optimizer.safetensors");
     if (!safetensors_open(&reader.optimizer, path, error)) user_error("%s", error);
     OptimStored stored = {*config, reader.optimizer.count, reader_array, reader_weights, reader_notice, &reader};
+    stored.own_formats = json_string(from, "own", "");
     stored.config.rule = json_string(from, "rule", "");
     stored.config.weights = json_string(from, "weights", "");
     stored.config.m = json_string(from, "m", "");
@@ -1179,6 +1177,10 @@ static void state_write(const Run* run, FILE* state) {
         fprintf(state, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
         json_write_string(state, formats[i][1]);
     }
+    char own[OPTIM_OWN_FORMATS_BYTES];
+    optim_own_formats(run->model->optim, own);
+    fprintf(state, ", \"own\": ");
+    json_write_string(state, own);
     fprintf(state, "},\n\"options\": ");
     options_json(&TABLE, o, state);
     fprintf(state, ",\n");
@@ -1418,7 +1420,9 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
         (long long)o->tokens_per_step, (long long)o->steps, (double)o->steps * (double)sequences / (double)windows);
     optim_describe(config, line, sizeof(line));
     say(run, " optim    %s\n", line);
-    say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr, o->schedule,
+    bool usual = o->lr == optim_usual_lr(o->rule, o->channels) && o->lr != optim_usual_lr("", o->channels);
+    say(run, " schedule lr %g%s%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr,
+        usual ? ", usual for " : "", usual ? o->rule : "", o->schedule,
         strcmp(o->schedule, "constant") == 0 ? 1.0 : o->final_lr, (long long)o->warmup, o->clip, o->weight_decay);
     double unit = plan->total >= (1ll << 30) ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     say(run, " memory   weights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
@@ -1892,6 +1896,12 @@ static int train_main(Options* o, const bool* given) {
     run.text = open_memstream(&run.banner, &run.banner_bytes);
     m.type = device_resolve(o, &dev);
     m.dev = &dev;
+    if (!dev.gpu && o->formats[0]) {
+        user_error(
+            "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '' and "
+            "a built-in one for --m and --v (--list-formats names them), or run on a GPU",
+            o->formats);
+    }
     data_and_model_resolve(o, checkpoint, &train_data, &val_data, &m);
     batch_and_optim_resolve(o, &m, &train_data, &config);
     length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu,

@@ -80,24 +80,39 @@ static void account(Account* account, const char* name, double calls, double flo
            100 * calls * ms / account->step_ms, rate, 100 * floor / ms);
 }
 
+// A model's step and what its operators are given: block 0's arrays stand for every block's.
 template <typename G>
-static void account_operators(Model* m, Account* a, double micro_batches) {
-    const Device* dev = m->dev;
+struct Operands {
+    Model* m;
     Activations<bf16> act;
-    activations_layout(m, m->activations, true, &act);
     Parameters<bf16> w;
     Parameters<G> d;
-    parameters_view(m, m->weights, &w);
-    parameters_view(m, m->grads, &d);
-    Input input = input_layout(m, m->input);
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, Vp = m->config.Vp;
-    int64_t N = (int64_t)B * T, rows = m->logit_rows;
-    double NC = (double)N * C, g = sizeof(G), mb = micro_batches, chunks = mb * (double)ceil_div(N, rows);
+    Input input;
+    double mb;  // micro-batches
+};
+
+template <typename G>
+static void operands_open(Operands<G>* x, Model* m, double micro_batches) {
+    x->m = m;
+    x->mb = micro_batches;
+    activations_layout(m, m->activations, true, &x->act);
+    parameters_view(m, m->weights, &x->w);
+    parameters_view(m, m->grads, &x->d);
+    x->input = input_layout(m, m->input);
+}
+
+template <typename G>
+static void account_forward(Operands<G>* x, Account* a) {
+    Model* m = x->m;
+    const Device* dev = m->dev;
+    Activations<bf16>& act = x->act;
+    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
+    int64_t N = (int64_t)B * T;
+    double NC = (double)N * C, mb = x->mb;
+    Parameters<bf16>& w = x->w;
+    Input& input = x->input;
     BlockActivations<bf16>* b = &act.block[0];
     BlockParameters<bf16>* p = &w.block[0];
-    BlockParameters<G>* q = &d.block[0];
-    float* scratch = (float*)act.scratch;
-    double attention_flops = 4.0 * B * (double)T * T * C / 2;
     account(a, "embedding forward", mb, 0, 2 * NC * 2,
             [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
     account(a, "residual + layernorm", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
@@ -106,7 +121,7 @@ static void account_operators(Model* m, Account* a, double micro_batches) {
     });
     account(a, "qkv", mb * L, 6 * NC * C, 0,
             [&] { matmul_forward<bf16>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C); });
-    account(a, "attention forward", mb * L, attention_flops, 0,
+    account(a, "attention forward", mb * L, 2.0 * T * NC, 0,
             [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
     account(a, "attention projection", mb * L, 2 * NC * C, 0,
             [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C); });
@@ -114,6 +129,18 @@ static void account_operators(Model* m, Account* a, double micro_batches) {
             [&] { matmul_forward<bf16>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C); });
     account(a, "fc projection", mb * L, 8 * NC * C, 0,
             [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->gelu, p->fcprojw, p->fcprojb, N, 4 * C, C); });
+}
+
+template <typename G>
+static void account_head(Operands<G>* x, Account* a) {
+    Model* m = x->m;
+    const Device* dev = m->dev;
+    Activations<bf16>& act = x->act;
+    int C = m->config.C, Vp = m->config.Vp;
+    int64_t rows = m->logit_rows;
+    double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
+    Parameters<bf16>& w = x->w;
+    Input& input = x->input;
     account(a, "head", chunks, 2.0 * rows * C * Vp, 0,
             [&] { matmul_forward<bf16>(dev, act.logits, nullptr, act.lnf, w.wte, nullptr, rows, C, Vp); });
     account(a, "classifier", chunks, 0, 4.0 * rows * Vp,
@@ -122,6 +149,21 @@ static void account_operators(Model* m, Account* a, double micro_batches) {
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.logits, w.wte, rows, C, Vp); });
     account(a, "d head weight", chunks, 2.0 * rows * C * Vp, 0,
             [&] { matmul_backward_weight<bf16, float>(dev, m->dwte_sum, act.logits, act.lnf, rows, C, Vp, true); });
+}
+
+// "d NAME": the gradient of it.
+template <typename G>
+static void account_mlp_backward(Operands<G>* x, Account* a) {
+    Model* m = x->m;
+    const Device* dev = m->dev;
+    Activations<bf16>& act = x->act;
+    int C = m->config.C, L = m->config.L;
+    int64_t N = (int64_t)m->B * m->T;
+    double NC = (double)N * C, mb = x->mb;
+    BlockActivations<bf16>* b = &act.block[0];
+    BlockParameters<bf16>* p = &x->w.block[0];
+    BlockParameters<G>* q = &x->d.block[0];
+    float* scratch = (float*)act.scratch;
     account(a, "d fc projection input, gelu", mb * L, 8 * NC * C, 0, [&] {
         matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
                                       false);
@@ -133,18 +175,46 @@ static void account_operators(Model* m, Account* a, double micro_batches) {
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, N, C, 4 * C); });
     account(a, "d fc weight", mb * L, 8 * NC * C, 0,
             [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, sizeof(G) == 4); });
+}
+
+template <typename G>
+static void account_attention_backward(Operands<G>* x, Account* a) {
+    Model* m = x->m;
+    const Device* dev = m->dev;
+    Activations<bf16>& act = x->act;
+    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
+    int64_t N = (int64_t)B * T;
+    double NC = (double)N * C, mb = x->mb;
+    BlockActivations<bf16>* b = &act.block[0];
+    BlockParameters<bf16>* p = &x->w.block[0];
+    BlockParameters<G>* q = &x->d.block[0];
     account(a, "d attention projection input", mb * L, 2 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, N, C, C); });
     account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
         matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, sizeof(G) == 4);
     });
-    account(a, "attention backward", mb * L, 2.5 * attention_flops, 0, [&] {
+    account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
         attention_backward<bf16>(dev, act.dwide, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T, C, NH);
     });
     account(a, "d qkv input", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
     account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, sizeof(G) == 4); });
+}
+
+// What sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets` distinct tokens).
+template <typename G>
+static void account_sums(Operands<G>* x, Account* a, int buckets) {
+    Model* m = x->m;
+    const Device* dev = m->dev;
+    Activations<bf16>& act = x->act;
+    int C = m->config.C, L = m->config.L;
+    int64_t N = (int64_t)m->B * m->T;
+    double NC = (double)N * C, g = sizeof(G), mb = x->mb;
+    BlockActivations<bf16>* b = &act.block[0];
+    BlockParameters<bf16>* p = &x->w.block[0];
+    BlockParameters<G>* q = &x->d.block[0];
+    float* scratch = (float*)act.scratch;
     account(a, "d bias, 3C channels", mb * L, 0, 3 * NC * 2,
             [&] { matmul_backward_bias<bf16, G>(dev, q->qkvb, scratch, act.dwide, N, 3 * C, false); });
     account(a, "layernorm backward", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
@@ -154,6 +224,74 @@ static void account_operators(Model* m, Account* a, double micro_batches) {
     account(a, "gradient norm", 1, 0, g * (double)m->elements, [&] {
         global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->grads, m->elements, 1.0f);
     });
+    account(a, "embedding backward", mb, 0, NC * 2, [&] {
+        embedding_backward<bf16, G>(dev, x->d.wte, x->d.wpe, m->dwte_sum, act.dresidual, x->input.order,
+                                    x->input.bucket, buckets, m->B, m->T, C, m->config.Vp, false);
+    });
+}
+
+template <typename G>
+static void account_operators(Model* m, Account* a, double micro_batches, int buckets) {
+    Operands<G>* x = (Operands<G>*)calloc(1, sizeof(Operands<G>));
+    operands_open(x, m, micro_batches);
+    account_forward(x, a);
+    account_head(x, a);
+    account_mlp_backward(x, a);
+    account_attention_backward(x, a);
+    account_sums(x, a, buckets);
+    free(x);
+}
+
+// A model as the trainer would make it from these options.
+static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
+    m->dev = dev;
+    m->type = OPTIM_BF16;
+    config_resolve(o, dev, 50257, false, nullptr, &m->config);
+    m->T = (int)o->seq;
+    config_tensors(m);
+    m->grads_bf16 = o->tokens_per_step == o->batch * m->T;
+    o->grads = m->grads_bf16 ? "bf16" : "fp32";
+    optim_config_from(o, config);
+    batch_resolve(o, m, config, false, 1 << 20);
+    model_allocate(m, config);
+    model_init(m, 1);
+}
+
+constexpr int STEPS = 7;
+
+// Milliseconds of whole steps, in order, after two for warm-up, and the least until the host had queued all of a step;
+// returns the last loss.
+static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double ms[STEPS], double* queued) {
+    float scalars[3];
+    *queued = INFINITY;
+    for (int i = -2; i < STEPS; i++) {
+        double begin = seconds_now();
+        train_step(m, feeder, micro_batches, 1e-4f, 1.0f, i + 3);
+        *queued = fmin(*queued, 1e3 * (seconds_now() - begin));
+        copy_to_host(m->dev, scalars, m->scalars, sizeof(scalars));
+        double elapsed = 1e3 * (seconds_now() - begin);
+        int at = i;
+        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
+        if (i >= 0) ms[at] = elapsed;
+    }
+    return scalars[0];
+}
+
+// Every operator alone.
+static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config, int64_t micro_batches, Account* a) {
+    Input input = input_layout(m, m->input);
+    int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
+    if (m->grads_bf16) {
+        account_operators<bf16>(m, a, (double)micro_batches, buckets);
+    } else {
+        account_operators<float>(m, a, (double)micro_batches, buckets);
+    }
+    OptimBytes bytes = optim_bytes(config, m->tensors, m->count, OPTIM_BF16);
+    // bf16+fp32: master, m and v are read and written, the bf16 copy is only written.
+    double traffic = 2.0 * (double)(bytes.states + bytes.weights) - 2.0 * (double)m->elements + (double)grads_bytes(m);
+    account(a, "optimizer", 1, 0, traffic, [&] { optim_step(m->optim, m->grads, m->scalars + 2, 1e-4f, 20); });
+    printf("  sum of operators %.1f ms = %.1f %% of the step; sum of floors %.1f ms: sol %.1f %%\n", a->sum_ms,
+           100 * a->sum_ms / a->step_ms, a->floor_ms, 100 * a->floor_ms / a->step_ms);
 }
 
 static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_t batch, int64_t tokens_per_step) {
@@ -165,19 +303,9 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     o.tokens_per_step = tokens_per_step;
     o.matmul = "bf16";
     Model m = {};
-    m.dev = dev;
-    m.type = OPTIM_BF16;
-    config_resolve(&o, dev, 50257, false, nullptr, &m.config);
-    m.T = (int)o.seq;
-    config_tensors(&m);
-    int64_t micro_batches = tokens_per_step / (batch * m.T);
-    m.grads_bf16 = micro_batches == 1;
-    o.grads = m.grads_bf16 ? "bf16" : "fp32";
     OptimConfig config;
-    optim_config_from(&o, &config);
-    batch_resolve(&o, &m, &config, false, 1 << 20);
-    model_allocate(&m, &config);
-    model_init(&m, 1);
+    bench_model(dev, &o, &m, &config);
+    int64_t micro_batches = tokens_per_step / (batch * m.T);
 
     int descriptor = mkstemps(path, 4);
     if (descriptor < 0) user_error("bench: %s cannot be made: %s", path, strerror(errno));
@@ -187,57 +315,18 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     if (!dataset_open(&data, path, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
     feeder_open(&feeder, dev, &data, m.B, m.T, 1, true, 0);
-    int steps = 7;
-    double ms[16], launching = 1e9;
-    float scalars[3];
-    for (int i = -2; i < steps; i++) {
-        double begin = seconds_now();
-        train_step(&m, &feeder, micro_batches, 1e-4f, 1.0f, i + 3);
-        launching = fmin(launching, 1e3 * (seconds_now() - begin));
-        copy_to_host(dev, scalars, m.scalars, sizeof(scalars));
-        double elapsed = 1e3 * (seconds_now() - begin);
-        int at = i;
-        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
-        if (i >= 0) ms[at] = elapsed;
-    }
+    double ms[STEPS], queued;
+    float loss = time_steps(&m, &feeder, micro_batches, ms, &queued);
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
-    double median = ms[steps / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
+    double median = ms[STEPS / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
         "\n%s  batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), %.0f tokens/s",
-        name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[steps - 1], steps, rate);
+        name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
-    printf(", the host busy %.1f ms of it, %.1f GiB in use, loss %.3f\n", launching,
-           (double)(total - available) / (1 << 30), scalars[0]);
-    Account a = {dev, ceilings, median, 0, 0};
-    if (m.grads_bf16) {
-        account_operators<bf16>(&m, &a, (double)micro_batches);
-    } else {
-        account_operators<float>(&m, &a, (double)micro_batches);
-    }
-    Input input = input_layout(&m, m.input);
-    int buckets = feeder_next(&feeder, &input, (int64_t)m.B * m.T);
-    Activations<bf16> act;
-    activations_layout(&m, m.activations, true, &act);
-    double NC = (double)m.B * m.T * m.config.C;
-    account(&a, "embedding backward", (double)micro_batches, 0, NC * 2, [&] {
-        if (m.grads_bf16) {
-            embedding_backward<bf16, bf16>(dev, (bf16*)m.grads, (bf16*)m.grads + m.tensors[WPE].offset, m.dwte_sum,
-                                           act.dresidual, input.order, input.bucket, buckets, m.B, m.T, m.config.C,
-                                           m.config.Vp, false);
-        } else {
-            embedding_backward<bf16, float>(dev, (float*)m.grads, (float*)m.grads + m.tensors[WPE].offset, m.dwte_sum,
-                                            act.dresidual, input.order, input.bucket, buckets, m.B, m.T, m.config.C,
-                                            m.config.Vp, false);
-        }
-    });
-    OptimBytes bytes = optim_bytes(&config, m.tensors, m.count, OPTIM_BF16);
-    // bf16+fp32: master, m and v are read and written, the bf16 copy is only written.
-    double optim_traffic =
-        2.0 * (double)(bytes.states + bytes.weights) - 2.0 * (double)m.elements + (double)grads_bytes(&m);
-    account(&a, "optimizer", 1, 0, optim_traffic, [&] { optim_step(m.optim, m.grads, m.scalars + 2, 1e-4f, 20); });
-    printf("  sum of operators %.1f ms = %.1f %% of the step; sum of floors %.1f ms: sol %.1f %%\n", a.sum_ms,
-           100 * a.sum_ms / median, a.floor_ms, 100 * a.floor_ms / median);
+    printf(", queued in %.1f ms, %.1f GiB in use, loss %.3f\n", queued, (double)(total - available) / (1 << 30), loss);
+    Account account = {dev, ceilings, median, 0, 0};
+    bench_operators(&m, &feeder, &config, micro_batches, &account);
     feeder_close(&feeder);
     dataset_close(&data);
     unlink(path);

@@ -5,6 +5,7 @@
 // Cost: the arrays are read and written once; a piece is some 10 MB.
 #include "kernel.cuh"
 #include "storage.h"
+#include "user.h"
 
 constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
@@ -280,6 +281,28 @@ static bool formats_convert(const Conversion* c, char* error, size_t bytes) {
     return true;
 }
 
+void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]) {
+    user_sums(optim_parts(optim).config, text, OPTIM_OWN_FORMATS_BYTES);
+}
+
+// The files of the user's own formats say what they said when the checkpoint was written: a name alone does not tell
+// what its codes mean.
+static bool formats_unchanged(const Conversion* c, char* error, size_t bytes) {
+    char now[OPTIM_OWN_FORMATS_BYTES], then[OPTIM_OWN_FORMATS_BYTES], *rest;
+    user_sums(&c->from, now, sizeof(now));
+    snprintf(then, sizeof(then), "%s", c->stored->own_formats);
+    for (const char* entry = strtok_r(then, " ", &rest); entry; entry = strtok_r(nullptr, " ", &rest)) {
+        if (strstr(now, entry)) continue;
+        snprintf(error, bytes,
+                 "the file of --format that holds its %.*s has been changed since, so that its codes may mean other "
+                 "numbers; put the file back as it was (comments and white space do not count), or begin anew from "
+                 "the weights with --model",
+                 (int)strcspn(entry, "="), entry);
+        return false;
+    }
+    return true;
+}
+
 static void note_change(Conversion* c, Slot slot, const Place* from, const Place* to) {
     const char *old = from->format ? from->format->name : nullptr, *now = to->format ? to->format->name : nullptr;
     for (int i = 0; i < c->changes; i++) {
@@ -354,7 +377,8 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, to.begin, to.elements);
     if (held.begin >= held.end) return;
-    Piece old = piece_create(from.format, tensor), now = piece_create(to.format, tensor);
+    // Each with the table of the row that works on it.
+    Piece old = piece_create(from.format, tensor), now = piece_create(to.nearest, tensor);
     float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
     numbers_read(c, &from, &old);
@@ -410,7 +434,8 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
     c->to_plan = plan_ranges(c->to.config, c->to.tensors, c->to.count);
-    bool fine = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_convert(c, error, bytes);
+    bool fine = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
+                formats_convert(c, error, bytes);
     for (int slot = 0; slot < SLOTS && fine; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

@@ -41,6 +41,12 @@ constexpr bool ON_GPU = true;
 constexpr bool ON_GPU = false;
 #endif
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool ON_HOPPER = true;  // or later
+#else
+constexpr bool ON_HOPPER = false;
+#endif
+
 // Before a loop whose arrays must stay in registers on the GPU.
 #ifdef __CUDA_ARCH__
 #define OPTIM_UNROLL _Pragma("unroll")

@@ -20,6 +20,7 @@
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
 #pragma once
+#include "formats/bf16.cuh"
 #include "formats/none.cuh"
 #include "formats/spans.cuh"
 #include "rules/hyper.cuh"
@@ -58,16 +59,18 @@ OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& stream
     if constexpr (HAS_SPANS<Storage>) storage.measure(streams, first, x, n);
 }
 
-// One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena.
+// One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena. `seen`, unless
+// null, receives the new weights as the model sees them, in pairs of bf16.
 template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
 OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
                                   const V& state_v, const StepArguments& step, const TileStreams& tile,
-                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n) {
+                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
+                                  uint32_t* seen = nullptr) {
     float p[MOST], g[MOST], m[MOST], v[MOST], slow[MOST], root[MOST];
-    const NoiseKey key = {step.seed, step.step, NOISE_WEIGHTS, element},
-                   key_m = {step.seed, step.step, NOISE_M, element},
-                   key_v = {step.seed, step.step, NOISE_V, element, rule.adaptive ? root : nullptr},
-                   key_slow = {step.seed, step.step, NOISE_SLOW, element};
+    const NoiseKey key = {step.seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen},
+                   key_m = {step.seed, step.step, NOISE_M, element, nullptr, turn},
+                   key_v = {step.seed, step.step, NOISE_V, element, rule.adaptive ? root : nullptr, turn},
+                   key_slow = {step.seed, step.step, NOISE_SLOW, element, nullptr, turn};
     weights.load(tile.weights, first, p, n, key);
     grads.load(tile.grads, first, g, n, NoiseKey{});
     state_m.load(tile.m, first, m, n, key_m);
@@ -106,10 +109,12 @@ struct StepShape {
     int block_threads;        // theirs, and the couriers'
     int stages;               // of a group
     int bytes[STEP_ARRAYS];   // of a tile; 0: there is no such array
-    int offset[STEP_ARRAYS];  // in a stage; -1: not in multiples of 16 bytes, so accessed in memory
+    int offset[STEP_ARRAYS];  // in a stage
     int stage_bytes;
     int load_bytes;
+    int table_bytes;          // before the stages, of both moments' tables
     unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
+    unsigned small;           // bits: of less than 16 bytes, which the copy engine does not take: couriers carry them
 };
 
 // Multiprocessors that have a copy engine and 227 KB of shared memory: Hopper's and the large ones of Blackwell, of
@@ -122,30 +127,33 @@ OPTIM_INLINE constexpr bool has_stages(int compute) {
 #endif
 
 constexpr int COURIERS = 4;              // warps
-constexpr int SHARED_MOST = 226 * 1024;  // of a thread block on Hopper, less what the barriers take
+constexpr int SHARED_MOST = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
     bool rank1 = false;
+    shape.table_bytes = (table_bytes + 127) / 128 * 128;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
         const StreamInfo& info = arrays.array[a];
         rank1 = rank1 || info.span == SPAN_RANK1;
         shape.bytes[a] = tile_bytes(info);
-        shape.offset[a] = shape.bytes[a] % 16 == 0 ? shape.stage_bytes : -1;
-        if (shape.bytes[a] == 0 || shape.offset[a] < 0) continue;
-        shape.stage_bytes += shape.bytes[a];
+        shape.offset[a] = shape.stage_bytes;
+        if (shape.bytes[a] == 0) continue;
+        const bool small = shape.bytes[a] % 16 != 0;
+        shape.stage_bytes += small ? 16 : shape.bytes[a];
+        if (small) shape.small |= 1u << a;
         if (a != GRADS_ARRAY) shape.stored |= 1u << a;
         if (a == COPY_ARRAY || info.written_only) continue;
         shape.loaded |= 1u << a;
-        shape.load_bytes += shape.bytes[a];
+        if (!small) shape.load_bytes += shape.bytes[a];
     }
     // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages; three each are
     // better than a third or fourth group, measured on an H200.
     shape.groups = (shape.elements == 16 ? 512 : 768) / shape.threads;
     if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
-    int most = SHARED_MOST - table_bytes;
+    int most = SHARED_MOST - shape.table_bytes;
     while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = most / (shape.groups * shape.stage_bytes);
@@ -154,9 +162,9 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     return shape;
 }
 
-// Of dynamic shared memory.
-OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape) {
-    return shape.groups * shape.stages * shape.stage_bytes;
+// Of dynamic shared memory: the moments' tables and, where there is a copy engine, stages.
+OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape, int compute) {
+    return shape.table_bytes + (has_stages(compute) ? shape.groups * shape.stages * shape.stage_bytes : 0);
 }
 
 // The arrays of the tile `index`, of some that begin at the arena's first element.
@@ -183,6 +191,12 @@ constexpr int SHARED_BYTES = 0;
 template <class Storage>
 constexpr int SHARED_BYTES<Storage, decltype((void)Storage::TABLE_BYTES)> = Storage::TABLE_BYTES;
 
+// Storages whose store() fills key.seen.
+template <class Storage, class = void>
+constexpr bool GIVES_SEEN = false;
+template <class Storage>
+constexpr bool GIVES_SEEN<Storage, decltype((void)Storage::GIVES_SEEN)> = Storage::GIVES_SEEN;
+
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 struct StepLayout {
     static constexpr StreamInfo NOTHING = {"", "", 0, 1};
@@ -199,7 +213,7 @@ struct StepLayout {
         constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
         if constexpr (bytes == 0) {
             return nullptr;
-        } else if constexpr (HAS_STAGES && offset >= 0) {
+        } else if constexpr (HAS_STAGES) {
             return stage + offset;
         } else {
             return (char*)base + (int64_t)tile.index * bytes;
@@ -224,10 +238,10 @@ struct StepLayout {
                 streams<10>(step.slow, tile, stage),   {at<COPY_ARRAY>(step.copy.codes, tile, stage), nullptr}};
     }
 
-    // Calls transfer(array in memory, array in the stage, bytes) for all arrays of a tile that are loaded, or stored.
+    // Calls transfer(array in memory, array in the stage, bytes, index) for the arrays of a tile in the set.
     template <class Transfer>
     static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, unsigned char* stage,
-                                                bool load, Transfer transfer) {
+                                                unsigned set, Transfer transfer) {
         constexpr StepShape shape = SHAPE;
         void* base[STEP_ARRAYS] = {step.weights.codes, step.weights.extra, step.weights.more, step.grads.codes,
                                    step.m.codes,       step.m.extra,       step.m.more,       step.v.codes,
@@ -235,11 +249,25 @@ struct StepLayout {
                                    step.slow.more,     step.copy.codes};
 #pragma unroll
         for (int a = 0; a < STEP_ARRAYS; a++) {
-            if (((load ? shape.loaded : shape.stored) >> a & 1u) == 0) continue;
-            transfer((char*)base[a] + (int64_t)tile.index * shape.bytes[a], stage + shape.offset[a], shape.bytes[a]);
+            if ((set >> a & 1u) == 0) continue;
+            transfer((char*)base[a] + (int64_t)tile.index * shape.bytes[a], stage + shape.offset[a], shape.bytes[a], a);
         }
     }
 };
+
+// 1, 2, 4 or 8 bytes.
+__device__ __forceinline__ uint64_t read_small(const void* from, int bytes) {
+    if (bytes == 1) return *(const uint8_t*)from;
+    if (bytes == 2) return *(const uint16_t*)from;
+    return bytes == 4 ? *(const uint32_t*)from : *(const uint64_t*)from;
+}
+
+__device__ __forceinline__ void write_small(void* to, int bytes, uint64_t value) {
+    if (bytes == 1) *(uint8_t*)to = (uint8_t)value;
+    if (bytes == 2) *(uint16_t*)to = (uint16_t)value;
+    if (bytes == 4) *(uint32_t*)to = (uint32_t)value;
+    if (bytes == 8) *(uint64_t*)to = value;
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
@@ -298,18 +326,37 @@ __device__ __forceinline__ void engine_fence() {
 }
 #endif
 
+// Copies the moments' tables into shared memory. All threads of the thread block call it, and synchronise after it.
+template <class M, class V>
+__device__ __forceinline__ void tables_prepare(const StepArguments& step, unsigned char* memory) {
+    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m, memory);
+    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v, memory + SHARED_BYTES<M>);
+}
+
+template <class M>
+__device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned char* memory) {
+    streams->m.table = streams->slow.table = memory;
+    streams->v.table = memory + SHARED_BYTES<M>;
+}
+
 // A tile by a thread of its group.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, unsigned char* stage,
-                                            float grad_scale, int thread) {
+__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const unsigned char* tables,
+                                            unsigned char* stage, float grad_scale, int thread, int turn) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr int COUNT = Layout::SHAPE.elements;
     TileStreams streams = Layout::tile_streams(step, tile, stage);
+    tables_set<M>(&streams, tables);
     int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
+    constexpr bool COPIES = Copy::STREAM[0].bits > 0;
+    constexpr bool SEEN = COPIES && GIVES_SEEN<Weights> && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
+    Packed<16, COUNT> codes;
     update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
-                           grad_scale, element, first, COUNT);
-    if constexpr (Copy::STREAM[0].bits > 0) {
+                           grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
+    if constexpr (SEEN) {
+        store_value(streams.copy.codes, 2 * first, codes);
+    } else if constexpr (COPIES) {
         // Scales come from neighbours.
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
@@ -336,11 +383,19 @@ template <class Layout, class Shared>
 __device__ __forceinline__ void courier(const StepArguments& step, Shared* shared, unsigned char* memory, int first) {
     constexpr StepShape SHAPE = Layout::SHAPE;
     constexpr int GROUPS = SHAPE.groups, STAGES = SHAPE.stages;
+    constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
+    uint64_t small[STEP_ARRAYS];  // of the tile that comes
+    auto read = [&](const Tile& tile) {
+        Layout::each(step, tile, nullptr, SHAPE.loaded & SMALL,
+                     [&](const void* from, void*, int bytes, int a) { small[a] = read_small(from, bytes); });
+    };
     auto fill = [&](const Tile& tile, int group, int s) {
         shared->tile[group][s] = tile;
-        barrier_expect(&shared->full[group][s], SHAPE.load_bytes);
         unsigned char* stage = memory + (group * STAGES + s) * SHAPE.stage_bytes;
-        Layout::each(step, tile, stage, true, [&](const void* from, void* to, int bytes) {
+        Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
+                     [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
+        barrier_expect(&shared->full[group][s], SHAPE.load_bytes);
+        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
             engine_load(from, to, bytes, &shared->full[group][s]);
         });
     };
@@ -348,7 +403,9 @@ __device__ __forceinline__ void courier(const StepArguments& step, Shared* share
     for (int s = 0; s < STAGES; s++) {
         for (int group = first; group < GROUPS; group += COURIERS) {
             int64_t t = s * stride + group * (int64_t)gridDim.x + blockIdx.x;
-            if (t < step.tile_count) fill(step.tiles[t], group, s);
+            if (t >= step.tile_count) continue;
+            read(step.tiles[t]);
+            fill(step.tiles[t], group, s);
         }
     }
     int last_group = 0, last_s = 0, s = 0;
@@ -359,12 +416,16 @@ __device__ __forceinline__ void courier(const StepArguments& step, Shared* share
             int64_t t = base + group * (int64_t)gridDim.x;
             if (t >= step.tile_count) break;
             Tile coming = next < step.tile_count ? step.tiles[next] : Tile{};  // on its way during the wait
+            if (next < step.tile_count) read(coming);
             while (!barrier_passed(&shared->done[group][s], parity))
                 __nanosleep(100);  // looking costs the others slots
             Tile tile = shared->tile[group][s];
             unsigned char* stage = memory + (group * STAGES + s) * SHAPE.stage_bytes;
-            Layout::each(step, tile, stage, false,
-                         [&](void* to, const void* from, int bytes) { engine_store(to, from, bytes); });
+            Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
+                write_small(to, bytes, read_small(from, bytes));
+            });
+            Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
+                         [&](void* to, const void* from, int bytes, int) { engine_store(to, from, bytes); });
             engine_commit();
             engine_wait_read<1>();
             if (next < step.tile_count) fill(coming, last_group, last_s);
@@ -376,8 +437,8 @@ __device__ __forceinline__ void courier(const StepArguments& step, Shared* share
 }
 #endif
 
-// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: the formats' tables and
-// barriers, static, and from Hopper on step_shared_bytes, dynamic; deterministic.
+// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: step_shared_bytes;
+// deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_step_kernel(const __grid_constant__ StepArguments step) {
@@ -386,10 +447,9 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
     const float grad_scale = *step.grad_scale;
     if (!is_finite(grad_scale)) return;  // changes nothing
-    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
-    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
-#ifdef OPTIM_STAGES
     extern __shared__ __align__(128) unsigned char step_memory[];
+    tables_prepare<M, V>(step, step_memory);
+#ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_create(&shared.full[0][0] + threadIdx.x, 1);
@@ -399,19 +459,21 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     __syncthreads();
     if (group >= SHAPE.groups) {
         if (threadIdx.x % 32 == 0) {
-            courier<Layout>(step, &shared, step_memory, threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
+            courier<Layout>(step, &shared, step_memory + SHAPE.table_bytes,
+                            threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
         }
         return;
     }
-    unsigned char* memory = step_memory + group * (SHAPE.stages * SHAPE.stage_bytes);
+    unsigned char* memory = step_memory + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     uint32_t parity = 0;
-    int s = 0;
+    int s = 0, turn = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
         while (!barrier_passed(&shared.full[group][s], parity)) {
         }
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, shared.tile[group][s], memory + s * SHAPE.stage_bytes,
-                                                      grad_scale, thread);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, shared.tile[group][s], step_memory,
+                                                      memory + s * SHAPE.stage_bytes, grad_scale, thread, turn);
+        turn ^= 1;
         engine_fence();
         __syncwarp();
         if (thread % 32 == 0) barrier_arrive(&shared.done[group][s]);
@@ -421,8 +483,9 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     __syncthreads();
     if (group >= SHAPE.groups) return;
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
-    for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], nullptr, grad_scale, thread);
+    int turn = 0;
+    for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride, turn ^= 1) {
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], step_memory, nullptr, grad_scale, thread, turn);
     }
 #endif
 }
@@ -433,6 +496,7 @@ constexpr int DECODE_ELEMENTS = 8;
 
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
+    static_assert(SHARED_BYTES<Weights> == 0, "tables are for moments");
     constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = third_stream<Weights>(),
                          to = Copy::STREAM[0];
     float x[DECODE_ELEMENTS];

@@ -8,7 +8,7 @@
 EMBED_SOURCE
 
 #ifdef __CUDACC__
-// grid: any, block: StepLayout::SHAPE.threads, which take a tile together; shared memory: the formats' tables, static;
+// grid: any, block: StepLayout::SHAPE.threads, which take a tile together; shared memory: SHAPE.table_bytes;
 // deterministic, since its atomics are maxima.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.threads))
@@ -17,8 +17,8 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     constexpr int COUNT = StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.elements;
     const float grad_scale = *step.grad_scale;
     if (!is_finite(grad_scale)) return;  // changes nothing
-    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m);
-    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v);
+    extern __shared__ __align__(128) unsigned char step_memory[];
+    tables_prepare<M, V>(step, step_memory);
     __syncthreads();
     for (int64_t t = blockIdx.x; t < step.tile_count; t += gridDim.x) {
         const Tile tile = step.tiles[t];
@@ -30,9 +30,11 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
             at(0, step.weights), {(char*)step.grads.codes + (int64_t)tile.index * tile_bytes(grads), nullptr},
             at(4, step.m),       at(7, step.v),
             at(10, step.slow),   {}};
+        tables_set<M>(&streams, step_memory);
         update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams,
                                         step.group[tile.group], grad_scale, (int64_t)tile.index * TILE_ELEMENTS,
                                         (int)threadIdx.x * COUNT, COUNT);
+        __syncthreads();  // before what threads of a format share (log.cuh) is another tile's
     }
 }
 #endif

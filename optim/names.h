@@ -1,7 +1,14 @@
-// Rows of tables by name: the row that a name means, and the sentence when it means none.
+// Rows of tables by name: the row that a name means, and the sentence when it means none; and the presets' own table.
 #pragma once
 #include <stdio.h>
 #include <string.h>
+
+// The presets, which resolve.cu has.
+struct PresetRow {
+    const char *name, *rule, *weights, *m, *v, *note;
+};
+int preset_count();
+const PresetRow* preset_row(int index);
 
 // Whether a row's name is what was typed. A format in blocks may be named without its block: "dyn8:sr" is the first row
 // of "dyn8/...:sr".
@@ -24,11 +31,11 @@ const Row* find_row(const Row* rows, int count, const char* name) {
     return nullptr;
 }
 
-// Changes of a letter that make one of the other.
-inline int edit_distance(const char* a, const char* b) {
-    int row[64], length = (int)strnlen(b, 63);
+// Changes of a letter that make one of the first letters of a those of b; of b 63 at most.
+inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
+    int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
     for (int j = 0; j <= length; j++) row[j] = j;
-    for (int i = 1; a[i - 1]; i++) {
+    for (int i = 1; i <= (int)a_letters; i++) {
         int diagonal = row[0];
         row[0] = i;
         for (int j = 1; j <= length; j++) {
@@ -42,6 +49,17 @@ inline int edit_distance(const char* a, const char* b) {
     return row[length];
 }
 
+// How far what was typed is from a row's name: the names before block, scale and rounding count first, since those of
+// "dyn9/256:sr" are most of its letters. Where no block was typed the row's does not count.
+inline int name_distance(const char* typed, const char* name) {
+    char shorter[64];
+    size_t base = strcspn(name, "/:@");
+    int bases = edit_distance(typed, strcspn(typed, "/:@"), name, base);
+    snprintf(shorter, sizeof(shorter), "%.*s%s", (int)base, name, name + strcspn(name, ":@"));
+    const char* whole = strchr(typed, '/') ? name : shorter;
+    return 1000 * bases + edit_distance(typed, strlen(typed), whole, strlen(whole));
+}
+
 // "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)": rows without a note are found but not listed.
 template <class Row>
 void name_unknown(const Row* rows, int count, const char* option, const char* name, char* error, size_t bytes) {
@@ -51,7 +69,7 @@ void name_unknown(const Row* rows, int count, const char* option, const char* na
         size_t used = strlen(known);
         const char* other = row_name(rows[i]);
         if (row_note(rows[i])[0]) snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", other);
-        if (edit_distance(name, other) < edit_distance(name, nearest)) nearest = other;
+        if (name_distance(name, other) < name_distance(name, nearest)) nearest = other;
     }
     snprintf(error, bytes, "%s: \"%s\" is not known; did you mean %s? (known: %s)", option, name, nearest, known);
 }

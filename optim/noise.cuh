@@ -1,15 +1,22 @@
 // Noise for stochastic rounding: random bits that are a function of (seed, step, stream, element) and of nothing else,
 // so that the CPU, any number of GPUs, any launch shape and a resumed run draw the same ones.
 // The generator is Philox4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
-// with 7 rounds it passes all of BigCrush; the customary 10 take 12 instructions more). One call gives 128 bits,
-// 16 for each of 8 consecutive elements; `element` is the index in the arena, counted over the whole model.
-//     key = (seed low, seed high), counter = (element / 8 low, element / 8 high, stream, step)
+// with 7 rounds it passes all of BigCrush; the customary 10 take 12 instructions more). One call serves 16 consecutive
+// elements; `element` is the index in the arena, counted over the whole model.
+//     key = (seed low, seed high), counter = (element / 16 low, element / 16 high, stream, step)
+//     noise = 256 * byte of the element + shared byte          16 bits, in 65536ths of a step
+// An element has a byte of the 128 bits for itself and below it one that all 16 share, the exclusive or of four bytes.
+// So each noise is uniform over 65536 values, and as fine as if it had 16 bits of its own: 8 alone would lose what
+// moves a value by less than 1/256 of a step. Two elements of the 16 are correlated by at most 1/65536: the shared byte
+// decides only where an element's own byte is the one that its fraction begins with. Independent 16 bits for each would
+// take twice the calls, 2 instructions an element.
 #pragma once
 #include "float.cuh"
 
 EMBED_SOURCE
 
-constexpr int NOISE_ELEMENTS = 8;  // served by one call
+constexpr int NOISE_ELEMENTS = 16;  // served by one call
+constexpr int NOISE_ROUNDS = 7;
 
 enum NoiseStream { NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW };
 
@@ -19,11 +26,31 @@ struct NoiseKey {
     uint32_t stream;
     int64_t element = 0;           // index in the arena of what the storage's functions call element 0
     const float* roots = nullptr;  // on a GPU: the roots of the values to store, where the update has taken them
+    int turn = 0;                  // on a GPU: 0 and 1 in turns, from tile to tile of a group of threads
+    uint32_t* seen = nullptr;      // on a GPU: receives what the model will see, in pairs of bf16 (GIVES_SEEN)
 };
 
 struct Noise {
     uint32_t word[4];
+    uint32_t shared = 0;  // bytes, from the upper: NOISE_FLOAT, 0, the shared one, 0x80
 };
+
+constexpr uint32_t NOISE_FLOAT = 0x43;  // the upper byte of 128.0f
+
+// a * b: its upper 32 bits and, in *low, the lower ones.
+OPTIM_INLINE uint32_t product_halves(uint32_t a, uint32_t b, uint32_t* low) {
+#ifdef __CUDA_ARCH__
+    uint32_t high;  // in words: of a shifted 64-bit product the compiler makes an addition of zero
+    asm("{.reg .u64 product; mul.wide.u32 product, %2, %3; mov.b64 {%0, %1}, product;}"
+        : "=r"(*low), "=r"(high)
+        : "r"(a), "r"(b));
+    return high;
+#else
+    uint64_t product = (uint64_t)a * b;
+    *low = (uint32_t)product;
+    return (uint32_t)(product >> 32);
+#endif
+}
 
 // A round: each half of the counter is multiplied, and the products' upper halves are mixed with the other's rest and
 // the key, which itself steps by constants.
@@ -31,25 +58,52 @@ OPTIM_INLINE Noise philox4x32(Noise counter, uint32_t key0, uint32_t key1, int r
     uint32_t* c = counter.word;
     OPTIM_UNROLL
     for (int i = 0; i < rounds; i++) {
-        uint64_t product0 = (uint64_t)0xD2511F53u * c[0], product1 = (uint64_t)0xCD9E8D57u * c[2];
-        c[0] = (uint32_t)(product1 >> 32) ^ c[1] ^ key0;
-        c[1] = (uint32_t)product1;
-        c[2] = (uint32_t)(product0 >> 32) ^ c[3] ^ key1;
-        c[3] = (uint32_t)product0;
+        uint32_t low0, high0 = product_halves(0xD2511F53u, c[0], &low0);
+        uint32_t low1, high1 = product_halves(0xCD9E8D57u, c[2], &low1);
+        c[0] = high1 ^ c[1] ^ key0;
+        c[1] = low1;
+        c[2] = high0 ^ c[3] ^ key1;
+        c[3] = low0;
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
     return counter;
 }
 
-// The noise of elements first .. first + 7 after key.element; both are multiples of 8.
+// The noise of the elements from `first` on: of 16 when it is a multiple of that, and of 8 when only of 8, as when a
+// thread has 8 elements.
 OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
     uint64_t call = ((uint64_t)key.element + (uint64_t)first) / NOISE_ELEMENTS;
     Noise counter = {{(uint32_t)call, (uint32_t)(call >> 32), key.stream, key.step}};
-    return philox4x32(counter, (uint32_t)key.seed, (uint32_t)(key.seed >> 32), 7);
+    Noise noise = philox4x32(counter, (uint32_t)key.seed, (uint32_t)(key.seed >> 32), NOISE_ROUNDS);
+    uint32_t mixed = noise.word[0] ^ noise.word[1] ^ noise.word[2] ^ noise.word[3];
+    noise.shared = (mixed & 0xff00u) | NOISE_FLOAT << 24 | 0x80u;
+    if (first % NOISE_ELEMENTS != 0) noise.word[0] = noise.word[2], noise.word[1] = noise.word[3];
+    return noise;
 }
 
-// 16 random bits for lane 0 .. 7.
+// Of lane 0 .. 15, in one instruction each: its 16 bits of noise n; 256 n + 128, for bits that have a half more; the
+// bits of the float 128 + n / 65536.
 OPTIM_INLINE uint32_t noise_lane(const Noise& noise, int lane) {
-    return lane % 2 ? noise.word[lane / 2] >> 16 : noise.word[lane / 2] & 0xffffu;
+#ifdef __CUDA_ARCH__
+    return __byte_perm(noise.word[lane / 4], noise.shared, 0x6605 + (lane % 4 << 4));
+#else
+    return (noise.word[lane / 4] >> lane % 4 * 8 & 0xffu) << 8 | (noise.shared >> 8 & 0xffu);
+#endif
+}
+
+OPTIM_INLINE uint32_t noise_middle(const Noise& noise, int lane) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(noise.word[lane / 4], noise.shared, 0x6054 + (lane % 4 << 8));
+#else
+    return noise_lane(noise, lane) << 8 | 0x80u;
+#endif
+}
+
+OPTIM_INLINE uint32_t noise_float(const Noise& noise, int lane) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(noise.word[lane / 4], noise.shared, 0x7605 + (lane % 4 << 4));
+#else
+    return noise_lane(noise, lane) | NOISE_FLOAT << 24;
+#endif
 }

@@ -34,12 +34,6 @@ struct RuleRow {
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 
-struct PresetRow {
-    const char* name;
-    const char *rule, *weights, *m, *v;
-    const char* note;
-};
-
 struct BuiltInRow {
     const char* types;      // all but the gradients'
     const void* kernel[2];  // with those of grads_rows
@@ -84,8 +78,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
     {format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),                          \
      {(const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
       (const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
-#define RULE_ROW(NAME, NOTE, TYPE) {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, EachElement<TYPE>::update},
-#define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
+#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) \
+    {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, EachElement<TYPE>::update},
 #define BUILT_IN_ROW(...)                                                      \
     {#__VA_ARGS__,                                                             \
      {(const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
@@ -97,7 +91,6 @@ static const FormatRow grads_rows[] = {OPTIM_GRADS(FORMAT_ROW)};
 static const FormatRow state_rows[] = {OPTIM_STATES(FORMAT_ROW)};
 static const FormatRow import_rows[] = {OPTIM_IMPORTS(FORMAT_ROW)};
 static const FormatRow none_row = format_row<None>("none", "", "None");  // of a state that a rule does not keep
-static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const BuiltInRow built_in_rows[] = {OPTIM_BUILT_IN(BUILT_IN_ROW)};
 static_assert(sizeof(grads_rows) == 2 * sizeof(FormatRow), "BuiltInRow has a kernel for each");
 // The types that the matmuls read, by OptimType.
@@ -497,7 +490,7 @@ struct Launch {
     JitKernel jit;
     bool measures;  // the pass before it, of formats in spans
     JitKernel measure;
-    int measure_threads;
+    int measure_threads, measure_shared_bytes;
 };
 
 struct Optim {
@@ -708,8 +701,9 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
     launch->threads = shape.block_threads;
     launch->measure_threads = shape.threads;
-    launch->shared_bytes = has_stages(dev->compute) ? step_shared_bytes(shape) : 0;
-    if (launch->shared_bytes > 0 && shape.stages < 2) {
+    launch->shared_bytes = step_shared_bytes(shape, dev->compute);
+    launch->measure_shared_bytes = shape.table_bytes;
+    if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
             m->name, v->name, shape.stage_bytes / 1024);
@@ -722,6 +716,7 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     } else {
         jit_shared_bytes(&launch->jit, launch->shared_bytes);
     }
+    if (launch->measures) jit_shared_bytes(&launch->measure, launch->measure_shared_bytes);
 }
 
 // A format of the user's own exists for NVRTC alone.
@@ -895,7 +890,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     if (launch->measures) {
         int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
         jit_launch(&launch->measure, launch->tile_count < blocks ? launch->tile_count : blocks, launch->measure_threads,
-                   0, pointers, optim->dev->stream);
+                   launch->measure_shared_bytes, pointers, optim->dev->stream);
     }
     if (launch->built_in) {
         check(cudaLaunchKernel(launch->built_in, dim3((unsigned)launch->grid), dim3((unsigned)launch->threads),
@@ -979,10 +974,11 @@ void optim_list_formats(FILE* file, const char* formats) {
 void optim_list_presets(FILE* file) {
     fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
     const OptimConfig none = {};
-    for (const PresetRow& row : preset_rows) {
-        double each = rows_bytes_each(find(rule_rows, row.rule), &find(weights_rows, row.weights)->format,
-                                      find(state_rows, row.m), find_state(&none, row.v));
-        fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8.4g   %s\n", row.name, row.rule, row.weights, row.m, row.v,
-                each, row.note);
+    for (int i = 0; i < preset_count(); i++) {
+        const PresetRow* row = preset_row(i);
+        double each = rows_bytes_each(find(rule_rows, row->rule), &find(weights_rows, row->weights)->format,
+                                      find(state_rows, row->m), find_state(&none, row->v));
+        fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8.4g   %s\n", row->name, row->rule, row->weights, row->m, row->v,
+                each, row->note);
     }
 }

@@ -82,6 +82,10 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config 
 // that names the option, what was found and what to type in `error` (the nearest known name is suggested).
 bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
 
+// The learning rate to begin with, for a model of `channels`: for adamw near GPT-3's, and a part of it for rules that
+// take smaller ones. A rule that is not known, such as "", has adamw's.
+double optim_usual_lr(const char* rule, int64_t channels);
+
 // Bytes of the combination (a resolved configuration) for an arena of `elements`.
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
 
@@ -120,6 +124,10 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
 
+// Which formats of the user's own it uses, and the checksums of their files, as text for a checkpoint.
+constexpr int OPTIM_OWN_FORMATS_BYTES = 4096;
+void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]);
+
 // An optimizer as a checkpoint holds it, in whatever formats.
 struct OptimStored {
     OptimConfig config;  // resolved; its formats, rule and overrides are those of the run that wrote it
@@ -132,13 +140,14 @@ struct OptimStored {
     // Is given a line without its end for every conversion and every moment that begins or ends here.
     void (*notice)(void* context, const char* line);
     void* context;
+    const char* own_formats = "";  // what optim_own_formats said when it was written
 };
 
 // Weights and states of a new optimizer, or shard, from a checkpoint, which is unsharded. What is stored in the same
 // format comes back to the bit, whatever the launches; other formats are decoded, of the weights what the update reads
 // (a master, if there is one), and encoded to nearest, a piece at a time, and said by `notice`. Moments that the
 // checkpoint's rule did not keep are zero, except v: a rule that needs one is refused. False, with a sentence, when it
-// or an array is missing; the optimizer is then of no use.
+// or an array is missing, or a format of the user's own has changed; the optimizer is then of no use.
 bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t error_bytes);
 
 // Bytes really allocated: equal to optim_bytes.

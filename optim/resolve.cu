@@ -19,15 +19,12 @@ struct StateName {
 struct RuleName {
     const char *name, *note;
     bool keeps_v, decoupled;
-};
-
-struct PresetName {
-    const char *name, *rule, *weights, *m, *v, *note;
+    double slower;  // adamw's usual learning rate over the rule's
 };
 
 #define NAME_ROW(NAME, NOTE, ...) {NAME, NOTE},
 #define STATE_ROW(NAME, NOTE, ...) {NAME, NOTE, HAS_SIGN<__VA_ARGS__>},
-#define RULE_ROW(NAME, NOTE, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED},
+#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED, SLOWER},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
 
 static const RuleName rule_rows[] = {OPTIM_RULES(RULE_ROW)};
@@ -35,8 +32,16 @@ static const Name weights_rows[] = {OPTIM_WEIGHTS(NAME_ROW)};
 static const Name grads_rows[] = {OPTIM_GRADS(NAME_ROW)};
 static const StateName state_rows[] = {OPTIM_STATES(STATE_ROW)};
 static const StateName import_rows[] = {OPTIM_IMPORTS(STATE_ROW)};
-static const PresetName preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
+static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const char NONE[] = "none";  // a state that a rule does not keep
+
+int preset_count() {
+    return sizeof(preset_rows) / sizeof(preset_rows[0]);
+}
+
+const PresetRow* preset_row(int index) {
+    return &preset_rows[index];
+}
 
 template <class Row>
 static const char* row_name(const Row& row) {
@@ -181,11 +186,21 @@ static bool resolve_overrides(const OptimConfig* config, char* error, size_t byt
     return true;
 }
 
+double optim_usual_lr(const char* rule, int64_t channels) {
+    const RuleName* row = find(rule_rows, rule);
+    double adamw = channels <= 256    ? 3e-3
+                   : channels <= 512  ? 1e-3
+                   : channels <= 768  ? 6e-4
+                   : channels <= 1024 ? 3e-4
+                                      : 2e-4;
+    return row ? adamw / row->slower : adamw;
+}
+
 bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     take_default(&config->preset, preset_rows[0].name);
     if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
     if (!resolve_formats(config, error, bytes)) return false;
-    const PresetName* preset = find(preset_rows, config->preset);
+    const PresetRow* preset = find(preset_rows, config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");

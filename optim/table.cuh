@@ -27,12 +27,13 @@
 #include "rules/lion.cuh"
 #include "rules/sgd.cuh"
 
-#define OPTIM_RULES(ROW)                                                                                         \
-    ROW("adamw", "Adam with decoupled weight decay", AdamW)                                                      \
-    ROW("adam", "the weight decay is added to the gradient (L2)", Adam)                                          \
-    ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", Lion) \
-    ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", Sgd)                                             \
-    ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", AdEMAMix)
+// ROW(name, when to use, adamw's usual learning rate over the rule's, type)
+#define OPTIM_RULES(ROW)                                                                                            \
+    ROW("adamw", "Adam with decoupled weight decay", 1, AdamW)                                                      \
+    ROW("adam", "the weight decay is added to the gradient (L2)", 1, Adam)                                          \
+    ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", 5, Lion) \
+    ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", 1, Sgd)                                             \
+    ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1, AdEMAMix)
 
 #define OPTIM_WEIGHTS(ROW)                                                                                          \
     ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>) \

@@ -5,11 +5,12 @@
 #include <errno.h>
 
 #include "jit.h"
-#include "optim.h"
+#include "names.h"
+#include "override.h"
 
 // The rows in PTX: `.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, ...};`, where zeros at the end may be left
 // out. A compiler may put something before or after the name.
-static const char row_name[] = "optim_user_row_";
+static const char row_mark[] = "optim_user_row_";
 
 __attribute__((format(printf, 3, 4))) static bool refuse(char* error, size_t bytes, const char* format, ...) {
     va_list arguments;
@@ -17,6 +18,40 @@ __attribute__((format(printf, 3, 4))) static bool refuse(char* error, size_t byt
     vsnprintf(error, bytes, format, arguments);
     va_end(arguments);
     return false;
+}
+
+static bool ends_comment(const char* at, bool line) {
+    return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
+}
+
+// FNV-1a of a text of C++ in which a comment counts as a space, and spaces in a row as one of them, or as one end of a
+// line where there is such among them.
+static uint64_t text_sum(const char* text) {
+    const uint64_t start = 0xcbf29ce484222325ull;
+    uint64_t sum = start;
+    char space = 0;
+    auto add = [&](char c) { sum = (sum ^ (unsigned char)c) * 0x100000001b3ull; };
+    for (const char* at = text; *at;) {
+        if (at[0] == '/' && (at[1] == '/' || at[1] == '*')) {
+            bool line = at[1] == '/';
+            for (at += 2; *at && !ends_comment(at, line);) at++;
+            if (*at && !line) at += 2;
+            space = space ? space : ' ';
+        } else if (isspace((unsigned char)*at)) {
+            space = *at++ == '\n' || space == '\n' ? '\n' : ' ';
+        } else {
+            char quote = *at == '"' || *at == '\'' ? *at : 0;
+            if (space && sum != start) add(space);
+            space = 0;
+            add(*at++);
+            for (bool open = quote != 0; open && *at; at++) {
+                open = *at != quote && *at != '\n';
+                add(*at);
+                if (*at == '\\' && at[1]) add(*++at);
+            }
+        }
+    }
+    return sum;
 }
 
 // One file's text at the end of the source, with its name and lines for the compiler's messages.
@@ -109,7 +144,7 @@ static bool compile_rows(UserFormats* formats, const char* paths, char* error, s
     if (!good) return false;
     char* text = strndup(image.image, (size_t)image.image_bytes);
     jit_free(&image);
-    for (const char* at = strstr(text, row_name); at && good; at = strstr(at + 1, row_name)) {
+    for (const char* at = strstr(text, row_mark); at && good; at = strstr(at + 1, row_mark)) {
         if (formats->count == USER_ROWS) {
             good = refuse(error, bytes, "--format: %s hold more than %d formats", paths, USER_ROWS);
         } else if (!read_row(at, &formats->row[formats->count++])) {
@@ -159,8 +194,12 @@ bool user_formats_open(const char* paths, UserFormats** formats, char* error, si
             good = refuse(error, bytes, "--format: %s are more than %d files", paths, USER_FILES);
         } else {
             path[files] = one;
+            fflush(source);  // sets source_bytes, and below the text as it is now
+            size_t begin = source_bytes;
             good = append_file(one, files, source, error, bytes);
-            files++;
+            fflush(source);
+            const char* text = strstr((*formats)->source + begin, "\"\n");  // the end of the line with its name
+            (*formats)->sum[files++] = good ? text_sum(text + 2) : 0;
         }
     }
     fclose(source);
@@ -178,6 +217,30 @@ void user_formats_free(UserFormats* formats) {
     free(formats->source);
     free(formats->storage);
     free(formats);
+}
+
+static const char* row_name(const UserRow& row) {
+    return row.name;
+}
+
+void user_sums(const OptimConfig* config, char* text, size_t bytes) {
+    const UserFormats* formats = config->user_formats;
+    Override overrides[OVERRIDES];
+    char ignored[512];
+    int count = 0;
+    text[0] = 0;
+    if (!formats || !overrides_parse(config->overrides, overrides, &count, ignored, sizeof(ignored))) return;
+    for (int i = -1; i < count; i++) {
+        for (const char* name : {i < 0 ? config->m : overrides[i].m, i < 0 ? config->v : overrides[i].v}) {
+            const UserRow* row = find_row(formats->row, formats->count, name);
+            char entry[64];
+            if (!row) continue;
+            snprintf(entry, sizeof(entry), "%s=%016llx", row->name, (unsigned long long)formats->sum[row->file]);
+            if (strstr(text, entry)) continue;
+            size_t used = strlen(text);
+            snprintf(text + used, bytes - used, "%s%s", used ? " " : "", entry);
+        }
+    }
 }
 
 void user_table_fill(const Device* dev, const char* type, const char* source, void* table) {

@@ -1,23 +1,46 @@
-// What the tests of the run-time compiler and those that compare its kernels share: a cache of their own.
+// What the tests of the run-time compiler and those that compare its kernels share: a cache of their own, variables of
+// the environment, processes that compile, and ./train.
 #pragma once
 #include <dirent.h>
+#include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
+
+#include "test.h"
+
+// Sets a variable of the environment for as long as a case runs.
+struct Setting {
+    const char* name;
+    char* saved;
+};
+
+inline Setting setting_enter(const char* name, const char* value) {
+    const char* saved = getenv(name);
+    Setting setting = {name, saved ? strdup(saved) : nullptr};
+    setenv(name, value, 1);
+    return setting;
+}
+
+inline void setting_leave(Setting* setting) {
+    if (setting->saved) setenv(setting->name, setting->saved, 1);
+    if (!setting->saved) unsetenv(setting->name);
+    free(setting->saved);
+}
 
 // A folder of its own for the cache of compiled kernels, named by NIBBLE_CACHE while the test runs.
 struct CacheFolder {
     char path[64];
-    char* saved;
+    Setting setting;
 };
 
 inline CacheFolder cache_enter() {
-    CacheFolder folder = {"/tmp/nibble-test-XXXXXX", nullptr};
-    const char* saved = getenv("NIBBLE_CACHE");
-    if (saved) folder.saved = strdup(saved);
+    CacheFolder folder = {"/tmp/nibble-test-XXXXXX", {}};
     if (!mkdtemp(folder.path)) printf("    mkdtemp failed\n"), exit(1);
-    setenv("NIBBLE_CACHE", folder.path, 1);
+    folder.setting = setting_enter("NIBBLE_CACHE", folder.path);
     return folder;
 }
 
@@ -39,10 +62,40 @@ inline int folder_files(const char* path, bool remove_them) {
 inline void cache_leave(CacheFolder* folder) {
     folder_files(folder->path, true);
     rmdir(folder->path);
-    if (folder->saved) {
-        setenv("NIBBLE_CACHE", folder->saved, 1);
-    } else {
-        unsetenv("NIBBLE_CACHE");
+    setting_leave(&folder->setting);
+}
+
+// ./train, beside this program, with its two streams into `output`; returns its exit code.
+inline int run_train(const char* words, char* output, size_t bytes) {
+    char command[12000];
+    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
+    FILE* pipe = popen(command, "r");
+    size_t used = 0, got;
+    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
+    output[used] = 0;
+    int status = pipe ? pclose(pipe) : -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// Calls body(k) for each k below `count` in as many processes as there are cores, and waits for them; returns how many
+// did not end well. (Threads do not help: NVRTC compiles one program at a time in a process.) The processes must not
+// call CUDA, and count their failures in copies of the case.
+template <class Body>
+int in_processes(Test* test, int count, Body body) {
+    int* next = (int*)mmap(nullptr, sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    int processes = omp_get_num_procs() < count ? omp_get_num_procs() : count, bad = 0;
+    if (next == MAP_FAILED) return 1;
+    fflush(stdout);
+    for (int i = 0; i < processes; i++) {
+        pid_t child = fork();
+        if (child < 0) bad++;
+        if (child != 0) continue;
+        int before = test->failures;
+        for (int k; (k = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < count;) body(k);
+        fflush(stdout);
+        _exit(test->failures > before ? 1 : 0);
     }
-    free(folder->saved);
+    for (int status, i = bad; i < processes; i++) bad += wait(&status) < 0 || status != 0;
+    munmap(next, sizeof(int));
+    return bad;
 }

@@ -115,6 +115,13 @@ static void expect_load(Test* test, Fixture* to, const Fixture* from) {
 
 // A slot of a tensor, padding included, by the row's own functions.
 
+static void* table_of(const FormatRow* format) {
+    if (format->table_bytes == 0) return nullptr;
+    void* table = malloc((size_t)format->table_bytes);
+    format->fill(table);
+    return table;
+}
+
 static Streams place_streams(const Fixture* f, int tensor, const Place* place) {
     void* data[3] = {};
     for (int i = 0; i < 3; i++) {
@@ -127,12 +134,7 @@ static Streams place_streams(const Fixture* f, int tensor, const Place* place) {
                 data[i] = (char*)stream.data + stream_bytes(info, f->tensor[tensor].offset - place->begin);
         }
     }
-    void* table = nullptr;
-    if (place->format->table_bytes > 0) {
-        table = malloc((size_t)place->format->table_bytes);
-        place->format->fill(table);
-    }
-    return {data[0], data[1], table, data[2]};
+    return {data[0], data[1], table_of(place->format), data[2]};
 }
 
 static Place find_place(const Fixture* f, int tensor, Slot slot) {
@@ -167,7 +169,8 @@ static bool holds_nearest(const Fixture* f, int tensor, Slot slot, const float* 
     Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     void** to[3] = {&want.codes, &want.extra, &want.more};
-    void* const from[3] = {there.codes, there.extra, there.more};
+    void *const from[3] = {there.codes, there.extra, there.more}, *table = table_of(place.nearest);
+    if (slot != SLOT_WEIGHTS) want.table = table;
     for (int i = 0; i < 3; i++) *to[i] = calloc(1, (size_t)stream_bytes(place.format->stream[i], padded) + 1);
     for (int64_t i = 0; i < padded; i += OPTIM_ALIGN) {
         if (slot == SLOT_WEIGHTS) place.format->set(want, i, values + i, OPTIM_ALIGN);
@@ -181,6 +184,7 @@ static bool holds_nearest(const Fixture* f, int tensor, Slot slot, const float* 
         free(*to[i]);
     }
     free((void*)there.table);
+    free(table);
     return same;
 }
 

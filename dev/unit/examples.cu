@@ -140,7 +140,7 @@ struct Combination {
     static void run_gpu(Arrays* a, const Device* gpu, const JitKernel* kernel) {
         void *m_table = table_create<M>(gpu), *v_table = table_create<V>(gpu);
         Arrays* there = (Arrays*)device_alloc(gpu, sizeof(Arrays));
-        int shared_bytes = has_stages(gpu->compute) ? step_shared_bytes(Layout::SHAPE) : 0;
+        int shared_bytes = step_shared_bytes(Layout::SHAPE, gpu->compute);
         int64_t grid = (TILES + Layout::SHAPE.groups - 1) / Layout::SHAPE.groups;
         jit_shared_bytes(kernel, shared_bytes);
         start(a);

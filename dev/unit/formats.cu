@@ -9,7 +9,7 @@
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
 #include "../../optim/table.cuh"
-#include "test.h"
+#include "cache.h"
 
 // A format as function pointers, over a table of its own.
 struct FormatCase {
@@ -20,19 +20,24 @@ struct FormatCase {
     float (*decode)(uint32_t code);  // in units of the scale; of the root where the root is stored
     uint32_t (*nearest)(float y, int lowest);
     uint32_t (*stochastic)(float y, uint32_t noise, int lowest);
+    uint32_t (*written)(float y, int lowest);  // to nearest, with what stochastic has for a table
 };
 
 template <class Format>
 struct Case {
-    static const typename Format::Table* table() {
-        static typename Format::Table made;
+    typedef typename Rounded<Format, STOCHASTIC>::Type Noisy;
+
+    template <class F>
+    static const typename F::Table* table_of() {
+        static typename F::Table made;
         static bool ready = false;
-        if constexpr (HAS_TABLE<Format>) {
-            if (!ready) Format::fill(&made);
+        if constexpr (HAS_TABLE<F>) {
+            if (!ready) F::fill(&made);
         }
         ready = true;
         return &made;
     }
+    static const typename Format::Table* table() { return table_of<Format>(); }
 
     static float decode(uint32_t code) {
         float x = Format::decode(table(), code, 1.0f);
@@ -42,11 +47,17 @@ struct Case {
         return (Format::nearest(table(), y, Format::UNITS, lowest) - Format::BIAS) & ((1u << Format::BITS) - 1u);
     }
     static uint32_t stochastic(float y, uint32_t noise, int lowest) {
-        return (Format::stochastic(table(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
+        return (Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
+               ((1u << Format::BITS) - 1u);
+    }
+    // Numbers written from outside into what is stored stochastically.
+    static uint32_t written(float y, int lowest) {
+        return (Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest) - Format::BIAS) &
                ((1u << Format::BITS) - 1u);
     }
     static FormatCase get(const char* name, bool has_sign) {
-        return {name, Format::BITS, Format::ZERO, Format::ROOT, has_sign, Format::LARGEST, decode, nearest, stochastic};
+        return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, Format::LARGEST,
+                decode, nearest,      stochastic,   written};
     }
 };
 
@@ -170,6 +181,10 @@ TEST(formats_nearest_against_search) {
             if (y > format.largest) y = format.largest;
             check_nearest(test, &format, &list, y, nearest_slack(&format, (double)y));
             if (format.has_sign) check_nearest(test, &format, &list, -y, nearest_slack(&format, (double)y));
+            for (float x : {y, format.has_sign ? -y : y}) {
+                expect(format.nearest(x, 0) == format.written(x, 0), "%s: %a is %u or %u", format.name, (double)x,
+                       format.nearest(x, 0), format.written(x, 0));
+            }
         }
         if (test->failures > 20) return;
     }
@@ -200,6 +215,28 @@ TEST(formats_ties_and_limits) {
                            format.name);
                 }
             }
+        }
+    }
+}
+
+TEST(formats_stochastic_keeps_zero_and_the_largest) {
+    // Whatever the noise: zero, of which padding is made, and the levels at the ends, also when y lies a rounding
+    // above.
+    for (const FormatCase& format : cases) {
+        uint32_t zero = format.nearest(0.0f, 0), top = format.nearest(format.largest, 0);
+        for (uint32_t noise = 0; noise < 65536; noise++) {
+            bool kept = true;
+            if (format.zero >= 0) {
+                kept = format.decode(format.stochastic(0.0f, noise, 0)) == 0.0f &&
+                       format.decode(format.stochastic(-0.0f, noise, 0)) == 0.0f;
+                if (!format.has_sign && format.zero == 0) kept = format.stochastic(0.0f, noise, 0) <= 1;
+            }
+            for (float y : {format.largest, format.largest * 1.0000001f, format.largest * 1.0000003f}) {
+                kept = kept && format.stochastic(y, noise, 0) == top;
+            }
+            expect(kept, "%s: noise %u: zero is %u and not %u, the largest not %u", format.name, noise,
+                   format.stochastic(0.0f, noise, 0), zero, top);
+            if (!kept) break;
         }
     }
 }
@@ -460,7 +497,8 @@ static Run run_steps(const Device* dev, const OptimConfig* config, int steps, bo
         copy_to_device(dev, grads, bf16 ? (void*)narrow : (void*)values, elements * (bf16 ? 2 : 4));
         optim_step(optim, grads, device_scale, 1e-2f, step);
     }
-    Run run = {nullptr, 0};
+    const int64_t copy = optim_allocated(optim).compute;  // what the matmuls read, after all that is stored
+    Run run = {nullptr, copy};
     for (int s = 0; s < optim_stream_count(optim); s++) {
         run.count += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
     }
@@ -471,6 +509,7 @@ static Run run_steps(const Device* dev, const OptimConfig* config, int steps, bo
         copy_to_host(dev, run.bytes + used, stream.data, bytes);
         used += bytes;
     }
+    if (copy > 0) copy_to_host(dev, run.bytes + used, optim_weights(optim), copy);
     device_free(dev, grads);
     device_free(dev, device_scale);
     optim_free(optim);
@@ -495,6 +534,19 @@ TEST(formats_names_and_streams) {
     expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "--m: \"sqrt4/128\""), "%s", error);
     wrong.m = "dyn8/257";
     expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "did you mean dyn8/256?"), "%s", error);
+    // The nearest of each name: what stands before the block decides.
+    const char* const typed[][2] = {{"dyn9/256:sr", "dyn8/256:sr"},
+                                    {"dyn9", "dyn8/256"},
+                                    {"sft8/32@bf16", "soft8/32@bf16"},
+                                    {"fp33", "fp32"},
+                                    {"bf61:sr", "bf16:sr"},
+                                    {"lin8/33:dither", "lin8/32:dither"}};
+    for (const auto& pair : typed) {
+        char want[64];
+        snprintf(want, sizeof(want), "did you mean %s?", pair[1]);
+        wrong.m = pair[0];
+        expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, want), "%s: %s", pair[0], error);
+    }
     OptimConfig config = state_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8/64:sr");
     expect(strcmp(config.m, "dyn8/256") == 0 && strcmp(config.v, "udyn8/64:sr") == 0, "%s %s", config.m, config.v);
     config = state_config("adamw", "bf16:sr", "bf16", "soft8@bf16:sr", "sqrt8/32@e8m0");
@@ -648,12 +700,100 @@ TEST(formats_presets_equal_cpu_gpu) {
     device_close(&gpu);
 }
 
+TEST(formats_fp8_weights_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    Device gpu;
+    device_open(&gpu, true, 0);
+    for (const char* weights : {"e4m3:sr", "e5m2:sr", "e4m3+8", "e4m3+8:sr", "e5m2+8:sr", "e4m3"}) {
+        OptimConfig config = state_config("adamw", weights, "bf16", "soft8", "sqrt8");
+        compare(test, &gpu, &config, 20, false);
+        compare(test, &gpu, &config, 4, true);
+    }
+    device_close(&gpu);
+}
+
+// Counts where what packs fp8 and fp4 codes on a GPU differs from the portable functions, over all floats: to nearest
+// and with noise, as m and as v, in blocks of two scales; and what decodes them, and the bf16 that the model sees.
+template <class Format>
+__device__ unsigned long long minifloat_differs(uint32_t first, float inverse, int lowest) {
+    unsigned long long wrong = 0;
+    float x[8];
+    const Noise noise = noise_draw({first, 3, NOISE_M}, 0);
+    for (int i = 0; i < 8; i++) x[i] = bits_float(first + (uint32_t)i);
+    Packed<Format::BITS, 8> packed = {};
+    uint32_t seen[4];
+    Format::template stochastic_pack<8>(x, inverse, noise, lowest, &packed, seen);
+    for (int i = 0; i < 8; i++) {
+        wrong += packed.get(i) != Format::stochastic(nullptr, x[i], inverse, noise_lane(noise, i), lowest);
+    }
+    if constexpr (Format::BITS == 8) {
+        for (int i = 0; i < 8; i += 2) {
+            uint32_t pair = Format::nearest2(x + i, inverse, lowest);
+            wrong += (pair & 0xffu) != Format::nearest(nullptr, x[i], inverse, lowest);
+            wrong += (pair >> 8 & 0xffu) != Format::nearest(nullptr, x[i + 1], inverse, lowest);
+        }
+    }
+    if constexpr (Format::GIVES_SEEN) {
+        uint32_t scale = (first >> 3) * 2654435761u >> 24;
+        if (lowest > 0 || scale == 0 || scale == 255) return wrong;
+        Format::template seen_scaled<8>(scale, seen);
+        for (int i = 0; i < 8; i++) {
+            float value = Format::decode(nullptr, packed.get(i), ScaleE8m0::decode((uint8_t)scale));
+            uint32_t got = seen[i / 2] >> i % 2 * 16 & 0xffffu;
+            bool within = exact_abs(exact_mul(x[i], inverse)) <= Format::LARGEST || is_nan(x[i]);  // as in a block
+            wrong += within && is_finite(value) && got != Bf16::encode(value);
+        }
+    }
+    return wrong;
+}
+
+template <class Format>
+__global__ void minifloat_kernel(unsigned long long* total) {
+#if __CUDA_ARCH__ >= 900
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
+    unsigned long long wrong = 0;
+    for (int64_t first = 8 * thread; first < 1ll << 32; first += 8 * threads) {
+        bool other = first >> 8 & 1;
+        wrong += minifloat_differs<Format>((uint32_t)first, other ? 0.0123f : 1.0f, first >> 9 & 1);
+    }
+    if constexpr (Format::BITS == 8) {
+        for (int64_t codes = thread; codes < 65536; codes += threads) {
+            float x[2];
+            Format::decode2((uint32_t)codes, 0.37f, x);
+            for (int i = 0; i < 2; i++) {
+                float want = Format::decode(nullptr, (uint32_t)codes >> 8 * i & 0xffu, 0.37f);
+                bool unused = Format::LARGEST > 448.0f && (codes >> 8 * i & 0x7f) > 0x7b;  // e5m2's infinity and NaN
+                wrong += is_nan(want) ? !is_nan(x[i]) : !unused && float_bits(x[i]) != float_bits(want);
+            }
+        }
+    }
+    atomicAdd(total, wrong);
+#endif
+}
+
+TEST(formats_fp8_instructions_equal_the_portable_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    if (gpu.compute < 90) skip("needs compute capability 9.0");
+    unsigned long long *wrong = (unsigned long long*)device_alloc(&gpu, 24), count[3] = {1, 1, 1};
+    device_zero(&gpu, wrong, 24);
+    minifloat_kernel<E4m3><<<1056, 256, 0, gpu.stream>>>(wrong);
+    minifloat_kernel<E5m2><<<1056, 256, 0, gpu.stream>>>(wrong + 1);
+    minifloat_kernel<E2m1><<<1056, 256, 0, gpu.stream>>>(wrong + 2);
+    check(cudaGetLastError());
+    copy_to_host(&gpu, count, wrong, 24);
+    snprintf(test->note, sizeof(test->note), "all floats");
+    expect(count[0] + count[1] + count[2] == 0, "%llu, %llu, %llu codes of e4m3, e5m2, e2m1 differ", count[0], count[1],
+           count[2]);
+    device_free(&gpu, wrong);
+    device_close(&gpu);
+}
+
 // Compiles the kernels of all configurations into the cache, on all cores.
-static void compile_all(const Device* gpu, const OptimConfig* configs, int count) {
-#pragma omp parallel for schedule(dynamic)
-    for (int k = 0; k < count; k++) {
+static void compile_all(Test* test, const Device* gpu, const OptimConfig* configs, int count) {
+    int bad = in_processes(test, count, [&](int k) {
+        static char error[JIT_ERROR_BYTES];
         char expression[1200], architecture[32];
-        char* error = (char*)calloc(1, JIT_ERROR_BYTES);
         JitImage image = {};
         optim_expression(&configs[k], OPTIM_BF16, expression, sizeof(expression));
         // What fails here fails again, and is reported, when the optimizer is created.
@@ -661,8 +801,8 @@ static void compile_all(const Device* gpu, const OptimConfig* configs, int count
             jit_get(expression, architecture, &image, error)) {
             jit_free(&image);
         }
-        free(error);
-    }
+    });
+    expect(bad == 0, "%d processes did not end well", bad);
 }
 
 constexpr int RANDOM_COMBINATIONS = 300;
@@ -685,7 +825,7 @@ TEST(formats_random_combinations_equal_cpu_gpu) {
         configs[k] = state_config(rule, weights, draw[2] % 2 ? "bf16" : "fp32", all_states[draw[3] % STATES],
                                   keeps_v ? all_states[draw[4] % STATES] : "");
     }
-    compile_all(&gpu, configs, RANDOM_COMBINATIONS);
+    compile_all(test, &gpu, configs, RANDOM_COMBINATIONS);
     for (int k = 0; k < RANDOM_COMBINATIONS && test->failures < 10; k++) {
         compare(test, &gpu, &configs[k], 20, false);
     }

@@ -94,25 +94,6 @@ static int stderr_lines(Body body) {
     return lines;
 }
 
-// Sets a variable of the environment for as long as a case runs.
-struct Setting {
-    const char* name;
-    char* saved;
-};
-
-static Setting setting_enter(const char* name, const char* value) {
-    const char* saved = getenv(name);
-    Setting setting = {name, saved ? strdup(saved) : nullptr};
-    setenv(name, value, 1);
-    return setting;
-}
-
-static void setting_leave(Setting* setting) {
-    if (setting->saved) setenv(setting->name, setting->saved, 1);
-    if (!setting->saved) unsetenv(setting->name);
-    free(setting->saved);
-}
-
 // The source and the compiler.
 
 TEST(jit_source_is_device_code_alone) {
@@ -462,18 +443,6 @@ TEST(jit_without_nvrtc) {
     setting_leave(&setting);
 }
 
-// ./train, beside this program, with its two streams into `output`; returns its exit code.
-static int run_train(const char* words, char* output, size_t bytes) {
-    char command[4096];
-    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
-    FILE* pipe = popen(command, "r");
-    size_t used = 0, got;
-    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
-    output[used] = 0;
-    int status = pipe ? pclose(pipe) : -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 TEST(jit_without_nvrtc_presets_train_gpu) {
     static char output[65536];
     Setting setting = setting_enter("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
@@ -502,9 +471,9 @@ TEST(jit_without_nvrtc_presets_train_gpu) {
 
 // Time.
 
-static double cpu_ms(clockid_t clock = CLOCK_PROCESS_CPUTIME_ID) {
+static double cpu_ms() {
     struct timespec time;
-    clock_gettime(clock, &time);
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
     return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
 }
 
@@ -547,7 +516,7 @@ static void measure_first_call(Test* test, const char* path) {
     if (good) jit_free(&image);
 }
 
-TEST(jit_times) {
+TEST_ALONE(jit_times) {
     const char* path = getenv("NIBBLE_TEST_JIT_TIMES");
     if (path) {
         measure_first_call(test, path);  // before anything else has opened the library
@@ -635,26 +604,30 @@ TEST(jit_sample_of_all_combinations_compiles) {
     sample_seed(text, sizeof(text));
     uint64_t seed = 14695981039346656037ull;
     for (const char* c = text; *c; c++) seed = (seed ^ (unsigned char)*c) * 1099511628211ull;
-    double begin = cpu_ms(), slowest = 0.0;
-    int failures = 0;
-#pragma omp parallel for schedule(dynamic) reduction(+ : failures) reduction(max : slowest)
-    for (int k = 0; k < PRESETS + DRAWN; k++) {
+    constexpr size_t BYTES = (PRESETS + DRAWN) * sizeof(double);
+    double* ms = (double*)mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    int bad = in_processes(test, PRESETS + DRAWN, [&](int k) {
+        static char error[JIT_ERROR_BYTES];
         OptimConfig config = k < PRESETS ? make_config(presets[k / length(grads)], "", grads[k % length(grads)], "", "")
                                          : draw_config(seed, k - PRESETS);
-        char expression[2048], *error = (char*)calloc(1, JIT_ERROR_BYTES);
+        char expression[2048];
         JitImage image;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        double thread_begin = cpu_ms(CLOCK_THREAD_CPUTIME_ID);
+        double begin = cpu_ms();
         bool good = jit_compile(expression, "sm_90", &image, error) && image.image_bytes > 1000;
-        double ms = cpu_ms(CLOCK_THREAD_CPUTIME_ID) - thread_begin;
-        slowest = ms > slowest ? ms : slowest;
+        ms[k] = cpu_ms() - begin;
+        expect(good, "%s", error);
         if (good) jit_free(&image);
-        if (!good) printf("    %s\n", error), failures++;
-        free(error);
+    });
+    expect(bad == 0, "in %d processes a combination does not compile", bad);
+    double slowest = 0.0, all = 0.0;
+    for (int k = 0; k < PRESETS + DRAWN; k++) {
+        slowest = ms[k] > slowest ? ms[k] : slowest;
+        all += ms[k];
     }
+    munmap(ms, BYTES);
     snprintf(test->note, sizeof(test->note),
              "%d presets and %d of %d, NIBBLE_TEST_SEED=%s, %.0f s of CPU, the slowest %.0f ms", PRESETS, DRAWN,
-             length(rules) * length(weights) * length(grads) * length(states) * length(states), text,
-             1e-3 * (cpu_ms() - begin), slowest);
-    expect(failures == 0, "%d do not compile", failures);
+             length(rules) * length(weights) * length(grads) * length(states) * length(states), text, 1e-3 * all,
+             slowest);
 }

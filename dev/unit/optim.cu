@@ -178,14 +178,14 @@ TEST(optim_philox_published_vectors) {
     for (const auto& row : known) {
         for (int k = 0; k < 2; k++) {
             Noise got = philox4x32(row.counter, row.key[0], row.key[1], k ? 10 : 7);
-            expect(memcmp(&got, &row.want[k], sizeof(got)) == 0, "%08x %08x %08x %08x", got.word[0], got.word[1],
-                   got.word[2], got.word[3]);
+            expect(memcmp(got.word, row.want[k].word, sizeof(got.word)) == 0, "%08x %08x %08x %08x", got.word[0],
+                   got.word[1], got.word[2], got.word[3]);
         }
     }
     // The layout of key and counter is part of the format of a checkpoint: a resumed run must draw the same bits.
-    Noise noise = noise_draw({0x299f31d0a4093822ull, 0x03707344, 0x13198a2e, (int64_t)0x05a308d3243f6a88 * 8}, 0);
+    Noise noise = noise_draw({0x299f31d0a4093822ull, 0x03707344, 0x13198a2e, (int64_t)0x05a308d3243f6a88 * 16}, 0);
     Noise want = philox4x32({{0x243f6a88, 0x05a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0, 7);
-    expect(memcmp(&noise, &want, sizeof(noise)) == 0, "%08x %08x", noise.word[0], noise.word[3]);
+    expect(memcmp(noise.word, want.word, sizeof(noise.word)) == 0, "%08x %08x", noise.word[0], noise.word[3]);
 }
 
 static int compare_u64(const void* a, const void* b) {
@@ -208,8 +208,38 @@ TEST(optim_noise_differs_by_seed_step_stream_and_element) {
     }
     qsort(drawn, (size_t)count, sizeof(drawn[0]), compare_u64);
     for (int i = 1; i < count; i++) expect(drawn[i] != drawn[i - 1], "%016llx", (unsigned long long)drawn[i]);
-    Noise lanes = {{0x00010000, 0x00030002, 0x00050004, 0x00070006}};
-    for (int lane = 0; lane < 8; lane++) expect(noise_lane(lanes, lane) == (uint32_t)lane, "lane %d", lane);
+}
+
+TEST(optim_noise_of_an_element) {
+    // A byte of its own above the one that 16 share; the same from half of them.
+    Noise lanes = {{0x03020100, 0x07060504, 0x0b0a0908, 0x0f0e0d0c}, NOISE_FLOAT << 24 | 0xab80u};
+    for (int lane = 0; lane < NOISE_ELEMENTS; lane++) {
+        uint32_t want = (uint32_t)lane << 8 | 0xab;
+        expect(noise_lane(lanes, lane) == want, "lane %d", lane);
+        expect(noise_middle(lanes, lane) == (want << 8 | 0x80), "lane %d", lane);
+        expect(bits_float(noise_float(lanes, lane)) == 128.0f + (float)want / 65536.0f, "lane %d", lane);
+    }
+    NoiseKey key = {1, 2, NOISE_M};
+    Noise whole = noise_draw(key, 48), upper = noise_draw(key, 56);
+    for (int i = 0; i < 8; i++) expect(noise_lane(whole, 8 + i) == noise_lane(upper, i), "lane %d", i);
+    // Uniform, and uncorrelated between any two of the 16: within 4.5 standard errors, 5 for the 120 pairs.
+    constexpr int DRAWS = 65536;
+    double mean[NOISE_ELEMENTS] = {}, product[NOISE_ELEMENTS][NOISE_ELEMENTS] = {};
+    for (int draw = 0; draw < DRAWS; draw++) {
+        Noise noise = noise_draw(key, draw * NOISE_ELEMENTS);
+        double x[NOISE_ELEMENTS];
+        for (int i = 0; i < NOISE_ELEMENTS; i++) {
+            x[i] = ((noise_lane(noise, i) + 0.5) / 65536.0 - 0.5) * sqrt(12.0);
+            mean[i] += x[i] / sqrt(DRAWS);
+            for (int k = 0; k < i; k++) product[i][k] += x[i] * x[k] / sqrt(DRAWS);
+        }
+    }
+    for (int i = 0; i < NOISE_ELEMENTS; i++) {
+        expect(fabs(mean[i]) < 4.5, "lane %d is off by %.2f standard errors", i, mean[i]);
+        for (int k = 0; k < i; k++) {
+            expect(fabs(product[i][k]) < 5.0, "lanes %d and %d are correlated by %.2f", i, k, product[i][k]);
+        }
+    }
 }
 
 TEST(optim_bf16_codes_survive) {

@@ -215,6 +215,15 @@ TEST(rules_allocate_what_they_keep) {
     }
 }
 
+TEST(rules_usual_learning_rates) {
+    for (int64_t channels : {64, 256, 257, 768, 1600}) {
+        double adamw = optim_usual_lr("adamw", channels);
+        expect(adamw == optim_usual_lr("", channels) && adamw == optim_usual_lr("ademamix", channels), "%g", adamw);
+        expect(optim_usual_lr("lion", channels) == adamw / 5, "%g", optim_usual_lr("lion", channels));
+    }
+    expect(optim_usual_lr("adamw", 768) == 6e-4 && optim_usual_lr("adamw", 256) == 3e-3, "not as README says");
+}
+
 TEST(rules_refuse_what_does_not_fit) {
     OptimConfig good = make_config("adamw", "bf16", "fp32"), config = good;
     config = good, config.rule = "lion";

@@ -1,9 +1,7 @@
 // What the tests of rules, weights and overrides share: a configuration, test data, the cache of compiled kernels.
 #pragma once
-#include <unistd.h>
-
 #include "../../optim/optim.h"
-#include "test.h"
+#include "cache.h"
 
 inline bool is(const char* a, const char* b) {
     return strcmp(a, b) == 0;
@@ -45,17 +43,8 @@ inline void expect_refusal(Test* test, OptimConfig config, const char* begin, co
     expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds) && !strchr(error, '\n'), "%s", error);
 }
 
-// A folder of its own for the cache of compiled kernels.
 inline void with_empty_cache(Test* test, void (*body)(Test*)) {
-    char path[] = "/tmp/nibble-rules-XXXXXX", command[128];
-    const char* saved = getenv("NIBBLE_CACHE");
-    char* kept = saved ? strdup(saved) : nullptr;
-    if (!mkdtemp(path)) printf("    mkdtemp failed\n"), exit(1);
-    setenv("NIBBLE_CACHE", path, 1);
+    CacheFolder folder = cache_enter();
     body(test);
-    snprintf(command, sizeof(command), "rm -r '%s'", path);
-    expect(system(command) == 0, "%s", command);
-    if (kept) setenv("NIBBLE_CACHE", kept, 1);
-    if (!kept) unsetenv("NIBBLE_CACHE");
-    free(kept);
+    cache_leave(&folder);
 }

@@ -393,7 +393,7 @@ TEST(spans_rank1_by_hand) {
 TEST(spans_pieces_of_a_tile) {
     typedef Spans<De4, SPAN_RANK1, STOCHASTIC> Storage;
     static float x[TILE_ELEMENTS], back[2][TILE_ELEMENTS], now[8000], next[3][8000];
-    static uint8_t codes[3][TILE_ELEMENTS / 2], table[sizeof(De4::Table)] __attribute__((aligned(16)));
+    static uint8_t codes[3][TILE_ELEMENTS / 2], table[Storage::TABLE_BYTES] __attribute__((aligned(16)));
     const int sizes[3] = {TILE_ELEMENTS, 16, 8};
     Storage::fill(table);
     for (const Shape& shape : {Shape{3, 1001}, {1500, 3}, {4000, 1}, {37, 117}, {2, 5000}, {1, 4000}}) {

@@ -1,7 +1,9 @@
-// The test runner: a case is a function registered by TEST(name); `./test_gpt2` runs all, prints one line per case and
-// ends with `N passed, N failed, N skipped`. `--list` names them, `-k substring` (repeatable) picks.
-// A case whose name ends in _gpu is skipped where there is no GPU. A case fails through expect() or expect_close() and
-// goes on, so that one run shows all that is wrong. Every case runs in the same process unless it forks itself.
+// A case is a function registered by TEST(name); `./test_gpt2` runs all (runner.cu), prints one line per case and ends
+// with `N passed, N failed, N skipped`. `--list` names them, `-k substring` (repeatable) picks, `-j N` runs N at a
+// time. A case whose name ends in _gpu is skipped where there is no GPU. A case fails through expect() or
+// expect_close() and goes on, so that one run shows all that is wrong. With -j 1 all run in one process, otherwise each
+// in its own, so a case takes files of its own (mkdtemp) and leaves nothing behind for another. TEST_ALONE: nothing
+// runs beside it, because it measures time or what the whole device has free.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -15,6 +17,7 @@ struct Test {
     void (*run)(Test*);
     int failures;
     bool skipped;
+    bool alone;
     char note[256];  // printed at the end of the case's line: the figure it measured, or why it was skipped
     Test* next;
 };
@@ -29,11 +32,13 @@ struct TestRegistration {
     }
 };
 
-#define TEST(NAME)                                                               \
-    static void test_##NAME(Test* test);                                         \
-    static Test test_case_##NAME = {#NAME, test_##NAME, 0, false, {0}, nullptr}; \
-    static TestRegistration test_registration_##NAME(&test_case_##NAME);         \
+#define TEST_CASE(NAME, ALONE)                                                          \
+    static void test_##NAME(Test* test);                                                \
+    static Test test_case_##NAME = {#NAME, test_##NAME, 0, false, ALONE, {0}, nullptr}; \
+    static TestRegistration test_registration_##NAME(&test_case_##NAME);                \
     static void test_##NAME([[maybe_unused]] Test* test)
+#define TEST(NAME) TEST_CASE(NAME, false)
+#define TEST_ALONE(NAME) TEST_CASE(NAME, true)
 
 // Fails the case with a printf message when the condition is false.
 #define expect(condition, ...)                                         \

@@ -3,6 +3,7 @@
 #include "../../data/safetensors.h"
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
+#include "../../optim/user.h"
 #include "cache.h"
 #include "data.h"
 #include "test.h"
@@ -195,6 +196,88 @@ TEST(user_format_enters_the_content_address) {
     cache_leave(&cache);
 }
 
+// A file that names "mine/32"; `text` stands in its body.
+static OptimConfig changed_file(Test* test, const char* path, const char* text, char* sums, size_t bytes) {
+    char file[1024];
+    snprintf(file, sizeof(file), "%s\nOPTIM_FORMAT(\"mine/32\", \"/* x */\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
+             text);
+    put_text(test, path, file);
+    OptimConfig config = asked(path, "fp32", "fp32");
+    config.overrides = "a: m=mine";
+    sums[0] = 0;
+    if (resolve(test, &config)) user_sums(&config, sums, bytes);
+    return config;
+}
+
+TEST(user_format_sums) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    char sums[256], want[256];
+    const char* body = "struct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};";
+    changed_file(test, in(folder, "mine.cuh"), body, want, sizeof(want));
+    expect(strncmp(want, "mine/32=", 8) == 0 && strlen(want) == 24, "%s", want);
+    const char* const same[] = {
+        body, "// new\nstruct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};",
+        "struct Mine : Lin8 {  // new\n\n\tstatic constexpr /* \" */ float LARGEST = 127.0f;\n\n};\n/* \n */"};
+    const char* const other[] = {"struct Mine : Lin8 {\n    static constexpr float LARGEST = 126.0f;\n};",
+                                 "struct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};\nstruct B {};",
+                                 "struct Mine : Lin8 {\n    //static constexpr float LARGEST = 127.0f;\n};"};
+    for (const char* text : same) {
+        changed_file(test, in(folder, "elsewhere.cuh"), text, sums, sizeof(sums));
+        expect(strcmp(sums, want) == 0, "%s and %s of\n%s", sums, want, text);
+    }
+    for (const char* text : other) {
+        changed_file(test, in(folder, "mine.cuh"), text, sums, sizeof(sums));
+        expect(strncmp(sums, want, 8) == 0 && strcmp(sums, want) != 0, "%s of\n%s", sums, text);
+    }
+    OptimConfig plain = asked(in(folder, "mine.cuh"), "fp32", "fp32");
+    if (resolve(test, &plain)) user_sums(&plain, sums, sizeof(sums));
+    expect(!*sums, "%s, and none is used", sums);
+    folder_end(test, folder);
+    cache_leave(&cache);
+}
+
+static const void* zeros(void* context, const char*, const char*, int64_t) {
+    return context;
+}
+
+// A checkpoint whose m is in a format of the user's own, loaded by a run on the CPU that has another m.
+static void expect_load_refused(Test* test, const OptimConfig* written, const char* sums, const char* holds) {
+    Device cpu = {};
+    OptimTensor tensor = {"a", 4, 4, true, 0};
+    OptimConfig config = asked("", "fp32", "fp32");
+    config.weights = "fp32";
+    if (!resolve(test, &config)) return;
+    optim_layout(&tensor, 1, &config);
+    Optim* optim = optim_create(&cpu, &config, &tensor, 1, OPTIM_FP32);
+    float nothing[16] = {};
+    char error[1024] = "";
+    OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums};
+    stored.config.weights = "fp32";
+    expect(!optim_load(optim, &stored, error, sizeof(error)) && strstr(error, holds), "\"%s\" should hold \"%s\"",
+           error, holds);
+    optim_free(optim);
+}
+
+TEST(user_format_changed_is_refused) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    char sums[256], now[256];
+    const char* path = in(folder, "mine.cuh");
+    changed_file(test, path, "struct Mine : Lin8 {};", sums, sizeof(sums));
+    OptimConfig config = changed_file(test, path, "struct Mine : Lin8 {};  // read again", now, sizeof(now));
+    // Unchanged, or written before there were sums: the next check speaks.
+    for (const char* known : {(const char*)sums, ""}) {
+        expect_load_refused(test, &config, known, "a format of --format is not converted");
+    }
+    config = changed_file(test, path, "struct Mine : Lin8 {\n    static constexpr int MORE = 1;\n};", now, sizeof(now));
+    expect_load_refused(test, &config, sums, "--format that holds its mine/32 has been changed since");
+    folder_end(test, folder);
+    cache_leave(&cache);
+}
+
 TEST(user_format_tables_compile) {
     // What fills the constants of each kind of table on a GPU.
     if (!jit_available()) skip("libnvrtc was not found");
@@ -209,17 +292,6 @@ TEST(user_format_tables_compile) {
     }
 }
 
-static int run_train(const char* words, char* output, size_t bytes) {
-    char command[12000];
-    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
-    FILE* pipe = popen(command, "r");
-    size_t used = 0, got;
-    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
-    output[used] = 0;
-    int status = pipe ? pclose(pipe) : -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 // A folder with runs in it.
 static void remove_runs(Test* test, const Folder& folder) {
     char command[1100];
@@ -229,33 +301,52 @@ static void remove_runs(Test* test, const Folder& folder) {
 
 static const char SMALL[] = "--layers 1 --channels 64 --heads 1 --seq 32 --batch 2 --val-every 0 --sample-every 0";
 
+// ./train with a --format, in a folder that is removed.
+struct FormatRun {
+    const char *words, *format, *says;  // the format's path from the root, or from here
+    int code;
+};
+
+static void expect_run(Test* test, const FormatRun& run) {
+    static char output[65536];
+    char words[8000], format[4200];
+    Folder folder = folder_new(test);
+    snprintf(format, sizeof(format), "%s%s%s", run.format[0] == '/' ? "" : test_folder(),
+             run.format[0] == '/' ? "" : "/", run.format);
+    snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
+    int code = run_train(words, output, sizeof(output));
+    expect(code == run.code && strstr(output, run.says), "%s: exit code %d\n%s", run.words, code, output);
+    if (code == 2) {
+        const char* end = strchr(output, '\n');
+        bool log = strstr(run.says, "NVRTC");
+        expect(strncmp(output, "train: error: --format", 22) == 0 && (log || (end && !end[1])), "%s", output);
+    }
+    remove_runs(test, folder);
+}
+
 TEST(user_format_command_line) {
     if (!jit_available()) skip("libnvrtc was not found");
     CacheFolder cache = cache_enter();
-    Folder folder = folder_new(test);
-    static char output[65536];
-    char words[8000];
-    const struct {
-        const char *words, *formats, *says;
-        int code;
-    } runs[] = {{"--device cpu --m my8", example(), "compiled for a GPU, and this run is on the CPU", 2},
-                {"--device cpu --v my8/64:sr", example(), "compiled for a GPU, and this run is on the CPU", 2},
-                {"--device cpu --m my8 --dry-run", example(), "m my8/64", 0},
-                {"--device cpu --steps 1", example(), "done", 0},
-                {"--device cpu", "/nowhere/mine.cuh", "cannot be opened", 2},
-                {"--list-formats", example(), "my8/64:sr", 0},
-                {"--list-formats", "/nowhere/mine.cuh", "cannot be opened", 2},
-                {"--device cpu", "README.md", "NVRTC could not compile it", 2}};
-    for (const auto& run : runs) {
-        char format[4200];
-        snprintf(format, sizeof(format), "%s%s", run.formats[0] == '/' ? "" : test_folder(),
-                 run.formats[0] == '/' ? "" : "/");
-        strcat(format, run.formats);
-        snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
-        int code = run_train(words, output, sizeof(output));
-        expect(code == run.code && strstr(output, run.says), "%s: exit code %d\n%s", run.words, code, output);
+    const FormatRun runs[] = {{"--list-formats", example(), "my8/64:sr", 0},
+                              {"--list-formats", "/nowhere/mine.cuh", "cannot be opened", 2},
+                              {"--list-formats", "README.md", "NVRTC could not compile it", 2}};
+    for (const FormatRun& run : runs) expect_run(test, run);
+    cache_leave(&cache);
+}
+
+// Refused before the file is read or NVRTC is asked for, whether it is installed or not.
+TEST(user_format_on_the_cpu) {
+    CacheFolder cache = cache_enter();
+    const char* says = "is compiled for a GPU, and this run is on the CPU; type --format ''";
+    const FormatRun runs[] = {{"--device cpu --m my8", example(), says, 2},
+                              {"--device cpu --v my8/64:sr --dry-run", example(), says, 2},
+                              {"--device cpu --steps 1", example(), says, 2},
+                              {"--device cpu", "/nowhere/mine.cuh", says, 2}};
+    for (int missing = 0; missing < 2; missing++) {
+        Setting setting = setting_enter("NIBBLE_NVRTC", missing ? "/nowhere/libnvrtc.so" : "");
+        for (const FormatRun& run : runs) expect_run(test, run);
+        setting_leave(&setting);
     }
-    remove_runs(test, folder);
     cache_leave(&cache);
 }
 
@@ -361,12 +452,23 @@ TEST(user_format_trains_and_resumes_gpu) {
     snprintf(words, sizeof(words), "--device gpu --resume %s --steps 6", in(folder, "run"));
     code = run_train(words, output, sizeof(output));
     expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
-    unlink(in(folder, "mine.cuh"));
+    // Another text under the same name: refused when its codes may mean something else, taken when they cannot.
     snprintf(words, sizeof(words), "--device gpu --resume %s --steps 8", in(folder, "run"));
+    snprintf(command, sizeof(command), "cat %s > %s; echo 'struct Unused {};' >> %s", example(), in(folder, "mine.cuh"),
+             in(folder, "mine.cuh"));
+    expect(system(command) == 0, "%s", command);
+    code = run_train(words, output, sizeof(output));
+    expect(code == 2 && strstr(output, "holds its my8/64 has been changed since"), "exit code %d\n%s", code, output);
+    snprintf(command, sizeof(command), "cat %s > %s; echo '// read again' >> %s", example(), in(folder, "mine.cuh"),
+             in(folder, "mine.cuh"));
+    expect(system(command) == 0, "%s", command);
+    code = run_train(words, output, sizeof(output));
+    expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
+    unlink(in(folder, "mine.cuh"));
     code = run_train(words, output, sizeof(output));
     expect(code == 2 && strstr(output, "--format: ") && strstr(output, "mine.cuh cannot be opened"), "exit code %d\n%s",
            code, output);
-    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 8 --format %s", in(folder, "run"), example());
+    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 10 --format %s", in(folder, "run"), example());
     code = run_train(words, output, sizeof(output));
     expect(code == 0, "exit code %d\n%s", code, output);
     remove_runs(test, folder);

@@ -17,8 +17,10 @@
 //     SIGNED                 whether there are negative levels
 //     LARGEST, UNITS, ROOT   the scale is top / LARGEST, y in 1/UNITS of it; whether the root of x is what is stored
 //     Table, fill(table)     what it looks up, in shared memory on a GPU; NoTable when it is pure arithmetic
+//     Stochastic             optional, the format that stores with noise: the same codes, another table
 //     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word, stochastic_word (codes in words' upper
-//                            bits), decode2 and nearest2, decode_pair
+//                            bits), decode2 and nearest2, decode_pair; ALL (optional): get_all and, with noise, put_all;
+//                            stochastic_pack, where there is one
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
@@ -51,30 +53,49 @@ struct Either<false, A, B> {
     typedef B Type;
 };
 
+// Of formats that have FOLD_MOST.
+template <class Format, class = void>
+constexpr float FOLD_MOST_OF = 3.4e38f;
+template <class Format>
+constexpr float FOLD_MOST_OF<Format, decltype((void)Format::FOLD_MOST)> = Format::FOLD_MOST;
+
+// Whether a format packs the codes of a thread with their noise.
+template <class Format, class = void>
+constexpr bool HAS_STOCHASTIC_PACK = false;
+template <class Format>
+constexpr bool HAS_STOCHASTIC_PACK<Format, decltype((void)Format::PACKS_NOISE)> = Format::PACKS_NOISE;
+
+// Whether it gives bf16 numbers beside them: key.seen.
+template <class Format, class = void>
+constexpr bool HAS_SEEN = false;
+template <class Format>
+constexpr bool HAS_SEEN<Format, decltype((void)Format::GIVES_SEEN)> = Format::GIVES_SEEN;
+
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
-
-#ifdef __CUDACC__
-template <class Table>
-__device__ __forceinline__ Table* shared_table() {
-    __shared__ alignas(16) Table table;
-    return &table;
-}
-#endif
 
 // The format's table: the thread block's copy on a GPU.
 template <class Format>
 OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) {
-    if constexpr (HAS_TABLE<Format>) {
-#ifdef __CUDA_ARCH__
-        return shared_table<typename Format::Table>();
-#else
-        return (const typename Format::Table*)streams.table;
-#endif
-    } else {
-        return nullptr;
-    }
+    return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
+
+// What stores stochastically: the format, or another of the same codes that it names as Stochastic, whose table is
+// made for that.
+template <class Format, Rounding ROUNDING, class = void>
+struct Rounded {
+    typedef Format Type;
+};
+template <class Format>
+struct Rounded<Format, STOCHASTIC, decltype((void)Format::Stochastic::BITS)> {
+    typedef typename Format::Stochastic Type;
+};
+
+// Whether a format takes all codes of a thread at once: get_all, and put_all where it is Stochastic.
+template <class Format, class = void>
+constexpr bool TAKES_ALL = false;
+template <class Format>
+constexpr bool TAKES_ALL<Format, decltype((void)Format::ALL)> = Format::ALL;
 
 // The scales as they are stored. Narrow ones are rounded up, so that no element of a block exceeds LARGEST by it.
 struct ScaleFp32 {
@@ -188,13 +209,19 @@ struct BlockScale {
     float scale, inverse;
 };
 
+template <class Format>
+OPTIM_INLINE float scale_inverse(float scale) {
+    float inverse = exact_reciprocal(scale);
+    return Format::UNITS == 1.0f ? inverse : exact_mul(inverse, Format::UNITS);
+}
+
 template <class Format, class Scale>
 OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
     top = exact_min(top, block_most<Format, Scale>());
     bool some = top > (Format::ROOT ? LEAST_ROOT : 0.0f);
     *code = Scale::encode(some ? exact_max(over_largest<Format>(top), Format::UNITS * 1.17549435e-38f) : 0.0f);
     float scale = Scale::decode(*code);
-    return {scale, some ? exact_mul(exact_reciprocal(scale), Format::UNITS) : 0.0f};
+    return {scale, some ? scale_inverse<Format>(scale) : 0.0f};
 }
 
 // Codes of COUNT elements of one block; COUNT is 8 or 16, and `first` a multiple of it.
@@ -203,13 +230,20 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     const auto* table = format_table<Format>(streams);
     int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
     Packed<Format::BITS, COUNT> packed = {};
-    if constexpr (ROUNDING == STOCHASTIC) {
-        Noise noise = {};
+    if constexpr (ROUNDING == STOCHASTIC && ON_GPU && HAS_STOCHASTIC_PACK<Format>) {
+        Format::stochastic_pack(x, inverse, noise_draw(key, first), lowest, &packed, key.seen);
+    } else if constexpr (ROUNDING == STOCHASTIC && TAKES_ALL<Format>) {
+        const Noise noise = noise_draw(key, first);
+        uint32_t bits[COUNT];
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) bits[i] = noise_lane(noise, i);
+        Format::put_all(table, x, inverse, bits, lowest, &packed);
+    } else if constexpr (ROUNDING == STOCHASTIC) {
+        const Noise noise = noise_draw(key, first);
         uint32_t word[COUNT];
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            if (i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
-            uint32_t bits = noise_lane(noise, i % NOISE_ELEMENTS);
+            uint32_t bits = noise_lane(noise, i);
             if constexpr (Format::IN_UPPER_BITS) {
                 word[i] = Format::stochastic_word(table, x[i], inverse, bits, lowest);
             } else {
@@ -240,7 +274,9 @@ template <class Format, int COUNT>
 OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x) {
     const auto* table = format_table<Format>(streams);
     auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
-    if constexpr (Format::HARDWARE) {
+    if constexpr (TAKES_ALL<Format>) {
+        Format::get_all(table, packed, scale, x);
+    } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i += 2) Format::decode2(packed.word[i / 4] >> i % 4 * 8, scale, x + i);
     } else if constexpr (Format::PAIRS) {
@@ -260,13 +296,19 @@ OPTIM_INLINE float block_value(float x) {
     return Format::ROOT ? moment_root(x) : x;
 }
 
-template <class Format, class Scale>
-OPTIM_INLINE void block_limit(float top, float* value, int n) {
-    constexpr float most = block_most<Format, Scale>();
-    if (top > most) {
+// Returns the inverse to store the values with. Formats that fold a power of two into it (minifloat.cuh) would lose its
+// last bits in a block with a large top: there, where no state and no weight is, values and inverse exchange one.
+template <class Format, class Scale, Rounding ROUNDING>
+OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
+    constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
+    constexpr float most = block_most<Format, Scale>(), fold = folds ? FOLD_MOST_OF<Format> : most;
+    constexpr float down = fold < most ? 1.17549435e-38f : 1.0f;  // 2^-126
+    if (top > (fold < most ? fold : most)) {
         OPTIM_UNROLL
-        for (int i = 0; i < n; i++) value[i] = exact_max(exact_min(value[i], most), -most);
+        for (int i = 0; i < n; i++) value[i] = exact_mul(exact_max(exact_min(value[i], most), -most), down);
+        if (fold < most) inverse = exact_mul(inverse, 8.507059173e37f);  // 2^126
     }
+    return inverse;
 }
 
 // Codes of COUNT elements of a block of BLOCK whose scale is known, both ways.
@@ -306,8 +348,8 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
         BlockScale s = block_scale<Format, Scale>(top, (typename Scale::Code*)streams.extra + (first + b) / block);
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
-            block_limit<Format, Scale>(top, value, 8);
-            part_put<Format, ROUNDING, 8>(block, streams, first + b + c, value, s, key);
+            float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, 8);
+            part_put<Format, ROUNDING, 8>(block, streams, first + b + c, value, {s.scale, inverse}, key);
         }
     }
 }
@@ -320,29 +362,77 @@ __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
 }
 
-// The largest of `top` over the COUNT neighbouring threads of a block, the same in each; all THREADS of a group call it
-// together.
+// What the warps of a group tell each other, of one array: two numbers each. Twice, by turns from tile to tile, so that
+// nobody has to wait before writing: all have passed the barrier of the tile between. One exchange an array and tile.
+__device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
+    __shared__ uint2 part[2][4][32];
+    return part[key.turn][key.stream];
+}
+
+// The largest of a and the least of b over the COUNT neighbouring threads of a block, the same in each; all THREADS of
+// a group call it together.
 template <int COUNT, int THREADS>
-__device__ __forceinline__ float neighbours_max(float top) {
+__device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const NoiseKey& key) {
+    if constexpr (COUNT < 32) {
 #pragma unroll
-    for (int lane = 1; lane < (COUNT < 32 ? COUNT : 32); lane *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
+        for (int lane = 1; lane < COUNT; lane *= 2) {
+            uint32_t other_a = __shfl_xor_sync(0xffffffffu, a, lane), other_b = __shfl_xor_sync(0xffffffffu, b, lane);
+            a = other_a > a ? other_a : a;
+            b = other_b < b ? other_b : b;
+        }
+    } else {
+        a = __reduce_max_sync(0xffffffffu, a);
+        b = __reduce_min_sync(0xffffffffu, b);
     }
     if constexpr (COUNT > 32) {
-        __shared__ float part[32];  // a warp each
-        int warp = threadIdx.x / 32;
-        group_sync<THREADS>();  // the last use of it is over
-        if (threadIdx.x % 32 == 0) part[warp] = top;
+        uint2* part = warps_parts(key);
+        int warp = threadIdx.x / 32, begin = warp / (COUNT / 32) * (COUNT / 32);
+        if (threadIdx.x % 32 == 0) part[warp] = make_uint2(a, b);
         group_sync<THREADS>();
 #pragma unroll
-        for (int i = 0; i < COUNT / 32; i++) top = fmaxf(top, part[warp / (COUNT / 32) * (COUNT / 32) + i]);
+        for (int i = 0; i < COUNT / 32; i++) {
+            uint2 other = part[begin + i];
+            a = other.x > a ? other.x : a;
+            b = other.y < b ? other.y : b;
+        }
     }
+    return make_uint2(a, b);
+}
+
+// Likewise the largest of `top`, which is no less than 0.
+template <int COUNT, int THREADS>
+__device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
+    if constexpr (COUNT < 32) {
+#pragma unroll
+        for (int lane = 1; lane < COUNT; lane *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
+        return top;
+    } else {
+        return __uint_as_float(neighbours_both<COUNT, THREADS>(__float_as_uint(top), 0u, key).x);
+    }
+}
+
+// The largest magnitude of a thread's values, NaN aside. Of roots, which have no sign, bits are compared, two values an
+// instruction, where NaN is the largest.
+template <bool ROOT, int COUNT>
+__device__ __forceinline__ float thread_max(const float* value) {
+    float top = 0.0f;
+    if constexpr (ROOT) {
+        uint32_t most = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) most = __float_as_uint(value[i]) > most ? __float_as_uint(value[i]) : most;
+        if (most <= 0x7f800000u) return __uint_as_float(most);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
     return top;
 }
 
+template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
+struct Blocks;
+
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, const NoiseKey& key) {
-    float value[COUNT], top = 0.0f;
+    float value[COUNT], top;
     if constexpr (Format::ROOT) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : moment_root(x[i]);
@@ -350,22 +440,27 @@ __device__ __forceinline__ void thread_store(const Streams& streams, int first, 
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = x[i];
     }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
-    top = neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top);
+    top = thread_max<Format::ROOT, COUNT>(value);
+    top = neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top, key);
     typename Scale::Code code;
     BlockScale s = block_scale<Format, Scale>(top, &code);
-    block_limit<Format, Scale>(top, value, COUNT);
+    s.inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
     part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
+    if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
+        if (key.seen) Format::template seen_scaled<COUNT>(code, key.seen);
+    }
 }
 #endif
 
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
+template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
 struct Blocks {
+    typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
     static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
+    // Whether store() fills key.seen on this GPU.
+    static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
     static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
@@ -376,11 +471,10 @@ struct Blocks {
 
 #ifdef __CUDACC__
     // Copies them into shared memory; all threads of the thread block call it, and synchronise after it.
-    static __device__ __forceinline__ void prepare(const Streams& streams) {
-        if constexpr (HAS_TABLE<Format>) {
-            static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
-            uint4* to = (uint4*)shared_table<typename Format::Table>();
-            for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) to[i] = ((const uint4*)streams.table)[i];
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
+        for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
+            ((uint4*)shared)[i] = ((const uint4*)streams.table)[i];
         }
     }
 #endif

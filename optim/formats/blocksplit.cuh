@@ -18,52 +18,74 @@ template <class Format, int MANTISSA, int LEAST, int BLOCK, Rounding ROUNDING>
 struct BlockSplit {
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
-    static constexpr int CUT = 23 - (MANTISSA + 8);  // of the bits of a normal number
+    static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits
 
-    // Sign and magnitude of y in the wide float. `noise`: 16 random bits, unless to nearest.
-    static OPTIM_INLINE uint32_t wide(float y, uint32_t noise) {
-        float a = exact_min(exact_abs(y), Format::LARGEST);
-        uint32_t bits = float_bits(a), m = (bits & 0x7fffffu) | 0x800000u;
-        int exponent = (int)(bits >> 23) - (LEAST + 127), below = exponent < 0 ? -exponent : 0;
-        int shift = CUT + below, over = shift > 31 ? shift - 31 : 0;
-        m >>= over > 31 ? 31 : over;
-        shift -= over;
-        uint32_t half = (1u << (shift - 1)) - 1u + (m >> shift & 1u);
-        uint32_t random = shift < 16 ? noise >> (16 - shift) : noise << (shift - 16);
-        m = (m + (ROUNDING == NEAREST ? half : random)) >> shift;
-        return m + ((uint32_t)(exponent < 0 ? 0 : exponent) << (MANTISSA + 8)) + (float_bits(y) >> 16 & 0x8000u);
+    // Whether store() fills key.seen on this GPU.
+    static constexpr bool GIVES_SEEN = ON_HOPPER;
+
+    // Magnitude of the wide float in the upper half, from the bits that Minifloat's lowered() gives. `noise`: 16 random
+    // bits, unless to nearest. In subnormals y was rounded to 2^-12 of a step before.
+    static OPTIM_INLINE uint32_t wide_upper(uint32_t bits, uint32_t noise) {
+        return (bits << SHIFT) + (ROUNDING == NEAREST ? 0x7fffu + (bits >> (16 - SHIFT) & 1u) : noise);
     }
 
+    // Sign and magnitude of y in the wide float.
+    static OPTIM_INLINE uint32_t wide(float y, uint32_t noise) {
+        uint32_t bits = Format::lowered(y, Format::folded(1.0f), 0);
+        return (wide_upper(bits, noise) >> 16 & 0x7fffu) | (bits >> 16 & 0x8000u);
+    }
+
+    // Two elements at a time, in halves of words: a magnitude is at most that of LARGEST, so no sum leaves its half.
     template <int COUNT>
     static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, float inverse,
                                  const NoiseKey& key) {
-        Lanes<uint8_t, COUNT> high;
-        Lanes<int8_t, COUNT> low;
+        const float fold = Format::folded(inverse);
         Noise noise = {};
+        if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
+        Packed<8, COUNT> high, low;
+        uint32_t wide[COUNT / 2], up[COUNT / 2];
         OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) {
-            if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
-            uint32_t code = wide(exact_mul(x[i], inverse), noise_lane(noise, i % NOISE_ELEMENTS));
-            high.lane[i] = (uint8_t)((code + 128u) >> 8);
-            low.lane[i] = (int8_t)code;
+        for (int i = 0; i < COUNT / 2; i++) {
+            uint32_t a = Format::lowered(x[2 * i], fold, 0), b = Format::lowered(x[2 * i + 1], fold, 0);
+            uint32_t magnitudes =
+                upper_halves(wide_upper(a, noise_lane(noise, 2 * i)), wide_upper(b, noise_lane(noise, 2 * i + 1)));
+            wide[i] = bits_chosen(0x80008000u, upper_halves(a, b), magnitudes);
+            up[i] = wide[i] + 0x00800080u;
+            if (key.seen) key.seen[i] = (up[i] >> Format::SHIFT & SEEN_MASK) | (up[i] & 0x80008000u);
+        }
+        OPTIM_UNROLL
+        for (int w = 0; w < COUNT / 4; w++) {
+            high.word[w] = upper_bytes(up[2 * w], up[2 * w + 1]);
+            low.word[w] = upper_bytes(wide[2 * w] << 8, wide[2 * w + 1] << 8);
         }
         store_value(streams.codes, first, high);
         store_value(streams.more, first, low);
     }
 
+    // Magnitude bits of high where those of a bf16 LOWER times as large are.
+    static constexpr uint32_t SEEN_MASK = 0x7f007f00u >> Format::SHIFT & 0x7fff7fffu;
+
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
-        float scale = ScaleE8m0::decode(((const uint8_t*)streams.extra)[first / BLOCK]);
-        auto high = load_value<Lanes<uint8_t, COUNT>>(streams.codes, first);
-        auto low = load_value<Lanes<int8_t, COUNT>>(streams.more, first);
+        const uint32_t scale = ((const uint8_t*)streams.extra)[first / BLOCK];
+        auto high = load_value<Packed<8, COUNT>>(streams.codes, first);
+        auto low = load_value<Packed<8, COUNT>>(streams.more, first);
+        // As Minifloat's: the magnitude in fp32's place is LOWER times too small, so two factors give its value.
+        const uint32_t exponent = scale + (uint32_t)(126 + LEAST), most = exponent < 254 ? exponent : 254;
+        const float factor = bits_float(scale > 0 ? most << 23 : 0u);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            uint32_t code = ((uint32_t)high.lane[i] << 8) + (uint32_t)(int)low.lane[i];
-            // As Minifloat's: the magnitude in fp32's place is 2^(LEAST + 126) times too small.
-            float tiny = bits_float((code & 0x8000u) << 16 | (code & 0x7fffu) << CUT);
-            x[i] = exact_mul(exact_mul(tiny, bits_float((uint32_t)(LEAST + 253) << 23)), scale);
+            uint32_t code = ((high.get(i) << 8 | low.get(i)) ^ 0x80u) - 0x80u;
+            int bits = (int)(code << 16) >> SHIFT;  // the sign fills what is above the exponent
+            x[i] = exact_mul(bits_float((uint32_t)bits & KEPT), factor);
+        }
+        if (exponent > 254) {  // no weights are so large
+            OPTIM_UNROLL
+            for (int i = 0; i < COUNT; i++) x[i] = exact_mul(x[i], bits_float((exponent - 254 + 127) << 23));
         }
     }
+
+    static constexpr uint32_t KEPT = 0x80000000u | 0x7fff0000u >> SHIFT;
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         int c = 0;
@@ -80,9 +102,19 @@ struct BlockSplit {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(x[i]), top);
         uint8_t code;
-        BlockScale s = block_scale<Format, ScaleE8m0>(neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top), &code);
+        top = neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top, key);
+        BlockScale s = block_scale<Format, ScaleE8m0>(top, &code);
         if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = code;
-        put<COUNT>(streams, first, x, s.inverse, key);
+        float value[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = x[i];
+        s.inverse = block_limit<Format, ScaleE8m0, STOCHASTIC>(top, s.inverse, value, COUNT);
+        put<COUNT>(streams, first, value, s.inverse, key);
+#ifdef __CUDA_ARCH__
+        if constexpr (GIVES_SEEN) {
+            if (key.seen) Format::template seen_scaled<COUNT>(code, key.seen);
+        }
+#endif
     }
 #endif
 
@@ -92,7 +124,12 @@ struct BlockSplit {
             float top = 0.0f;
             for (int i = 0; i < BLOCK; i++) top = exact_max(exact_abs(x[b + i]), top);
             BlockScale s = block_scale<Format, ScaleE8m0>(top, (uint8_t*)streams.extra + (first + b) / BLOCK);
-            for (int c = 0; c < BLOCK; c += 8) put<8>(streams, first + b + c, x + b + c, s.inverse, key);
+            for (int c = b; c < b + BLOCK; c += 8) {
+                float value[8];
+                for (int i = 0; i < 8; i++) value[i] = x[c + i];
+                float inverse = block_limit<Format, ScaleE8m0, STOCHASTIC>(top, s.inverse, value, 8);
+                put<8>(streams, first + c, value, inverse, key);
+            }
         }
     }
 #endif

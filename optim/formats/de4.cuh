@@ -9,7 +9,9 @@ EMBED_SOURCE
 
 struct DynamicSigned4 {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 8, BINADE_BITS = 0;
-    static constexpr bool SIGNED = true, EVEN = true;
+    static constexpr bool SIGNED = true, EVEN = true, MIRRORED = true, MINUS_ONE = false;
+    typedef EvenCells<32> Cells;
+    static constexpr float LEAST = 0.0055f;  // the level ZERO + 1
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {

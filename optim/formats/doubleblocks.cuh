@@ -41,7 +41,7 @@ OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uin
     block_scale<Format, ScaleFp32>(top, &wanted);
     *code = double_encode(wanted, inverse);
     float scale = double_decode<Format>(*code, second);
-    return {scale, *code > 0 ? exact_mul(exact_reciprocal(scale), Format::UNITS) : 0.0f};
+    return {scale, *code > 0 ? scale_inverse<Format>(scale) : 0.0f};
 }
 
 // On the CPU, for a run of whole tiles: not inlined, so that a row of the tables is cheap.
@@ -72,8 +72,8 @@ OPTIM_HOST void double_store_tile(int block, const Streams& streams, int first, 
         BlockScale s = double_scale<Format>(top[b], *second, inverse, code);
         for (int c = b * block; c < (b + 1) * block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[c + i]);
-            block_limit<Format, ScaleFp32>(top[b], value, 8);
-            block_put<Format, ROUNDING, 8>(streams, first + c, value, s.inverse, key);
+            float scaled = block_limit<Format, ScaleFp32, ROUNDING>(top[b], s.inverse, value, 8);
+            block_put<Format, ROUNDING, 8>(streams, first + c, value, scaled, key);
         }
     }
 }
@@ -90,7 +90,7 @@ template <class Format, int BLOCK, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void double_thread_store(const Streams& streams, int first, const float* x,
                                                     const NoiseKey& key) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    float value[COUNT], top = 0.0f, second;
+    float value[COUNT], top, second;
     if constexpr (Format::ROOT) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : moment_root(x[i]);
@@ -98,22 +98,22 @@ __device__ __forceinline__ void double_thread_store(const Streams& streams, int 
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = x[i];
     }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
-    top = neighbours_max<BLOCK / COUNT, THREADS>(top);
-    block_scale<Format, ScaleFp32>(neighbours_max<THREADS, THREADS>(top), &second);
+    top = thread_max<Format::ROOT, COUNT>(value);
+    top = neighbours_max<BLOCK / COUNT, THREADS>(top, key);
+    block_scale<Format, ScaleFp32>(neighbours_max<THREADS, THREADS>(top, key), &second);
     uint8_t code;
     BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
-    block_limit<Format, ScaleFp32>(top, value, COUNT);
+    s.inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, s.inverse, value, COUNT);
     if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = code;
     if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
     block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
 }
 #endif
 
-template <class Format, int BLOCK, Rounding ROUNDING>
+template <class Format_, int BLOCK, Rounding ROUNDING>
 struct DoubleBlocks {
-    typedef Blocks<Format, BLOCK, ScaleFp32, ROUNDING> Plain;
+    typedef Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> Plain;
+    typedef typename Plain::Format Format;
     static constexpr StreamInfo STREAM[3] = {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
     static constexpr bool SIGNED = Format::SIGNED;
@@ -122,8 +122,8 @@ struct DoubleBlocks {
     static OPTIM_HOST void fill(void* table) { Plain::fill(table); }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams& streams) {
-        Plain::prepare(streams);
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        Plain::prepare(streams, shared);
     }
 #endif
 

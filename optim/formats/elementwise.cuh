@@ -1,7 +1,7 @@
 // Storage as the kernel sees it, and the storage of formats that keep one code an element and nothing beside the codes.
 //
-// A storage is a struct of static functions over n elements from `first` on (both multiples of 8, counted from where
-// the streams point to, which is the start of a tile or further back):
+// A storage is a struct of static functions over n elements from `first` on (both multiples of 16, or n is 8 and
+// `first` a multiple of that; counted from where the streams point to, which is the start of a tile or further back):
 //     load(streams, first, x, n, key)    stored -> fp32, what the update reads
 //     store(streams, first, x, n, key)   fp32 -> stored, the step's rounding; key draws its noise
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: weights written from outside
@@ -146,6 +146,34 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 #endif
 };
 
+// Bits of a where the mask has ones, and of b: one instruction on a GPU, where the compiler makes two.
+OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
+    return result;
+#else
+    return (a & mask) | (b & ~mask);
+#endif
+}
+
+// The upper halves of two words, the first in the lower half; the upper bytes of the halves of two words, in order.
+OPTIM_INLINE uint32_t upper_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(a, b, 0x7632);
+#else
+    return a >> 16 | (b & 0xffff0000u);
+#endif
+}
+
+OPTIM_INLINE uint32_t upper_bytes(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(a, b, 0x7531);
+#else
+    return (a >> 8 & 0xffu) | (a >> 16 & 0xff00u) | (b << 8 & 0xff0000u) | (b & 0xff000000u);
+#endif
+}
+
 template <class Value>
 OPTIM_INLINE Value load_value(const void* base, int byte) {
     const char* address = (const char*)base + byte;
@@ -233,21 +261,23 @@ struct Elementwise {
                 set(streams, first + c, value, 8);
             }
         } else {
+            Noise noise = {};
             OPTIM_UNROLL
             for (int c = 0; c < n; c += 8) {
-                Noise noise = noise_draw(key, first + c);
+                const int lane = c % NOISE_ELEMENTS;
+                if (lane == 0) noise = noise_draw(key, first + c);
                 Codes<Code> codes;
                 if constexpr (HAS_ENCODE2<Format>) {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i += 2) {
                         float a = kept(x[c + i], key), b = kept(x[c + i + 1], key);
                         ((uint32_t*)&codes)[i / 2] =
-                            Format::encode2(a, b, noise_lane(noise, i), noise_lane(noise, i + 1));
+                            Format::encode2(a, b, noise_lane(noise, lane + i), noise_lane(noise, lane + i + 1));
                     }
                 } else {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i++) {
-                        codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, i));
+                        codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, lane + i));
                     }
                 }
                 store_codes(streams.codes, first + c, codes);

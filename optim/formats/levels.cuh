@@ -1,6 +1,9 @@
 // Formats that are a list of levels with no simple formula: dynamic exponents, NF4, softsign companding. A code is the
-// index of a level; decoding looks it up.
-// Encoding looks up a cell, of which there are two kinds:
+// index of a level; decoding looks it up. On a GPU the levels of 8 bits lie in shared memory in COPIES copies, side by
+// side, so that two lanes of a warp at most want the same bank; the 16 levels of 4 bits are held by the lanes of a warp
+// and shuffled. Both serve 32 lanes in one or two turns, where a plain table took three and a half.
+//
+// To nearest: encoding looks up a cell, of which there are two kinds:
 //     EVEN     y is rounded to a multiple of 2^-21 and cells are 2^-CELL_BITS wide, for maps whose bounds lie no closer
 //              to each other: 6 + y is a float in [4, 8) whose mantissa's upper bits are the cell
 //     by size  the upper bits of |y| as a float are the cell: sign, BINADE_BITS of exponent (|y| below
@@ -9,15 +12,46 @@
 // float's bits carries into the code when y has passed the bound. Two operations, no branch, and exactly the search of
 // a sorted table of bounds. A bound is the middle of two levels, and y on it takes the upper level (torchao's rule).
 //
-// Stochastic: of the nearest level and its neighbour on y's side, the latter with probability (y - near) / (far -
-// near).
+// Stochastic: floor(G(y) + noise), where G is the code as a function of y, straight between neighbouring levels, so
+// that y goes up with probability (y - below) / (above - below). Over many levels in a row, a decade's for example, G
+// is one straight line; it bends where the distance of levels changes. So a few hundred cells of y, none with more than
+// one bend, describe it:
+//     G(y) = start + slope y + bend max(y - from, 0)
+// One look-up, without bank conflicts, and three operations, exact to 1.5 of the noise's 65536ths; where codes are
+// looked up instead, it takes those of two levels besides. Maps with the same levels on both sides (MIRRORED) take |y|
+// and apply the sign to the codes, several at a time.
 //
 // A Map is a struct of BITS, DTYPE, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code) and
-// bound(code), the least y of code + 1, both as double.
+// bound(code), the least y of code + 1, both as double. To be stochastic it has MIRRORED, MINUS_ONE (with MIRRORED:
+// whether -1 is a level too), LEAST, the level above zero, and Cells.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
+
+#ifdef __CUDACC__
+// Where a thread's copy of a table begins in shared memory; kept in one register, which the compiler, left to itself,
+// takes apart and adds up again for every look-up. And what is there: of constants, so no order need be kept.
+__device__ __forceinline__ uint32_t table_address(const void* pointer, uint32_t before = 0) {
+    uint32_t address = (uint32_t)__cvta_generic_to_shared(pointer) - before;
+    asm("" : "+r"(address));
+    return address;
+}
+
+// `address` and `index` entries of `bytes` more, in one instruction: a shift before it stays apart from the product.
+template <int BYTES>
+__device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
+    uint32_t at;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(index), "n"(BYTES), "r"(address));
+    return at;
+}
+
+__device__ __forceinline__ float table_load(uint32_t address) {
+    float x;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+#endif
 
 // bits of a float >= 2^-126 next to x > 0: the smallest float that is not below it, or strictly above.
 OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
@@ -25,6 +59,52 @@ OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
     double rounded = (double)bits_float(bits);
     return bits + (rounded < x || (strictly && rounded == x) ? 1u : 0u);
 }
+
+// The code of y by search: how many bounds lie at or below it. Without a sign this is a v, whose zero is no code.
+template <class Map>
+OPTIM_HOST int level_search(double y) {
+    int code = 0;
+    for (int step = (1 << Map::BITS) / 2; step > 0; step /= 2) code += y >= Map::bound(code + step - 1) ? step : 0;
+    return code == 0 && !Map::SIGNED ? 1 : code;
+}
+
+// What both ways of rounding have in common.
+template <class Map>
+struct LevelTable {
+    static constexpr int BITS = Map::BITS, COUNT = 1 << BITS;
+    static constexpr int COPIES = BITS == 8 ? 16 : 0;
+    float level[COUNT];
+    float spread[BITS == 8 ? COUNT * COPIES : 4];
+
+    OPTIM_HOST void fill() {
+        for (int code = 0; code < COUNT; code++) level[code] = (float)Map::level(code);
+        for (int i = 0; i < COUNT * COPIES; i++) spread[i] = level[i / 16];
+    }
+
+#ifdef __CUDACC__
+    template <int N>
+    __device__ __forceinline__ void decode(const Packed<BITS, N>& packed, float scale, float* x) const {
+        if constexpr (BITS == 8) {
+            const uint32_t own = table_address(spread + threadIdx.x % COPIES);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                uint32_t code = __byte_perm(packed.word[i / 4], 0, 0x4440 + i % 4);
+                x[i] = exact_mul(table_load(table_at<4 * COPIES>(own, code)), scale);
+            }
+        } else {
+            float own = level[threadIdx.x % 16];
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                // A shuffle among 16 takes the lower 4 bits.
+                x[i] = exact_mul(__shfl_sync(0xffffffffu, own, packed.word[i / 8] >> packed.shift(i), 16), scale);
+            }
+        }
+    }
+#endif
+};
+
+template <class Map>
+struct StochasticLevels;
 
 template <class Map>
 struct Levels {
@@ -35,22 +115,14 @@ struct Levels {
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr const char* DTYPE = Map::DTYPE;
     static constexpr float LARGEST = 1.0f, UNITS = 1.0f, MIDDLE = 6.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
+    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU;
     static constexpr uint32_t BIAS = 0;
+    typedef StochasticLevels<Map> Stochastic;
 
-    // Levels of a byte's two codes of 4 bits lie side by side, so that one look-up decodes both.
     struct Table {
-        float level[COUNT];
-        FloatPair pair[BITS == 4 ? 256 : 2];
+        LevelTable<Map> list;
         uint32_t cell[CELLS];
     };
-
-    // The code of y by search: how many bounds lie at or below it. Without a sign this is a v, whose zero is no code.
-    static OPTIM_HOST int search(double y) {
-        int code = 0;
-        for (int step = COUNT / 2; step > 0; step /= 2) code += y >= Map::bound(code + step - 1) ? step : 0;
-        return code == 0 && !Map::SIGNED ? 1 : code;
-    }
 
     // The y that a nearest code is the nearest of.
     static OPTIM_HOST double seen(float x, float inverse) {
@@ -61,8 +133,8 @@ struct Levels {
     static OPTIM_HOST uint32_t cell_word(uint32_t start, bool negative) {
         double sign = negative ? -1.0 : 1.0, zero = EVEN ? (double)MIDDLE : 0.0;
         uint32_t size = 1u << REST_BITS, end = start + size - 1, rest = size;
-        int code = search(sign * ((double)bits_float(start) - zero));
-        int last = search(sign * ((double)bits_float(end) - zero));
+        int code = level_search<Map>(sign * ((double)bits_float(start) - zero));
+        int last = level_search<Map>(sign * ((double)bits_float(end) - zero));
         // Negative values are counted down, as the complement of a count up.
         if (code != last) {
             double bound = Map::bound(negative ? last : code);
@@ -73,10 +145,7 @@ struct Levels {
     }
 
     static OPTIM_HOST void fill(Table* table) {
-        for (int code = 0; code < COUNT; code++) table->level[code] = (float)Map::level(code);
-        for (int byte = 0; byte < (BITS == 4 ? 256 : 0); byte++) {
-            table->pair[byte] = {table->level[byte >> 4], table->level[byte & 15]};
-        }
+        table->list.fill();
         uint32_t lowest = EVEN ? 129u << 23 : (128u - (1u << Map::BINADE_BITS)) << 23;
         for (int negative = 0; negative < (SIGNED && !EVEN ? 2 : 1); negative++) {
             for (uint32_t key = 0; key < 1u << KEY_BITS; key++) {
@@ -88,31 +157,45 @@ struct Levels {
     }
 
     static OPTIM_INLINE float decode(const Table* table, uint32_t code, float scale) {
-        return exact_mul(table->level[code], scale);
+        return exact_mul(table->list.level[code], scale);
     }
 
-    static OPTIM_INLINE void decode_pair(const Table* table, uint32_t byte, float scale, float* x) {
-        FloatPair pair = table->pair[byte];
-        x[0] = exact_mul(pair.first, scale);
-        x[1] = exact_mul(pair.second, scale);
+#ifdef __CUDACC__
+    template <int N>
+    static __device__ __forceinline__ void get_all(const Table* table, const Packed<BITS, N>& packed, float scale,
+                                                   float* x) {
+        table->list.decode(packed, scale, x);
     }
+#endif
 
-    static OPTIM_INLINE uint32_t cell_at(const Table* table, uint32_t byte) {
-        return *(const uint32_t*)((const char*)table->cell + byte);
+    // The cell of a key, a float's upper bits, for negative values with all bits turned. Without a sign no key lies
+    // outside of the cells, so nothing need be cut off.
+    static OPTIM_INLINE uint32_t cell_at(const Table* table, uint32_t key) {
+        constexpr bool cut = EVEN || SIGNED;
+        constexpr uint32_t first = cut ? 0 : (128u - (1u << Map::BINADE_BITS)) << Map::CELL_BITS;
+        if (cut) key &= (uint32_t)(CELLS - 1);
+#ifdef __CUDA_ARCH__
+        uint32_t word;
+        asm("ld.shared.u32 %0, [%1 + %2];"
+            : "=r"(word)
+            : "r"(table_at<4>(table_address(table->cell), key)), "n"(-4 * (int)first));
+        return word;
+#else
+        return table->cell[key - first];
+#endif
     }
 
     // The code of the nearest level in the upper bits of a word, with anything below.
     static OPTIM_INLINE uint32_t nearest_word(const Table* table, float x, float inverse, int lowest) {
-        constexpr uint32_t mask = (uint32_t)(CELLS - 1) << 2;  // four times the index of the cell
         uint32_t bits, negative = 0;
         if constexpr (EVEN) {
             bits = float_bits(one_nan(exact_fma(x, inverse, MIDDLE)));
         } else {
             const float least = 1.0f / (float)(1u << ((1 << Map::BINADE_BITS) - 1));
-            bits = float_bits(exact_max(exact_abs(exact_mul(x, inverse)), least));
+            bits = float_bits(exact_max(exact_saturated(exact_abs(x), inverse, 0.0f), least));
             if (SIGNED) negative = (uint32_t)((int)float_bits(x) >> 31);
         }
-        uint32_t word = cell_at(table, (bits >> (REST_BITS - 2) ^ negative) & mask) + (bits << (32 - BITS - REST_BITS));
+        uint32_t word = cell_at(table, bits >> REST_BITS ^ negative) + (bits << (32 - BITS - REST_BITS));
         uint32_t least_word = (uint32_t)lowest << (32 - BITS);
         word ^= negative;
         return SIGNED && lowest > 0 && word < least_word ? least_word : word;
@@ -121,20 +204,255 @@ struct Levels {
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
         return nearest_word(table, x, inverse, lowest) >> (32 - BITS);
     }
+};
 
-    static OPTIM_INLINE uint32_t stochastic_word(const Table* table, float x, float inverse, uint32_t noise,
-                                                 int lowest) {
-        return stochastic(table, x, inverse, noise, lowest) << (32 - BITS);
+// The cells of a d in [0, 1], the upper bits of the float SCALE d + OFFSET: either N steps of the same width, by
+// rounding to a whole number, or by size, BITS of mantissa from exponent LOWEST on. No cell may hold two bends.
+template <int N>
+struct EvenCells {
+    static constexpr bool EVEN = true;
+    static constexpr int COUNT = N + 1, REST_BITS = 0;
+    static constexpr uint32_t FIRST = 0x4b000000u;
+    static constexpr float SCALE = (float)N, OFFSET = 8388608.0f;
+};
+
+template <int COUNT_, int BITS, int LOWEST, int QUARTERS, int SMALL>
+struct FloatCells {
+    static constexpr bool EVEN = false;
+    static constexpr int COUNT = COUNT_, REST_BITS = 23 - BITS;
+    static constexpr uint32_t FIRST = (uint32_t)LOWEST << BITS;
+    static constexpr float SCALE = 0.25f * (float)QUARTERS, OFFSET = 1.0f / (float)(1 << SMALL);
+};
+
+// G in a cell, of d below.
+struct alignas(16) Line {
+    float from, slope, start, bend;
+};
+
+// What is looked up is d, a number in [0, 1], to which the hardware cuts it at no cost (and NaN to 0):
+//     |y| where MIRRORED;  y / 2 + 1/2 where there is another sign;  y less the least level in formats of v
+// G is kept as a float in [BASE, 2 BASE], whose mantissa's upper bits are then its integer and the lower ones, LOW of
+// them once shifted, its fraction.
+template <class Map>
+struct StochasticLevels {
+    static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
+    static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
+    static constexpr const char* DTYPE = Map::DTYPE;
+    static constexpr float LARGEST = 1.0f, UNITS = 1.0f;
+    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU;
+    static constexpr uint32_t BIAS = 0;
+    static constexpr int SHIFT = MIRRORED ? 0 : 1, LOW = 24 - BITS;
+    static constexpr float BASE = (float)(MIRRORED ? COUNT / 2 : COUNT);
+    static constexpr float UNIT = SIGNED && !MIRRORED ? 0.5f : 1.0f;
+    static constexpr float ORIGIN = MIRRORED ? 0.0f : SIGNED ? 0.5f : -Map::LEAST;
+    static constexpr int FIRST_CODE = MIRRORED ? ZERO : 0;
+    typedef typename Map::Cells Cells;
+
+    // On a GPU a line lies in 8 copies side by side, one for each of the 8 lanes that are served at a time.
+    struct Table {
+        LevelTable<Map> list;
+        float least[COUNT];  // y of code + 1
+        Line line[Cells::COUNT * 8];
+    };
+
+    static OPTIM_HOST double d_of(int code) { return Map::level(code) * (double)UNIT + (double)ORIGIN; }
+
+    // Where G bends: levels with another distance to the next than to the one before, up to the largest.
+    struct Bends {
+        int count, code[COUNT + 1];
+        double at[COUNT + 1], slope[COUNT + 1];  // from at[i] on
+    };
+
+    static OPTIM_HOST void find_bends(Bends* bends) {
+        bends->count = 0;
+        double before = -1.0;
+        for (int code = FIRST_CODE; code < COUNT; code++) {
+            bool last = Map::level(code) == 1.0;
+            double slope = last ? 0.0 : 1.0 / (d_of(code + 1) - d_of(code));
+            if (fabs(slope - before) > 1e-4 * before) {
+                int i = bends->count++;
+                bends->code[i] = code, bends->at[i] = d_of(code), bends->slope[i] = slope;
+            }
+            before = slope;
+            if (last) break;
+        }
+        // The slope of many levels in a row, whose distances are rounded, by its ends.
+        for (int i = 0; i + 1 < bends->count; i++) {
+            bends->slope[i] = (bends->code[i + 1] - bends->code[i]) / (bends->at[i + 1] - bends->at[i]);
+        }
+    }
+
+    static OPTIM_INLINE float line_at(const Line& line, float d) {
+        return exact_fma(line.bend, exact_saturated(d, 1.0f, -line.from), exact_fma(line.slope, d, line.start));
+    }
+
+    // What a line is to be: start + slope d from `low` to `high`; and there `is` at d = `pinned`, or at least that.
+    struct Wanted {
+        double slope, start, low, high, pinned;
+        bool at_least;
+    };
+
+    // Of lines with about that slope and start the nearest.
+    static OPTIM_HOST Line best_line(Line line, const Wanted& wanted) {
+        Line best = line;
+        double least = 1e30;
+        for (int i = -40; i <= 40; i++) {
+            line.slope = bits_float(float_bits((float)wanted.slope) + (uint32_t)(wanted.slope == 0.0 ? 0 : i));
+            double off = (double)line.slope - wanted.slope;
+            float first = (float)(wanted.start - off * 0.5 * (wanted.low + wanted.high));
+            for (int j = -1; j <= 1; j++) {
+                line.start = bits_float(float_bits(first) + (uint32_t)j);
+                double at = (double)line.start - wanted.start;
+                double error = fmax(fabs(off * wanted.low + at), fabs(off * wanted.high + at));
+                if (wanted.pinned >= 0.0) {
+                    double excess =
+                        (double)line_at(line, (float)wanted.pinned) - (wanted.slope * wanted.pinned + wanted.start);
+                    if (excess < -1e-9 || (excess > 1e-9 && !wanted.at_least)) error += 1.0;
+                }
+                if (error < least) least = error, best = line;
+            }
+        }
+        return best;
+    }
+
+    static OPTIM_HOST double cell_begin(int cell) {
+        double f = Cells::EVEN ? 8388608.0 + cell - 0.5  // rounded to nearest
+                               : (double)bits_float((Cells::FIRST + (uint32_t)cell) << Cells::REST_BITS);
+        return (f - (double)Cells::OFFSET) / (double)Cells::SCALE;
+    }
+
+    static OPTIM_HOST Line make_line(const Bends* bends, int cell) {
+        double low = cell_begin(cell), high = cell_begin(cell + 1);
+        int i = 0;
+        while (i + 1 < bends->count && bends->at[i + 1] <= low + 1e-12) i++;
+        bool bent = i + 1 < bends->count && bends->at[i + 1] < high - 1e-12;
+        double end = bent ? bends->at[i + 1] : high, zero = (double)ORIGIN, largest = d_of(COUNT - 1);
+        // Half of the last place of the noise, where G has more.
+        double half = LOW > 16 ? 0.5 / 65536.0 : 0.0;
+        Wanted wanted = {bends->slope[i], 0.0, fmax(low, 0.0), fmax(low, end), -1.0, false};
+        wanted.start = (double)BASE + bends->code[i] - FIRST_CODE + half - wanted.slope * bends->at[i];
+        if (SIGNED && wanted.low <= zero && zero <= end) {
+            wanted.pinned = zero;
+        } else if (wanted.low <= d_of(ZERO + 1) && d_of(ZERO + 1) <= end) {
+            wanted.pinned = d_of(ZERO + 1), wanted.at_least = true;
+        } else if (wanted.low <= largest && largest <= end) {
+            wanted.pinned = largest;
+        }
+        Line line = {2.0f, 0.0f, 0.0f, 0.0f};
+        if (bent) line.from = (float)end;
+        line = best_line(line, wanted);
+        if (bent) line.bend = (float)(bends->slope[i + 1] - (double)line.slope);
+        return line;
+    }
+
+    static OPTIM_HOST void fill(Table* table) {
+        table->list.fill();
+        for (int code = 0; code + 1 < COUNT; code++) {
+            double bound = Map::bound(code);
+            float least = (float)bound;
+            if ((double)least < bound) least = bits_float(float_bits(least) + (bound > 0.0 ? 1u : ~0u));
+            table->least[code] = least;
+        }
+        table->least[COUNT - 1] = 2.0f;
+        Bends bends;
+        find_bends(&bends);
+        for (int i = 0; i < Cells::COUNT * 8; i++) table->line[i] = make_line(&bends, i / 8);
+    }
+
+    static OPTIM_INLINE float decode(const Table* table, uint32_t code, float scale) {
+        return exact_mul(table->list.level[code], scale);
+    }
+
+    // For numbers written from outside; the same codes as Levels'.
+    static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
+        float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
+        y = is_nan(y) ? 0.0f : exact_min(y, 1.0f);
+        int code = 0;
+        for (int step = COUNT / 2; step > 0; step /= 2) code += y >= table->least[code + step - 1] ? step : 0;
+        code = code == 0 && !SIGNED ? 1 : code;
+        return (uint32_t)(code > lowest ? code : lowest);
+    }
+
+#ifdef __CUDACC__
+    // At `address`, less the bytes of the cells below the first.
+    static __device__ __forceinline__ Line line_load(uint32_t address) {
+        Line line;
+        asm("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
+            : "=f"(line.from), "=f"(line.slope), "=f"(line.start), "=f"(line.bend)
+            : "r"(address), "n"(Cells::EVEN ? 0 : -(int)Cells::FIRST * 128));
+        return line;
+    }
+
+    template <int N>
+    static __device__ __forceinline__ void get_all(const Table* table, const Packed<BITS, N>& packed, float scale,
+                                                   float* x) {
+        table->list.decode(packed, scale, x);
+    }
+#endif
+
+    // The word with G's integer and, below it, its fraction and the noise.
+    static OPTIM_INLINE uint32_t word(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
+        float d = exact_saturated(MIRRORED ? exact_abs(x) : x, exact_mul(inverse, UNIT), ORIGIN);
+        if (SIGNED && lowest > 0) d = exact_max(d, Map::LEAST * UNIT + ORIGIN);
+        uint32_t cell = float_bits(exact_fma(d, Cells::SCALE, Cells::OFFSET)) >> Cells::REST_BITS;
+#ifdef __CUDA_ARCH__
+        constexpr uint32_t before = Cells::EVEN ? Cells::FIRST * 128u : 0;
+        const uint32_t own = table_address(table->line + threadIdx.x % 8, before);
+        const Line line = line_load(table_at<128>(own, cell));
+#else
+        const Line line = table->line[(cell - Cells::FIRST) * 8];
+#endif
+        return (float_bits(line_at(line, d)) << SHIFT) + (noise << (LOW - 16));
     }
 
     static OPTIM_INLINE uint32_t stochastic(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
-        float y = exact_mul(x, inverse);
-        int code = (int)nearest(table, x, inverse, 0);
-        float near = table->level[code], away = exact_add(y, -near);
-        int other = code + (away > 0.0f ? 1 : -1);
-        other = other < 0 ? 0 : other > COUNT - 1 ? COUNT - 1 : other;
-        float gap = exact_abs(exact_add(table->level[other], -near));
-        code = exact_abs(away) > exact_mul(gap, noise_uniform(noise)) ? other : code;
-        return (uint32_t)(code > lowest ? code : lowest);
+        uint32_t k = word(table, x, inverse, noise, lowest) >> LOW & (uint32_t)(COUNT - 1);
+        if (!MIRRORED) return k;
+        if (sign_bits(x) == 0) return (uint32_t)ZERO + k;
+        return (uint32_t)ZERO - (k > (uint32_t)ZERO ? (uint32_t)ZERO : k);
     }
+
+#ifdef __CUDACC__
+    // Byte 2 of four words, or bytes of the sign of all four.
+    template <bool SIGN>
+    static __device__ __forceinline__ uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+        uint32_t low, high;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(a), "r"(b), "n"(SIGN ? 0xfb : 0x62));
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(c), "r"(d), "n"(SIGN ? 0xfb : 0x62));
+        return __byte_perm(low, high, 0x5410);
+    }
+
+    // Those of a word of codes: of 4 bits, the first of two is in the upper half of a byte.
+    template <bool SIGN>
+    static __device__ __forceinline__ uint32_t gather(const uint32_t* w) {
+        if constexpr (BITS == 8) return bytes<SIGN>(w[0], w[1], w[2], w[3]);
+        uint32_t first = bytes<SIGN>(w[0], w[2], w[4], w[6]), second = bytes<SIGN>(w[1], w[3], w[5], w[7]);
+        return (first & 0xf0f0f0f0u) | ((SIGN ? second : second >> 4) & 0x0f0f0f0fu);
+    }
+
+    // ZERO + k or ZERO - k, the latter not below 0: all bits of ZERO but the highest are set, so nothing carries out of
+    // a code.
+    template <int N>
+    static __device__ __forceinline__ void put_all(const Table* table, const float* x, float inverse,
+                                                   const uint32_t* noise, int lowest, Packed<BITS, N>* packed) {
+        constexpr int EACH = 32 / BITS;
+        constexpr uint32_t zero = BITS == 8 ? 0x7f7f7f7fu : 0x77777777u;
+        uint32_t all[N], sign[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            all[i] = word(table, x[i], inverse, noise[i], lowest);
+            sign[i] = __float_as_uint(x[i]);
+        }
+#pragma unroll
+        for (int w = 0; w < N / EACH; w++) {
+            uint32_t k = gather<false>(all + w * EACH);
+            if constexpr (MIRRORED) {
+                uint32_t negative = gather<true>(sign + w * EACH);
+                if constexpr (!Map::MINUS_ONE) k -= (k & negative & ~zero) >> (BITS - 1);
+                k = (k ^ (negative & zero)) + (~negative & zero);
+            }
+            packed->word[w] = k;
+        }
+    }
+#endif
 };

@@ -128,7 +128,7 @@ OPTIM_INLINE LogRange log_range(LogEnds ends) {
 struct LogScale {
     float step, part, magic;      // of decoding
     float inverse, zero, offset;  // of encoding: 1 / step; the place of a logarithm of `zero` is offset
-    float floor;                  // what is below it is taken for it
+    float floor;                  // with noise: what is below it is taken for it
     float bend, unbend;           // of the noise: 2^step - 1, and 1 over its logarithm as log2_factor has it
 };
 
@@ -150,14 +150,18 @@ OPTIM_INLINE LogScale log_scale(LogRange range) {
     return s;
 }
 
-// To nearest, zeros count as a step below the first level, where their code is; with noise they are told apart.
+// To nearest, places are counted in 2^BITS; those of zeros and of what is below the first level's are cut to code 0.
+// With noise zeros are told apart.
 template <class Codes, Rounding ROUNDING>
 OPTIM_INLINE LogScale log_encoding(LogRange range, float least) {
     LogScale s = log_scale<Codes>(range);
     s.inverse = exact_mul(exact_reciprocal(log_span<Codes>(range)), Codes::STEPS);
     s.offset = exact_fma(-s.part, s.inverse, (float)Codes::FIRST + (ROUNDING == NEAREST ? 0.5f : 1.0f));
     s.floor = Codes::OWN ? least : LOG_LEAST;
-    if (Codes::OWN && ROUNDING == NEAREST) s.floor = exp2_scaled(exact_add(s.part, -s.step), s.magic);
+    if constexpr (ROUNDING == NEAREST) {
+        s.inverse = exact_mul(s.inverse, 1.0f / (float)(Codes::LAST + 1));
+        s.offset = exact_mul(s.offset, 1.0f / (float)(Codes::LAST + 1));
+    }
     if constexpr (ROUNDING == STOCHASTIC) {
         s.bend = exact_max(exact_add(exp2_scaled(s.step, EXP2_MAGIC), -1.0f), 1e-12f);
         s.unbend = exact_reciprocal(exact_mul(s.bend, log2_factor(s.bend)));
@@ -176,41 +180,46 @@ OPTIM_INLINE float code_number(const Packed<BITS, COUNT>& packed, int i) {
 #endif
 }
 
-// The code of a value within the block's range, in the lower bits of a float's; `noise`: 16 random bits, unless to
-// nearest.
+// The code of a value, LOG_BIAS larger; `noise`: 16 random bits, unless to nearest. With noise the value is within the
+// block's range; to nearest it may also be zero or below.
+template <class Codes, Rounding ROUNDING>
+constexpr uint32_t LOG_BIAS = ROUNDING == STOCHASTIC ? 0x4b000000u : floor_part_bias<Codes::BITS>();
+
 template <class Codes, Rounding ROUNDING>
 OPTIM_INLINE uint32_t log_code(float value, const LogScale& s, uint32_t noise) {
-    float place = exact_fma(log2_from(value, s.zero), s.inverse, s.offset);
+    float log = log2_from(value, s.zero);
     if constexpr (ROUNDING == STOCHASTIC) {
         float f = exact_fma(noise_above_one(noise), s.bend, -s.bend);
-        place = exact_fma(-exact_mul(f, log2_factor(f)), s.unbend, place);
-        place = exact_min(exact_max(place, (float)Codes::FIRST), (float)Codes::LAST + 0.5f);
+        float place = exact_fma(-exact_mul(f, log2_factor(f)), s.unbend, exact_fma(log, s.inverse, s.offset));
+        return floor_bits(exact_min(exact_max(place, (float)Codes::FIRST), (float)Codes::LAST + 0.5f));
+    } else {
+        return floor_part_bits<Codes::BITS>(exact_saturated(log, s.inverse, s.offset));
     }
-    return floor_bits(place);
 }
 
-// Codes of COUNT elements of a block with these ends.
+// Codes of COUNT elements, none of them negative or NaN, of a block with these ends.
 template <class Codes, Rounding ROUNDING, int COUNT>
 OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, LogEnds ends, const LogScale& s,
                           const NoiseKey& key) {
-    constexpr uint32_t BIAS = 0x4b000000u;  // floor_bits'
+    constexpr uint32_t BIAS = LOG_BIAS<Codes, ROUNDING>;
     Packed<Codes::BITS, COUNT> packed = {};
     float value[COUNT];
     Noise noise = {};
+    if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
     OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) value[i] = exact_max(x[i], s.floor);
+    for (int i = 0; i < COUNT; i++) value[i] = ROUNDING == STOCHASTIC ? exact_max(x[i], s.floor) : x[i];
     if (ends.cut) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++)
-            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : s.floor, LOG_MOST);
+            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : value[i], LOG_MOST);
     }
     OPTIM_UNROLL
     for (int i = 0; i < COUNT; i++) {
-        if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
-        uint32_t bits = log_code<Codes, ROUNDING>(value[i], s, noise_lane(noise, i % NOISE_ELEMENTS));
+        uint32_t bits = log_code<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
         if (Codes::OWN && ROUNDING == STOCHASTIC) bits = x[i] > 0.0f ? bits : BIAS;
-        packed.add(i, bits - BIAS);
+        packed.add(i, bits);
     }
+    packed.subtract(BIAS);
     store_value(streams.codes, first * Codes::BITS / 8, packed);
 }
 
@@ -257,6 +266,11 @@ OPTIM_INLINE LogEnds log_ends(float turned, float top) {
     return {exact_min(exact_max(least, bottom), LOG_LOW_MOST), exact_min(exact_max(top, bottom), LOG_MOST), cut};
 }
 
+// Zero for what is none.
+OPTIM_INLINE float log_value(float x) {
+    return x > 0.0f ? x : 0.0f;
+}
+
 // The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
 template <class Codes>
 OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
@@ -278,33 +292,58 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
         LogRange range = log_range<Codes>(ends);
         log_keep<Codes>(streams, (first + b) / block, range);
         LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
-        for (int c = b; c < b + block; c += 8) log_put<Codes, ROUNDING, 8>(streams, first + c, x + c, ends, s, key);
+        for (int c = b; c < b + block; c += 8) {
+            float value[8];
+            for (int i = 0; i < 8; i++) value[i] = log_value(x[c + i]);
+            log_put<Codes, ROUNDING, 8>(streams, first + c, value, ends, s, key);
+        }
     }
 }
 
 #ifdef __CUDACC__
+// log_range for neighbouring threads of a block: one of two computes the lower end and one the upper, which are the
+// same operations with another sign.
+template <class Codes>
+__device__ __forceinline__ LogRange log_thread_range(LogEnds ends) {
+    if constexpr (!Codes::OWN) return log_range<Codes>(ends);
+    const bool lower = threadIdx.x % 2 != 0;
+    float log = log2_fine(lower || ends.top == 0.0f ? ends.least : ends.top);
+    float end = grid_below(exact_add(lower ? log : -log, 1.0f / 65536), Codes::GRID);
+    float other = __shfl_xor_sync(0xffffffffu, end, 1), low = lower ? end : other, high = lower ? -other : -end;
+    if (ends.top == 0.0f) return {0.0f, 0.0f};
+    return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
+}
+
 template <class Codes, int BLOCK, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void log_thread_store(const Streams& streams, int first, const float* x,
                                                  const NoiseKey& key) {
-    constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    float top = 0.0f, turned = 0.0f;
-    uint32_t least_bits = 0xffffffffu;
+    // The order of floats from zero on is that of their bits; what is negative or NaN lies above.
+    float value[COUNT];
+    uint32_t most = 0, least = 0xffffffffu;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) top = fmaxf(x[i], top);
-    top = neighbours_max<BLOCK / COUNT, THREADS>(top);
-    if constexpr (Codes::OWN) {
+    for (int i = 0; i < COUNT; i++) {
+        value[i] = x[i];
+        uint32_t bits = __float_as_uint(x[i]);
+        most = bits > most ? bits : most;
+        least = bits < least ? bits : least;
+    }
+    least -= 1u;  // 0 is no least
+    if (least == 0xffffffffu || most > 0x7f800000u) {
+        most = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            uint32_t bits = __float_as_uint(x[i]) - 1u;
-            least_bits = bits < least_bits ? bits : least_bits;
+            value[i] = log_value(x[i]);
+            uint32_t bits = __float_as_uint(value[i]);
+            most = bits > most ? bits : most;
+            least = bits - 1u < least ? bits - 1u : least;
         }
-        turned = neighbours_max<BLOCK / COUNT, THREADS>(log_turned(least_bits));
     }
-    LogEnds ends = log_ends<Codes>(turned, top);
-    LogRange range = log_range<Codes>(ends);
+    uint2 both = neighbours_both<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(most, Codes::OWN ? least : 0u, key);
+    LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
+    LogRange range = log_thread_range<Codes>(ends);
     if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
     LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
-    log_put<Codes, ROUNDING, COUNT>(streams, first, x, ends, s, key);
+    log_put<Codes, ROUNDING, COUNT>(streams, first, value, ends, s, key);
 }
 
 // A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
@@ -314,9 +353,8 @@ constexpr int LOG_GROUPS = 8;
 template <class Codes, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    __shared__ float levels[LOG_GROUPS][Codes::LAST + 1];
-    float* level = levels[threadIdx.x / THREADS];
-    group_sync<THREADS>();  // the last use of it is over
+    float* level = (float*)streams.table + threadIdx.x / THREADS * (Codes::LAST + 1);
+    // The last use of it is over: its tile has been stored, and its ends exchanged.
 #pragma unroll
     for (int code = 0; code <= Codes::LAST; code += THREADS) {
         int own = code + first / COUNT;
@@ -350,7 +388,7 @@ struct LogBlocks {
     }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams&) {}
+    static __device__ __forceinline__ void prepare(const Streams&, void*) {}
 #endif
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {

@@ -78,8 +78,9 @@ OPTIM_INLINE BlockScale span_scale(float top) {
     return block_scale<Format, ScaleFp32>(top, &scale);
 }
 
-template <class Format, Span SPAN, Rounding ROUNDING>
+template <class Format_, Span SPAN, Rounding ROUNDING>
 struct Spans {
+    typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
     static constexpr bool SIGNED = Format::SIGNED;
@@ -90,8 +91,8 @@ struct Spans {
     }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams& streams) {
-        Blocks<Format, SPAN_BLOCK, ScaleFp32, ROUNDING>::prepare(streams);
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        Blocks<Format_, SPAN_BLOCK, ScaleFp32, ROUNDING>::prepare(streams, shared);
     }
 #endif
 
@@ -122,8 +123,8 @@ struct Spans {
         BlockScale s = span_scale<Format>(top);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
-        block_limit<Format, ScaleFp32>(top, value, COUNT);
-        block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+        float inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, s.inverse, value, COUNT);
+        block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
         streams.next[tile.at + 1] = s.scale;
         streams.next[tile.at + 2] = s.inverse;
@@ -142,11 +143,14 @@ struct Spans {
         for (int i = 0; i < COUNT; i++) {
             float value = block_value<Format>(x[i]), top = span_top(tile, walk, streams.next);
             float inverse = span_scale<Format>(top).inverse;
-            block_limit<Format, ScaleFp32>(top, &value, 1);
+            inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, inverse, &value, 1);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
-            uint32_t bits = noise_lane(noise, i % NOISE_ELEMENTS);
-            uint32_t code = ROUNDING == STOCHASTIC ? Format::stochastic(table, value, inverse, bits, lowest)
-                                                   : Format::nearest(table, value, inverse, lowest);
+            uint32_t code;
+            if constexpr (ROUNDING == STOCHASTIC) {
+                code = Format::stochastic(table, value, inverse, noise_lane(noise, i % NOISE_ELEMENTS), lowest);
+            } else {
+                code = Format::nearest(table, value, inverse, lowest);
+            }
             packed.add(i, code - Format::BIAS);
             span_advance(tile, &walk);
         }
@@ -192,7 +196,7 @@ struct Spans {
             OPTIM_UNROLL
             for (int i = 0; i < n; i++) top = exact_max(exact_abs(block_value<Format>(x[i])), top);
 #ifdef __CUDA_ARCH__
-            top = neighbours_max<32, TILE_ELEMENTS>(top);
+            top = neighbours_max<32, TILE_ELEMENTS>(top, NoiseKey{});
             if (threadIdx.x % 32 != 0) return;
 #endif
             span_raise(&streams.next[tile.at], top);

@@ -74,15 +74,11 @@ struct Split {
 
     template <int COUNT>
     static OPTIM_INLINE void put_noisy(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        static_assert(COUNT <= NOISE_ELEMENTS, "one call serves them");
+        Noise noise = noise_draw(key, first);
         uint32_t bits[COUNT];
         OPTIM_UNROLL
-        for (int c = 0; c < COUNT; c += NOISE_ELEMENTS) {
-            Noise noise = noise_draw(key, first + c);
-            OPTIM_UNROLL
-            for (int i = 0; i < NOISE_ELEMENTS; i++) {
-                bits[c + i] = cut(x[c + i], noise_lane(noise, i) >> (16 - CUT_BITS));
-            }
-        }
+        for (int i = 0; i < COUNT; i++) bits[i] = cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
         put<COUNT>(streams, first, bits);
     }
 

@@ -1,6 +1,6 @@
 // Formats whose levels are equally far apart: x = (code + FIRST) * scale, or the square of that where the root of x is
 // what is stored (with 4 bits the product of the squares). Pure arithmetic: to nearest, floor(y + 1/2), a y in the
-// middle going up; stochastic, floor(y + r) with r uniform in (0, 1).
+// middle going up; stochastic, floor(y + r) with r uniform in [0, 1).
 //     lin8    m, -127 .. 127 times absmax / 127       steps of 1/127 of the block's largest: small elements become 0
 //     ulin8   v, 0 .. 255 times absmax / 255          for comparison: its floor inflates small v (0 is never used)
 //     lin4    v, 1 .. 16 times absmax / 16            lpmm's and torchao's map for v: linear without zero, block 128
@@ -65,9 +65,26 @@ struct Uniform {
         return floor_part_bits<BITS>(t) + (uint32_t)lowest;
     }
 
+    // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly.
+    static OPTIM_INLINE uint32_t stochastic_floor(float x, float inverse, uint32_t noise_float, int lowest) {
+        constexpr float first = 128.0f + (float)FIRST, end = 128.0f + (float)LAST + 0.5f;
+        float t = exact_fma(x, inverse, bits_float(noise_float));
+        return floor_bits(exact_min(exact_max(t, first + (float)lowest), end));
+    }
+
+    static constexpr bool PACKS_NOISE = true;
+    static constexpr uint32_t STOCHASTIC_BIAS = 0x4b000000u + 128u + (uint32_t)FIRST;
+
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        float t = exact_fma(x, inverse, exact_add(noise_above_one(noise), (float)-FIRST - 1.0f));
-        return floor_bits(exact_min(exact_max(t, (float)lowest), (float)(LAST - FIRST) + 0.5f)) + BIAS - 0x4b000000u;
+        return stochastic_floor(x, inverse, NOISE_FLOAT << 24 | noise, lowest) - STOCHASTIC_BIAS + BIAS;
+    }
+
+    template <int COUNT>
+    static OPTIM_INLINE void stochastic_pack(const float* x, float inverse, const Noise& noise, int lowest,
+                                             Packed<BITS, COUNT>* packed, uint32_t*) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) packed->add(i, stochastic_floor(x[i], inverse, noise_float(noise, i), lowest));
+        packed->subtract(STOCHASTIC_BIAS);
     }
 
     // What is zero in a format with two signs has the code after the last level's.

@@ -1,0 +1,49 @@
+"""Curves of the rows of table.py over tokens: means of seeds, paired differences, the baseline's noise; the front."""
+
+import statistics
+
+
+def tokens(row, step):
+    return step * row.any("tokens_per_step")
+
+
+def by_step(records, kind):
+    """{step: [loss of each record]} of the steps that all records have."""
+    each = [{step: loss for step, loss in record[kind] if loss is not None} for record in records]
+    steps = sorted(set.intersection(*map(set, each))) if each else []
+    return {step: [losses[step] for losses in each] for step in steps}
+
+
+def loss_curve(row, kind="val"):
+    """(tokens, mean over the seeds that are done)."""
+    points = by_step(row.done.values(), kind)
+    return [tokens(row, step) for step in points], [statistics.fmean(losses) for losses in points.values()]
+
+
+def difference_curve(row, base, kind="val"):
+    """(tokens, difference to the baseline): of the pairs of one seed, else of the means."""
+    seeds = [seed for seed in row.done if seed in base.done]
+    if seeds:
+        mine, its = by_step([row.done[s] for s in seeds], kind), by_step([base.done[s] for s in seeds], kind)
+    else:
+        mine, its = by_step(row.done.values(), kind), by_step(base.done.values(), kind)
+    steps = [step for step in mine if step in its and step > 0]
+    return [tokens(row, s) for s in steps], [statistics.fmean(mine[s]) - statistics.fmean(its[s]) for s in steps]
+
+
+def band(base):
+    """(tokens, -s, s), s the standard deviation of the baseline's seeds; empty where it has one."""
+    points = {
+        step: losses for step, losses in by_step(base.done.values(), "val").items() if step > 0 and len(losses) > 1
+    }
+    spread = [statistics.stdev(losses) for losses in points.values()]
+    return [tokens(base, step) for step in points], [-s for s in spread], spread
+
+
+def front(rows):
+    """Those that no other beats in bytes and loss at once, by bytes."""
+    best = []
+    for row in sorted(rows, key=lambda row: (row.bytes, row.level, row.name)):
+        if not best or row.level < best[-1].level:
+            best.append(row)
+    return best

@@ -1,0 +1,176 @@
+"""The pictures as PNG, by matplotlib: loss curves, differences to the baseline, and bytes against final loss."""
+
+import io
+
+import matplotlib
+from PIL import Image
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from curves import band, difference_curve, front, loss_curve
+from table import groups
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black is the baseline's. Dashes tell more apart.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5230"]
+DASHES = ["-", "--", ":", "-."]
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+}
+
+
+def style(i):
+    return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
+
+
+def palette():
+    """The colours of the curves on their way to white, and greys: far enough apart for Pillow to keep white white."""
+    shades = [[255 - (255 - int(c[i : i + 2], 16)) * k // 12 for i in (1, 3, 5)] for c in COLOURS for k in range(2, 13)]
+    shades += [[255 * k // 16] * 3 for k in range(17)]
+    image = Image.new("P", (1, 1))
+    image.putpalette(sum(shades, []))
+    return image
+
+
+def save(figure, path):
+    """As PNG of few colours, a third of the size, without date or version."""
+    whole = io.BytesIO()
+    figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    whole.seek(0)
+    Image.open(whole).convert("RGB").quantize(palette=palette(), dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def panels(table):
+    """A panel for each group that has curves, as tall as its legend; [(axes, rows), ...]."""
+    parts = [(group, [row for row in rows if row.done]) for group, rows in groups(table).items()]
+    parts = [(group, rows) for group, rows in parts if rows]
+    heights = [max(3.2, 0.5 + 0.175 * len(rows)) for _, rows in parts]
+    figure, all_axes = plt.subplots(
+        len(parts), 1, figsize=(8.5, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axes, (group, _) in zip(all_axes[:, 0], parts):
+        axes.set_title(group, loc="left", fontweight="bold")
+        axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    return figure, list(zip(all_axes[:, 0], [rows for _, rows in parts]))
+
+
+def legend(axes):
+    if not axes.get_legend_handles_labels()[0]:
+        return
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7.5, labelspacing=0.25)
+
+
+def draw_losses(table, facts, path):
+    figure, parts = panels(table)
+    base = {row.name: row for row in table}[facts["baseline"]]
+    for axes, rows in parts:
+        if base.done:
+            axes.plot(*loss_curve(base), color="black", linewidth=2, label=f"{base.name} ({base.loss:.4f})", zorder=3)
+        for i, row in enumerate(row for row in rows if row is not base):
+            axes.plot(*loss_curve(row), linewidth=1, label=f"{row.name} ({row.loss:.4f})", **style(i))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.set_ylabel("validation loss (nats)")
+        legend(axes)
+    save(figure, path)
+
+
+def draw_differences(table, facts, path):
+    figure, parts = panels(table)
+    by_name = {row.name: row for row in table}
+    for axes, rows in parts:
+        shown = {}
+        for i, row in enumerate(row for row in rows if row.name != row.baseline):
+            x, y = difference_curve(row, by_name[row.baseline])
+            if x:
+                shown[row.baseline] = True
+                label = row.name + ("" if row.difference is None else f" ({row.difference:+.4f})")
+                axes.plot(x, y, linewidth=1, marker=".", markersize=3, label=label, **style(i))
+        for name in shown or {facts["baseline"]: True}:
+            x, low, high = band(by_name[name])
+            if x:
+                label = f"{name}: ± 1 s.d. of {len(by_name[name].done)} seeds"
+                axes.fill_between(x, low, high, color="black", alpha=0.12, linewidth=0, label=label)
+        axes.axhline(0, color="black", linewidth=1)
+        axes.set_yscale("symlog", linthresh=0.01, linscale=1.5)
+        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.set_ylabel("− baseline (nats; linear to ±0.01)")
+        legend(axes)
+    save(figure, path)
+
+
+def place_labels(figure, axes, points):
+    """A label beside each of [(x, y, text), ...] in order of rank, where none is in the way; else none."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    inside, taken = axes.get_window_extent(renderer), []
+    for x, y, _ in points:
+        px, py = axes.transData.transform((x, y))
+        taken.append(matplotlib.transforms.Bbox.from_bounds(px - 3, py - 3, 6, 6))
+    for x, y, text in points:
+        for dx, dy, ha, va in PLACES:
+            label = axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=ha, va=va)
+            box = label.get_window_extent(renderer)
+            fits = inside.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if fits and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            label.remove()
+
+
+PLACES = [
+    (5, 0, "left", "center"),
+    (-5, 0, "right", "center"),
+    (0, 5, "center", "bottom"),
+    (0, -5, "center", "top"),
+] + [
+    (sign * dx, dy, "left" if sign > 0 else "right", "center")
+    for dy in (8, -8, 14, -14)
+    for dx in (4, 10)
+    for sign in (1, -1)
+]
+
+
+def draw_pareto(table, facts, path):
+    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the best."""
+    figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
+    base = {row.name: row for row in table}[facts["baseline"]]
+    ended = [row for row in table if row.done]
+    for i, (group, rows) in enumerate(groups(ended).items()):
+        x, y = [row.bytes for row in rows], [row.level for row in rows]
+        errors = [row.level_error or 0.0 for row in rows]
+        axes.errorbar(x, y, errors, fmt="o", markersize=4, elinewidth=0.7, color=COLOURS[i % len(COLOURS)], label=group)
+    best = front(ended)
+    axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator([1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16]))
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.set_yscale("symlog", linthresh=0.01, linscale=1.5)
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.margins(0.08)
+    axes.set_xlabel("bytes of weights and states a parameter")
+    its = f" − {base.name}'s {base.loss:.4f}" if base.done else ""
+    axes.set_ylabel(f"final validation loss{its} (nats)")
+    axes.legend(frameon=False, fontsize=7.5)
+    first = next(iter(groups(table)), None)
+    ranked = best + [row for row in ended if row not in best and row.group == first]
+    ranked += [row for row in ended if row not in ranked]
+    place_labels(figure, axes, [(row.bytes, row.level, row.name) for row in ranked])
+    save(figure, path)
+
+
+def draw(table, facts, folder):
+    with plt.rc_context(STYLE):
+        draw_losses(table, facts, folder / "loss.png")
+        draw_differences(table, facts, folder / "difference.png")
+        draw_pareto(table, facts, folder / "pareto.png")

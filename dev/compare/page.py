@@ -1,0 +1,178 @@
+"""The report as one HTML file that needs no network: the table, and figures of bokeh, its program inside.
+
+In the figures a click on a name in the legend hides or shows its curve, dragging zooms into a box, the tools beside it
+turn on the wheel and moving, and what the pointer is on is told. Ids are counted by bokeh, not drawn, so the same
+records give the same bytes.
+"""
+
+import html
+import json
+import os
+
+os.environ["BOKEH_SIMPLE_IDS"] = "yes"
+
+from bokeh.embed import json_item
+from bokeh.models import ColumnDataSource, HoverTool, Legend, Range1d, Span
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+
+from curves import band, difference_curve, front, loss_curve
+from draw import COLOURS
+from table import HEADINGS, cells, groups
+
+DASHES = ["solid", "dashed", "dotted", "dotdash"]
+TOOLS = "pan,wheel_zoom,box_zoom,reset,save"
+
+
+def new_figure(title, x, y, **more):
+    plot = figure(title=title, height=420, sizing_mode="stretch_width", tools=TOOLS, active_drag="box_zoom", **more)
+    plot.xaxis.axis_label, plot.yaxis.axis_label = x, y
+    return plot
+
+
+def add_legend(plot, items, rows=24):
+    """To the right, in as many columns as it takes; a click hides or shows."""
+    for begin in range(0, len(items), rows):
+        legend = Legend(
+            items=items[begin : begin + rows],
+            click_policy="hide",
+            label_text_font_size="8pt",
+            spacing=0,
+            padding=2,
+            glyph_height=12,
+        )
+        plot.add_layout(legend, "right")
+
+
+def millions(tokens):
+    return [round(count / 1e6, 6) for count in tokens]
+
+
+def window(values):
+    """The range that shows four fifths of the values well; the rest comes into sight by zooming out."""
+    near = sorted(map(abs, values))
+    limit = max(1e-4, 2 * near[4 * (len(near) - 1) // 5])
+    return Range1d(-limit, limit)
+
+
+def curves_figure(title, y, curves, bands=(), **more):
+    """[(label, x, y, whether black), ...] and bands [(label, x, low, high), ...] over tokens."""
+    plot = new_figure(title, "tokens (millions)", y, **more)
+    items = []
+    for label, x, low, high in bands:
+        items.append((label, [plot.varea(x=millions(x), y1=low, y2=high, fill_color="black", fill_alpha=0.12)]))
+    for i, (label, x, values, black) in enumerate(curves):
+        colour = "black" if black else COLOURS[i % len(COLOURS)]
+        dash = "solid" if black else DASHES[i // len(COLOURS) % len(DASHES)]
+        source = ColumnDataSource({"x": millions(x), "y": [round(value, 5) for value in values]})
+        look = {"color": colour, "line_dash": dash, "line_width": 2 if black else 1.3}
+        items.append((label, [plot.line("x", "y", source=source, name=label, **look)]))
+    plot.add_tools(
+        HoverTool(
+            tooltips=[("", "$name"), ("million tokens", "@x{0.00}"), ("nats", "@y{0.0000}")], line_policy="nearest"
+        )
+    )
+    add_legend(plot, items)
+    return plot
+
+
+def group_figures(group, rows, by_name, facts):
+    """Differences, validation loss and training loss of a group."""
+    base = by_name[facts["baseline"]]
+    done = [row for row in rows if row.done]
+    differences = [
+        (row.name, *difference_curve(row, by_name[row.baseline]), False) for row in done if row.name != row.baseline
+    ]
+    names = list(dict.fromkeys(row.baseline for row in done))
+    bands = [(f"{name}: ± s.d.", *band(by_name[name])) for name in names if band(by_name[name])[0]]
+    plot = curves_figure(
+        f"{group}: difference to the baseline", "validation loss − baseline's (nats)", differences, bands
+    )
+    ends = [abs(row.difference) for row in done if row.difference is not None] + [high[-1] for _, _, _, high in bands]
+    if ends:
+        plot.y_range = window(ends)
+    plot.add_layout(Span(location=0, dimension="width", line_color="black", line_width=1))
+    figures = [plot] if differences else []
+    for kind, title in (("val", "validation loss"), ("train", "training loss")):
+        rest = [(row.name, *loss_curve(row, kind), False) for row in done if row is not base]
+        first = [(base.name, *loss_curve(base, kind), True)] if base.done else []
+        figures.append(curves_figure(f"{group}: {title}", f"{title} (nats)", rest + first, y_axis_type="log"))
+    return figures
+
+
+def pareto_figure(table, facts):
+    ended = [row for row in table if row.done]
+    base = next(row for row in table if row.name == facts["baseline"])
+    y = f"final validation loss − {base.name}'s (nats)" if base.done else "final validation loss (nats)"
+    plot = new_figure(
+        "Bytes a parameter against final loss", "bytes of weights and states a parameter", y, x_axis_type="log"
+    )
+    items, best = [], front(ended)
+    plot.x_range = Range1d(0.85 * min(row.bytes for row in ended), 1.3 * max(row.bytes for row in ended))
+    if base.done:
+        plot.y_range = window([row.level for row in ended])
+    plot.line([row.bytes for row in best], [row.level for row in best], color="black", line_width=1)
+    renderers = []
+    for i, (group, rows) in enumerate(groups(ended).items()):
+        fields = {
+            "x": [row.bytes for row in rows],
+            "y": [row.level for row in rows],
+            "loss": [row.loss for row in rows],
+            "name": [row.name for row in rows],
+        }
+        fields["difference"] = [cells(row)[7] for row in rows]
+        fields["error"] = [cells(row)[8] or "-" for row in rows]
+        dots = plot.scatter("x", "y", source=ColumnDataSource(fields), size=8, color=COLOURS[i % len(COLOURS)])
+        names = plot.text(
+            "x", "y", text="name", source=dots.data_source, text_font_size="8pt", x_offset=6, text_baseline="middle"
+        )
+        items.append((group, [dots, names]))
+        renderers.append(dots)
+    tips = [("", "@name"), ("bytes", "@x{0.000}"), ("loss", "@loss{0.0000}"), ("− baseline", "@difference ± @error")]
+    plot.add_tools(HoverTool(tooltips=tips, renderers=renderers))
+    add_legend(plot, items)
+    return plot
+
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1300px; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; font-size: 13px; } th, td { padding: 2px 8px; text-align: left; }
+th { border-bottom: 1px solid #888; } tr:hover td { background: #f2f2f2; }
+td:nth-child(n+5):nth-child(-n+12) { text-align: right; font-variant-numeric: tabular-nums; }
+.plot { margin: 1em 0; }
+"""
+
+
+def table_html(rows):
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in cells(row)) + "</tr>\n" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>\n"
+
+
+def page(table, facts):
+    """The whole file as text."""
+    by_name = {row.name: row for row in table}
+    plots, body = [], []
+
+    def put(plot):
+        target = f"plot{len(plots)}"
+        plots.append(json_item(plot, target))
+        body.append(f'<div class="plot" id="{target}"></div>\n')
+
+    body.append("".join(f"<p>{html.escape(line)}</p>\n" for line in facts["lines"]))
+    if any(row.done for row in table):
+        put(pareto_figure(table, facts))
+    for group, rows in groups(table).items():
+        body.append(f"<h2>{html.escape(group)}</h2>\n{table_html(rows)}")
+        if any(row.done for row in rows):
+            for plot in group_figures(group, rows, by_name, facts):
+                put(plot)
+    body.append("".join(f"<p>{html.escape(line)}</p>\n" for line in facts["legend"]))
+    program = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+    items = json.dumps(plots).replace("</", "<\\/")
+    title = html.escape(facts["title"])
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style>\n'
+        f"<script>{program}</script>\n</head><body>\n<h1>{title}</h1>\n{''.join(body)}"
+        f"<script>\nfor (const item of {items}) Bokeh.embed.embed_item(item);\n</script>\n</body></html>\n"
+    )

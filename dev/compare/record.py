@@ -1,0 +1,168 @@
+"""The record of one run: a few KB of JSON that the report is made from, taken from the run folder that ./train wrote.
+
+    {"name", "seed", "options", "options_key", "data_key", "status": "done" | "diverged" | "died", "reason", "resolved",
+     "final_loss", "val": [[step, loss], ...], "train": [[step, mean loss of the steps since the one before], ...],
+     "tokens_per_second", "memory_mib", "weights_bytes", "state_bytes", "skipped", "seconds", "device", "commit", ...}
+
+Losses are nats a token; a loss that was not finite is null. Bytes are per parameter.
+"""
+
+import json
+import math
+import os
+import re
+import struct
+
+from trainer import read_plan
+
+ITS_OWN = ("run", "resume", "sample", "data", "val")  # differ from start to start or from machine to machine
+POINTS = 200  # of the training loss: the mean of as many runs of steps
+
+
+def read_log(folder):
+    """(config, {"train": [...], "val": [...]}) of a run folder, without what a resume replaced."""
+    config, records = {}, {"train": {}, "val": {}}
+    try:
+        lines = (folder / "log.jsonl").read_text("utf-8", "replace").split("\n")
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short by a kill
+            continue
+        kind = record.get("type")
+        if kind == "config":
+            config = record
+        elif kind == "resume":
+            for part in records.values():
+                for step in [step for step in part if step > record["step"]]:
+                    del part[step]
+        elif kind in records:
+            records[kind][record["step"]] = record
+    return config, {kind: [part[step] for step in sorted(part)] for kind, part in records.items()}
+
+
+def checkpoint(folder):
+    """The newest checkpoint of a run folder, or None."""
+    return max((path.parent for path in folder.glob("step_*/state.json") if path.parent.suffix != ".tmp"), default=None)
+
+
+def last_step(folder):
+    """The step that a run has reached, from the end of its log."""
+    try:
+        with (folder / "log.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
+            steps = re.findall(rb'"step": (\d+)', file.read())
+    except OSError:
+        return 0
+    return int(steps[-1]) if steps else 0
+
+
+def thinned(records):
+    """At most POINTS pairs of a step and the mean loss of the steps up to it; null where one was not finite."""
+    width = max(1, -(-len(records) // POINTS))
+    result = []
+    for i in range(0, len(records), width):
+        losses = [record["loss"] for record in records[i : i + width]]
+        mean = None if None in losses else round(math.fsum(losses) / len(losses), 5)
+        result.append([records[min(i + width, len(records)) - 1]["step"], mean])
+    return result
+
+
+def speed(records, tokens_per_step):
+    """Tokens a second without the first ten steps, or None."""
+    seconds = [record["step_s"] for record in records[10:] or records]
+    return round(tokens_per_step * len(seconds) / sum(seconds), 1) if seconds else None
+
+
+def stored_bytes(path):
+    """Bytes of the states in an optimizer.safetensors, padding included."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    spans = [its["data_offsets"] for name, its in header.items() if re.match(r"(m|v|slow)\b", name)]
+    return sum(end - begin for begin, end in spans)
+
+
+def outcome(returncode, steps, log, words):
+    """(status, reason) of a run that ended."""
+    reached = log["train"][-1]["step"] if log["train"] else 0
+    sentences = [line.removeprefix("train: error: ") for line in words.strip().split("\n") if line.strip()]
+    if returncode == 0 and reached >= steps:
+        final = [record["loss"] for record in log["val"] if record["step"] == reached]
+        if not final:
+            return "died", "there was no validation at the end; leave val-every above 0"
+        return (
+            ("done", "")
+            if final[-1] is not None
+            else ("diverged", f"the validation loss of step {reached} is not finite")
+        )
+    if log["train"] and log["train"][-1]["loss"] is None:
+        told = (
+            re.match(r"step \d+: the loss is \S+ and the norm of the gradient [^;]*", sentences[-1])
+            if sentences
+            else None
+        )
+        return "diverged", told[0] if told else f"step {reached}: the loss is not finite"
+    if returncode < 0:
+        return "died", f"killed by signal {-returncode} at step {reached} of {steps}"
+    if returncode == 0:
+        return "died", f"stopped at step {reached} of {steps}"
+    return "died", sentences[-1] if sentences else f"ended with status {returncode} at step {reached} of {steps}"
+
+
+def make(run, folder, returncode, words, weights):
+    """The record of a run that has ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
+    config, log = read_log(folder)
+    banner = folder / "log.txt"
+    told = read_plan(banner.read_text("utf-8", "replace"), weights) if banner.exists() else None
+    resolved, plan = config.get("options", {}), told or run.plan
+    steps = int(resolved.get("steps", plan["steps"]))
+    status, reason = outcome(returncode, steps, log, words)
+    losses = {record["step"]: record["loss"] for record in log["val"]}
+    state_bytes, saved = plan["state_bytes"], checkpoint(folder)
+    if "override" in run.options and saved:  # the plan's figure is that of the tensors that are not overridden
+        state_bytes = round(stored_bytes(saved / "optimizer.safetensors") / config["parameters"], 3)
+    return {
+        "version": 1,
+        "name": run.name,
+        "seed": run.seed,
+        "options": run.options,
+        "options_key": run.options_key(),
+        "status": status,
+        "reason": reason,
+        "resolved": {name: value for name, value in resolved.items() if name not in ITS_OWN},
+        "parameters": config.get("parameters"),
+        "steps": steps,
+        "tokens_per_step": plan["tokens_per_step"],
+        "final_loss": losses.get(steps) if status == "done" else None,
+        "val": [[step, loss] for step, loss in losses.items()],
+        "train": thinned(log["train"]),
+        "tokens_per_second": speed(log["train"], plan["tokens_per_step"]),
+        "memory_mib": plan["memory_mib"],
+        "weights_bytes": plan["weights_bytes"],
+        "state_bytes": state_bytes,
+        "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
+        "data": plan["data"],
+        "device": config.get("device"),
+    }
+
+
+def read_all(folder):
+    """{(name, seed): record} of a folder of records, and what could not be read."""
+    records, damaged = {}, []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = json.loads(path.read_text("utf-8"))
+            records[record["name"], record["seed"]] = record
+        except (OSError, ValueError, KeyError, TypeError):
+            damaged.append(path)
+    return records, damaged
+
+
+def write(path, record):
+    """One line a member, so that a diff shows what changed; whole or not at all."""
+    text = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("{\n" + text + "\n}\n", "utf-8")
+    temporary.replace(path)

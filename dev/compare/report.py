@@ -1,0 +1,63 @@
+"""The report folder of a sweep, from its records alone: the same files whenever and wherever it is written.
+
+table.csv  table.md  loss.png  difference.png  pareto.png  report.html
+"""
+
+import sys
+
+import draw
+import page
+import record
+import table as tables
+from sweep import Problem
+
+LEGEND = [
+    "State and weights: bytes a parameter, in the optimizer's arrays. Val loss: final validation loss in nats a token, "
+    "mean over the n seeds that are done. − baseline: difference of that loss, paired by seed. ± s.e.: its standard "
+    "error; with one pair, √2 times the standard deviation of the baseline's seeds. Memory: what ./train plans and "
+    "allocates. Tokens/s: without the first ten steps; in parentheses where several runs shared a device.",
+]
+
+
+def listed(records, key):
+    return ", ".join(sorted({str(record[key]) for record in records if record.get(key)})) or "unknown"
+
+
+def facts_of(sweep, table, stale):
+    """What the report says above and below the table."""
+    used = [record for row in table for record in row.records.values()]
+    wanted = sum(row.seeds for row in table)
+    first = next((record for record in used if record["status"] == "done"), used[0])
+    lines = [
+        f"{len(used)} of {wanted} runs have ended. Baseline: {sweep.baseline}.",
+        f"{first['parameters'] or 0:,} parameters; {first['steps']:,} steps of {first['tokens_per_step']:,} tokens; "
+        f"data: {listed(used, 'data')}.",
+        f"Device: {listed(used, 'device')}. Commit: {listed(used, 'commit')}.",
+    ]
+    notices = []
+    if len({record["data_key"] for record in used}) > 1:
+        notices.append(
+            "The runs are of different corpora or, with the built-in text, of different builds: their losses do not "
+            "compare."
+        )
+    if stale:
+        notices.append(f"{stale} records are of other options than the sweep has now and are left out.")
+    for notice in notices:
+        print(f"compare: notice: {notice}", file=sys.stderr)
+    return {"title": sweep.title, "baseline": sweep.baseline, "lines": lines + notices, "legend": LEGEND}
+
+
+def write(sweep, folder):
+    records, damaged = record.read_all(folder / "runs")
+    if damaged:
+        raise Problem(f"{damaged[0]} is no record of a run; remove it, or run the sweep again")
+    table, stale = tables.rows(sweep, records)
+    if not any(row.records for row in table):
+        raise Problem(f"{folder / 'runs'} holds no run of {sweep.path}; run it first, or name another --out")
+    facts = facts_of(sweep, table, stale)
+    (folder / "table.csv").write_text(tables.csv_text(table), "utf-8")
+    (folder / "table.md").write_text(tables.markdown(table, facts), "utf-8")
+    if any(row.done for row in table):
+        draw.draw(table, facts, folder)
+    (folder / "report.html").write_text(page.page(table, facts), "utf-8")
+    print(folder / "report.html")

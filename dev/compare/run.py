@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Compares loss curves across storage formats: runs a sweep of trainings that differ in one option, and reports.
+
+    make && python3 dev/compare/run.py dev/compare/sweeps/d6.toml
+
+Runs that are done are skipped, so the same command goes on after a kill, a Ctrl-C or a --budget. Python 3.11; the
+running half needs nothing else, the report matplotlib and bokeh (make venv). README.md beside this file says more.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+if sys.version_info < (3, 11):
+    sys.exit("compare: error: Python 3.11 or later reads sweep files; type `.venv/bin/python` or `python3.11`")
+
+import record
+import runner
+import sweep as sweeps
+from sweep import Problem
+from trainer import ROOT, Trainer, check
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; --help lists the options")
+
+
+def options_read(arguments):
+    parser = Parser(prog="compare", description=__doc__.split("\n")[0])
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="records and report (default: dev/compare/results/NAME)"
+    )
+    parser.add_argument("--work", type=Path, metavar="DIR", help="run folders of ./train (default: build/compare/NAME)")
+    parser.add_argument("--trainer", type=Path, default=ROOT / "train", metavar="PATH", help="default: ./train")
+    parser.add_argument("--gpus", metavar="0,1,...", help="default: all that are visible; without any, the CPU")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at once on a GPU or the CPU (default: 1)"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that would not end in time")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
+    parser.add_argument("--commit", metavar="TEXT", help="what to record where git cannot be asked")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs and stop")
+    parser.add_argument(
+        "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
+    )
+    parser.add_argument("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")
+    parser.add_argument("--no-report", action="store_true", help="run, and leave the report for later")
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        raise Problem(f"--jobs {options.jobs}: give 1 or more")
+    for text in options.set:
+        if "=" not in text:
+            raise Problem(f"--set {text}: write --set OPTION=VALUE, such as --set data=build/wiki")
+    options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
+    options.overrides = dict(text.split("=", 1) for text in options.set)
+    options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
+    options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
+    return options
+
+
+def commit_now():
+    """The commit of the working tree, with a + where it was changed."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else "unknown"
+
+
+def is_done(run, trainer, records):
+    """A run that has ended with a loss, or without one for good; one that died is tried again."""
+    found = records.get((run.name, run.seed))
+    if not found or found["status"] == "died":
+        return False
+    return found["options_key"] == run.options_key() and found["data_key"] == trainer.data_key(run)
+
+
+def gpus_of(options, runs):
+    """GPUs to spread runs over; none where all run on the CPU."""
+    if all(run.options.get("device") == "cpu" for run in runs):
+        return []
+    return options.gpus.split(",") if options.gpus else runner.gpus_at_hand(os.environ)
+
+
+def tell_plan(todo, done):
+    for run in todo:
+        typed = " ".join(f"--{key} {run.options[key]}" for key in sorted(run.own) if key in run.options)
+        print(f"run    {run.label:40} {typed}")
+    for run in done:
+        print(f"done   {run.label}")
+    tokens = sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in todo)
+    print(f"{len(todo)} to run ({tokens / 1e6:.3g}M tokens), {len(done)} done")
+
+
+def run_sweep(options):
+    """Runs what is not done; the exit status."""
+    trainer = Trainer(options.trainer)
+    sweep = sweeps.load(options.sweep, options.overrides, trainer.options)
+    records, damaged = record.read_all(options.out / "runs")
+    for path in damaged:
+        print(f"compare: notice: {path} is no record of a run; it is run again", file=sys.stderr)
+    gpus = gpus_of(options, sweep.runs)
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {})}
+    wanted = [run for run in sweep.runs if not options.only or any(fnmatchcase(run.name, p) for p in options.only)]
+    if not wanted:
+        raise Problem(f"--only {' '.join(options.only)}: no run has such a name; --dry-run lists them")
+    done = [run for run in wanted if is_done(run, trainer, records)]
+    todo = [run for run in wanted if run not in done]
+    check(sweep, todo, trainer, environment, options.no_check)
+    if options.dry_run:
+        tell_plan(todo, done)
+        return 0
+    print(f"{sweep.name}: {len(done)} of {len(wanted)} runs are done")
+    at_work = runner.Runner(
+        sweep,
+        trainer,
+        options.work,
+        options.out / "runs",
+        options.jobs,
+        gpus,
+        options.until,
+        options.commit or commit_now(),
+    )
+    whole = at_work.go(todo)
+    ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
+    print(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / 'runs'}")
+    return 0 if whole else 130
+
+
+def main(arguments=None):
+    try:
+        options = options_read(arguments)
+        status = 0 if options.report_only else run_sweep(options)
+        if options.dry_run or options.no_report or status != 0:
+            return status
+        try:
+            import report
+        except ImportError as missing:
+            if not options.report_only:
+                print(
+                    f"compare: notice: no report ({missing}); type `make venv`, then .venv/bin/python ... --report-only"
+                )
+                return status
+            raise Problem(f"{missing}; type `make venv` and begin the command with .venv/bin/python") from None
+        report.write(sweeps.load(options.sweep, options.overrides), options.out)
+        return status
+    except Problem as problem:
+        print(f"compare: error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before the first run or in the report; runner.py stops runs by itself
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Runs what is left of a sweep: as many processes at once as there are slots, until all is done or the budget is spent.
+
+A slot is a GPU, or the CPU; `jobs` of them share one. Each run has a folder of its own under `work`, where ./train
+writes; its record goes to `records`. A run whose folder holds a checkpoint goes on from there, one without begins anew.
+Children end with this process, however it ends, so that no two write to one folder.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import record
+from sweep import Problem
+from trainer import ROOT
+
+PATIENCE = 60.0  # seconds in which a child may write its checkpoint after SIGTERM
+
+
+def gpus_at_hand(environment):
+    """Names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name.strip()]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return []
+    return [str(i) for i, line in enumerate(x for x in listed.split("\n") if x.startswith("GPU "))]
+
+
+def slots(gpus, jobs):
+    """[(GPU or None, which of its jobs)]: first one job on each GPU."""
+    return [(gpu, job) for job in range(jobs) for gpu in gpus or [None]]
+
+
+def die_with_parent():
+    """In the child, before ./train: SIGKILL when the parent is gone (Linux's PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def duration(seconds):
+    s = int(seconds + 0.5)
+    return f"{s} s" if s < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s // 60 % 60:02}m"
+
+
+@dataclass
+class Job:
+    run: object
+    slot: tuple
+    folder: Path
+    process: subprocess.Popen
+    first: int  # step at which it began
+    started: float
+
+
+class Runner:
+    def __init__(self, sweep, trainer, work, records, jobs, gpus, until, commit):
+        self.sweep, self.trainer, self.work, self.records = sweep, trainer, work, records
+        self.jobs, self.commit = jobs, commit
+        self.free, self.slots = slots(gpus, jobs), len(slots(gpus, jobs))
+        self.begin, self.until = time.monotonic(), until
+        self.active, self.stopping = [], False
+        self.done_tokens, self.rates = 0, []  # of this start; tokens a second of whole runs, start included
+        self.shown, self.width = 0.0, 0
+        self.count = {"done": 0, "diverged": 0, "died": 0}
+
+    def path(self, run):
+        return self.records / f"{run.slug()}.json"
+
+    # One run.
+
+    def start(self, run, slot):
+        folder = self.work / run.slug()
+        key = {"options": run.options_key(), "data": self.trainer.data_key(run)}
+        marker = folder / "sweep.json"
+        same = marker.is_file() and json.loads(marker.read_text()) == key
+        saved = record.checkpoint(folder) if same else None
+        if not saved:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps(key))
+        environment = dict(os.environ)
+        if slot[0] is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = slot[0]
+        more = [f"--run={folder}"] + (["--resume=auto"] if saved else [])
+        with (folder / "stdout.txt").open("a") as out, (folder / "stderr.txt").open("w") as err:
+            process = subprocess.Popen(
+                self.trainer.command(run, *more),
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops its children
+                preexec_fn=die_with_parent,
+            )
+        first = int(saved.name.removeprefix("step_")) if saved else 0
+        self.active.append(Job(run, slot, folder, process, first, time.monotonic()))
+
+    def finish(self, job):
+        """Writes the record of a job that has ended; none where it was stopped by this process."""
+        self.active.remove(job)
+        self.free.insert(0, job.slot)
+        seconds = time.monotonic() - job.started
+        words = (job.folder / "stderr.txt").read_text("utf-8", "replace")
+        result = record.make(job.run, job.folder, job.process.returncode, words, self.trainer.weights)
+        if self.stopping and result["status"] == "died":
+            return
+        steps = max(0, record.last_step(job.folder) - job.first)
+        tokens = steps * result["tokens_per_step"]
+        self.done_tokens += tokens
+        if result["status"] == "done":
+            self.rates.append(tokens / seconds)
+        result |= {
+            "data_key": self.trainer.data_key(job.run),
+            "seconds": round(seconds, 1),
+            "resumed_at": job.first,
+            "sharing": self.jobs,
+            "commit": self.commit,
+        }
+        record.write(self.path(job.run), result)
+        self.count[result["status"]] += 1
+        # A run that died may be mended and go on from its checkpoint.
+        if not self.sweep.keep and result["status"] != "died":
+            for saved in job.folder.glob("step_*"):
+                shutil.rmtree(saved)
+        loss = result["final_loss"]
+        told = f"val {loss:.4f}" if loss is not None else f"{result['status']}: {result['reason']}"
+        self.say(f"{job.run.label}  {told}  {duration(seconds)}")
+
+    # All of them.
+
+    def in_time(self, run):
+        """Whether a run would end in time, judged by those that have ended."""
+        tokens = run.plan["tokens_per_step"] * run.plan["steps"]
+        slowest = min(self.rates, default=None)
+        return time.monotonic() + (tokens / slowest if slowest else 0) < self.until
+
+    def progress(self, waiting):
+        """One line: on a terminal over itself, elsewhere twice a minute."""
+        now, terminal = time.monotonic(), sys.stdout.isatty()
+        if now - self.shown < (0.5 if terminal else 30):
+            return
+        self.shown = now
+        done, left = self.done_tokens, 0
+        for job in self.active:
+            each, step = job.run.plan["tokens_per_step"], record.last_step(job.folder)
+            done += max(0, step - job.first) * each
+            left += max(0, job.run.plan["steps"] - step) * each
+        left += sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in waiting)
+        elapsed = now - self.begin
+        eta = duration(left * elapsed / done) if done else "?"
+        names = ", ".join(
+            f"{j.run.label} {100 * record.last_step(j.folder) // max(1, j.run.plan['steps'])}%" for j in self.active[:4]
+        )
+        names += ", ..." if len(self.active) > 4 else ""
+        line = f"{len(waiting)} waiting, {len(self.active)} running ({names})  {done / elapsed:.3g} tokens/s  eta {eta}"
+        if terminal:
+            line = line[: shutil.get_terminal_size().columns - 1]
+            print("\r" + line.ljust(self.width), end="", flush=True)
+            self.width = len(line)
+        else:
+            print(line, flush=True)
+
+    def say(self, line):
+        print(("\r" if self.width else "") + line.ljust(self.width), flush=True)
+        self.width = 0
+
+    def stop(self):
+        """SIGTERM, so that the runs save and end; SIGKILL for those that do not, or at a second Ctrl-C."""
+        self.say(f"stopping {len(self.active)} runs; type the same command to go on")
+        for job in self.active:
+            job.process.terminate()
+        until = time.monotonic() + PATIENCE
+        try:
+            while any(job.process.poll() is None for job in self.active) and time.monotonic() < until:
+                time.sleep(0.05)
+        except KeyboardInterrupt:
+            pass
+        for job in list(self.active):
+            if job.process.poll() is None:
+                job.process.kill()
+            job.process.wait()
+            self.finish(job)
+
+    def lock(self):
+        self.work.mkdir(parents=True, exist_ok=True)
+        file = (self.work / "lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Problem(
+                f"{self.work}: another run.py is at work there; wait for it, or give another --work"
+            ) from None
+        return file
+
+    def go(self, todo):
+        """True when everything was run, or was found not to fit the budget; False after Ctrl-C or SIGTERM."""
+        waiting = list(todo)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with self.lock():
+            self.records.mkdir(parents=True, exist_ok=True)
+            try:
+                while waiting or self.active:
+                    while waiting and self.free and self.in_time(waiting[0]):
+                        self.start(waiting.pop(0), self.free.pop(0))
+                    if waiting and not self.active and not self.in_time(waiting[0]):
+                        self.say(f"the budget is spent: {len(waiting)} runs wait for the next start")
+                        break
+                    for job in [job for job in self.active if job.process.poll() is not None]:
+                        self.finish(job)
+                    self.progress(waiting)
+                    time.sleep(0.05)
+            except KeyboardInterrupt:
+                self.stopping = True
+                self.stop()
+            finally:  # whatever else went wrong here, nothing is left running
+                for job in self.active:
+                    job.process.kill()
+        return not self.stopping

@@ -1,0 +1,300 @@
+"""A sweep file: what it says, as a list of runs, and what is wrong with it, by line.
+
+A sweep is TOML. [base] holds options of ./train that all runs share; each [[run]] adds its own. A list is an axis: the
+entry stands for the product of its axes, and `each`, a list of tables, is one axis of several options at once. What
+differs in the seed alone is one configuration, known by its name. Nothing here needs more than Python's own library.
+"""
+
+import difflib
+import hashlib
+import itertools
+import json
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Of one start of the program, or set by the instrument itself.
+RESERVED = ("run", "resume", "sample", "dry-run", "list-formats", "list-presets", "help")
+# They change neither weights nor losses: a finished run stays one when they change.
+NEUTRAL = ("print-every", "save-every", "keep")
+# Where they lie may differ from machine to machine; what they hold is compared instead.
+PATHS = ("data", "val")
+STUDY_KEYS = ("title", "baseline", "keep-checkpoints", "base", "run")
+RUN_KEYS = ("name", "group", "baseline", "turn", "each")
+USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
+
+
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+@dataclass
+class Run:
+    name: str  # of its configuration
+    seed: int
+    options: dict  # option of ./train: value as typed, without the seed
+    group: str
+    baseline: str  # name of the configuration it is compared to
+    turn: int  # lower ones run first
+    own: set  # the options that [[run]] gives, not [base]
+    lines: dict = field(repr=False)  # option or key: its line; "": that of [[run]]
+    plan: dict = field(default_factory=dict)  # what ./train --dry-run says: tokens, ...
+
+    @property
+    def label(self):
+        return f"{self.name} seed {self.seed}"
+
+    def slug(self):
+        """A file name: readable, and another for another name."""
+        text = re.sub(r"[^A-Za-z0-9.+=-]+", "_", self.name)
+        if text != self.name:
+            text += "_" + hashlib.sha256(self.name.encode()).hexdigest()[:6]
+        return f"{text}_s{self.seed}"
+
+    def options_key(self):
+        """The same for runs of the same options, wherever their data lies."""
+        same = {k: v for k, v in self.options.items() if k not in NEUTRAL + PATHS}
+        return digest({**same, "seed": str(self.seed)})
+
+
+@dataclass
+class Sweep:
+    path: Path
+    name: str
+    title: str
+    baseline: str
+    keep: bool  # checkpoints stay
+    runs: list  # in the order in which they run
+
+    def configurations(self):
+        """{name: its runs}, in the order of the file."""
+        result = {}
+        for run in sorted(self.runs, key=lambda run: run.lines["order"]):
+            result.setdefault(run.name, []).append(run)
+        return result
+
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Lines:
+    """Lines of a TOML file's keys, which tomllib does not tell."""
+
+    def __init__(self, text):
+        self.lines = text.split("\n")
+        self.tables = {("", 0): 1}  # (name, its how-many-eth): line of its header
+        self.keys = {}
+        seen, table = {}, ("", 0)
+        for number, line in enumerate(self.lines, 1):
+            header = re.match(r"\s*\[\[?\s*([\w.\"-]+)\s*\]", line)
+            key = re.match(r"\s*\"?([\w-]+)\"?\s*=", line)
+            if header:
+                name = header[1].strip('"')
+                seen[name] = seen.get(name, -1) + 1
+                table = (name, seen[name])
+                self.tables[table] = number
+            elif key:
+                self.keys.setdefault((table, key[1]), number)
+
+    def of(self, table, key, value=None):
+        """Line of a key; of the value where the key's list goes over several lines."""
+        line = self.keys.get((table, key), self.tables.get(table, 1))
+        others = [n for (t, k), n in self.keys.items() if n > line] + [n for n in self.tables.values() if n > line]
+        for number in range(line, min(others, default=len(self.lines) + 1)):
+            if value is not None and re.search(
+                rf'["\'\s\[=,]{re.escape(value)}["\'\s\],}}]', self.lines[number - 1] + " "
+            ):
+                return number
+        return line
+
+
+def value_text(value, where, key):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise Problem(f"{where}: {key} is {json.dumps(value, default=str)}; give a text, a number or a list of these")
+    return value if isinstance(value, str) else repr(value)
+
+
+def nearest(name, names):
+    close = difflib.get_close_matches(name, names, 1, 0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+class Reader:
+    """Turns the parsed TOML into runs."""
+
+    def __init__(self, path, text, overrides, known):
+        self.path, self.overrides, self.known = path, overrides, known
+        self.lines = Lines(text)
+        try:
+            self.data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            at = re.search(r"line (\d+)", str(error))
+            raise Problem(f"{path}:{at[1] if at else len(self.lines.lines)}: not TOML: {error}") from None
+
+    def where(self, table, key, value=None):
+        return f"{self.path}:{self.lines.of(table, key, value)}"
+
+    def key_checked(self, table, key, own):
+        """Refuses what is neither a key of the sweep nor an option of ./train."""
+        if key in own or (self.known is None or key in self.known) and key not in RESERVED:
+            return
+        if key in RESERVED:
+            raise Problem(f"{self.where(table, key)}: --{key} is the sweep's own affair; leave it out")
+        names = list(own) + [name for name in self.known if name not in RESERVED]
+        raise Problem(f"{self.where(table, key)}: unknown option {key}{nearest(key, names)} (./train --help lists all)")
+
+    def base(self):
+        table, options = ("base", 0), {}
+        for key, value in self.data.get("base", {}).items():
+            self.key_checked(table, key, ())
+            if isinstance(value, list):
+                raise Problem(f"{self.where(table, key)}: {key} is a list; a list belongs into a [[run]]")
+            options[key] = value_text(value, self.where(table, key), key)
+        for key, value in self.overrides.items():
+            if self.known is not None and key not in self.known or key in RESERVED:
+                raise Problem(f"--set {key}={value}: unknown option {key}{nearest(key, self.known or ())}")
+        return options
+
+    def axes(self, table, entry):
+        """[[(option, value), ...] for each point of an axis] for each axis of a [[run]], first one slowest."""
+        result = []
+        for key, value in entry.items():
+            if key in ("name", "group", "baseline", "turn"):
+                continue
+            self.key_checked(table, key, RUN_KEYS)
+            if key == "each":
+                result.append(self.each(table, value))
+                continue
+            values = value if isinstance(value, list) else [value]
+            if not values:
+                raise Problem(f"{self.where(table, key)}: {key} is an empty list; give it a value or leave it out")
+            result.append([[(key, value_text(v, self.where(table, key), key))] for v in values])
+        return result
+
+    def each(self, table, value):
+        where = self.where(table, "each")
+        if not isinstance(value, list) or not value or not all(isinstance(v, dict) and v for v in value):
+            raise Problem(f'{where}: each is a list of tables, such as each = [{{m = "dyn8", v = "udyn8"}}]')
+        for point in value:
+            for key, its in point.items():
+                if self.known is not None and key not in self.known or key in RESERVED:
+                    raise Problem(
+                        f"{where}: unknown option {key}{nearest(key, self.known or ())} (./train --help lists all)"
+                    )
+        return [[(k, value_text(v, where, k)) for k, v in point.items()] for point in value]
+
+    def name(self, table, entry, options):
+        """The name of a configuration, {option} replaced by its value."""
+        template = entry.get("name", " ".join("{%s}" % k for k in entry if k not in RUN_KEYS + ("seed",)) or "run")
+        if not isinstance(template, str) or not template.strip():
+            raise Problem(f"{self.where(table, 'name')}: name is a text, such as name = \"m {{m}}\"")
+
+        def put(match):
+            if match[1] not in options:
+                raise Problem(f"{self.where(table, 'name')}: {match[0]} in the name is no option of this run")
+            return options[match[1]]
+
+        return re.sub(r"\{([\w-]+)\}", put, template)
+
+    def turns(self, table, entry, seeds):
+        """{seed: turn}: one number for all, or a list beside that of the seeds."""
+        turn = entry.get("turn", 1)
+        turns = turn if isinstance(turn, list) else [turn] * len(seeds)
+        if len(turns) != len(seeds) or not all(type(t) is int for t in turns):
+            raise Problem(
+                f"{self.where(table, 'turn')}: turn is a whole number, or one for each of the {len(seeds)} seeds"
+            )
+        return dict(zip(seeds, turns))
+
+    def entry(self, number, entry, base):
+        """The runs of one [[run]]."""
+        table = ("run", number)
+        points = [dict(itertools.chain(*point)) for point in itertools.product(*self.axes(table, entry))]
+        seeds = list(dict.fromkeys(point.get("seed", base.get("seed", "1")) for point in points))
+        for seed in seeds:
+            if not re.fullmatch(r"\d+", seed):
+                raise Problem(f"{self.where(table, 'seed', seed)}: seed is {seed}; give whole numbers")
+        turns = self.turns(table, entry, seeds)
+        runs = []
+        for point in points:
+            options = {**USUAL, **base, **point, **self.overrides}
+            seed = options.pop("seed", "1")
+            lines = {key: self.lines.of(("base", 0), key) for key in base}
+            lines |= {key: self.lines.of(table, key if key in entry else "each", value) for key, value in point.items()}
+            lines |= {"": self.lines.of(table, ""), "order": len(runs) + 1000000 * number}
+            lines |= {key: self.lines.of(table, key) for key in ("name", "baseline") if key in entry}
+            runs.append(
+                Run(
+                    name=self.name(table, entry, {**options, "seed": seed}),
+                    seed=int(seed),
+                    options={k: v for k, v in options.items() if v != ""},
+                    group=str(entry.get("group", "runs")),
+                    baseline=str(entry.get("baseline", self.data["baseline"])),
+                    turn=turns.get(seed, 1),
+                    own=set(point) - {"seed"},
+                    lines=lines,
+                )
+            )
+        return runs
+
+    def sweep(self):
+        for key in self.data:
+            if key not in STUDY_KEYS:
+                raise Problem(
+                    f"{self.where(('', 0), key)}: unknown key {key}{nearest(key, STUDY_KEYS)}; options of ./train go "
+                    "under [base]"
+                )
+        if not isinstance(self.data.get("base", {}), dict) or not isinstance(self.data.get("run", []), list):
+            raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
+        if not isinstance(self.data.get("baseline"), str):
+            raise Problem(f'{self.path}:1: there is no baseline; add a line such as baseline = "adamw32" above [base]')
+        base = self.base()
+        runs = [run for i, entry in enumerate(self.data.get("run", [])) for run in self.entry(i, entry, base)]
+        if not runs:
+            raise Problem(f"{self.path}:{len(self.lines.lines)}: there is no [[run]] in it; add one")
+        self.check_names(runs)
+        runs.sort(key=lambda run: run.turn)
+        title = str(self.data.get("title", self.path.stem))
+        return Sweep(
+            self.path, self.path.stem, title, self.data["baseline"], bool(self.data.get("keep-checkpoints")), runs
+        )
+
+    def check_names(self, runs):
+        """A name is one configuration, a configuration has one name, and baselines are among them."""
+        names, keys = {}, {}
+        for run in runs:
+            at = f"{self.path}:{run.lines.get('name', run.lines[''])}"
+            first = names.setdefault(run.name, run)
+            if first.options != run.options:
+                differs = next(
+                    k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k)
+                )
+                raise Problem(
+                    f"{at}: {run.name} is already the name of runs with another {differs} (line {first.lines['']})"
+                )
+            twin = keys.setdefault(run.options_key(), run)
+            if twin is not run:
+                raise Problem(
+                    f"{at}: {run.label} has the same options as {twin.label} of line {twin.lines['']}; leave one out"
+                )
+        for run in runs:
+            if run.baseline not in names:
+                line = run.lines.get("baseline", self.lines.of(("", 0), "baseline"))
+                raise Problem(
+                    f"{self.path}:{line}: baseline {run.baseline} is not the name of a run"
+                    + nearest(run.baseline, names)
+                )
+
+
+def load(path, overrides=None, known=None):
+    """The Sweep of a file. `known`: names of ./train's options, None where they cannot be asked."""
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Problem(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); name a sweep file"
+        ) from None
+    return Reader(path, text, overrides or {}, known).sweep()

@@ -1,0 +1,250 @@
+"""What the records say: one row a configuration, its difference to the baseline, and both as CSV and Markdown.
+
+The difference is paired by seed where seeds match, as runs of one seed share initial weights, data order and noise:
+d_s = loss of the configuration - loss of its baseline, its mean, and as standard error
+
+    sd(d_s) / sqrt(n)                 n >= 2 pairs
+    sd(baseline) sqrt(2)              one pair: as if both runs scattered as the baseline's seeds do, independently
+    sqrt(s^2 / n + sd(baseline)^2 / k)  no pair: n runs of spread s (the baseline's where n is 1), k of the baseline
+
+with sd over n - 1. It is missing where the baseline has a single seed and there is one pair. Pairs that move together
+scatter less than the second line says, so it is on the safe side.
+"""
+
+import csv
+import io
+import math
+import statistics
+from dataclasses import dataclass, field
+
+from sweep import NEUTRAL
+
+CSV_COLUMNS = (
+    "group", "configuration", "rule", "weights", "m", "v", "state_bytes", "weights_bytes", "seeds_done", "seeds",
+    "final_loss", "baseline", "difference", "standard_error", "pairs", "tokens_per_second", "runs_sharing",
+    "memory_mib", "skipped_steps", "status",
+)  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One configuration. `records`: {seed: record} of the runs that have ended, whatever their end."""
+
+    name: str
+    group: str
+    baseline: str
+    seeds: int  # that the sweep wants
+    own: set
+    records: dict = field(repr=False)
+    difference: float | None = None
+    error: float | None = None
+    pairs: int = 0
+    unasked: list = field(default_factory=list)
+    level: float | None = None  # final loss - the study's baseline's, paired by seed: what rows are ranked by
+    level_error: float | None = None
+
+    @property
+    def done(self):
+        return {seed: record for seed, record in self.records.items() if record["status"] == "done"}
+
+    def losses(self):
+        return {seed: record["final_loss"] for seed, record in self.done.items()}
+
+    def mean(self, key):
+        values = [record[key] for record in self.done.values() if record[key] is not None]
+        return statistics.fmean(values) if values else None
+
+    def any(self, key):
+        return next((record[key] for record in self.records.values() if record[key] is not None), None)
+
+    def format(self, key):
+        return next((record["resolved"][key] for record in self.records.values() if key in record["resolved"]), "")
+
+    @property
+    def loss(self):
+        return self.mean("final_loss")
+
+    @property
+    def bytes(self):
+        """Of weights and states, a parameter."""
+        states, weights = self.any("state_bytes"), self.any("weights_bytes")
+        return None if states is None else states + weights
+
+    def status(self):
+        """In words: what is missing, what went wrong, and what is not as the sweep asked."""
+        words = []
+        if not self.records:
+            words.append("not run yet")
+        elif len(self.records) < self.seeds:
+            words.append(f"{len(self.records)} of {self.seeds} seeds")
+        for seed, record in self.records.items():
+            if record["status"] != "done":
+                words.append(f"{'seed %d ' % seed if self.seeds > 1 else ''}{record['status']}: {record['reason']}")
+        skipped = sum(record["skipped"] for record in self.done.values())
+        if skipped:
+            words.append(f"{skipped} steps skipped")
+        if self.unasked:
+            words.append("also differs from the baseline in " + ", ".join(self.unasked))
+        return "; ".join(words) or "done"
+
+
+def difference(losses, others):
+    """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing."""
+    if not losses or not others:
+        return None, None, 0
+    noise = statistics.stdev(others.values()) if len(others) > 1 else None
+    pairs = [losses[seed] - others[seed] for seed in losses if seed in others]
+    if len(pairs) > 1:
+        return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)), len(pairs)
+    if pairs:
+        return pairs[0], None if noise is None else noise * math.sqrt(2), 1
+    mean = statistics.fmean(losses.values()) - statistics.fmean(others.values())
+    own = statistics.stdev(losses.values()) if len(losses) > 1 else noise
+    if own is None or noise is None:
+        return mean, None, 0
+    return mean, math.sqrt(own**2 / len(losses) + noise**2 / len(others)), 0
+
+
+def unasked(row, other):
+    """Options as used in which a row differs from its baseline although neither asked for it."""
+    asked = {"seed", "preset", *NEUTRAL, *row.own, *other.own}
+    if "preset" in row.own | other.own:
+        asked |= {"rule", "weights", "m", "v"}
+    pairs = [(row.records[seed], other.records[seed]) for seed in row.records if seed in other.records]
+    found = {}
+    for mine, its in pairs:
+        for key, value in mine["resolved"].items():
+            if key not in asked and value != its["resolved"].get(key, value):
+                found[key] = f"{key} ({value}, not {its['resolved'][key]})"
+        if mine["device"] != its["device"]:
+            found["device"] = f"the device ({mine['device']}, not {its['device']})"
+    return list(found.values())
+
+
+def rows(sweep, records):
+    """The rows of a sweep, in the order of its file, and how many records are of other options."""
+    result, stale = [], 0
+    for name, runs in sweep.configurations().items():
+        mine = {run.seed: records[name, run.seed] for run in runs if (name, run.seed) in records}
+        fitting = {
+            run.seed: mine[run.seed]
+            for run in runs
+            if run.seed in mine and mine[run.seed]["options_key"] == run.options_key()
+        }
+        stale += len(mine) - len(fitting)
+        first = runs[0]
+        result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items()))))
+    by_name = {row.name: row for row in result}
+    for row in result:
+        its = by_name[row.baseline]
+        if its is not row:
+            row.difference, row.error, row.pairs = difference(row.losses(), its.losses())
+            row.unasked = unasked(row, its)
+        base = by_name[sweep.baseline].losses()
+        row.level, row.level_error, _ = difference(row.losses(), base) if base else (row.loss, None, 0)
+        if row.name == sweep.baseline:
+            row.level_error = None
+    return result, stale
+
+
+def shown(value, pattern, nothing=""):
+    return nothing if value is None else pattern % value
+
+
+def csv_text(table):
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for row in table:
+        writer.writerow(
+            [row.group, row.name, row.format("rule"), row.format("weights"), row.format("m"), row.format("v")]
+            + [shown(row.any("state_bytes"), "%.4g"), shown(row.any("weights_bytes"), "%.4g"), len(row.done), row.seeds]
+            + [
+                shown(row.loss, "%.6f"),
+                row.baseline,
+                shown(row.difference, "%.6f"),
+                shown(row.error, "%.6f"),
+                row.pairs,
+            ]
+            + [
+                shown(row.mean("tokens_per_second"), "%.0f"),
+                row.any("sharing") or "",
+                shown(row.any("memory_mib"), "%.1f"),
+            ]
+            + [sum(record["skipped"] for record in row.records.values()), row.status()]
+        )
+    return out.getvalue()
+
+
+HEADINGS = (
+    "configuration",
+    "weights",
+    "m",
+    "v",
+    "state B",
+    "weights B",
+    "val loss",
+    "− baseline",
+    "± s.e.",
+    "n",
+    "tokens/s",
+    "memory",
+    "",
+)
+
+
+def speed_text(row):
+    """Tokens a second; in parentheses where runs shared a GPU, so that it says nothing about the format."""
+    speed = row.mean("tokens_per_second")
+    if speed is None:
+        return ""
+    text = f"{speed / 1e6:.3f}M" if speed >= 1e6 else f"{speed / 1e3:.1f}k"
+    return f"({text})" if (row.any("sharing") or 1) > 1 else text
+
+
+def cells(row):
+    """A row as texts, in the order of HEADINGS."""
+    memory = row.any("memory_mib")
+    differs = shown(row.difference, "%+.4f") if row.name != row.baseline else "baseline"
+    if row.difference is not None and row.pairs == 0:
+        differs += " (unpaired)"
+    return [
+        row.name,
+        row.format("weights"),
+        row.format("m"),
+        row.format("v") or ("none" if row.records else ""),
+        shown(row.any("state_bytes"), "%.4g"),
+        shown(row.any("weights_bytes"), "%.4g"),
+        shown(row.loss, "%.4f"),
+        differs,
+        shown(row.error, "%.4f"),
+        str(len(row.done)),
+        speed_text(row),
+        "" if memory is None else f"{memory / 1024:.2f} GiB" if memory >= 1024 else f"{memory:.0f} MiB",
+        "" if row.status() == "done" else row.status(),
+    ]
+
+
+def groups(table):
+    """{group: its rows}, in the order of the file."""
+    result = {}
+    for row in table:
+        result.setdefault(row.group, []).append(row)
+    return result
+
+
+def markdown(table, facts):
+    """The table, a section a group; baselines of a group other than the study's are named above it."""
+    text = [f"# {facts['title']}", "", *[f"{line}  " for line in facts["lines"]], ""]
+    for group, members in groups(table).items():
+        text += [f"## {group}", ""]
+        for name in dict.fromkeys(row.baseline for row in members if row.baseline != facts["baseline"]):
+            text += [
+                f"Compared to {name}: "
+                + ", ".join(row.name for row in members if row.baseline == name and row.name != name),
+                "",
+            ]
+        text += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+        text += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in members]
+        text.append("")
+    return "\n".join(text + facts["legend"]) + "\n"

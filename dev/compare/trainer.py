@@ -1,0 +1,153 @@
+"""What ./train says of itself: its options, the bytes of its formats, and each run's plan before the first starts."""
+
+import hashlib
+import os
+import re
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from sweep import Problem, digest
+
+ROOT = Path(__file__).resolve().parents[2]  # runs start here, so paths of a sweep are relative to it
+WHOLE = 64 << 20
+
+# What decides neither data nor shape, batch or memory beyond the states.
+OPTIMIZER = set(
+    "preset rule weights m v override lr beta1 beta2 eps weight-decay decay-mode beta3 alpha ramp clip on-nonfinite "
+    "schedule warmup final-lr decay-fraction".split()
+)
+BATCH = ("batch", "tokens-per-step", "grads", "logit-rows", "recompute")
+SMALL = {"device": "cpu", "matmul": "fp32", "batch": "1"}
+
+
+class Trainer:
+    def __init__(self, path):
+        self.path = Path(path).resolve()
+        if not os.access(self.path, os.X_OK) or self.path.is_dir():
+            raise Problem(f"{path}: there is no such program; type `make` first, or --trainer PATH")
+        self.options = set(re.findall(r"^  --([\w-]+)", self.ask("--help"), re.M))
+        table = self.ask("--list-formats").split("\n--grads")[0]
+        self.weights = {m[1]: float(m[2]) for m in re.finditer(r"^  (\S+) +\d+ +\S+ +([\d.]+) ", table, re.M)}
+        if "preset" not in self.options or not self.weights:
+            raise Problem(f"{path}: --help and --list-formats do not read as ./train's; name another --trainer")
+        self.data_keys = {}
+
+    def ask(self, option):
+        return subprocess.run([self.path, option], cwd=ROOT, capture_output=True, text=True).stdout
+
+    def command(self, run, *more):
+        words = [f"--{key}={value}" for key, value in sorted(run.options.items())]
+        return [str(self.path), *words, f"--seed={run.seed}", *more]
+
+    def data_key(self, run):
+        """The same for the same corpus, wherever it lies. The built-in text belongs to the program."""
+        paths = tuple(run.options.get(name, "") for name in ("data", "val"))
+        if paths not in self.data_keys:
+            used = [path for path in paths if path]
+            self.data_keys[paths] = fingerprint(used if paths[0] else [*used, str(self.path)])
+        return self.data_keys[paths]
+
+
+def fingerprint(paths):
+    """A hash of all files: of the whole up to 64 MiB, else of the size, the first and the last of these 64 MiB.
+
+    Names do not matter. The built-in text is that of the program, which is far smaller.
+    """
+    result = hashlib.sha256()
+    for path in paths:
+        at = ROOT / path
+        files = sorted(at.iterdir()) if at.is_dir() else sorted(at.parent.glob(at.name))
+        for file in files:
+            if not file.is_file() or file.name == "meta.json":  # which has dates and paths
+                continue
+            with file.open("rb") as content:
+                size = file.stat().st_size
+                result.update(b"%d " % size + content.read(WHOLE))
+                content.seek(max(min(size, WHOLE), size - WHOLE))
+                result.update(content.read())
+    return result.hexdigest()[:16]
+
+
+def refused(sweep, run, text):
+    """./train's sentence with the line of the option that it names."""
+    sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
+    named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.options]
+    line = run.lines.get(named[0] if named else "", run.lines[""])
+    return Problem(f"{sweep.path}:{line}: {run.name}: {sentence}")
+
+
+def read_plan(text, weights):
+    """Figures of a banner, the last one of a log; None where there is none. `weights`: bytes of their formats."""
+    batch = re.findall(r"= (\d+) tokens a step  (\d+) steps", text)
+    optim = re.findall(r"^ optim .* weights (\S+) .* ([\d.]+) B/param", text, re.M)
+    memory = re.findall(r"^ memory .*= ([\d.]+) (GiB|MiB)", text, re.M)
+    data = re.findall(r"^ data +(\S.*)", text, re.M)
+    if not (batch and optim and memory and data):
+        return None
+    return {
+        "tokens_per_step": int(batch[-1][0]),
+        "steps": int(batch[-1][1]),
+        "data": data[-1],
+        "weights_bytes": weights[optim[-1][0]],
+        "state_bytes": round(float(optim[-1][1]) - weights[optim[-1][0]], 3),
+        "memory_mib": float(memory[-1][0]) * (1024 if memory[-1][1] == "GiB" else 1),
+    }
+
+
+def small(trainer, run):
+    """A dry run for names and values alone: no GPU, whose start costs seconds, and not the batch's memory."""
+    kept = {key: value for key, value in run.options.items() if key not in BATCH}
+    return trainer.command(replace(run, options={**kept, **SMALL}), "--dry-run")
+
+
+def dry_runs(commands, environment):
+    """[(status, stdout, stderr)] of commands, as many at once as there are cores."""
+    results, active, todo = {}, {}, dict(enumerate(commands))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    while todo or active:
+        while todo and len(active) < max(2, os.cpu_count() or 2):
+            i = next(iter(todo))
+            active[i] = subprocess.Popen(todo.pop(i), cwd=ROOT, env=environment, **pipes)
+        for i in [i for i, process in active.items() if process.poll() is not None]:
+            process = active.pop(i)
+            out, err = process.communicate()
+            results[i] = (process.returncode, out, err)
+        time.sleep(0.005)
+    return [results[i] for i in sorted(results)]
+
+
+def group(run):
+    """The same for runs that differ in options of the optimizer alone; formats of the user's own need a GPU."""
+    outside = {key: value for key, value in run.options.items() if key not in OPTIMIZER}
+    return digest([outside, run.name if "format" in run.options else ""])
+
+
+def check(sweep, runs, trainer, environment, briefly=False):
+    """Lets ./train look at every configuration; the first of the file that it refuses is a Problem.
+
+    One of each group is planned as it will run, GPU and memory included; all others without, for names and values,
+    unless `briefly`: beside a GPU a hundred of these take a quarter of a minute.
+    """
+    configurations = list({run.name: run for run in runs}.values())
+    whole = {}
+    for run in configurations:
+        whole.setdefault(group(run), run)
+    others = [run for run in configurations if run is not whole[group(run)] and not briefly]
+    answers = dry_runs([trainer.command(run, "--dry-run") for run in whole.values()], environment)
+    answers += dry_runs([small(trainer, run) for run in others], {**environment, "CUDA_VISIBLE_DEVICES": ""})
+    plans, refusals = {}, []
+    for run, (status, out, err) in zip([*whole.values(), *others], answers):
+        plans[run.name] = read_plan(out, trainer.weights)
+        if status != 0:
+            refusals.append((run.lines["order"], refused(sweep, run, err)))
+        elif not plans[run.name]:
+            raise Problem(f"{trainer.path}: the plan of --dry-run does not read as ./train's; name another --trainer")
+    if refusals:
+        raise min(refusals, key=lambda pair: pair[0])[1]
+    for run in runs:
+        its = plans[whole[group(run)].name]
+        mine = plans.get(run.name, its)
+        formats = {key: mine[key] for key in ("weights_bytes", "state_bytes")}
+        run.plan = {**its, **formats, "memory_mib": its["memory_mib"] if run.name == whole[group(run)].name else None}

@@ -1,0 +1,466 @@
+#!/usr/bin/env python3
+"""Tests of dev/compare: one line a case, `N passed, N failed, N skipped` last; exit status 1 when a case fails.
+
+    .venv/bin/python dev/unit/test_compare.py [-k SUBSTRING]
+
+Each case runs dev/compare/run.py with ./train on the CPU, a tiny model and the built-in text, in a temporary folder.
+Without ./train, Python 3.11 or what draws the report (dev/requirements.txt), all is skipped and the exit status is 0.
+"""
+
+import csv
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPARE = ROOT / "dev" / "compare"
+BASE = """
+[base]
+device = "cpu"
+model = "nano"
+batch = 1
+steps = 4
+val-every = 2
+val-tokens = 640
+"""
+SWEEP = 'baseline = "a"\n' + BASE + '[[run]]\nname = "a"\n[[run]]\nname = "b"\npreset = "adamw8"\n'
+REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "pareto.png", "report.html")
+
+
+class Case:
+    """A temporary folder and ways to run sweeps in it."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.out, self.work = self.folder / "out", self.folder / "work"
+
+    def write(self, text, name="sweep.toml"):
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def command(self, sweep, *more):
+        folders = [] if "--out" in more else ["--out", self.out, "--work", self.work]
+        return [sys.executable, str(COMPARE / "run.py"), str(sweep), *map(str, folders), *map(str, more)]
+
+    def start(self, sweep, *more):
+        return subprocess.Popen(self.command(sweep, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, text, *more, status=0):
+        sweep = self.write(text) if isinstance(text, str) else text
+        done = subprocess.run(self.command(sweep, *more), capture_output=True, text=True, timeout=300)
+        assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def refuse(self, text, line, *expected):
+        """Expects status 2, one sentence that begins with file and line, and no run."""
+        said = self.run(text, status=2)
+        begin = f"compare: error: {self.folder}/sweep.toml:{line}: "
+        assert said.startswith(begin) and said.count("\n") == 1, (begin, said)
+        assert all(word in said for word in expected), (expected, said)
+        assert not self.out.exists() and not self.work.exists(), "something was run"
+
+    def record(self, slug):
+        return json.loads((self.out / "runs" / f"{slug}.json").read_text())
+
+    def rows(self):
+        with (self.out / "table.csv").open(newline="") as file:
+            return {row["configuration"]: row for row in csv.DictReader(file)}
+
+    def wrapper(self, lines):
+        """A program that does something before it becomes ./train, or in its place."""
+        path = self.folder / "wrapper"
+        path.write_text(f'#!/bin/bash\n{lines}\nexec {ROOT}/train "$@"\n')
+        path.chmod(0o755)
+        return path
+
+
+def wait_for(what, seconds=60):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def processes(folder):
+    """Command lines of programs that were given this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().decode("utf-8", "replace").replace("\0", " ")
+        except OSError:
+            continue
+        if f"--run={folder}" in text:
+            found.append(text)
+    return found
+
+
+# What is wrong is told before anything runs, with its line.
+
+
+def test_unknown_option(case):
+    case.refuse(SWEEP + "betta2 = 0.9\n", 15, "unknown option betta2", "did you mean beta2?")
+    case.refuse(SWEEP.replace("batch = 1", "batches = 1"), 6, "unknown option batches", "did you mean batch?")
+    case.refuse(SWEEP + 'each = [{ m = "fp32", w = 1 }]\n', 15, "unknown option w")
+    case.refuse(SWEEP + 'resume = "auto"\n', 15, "--resume is the sweep's own affair")
+    case.refuse("keeps = 1\n" + SWEEP, 1, "unknown key keeps")
+    said = case.run(SWEEP, "--set", "bathc=1", status=2)
+    assert "--set bathc=1: unknown option bathc; did you mean batch?" in said, said
+
+
+def test_unknown_preset_and_format(case):
+    said = case.run(SWEEP.replace("adamw8", "adamw99"), "--no-check", "--no-report")
+    assert "1 done, 1 died" in said, "unchecked, it is told by the run"
+    shutil.rmtree(case.out)
+    shutil.rmtree(case.work)
+    case.refuse(SWEEP.replace("adamw8", "adamw99"), 14, 'b: --preset: "adamw99" is not known')
+    formats = '[[run]]\nname = "{m}"\nm = [\n    "fp32",\n    "bf16", "dyn9",\n    "de4",\n]\n'
+    case.refuse(SWEEP.replace("[[run]]", formats + "[[run]]", 1), 14, 'dyn9: --m: "dyn9" is not known')
+    case.refuse(SWEEP + 'm = "udyn8"\n', 15, "holds no negative numbers")
+    case.refuse(SWEEP.replace("steps = 4", "steps = 4.5"), 7, "--steps takes a whole number")
+
+
+def test_missing_corpus(case):
+    case.refuse(SWEEP.replace("batch = 1", 'data = "build/none"'), 6, "--data build/none", "No such file")
+    case.refuse(SWEEP + f'data = "{case.folder}/x.bin"\n', 15, "x.bin", "No such file")
+
+
+def test_wrong_files(case):
+    case.refuse(SWEEP.replace("steps = 4", "steps = "), 7, "not TOML")
+    case.refuse(SWEEP.replace('baseline = "a"', 'baseline = "A"'), 1, "baseline A is not the name of a run")
+    case.refuse(BASE, 1, "there is no baseline")
+    case.refuse('baseline = "a"\n' + BASE, 10, "there is no [[run]]")
+    case.refuse(SWEEP.replace("batch = 1", "batch = [1, 2]"), 6, "batch is a list")
+    case.refuse(SWEEP + "seed = [1, 2]\nturn = [1]\n", 16, "one for each of the 2 seeds")
+    case.refuse(SWEEP + "m = []\n", 15, "empty list")
+    case.refuse(SWEEP + 'seed = ["x"]\n', 15, "seed is x; give whole numbers")
+    case.refuse(SWEEP + '[[run]]\nname = "a"\nm = "bf16"\n', 16, "already the name of runs with another m (line 10)")
+    case.refuse(SWEEP + '[[run]]\nname = "c"\npreset = "adamw8"\n', 16, "c seed 1 has the same options as b seed 1")
+    assert "cannot be read" in case.run(case.folder / "none.toml", status=2)
+    assert "type `make` first" in case.run(SWEEP, "--trainer", case.folder / "none", status=2)
+
+
+# What is run, and when.
+
+
+def test_done_runs_are_skipped(case):
+    said = case.run(SWEEP, "--no-report")
+    assert "0 of 2 runs are done" in said and "2 done" in said, said
+    before = {path: path.read_bytes() for path in (case.out / "runs").iterdir()}
+    assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report")
+    shutil.rmtree(case.work)  # the records alone say what is done, wherever they were made
+    said = case.run(SWEEP, "--no-report")
+    assert "2 of 2 runs are done" in said and "nothing was run" in said, said
+    assert before == {path: path.read_bytes() for path in (case.out / "runs").iterdir()}
+    said = case.run(SWEEP + "beta2 = 0.99\n", "--no-report")  # of b alone
+    assert "1 of 2 runs are done" in said and "b seed 1  val" in said, said
+    assert "2 of 2" in case.run(
+        SWEEP + "beta2 = 0.99\nprint-every = 3\n", "--no-report"
+    ), "an option that changes nothing"
+    case.out.joinpath("runs/a_s1.json").write_text('{"name": "a", ')
+    said = case.run(SWEEP + "beta2 = 0.99\n", "--no-report")
+    assert "a_s1.json is no record" in said and "1 of 2 runs are done" in said, said
+
+
+def test_corpus_counts_not_its_place(case):
+    for name in ("here", "there"):
+        (case.folder / name).write_bytes(bytes(range(256)) * 200)
+    assert "2 done" in case.run(SWEEP, "--no-report", "--set", f"data={case.folder}/here")
+    assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report", "--set", f"data={case.folder}/there")
+    with (case.folder / "there").open("ab") as file:
+        file.write(b"more")
+    assert "0 of 2 runs are done" in case.run(SWEEP, "--no-report", "--set", f"data={case.folder}/there")
+
+
+LONG = SWEEP.replace("steps = 4", "steps = 300\nsave-every = 20\ntokens-per-step = 128").replace("= 2\n", "= 100\n")
+
+
+def test_resumes_after_kill(case):
+    """kill -9: the child ends too, and the second start goes on from a checkpoint to the same bits."""
+    sweep = case.write(LONG)
+    case.run(sweep, "--only", "a", "--no-report", "--out", case.folder / "whole", "--work", case.folder / "w")
+    process = case.start(sweep, "--only", "a")
+    folder = case.work / "a_s1"
+    wait_for(lambda: list(folder.glob("step_????????/state.json")))
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes(folder), 10)
+    assert not (case.out / "runs" / "a_s1.json").exists()
+    case.run(sweep, "--only", "a", "--no-report")
+    resumed, whole = case.record("a_s1"), json.loads((case.folder / "whole/runs/a_s1.json").read_text())
+    assert resumed["resumed_at"] >= 20 and whole["resumed_at"] == 0, resumed["resumed_at"]
+    for key in ("val", "train", "final_loss", "resolved"):
+        assert resumed[key] == whole[key], key
+    assert not list(folder.glob("step_*")), "no weights are kept"
+    assert (folder / "log.jsonl").exists()
+
+
+def test_stops_children_at_ctrl_c(case):
+    """They save; the second start goes on. Without a checkpoint a run begins anew."""
+    text = LONG.replace("save-every = 20", "save-every = 0")
+    process = case.start(case.write(text), "--jobs", 2)
+    wait_for(lambda: len(processes(case.work / "a_s1")) and len(processes(case.work / "b_s1")))
+    wait_for(lambda: all((case.work / name / "log.jsonl").exists() for name in ("a_s1", "b_s1")))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopping 2 runs" in out, (out, err)
+    assert not processes(case.work / "a_s1") and not processes(case.work / "b_s1")
+    assert not list((case.out / "runs").glob("*.json"))
+    begun = json.loads(next((case.work / "a_s1").glob("step_*/state.json")).read_text())["step"]
+    shutil.rmtree(next((case.work / "b_s1").glob("step_*")))
+    case.run(text, "--no-report", "--jobs", 2)
+    assert case.record("a_s1")["resumed_at"] == begun and case.record("b_s1")["resumed_at"] == 0
+    assert [case.record(name)["status"] for name in ("a_s1", "b_s1")] == ["done", "done"]
+
+
+def test_two_at_once_are_refused(case):
+    sweep = case.write(LONG)
+    process = case.start(sweep)
+    wait_for(lambda: processes(case.work / "a_s1"))
+    assert "another run.py is at work" in case.run(sweep, status=2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_budget(case):
+    said = case.run(SWEEP, "--budget", "0", "--no-report")
+    assert "2 runs wait for the next start" in said and not list((case.out / "runs").glob("*")), said
+    # After the first run it is known how long one takes: no second that would not end in time.
+    slow = case.wrapper('case "$*" in *--run=*) sleep 3 ;; esac')
+    said = case.run(SWEEP, "--budget", "5", "--no-report", "--trainer", slow)
+    assert "1 runs wait" in said and (case.out / "runs/a_s1.json").exists(), said
+
+
+def test_spread_over_gpus(case):
+    """Each job sees one GPU, and no two at once the same while another is free."""
+    trainer = case.wrapper(
+        f'case "$*" in *--run=*) echo "$CUDA_VISIBLE_DEVICES" >> {case.folder}/seen; sleep 1 ;; esac'
+    )
+    text = SWEEP.replace('device = "cpu"\n', "").replace('name = "a"\n', 'name = "a"\nseed = [1, 2, 3]\n')
+    case.run(text, "--gpus", "6,7", "--jobs", 2, "--no-report", "--trainer", trainer, "--set", "matmul=fp32")
+    seen = (case.folder / "seen").read_text().split()
+    assert sorted(seen[:2]) == ["6", "7"] and sorted(seen) == ["6", "6", "7", "7"], seen
+    assert case.record("a_s1")["sharing"] == 2
+
+
+def test_turns_and_products(case):
+    text = 'baseline = "a"\n' + BASE + '[[run]]\nname = "a"\nseed = [1, 2]\nturn = [1, 3]\n'
+    text += '[[run]]\nname = "{m} {beta2} {v}"\nturn = 2\nbeta2 = [0.9, 0.99]\n'
+    text += 'each = [{ m = "dyn8", v = "udyn8" }, { m = "bf16", v = "fp32" }]\n'
+    said = case.run(text, "--dry-run")
+    names = [line[7:47].strip() for line in said.split("\n") if line.startswith("run ")]
+    inner = [f"{m} {b} {v} seed 1" for b in ("0.9", "0.99") for m, v in (("dyn8", "udyn8"), ("bf16", "fp32"))]
+    assert names == ["a seed 1", *inner, "a seed 2"], names
+    assert "6 to run" in said and not case.out.exists() and not case.work.exists()
+
+
+# Runs differ by nothing but the option under test.
+
+
+def stream(checkpoint, name):
+    """The bytes of an array of optimizer.safetensors."""
+    data = (checkpoint / "optimizer.safetensors").read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    begin, end = json.loads(data[8 : 8 + size])[name]["data_offsets"]
+    return data[8 + size + begin : 8 + size + end]
+
+
+def train_losses(folder):
+    lines = map(json.loads, (folder / "log.jsonl").read_text().split("\n")[:-1])
+    return [line["loss"] for line in lines if line["type"] == "train"]
+
+
+def test_runs_differ_by_the_option_alone(case):
+    """At a learning rate of 0 every loss is one of initial weights and data order: the same bits whatever the states.
+    The noise of m does not depend on what v takes: the same codes."""
+    text = 'keep-checkpoints = true\nbaseline = "a"\n' + BASE + "lr = 0\n"
+    text += '[[run]]\nname = "a"\nweights = "fp32"\nseed = [1, 2]\n'
+    text += '[[run]]\nname = "m {m} v {v}"\nweights = "fp32"\neach = [{ m = "bf16:sr", v = "fp32" }, '
+    text += '{ m = "bf16:sr", v = "bf16:sr" }, { m = "dyn8:sr", v = "sqrt4" }]\n'
+    case.run(text)
+    runs = {
+        json.loads(p.read_text())["name"] + str(json.loads(p.read_text())["seed"]): p.stem
+        for p in (case.out / "runs").glob("*.json")
+    }
+    losses = {name: train_losses(case.work / slug) for name, slug in runs.items()}
+    assert len(losses) == 5 and all(len(values) == 4 for values in losses.values()), losses
+    other = losses.pop("a2")
+    assert len(set(map(tuple, losses.values()))) == 1, losses
+    assert not set(other) & set(losses["a1"]), "another seed, other weights and data"
+    assert {row["status"] for row in case.rows().values()} == {"done"}, "nothing differs that was not asked for"
+    saved = {name: case.work / slug / "step_00000004" for name, slug in runs.items()}
+    assert stream(saved["m bf16:sr v fp321"], "m") == stream(saved["m bf16:sr v bf16:sr1"], "m")
+    resolved = {
+        name: json.loads((case.out / "runs" / f"{slug}.json").read_text())["resolved"] for name, slug in runs.items()
+    }
+    for name in losses:
+        differs = {key for key, value in resolved[name].items() if value != resolved["a1"][key]}
+        assert differs <= {"m", "v"}, (name, differs)
+
+
+def test_what_nobody_asked_for_is_told(case):
+    case.run(SWEEP)
+    path = case.out / "runs" / "b_s1.json"
+    record = json.loads(path.read_text())
+    record["resolved"]["batch"] = "2"
+    path.write_text(json.dumps(record))
+    case.run(SWEEP, "--report-only")
+    rows = case.rows()
+    assert rows["b"]["status"] == "also differs from the baseline in batch (2, not 1)" and rows["a"]["status"] == "done"
+
+
+# The report.
+
+
+def test_diverged_and_dead_runs(case):
+    """Both stand in the table with their reason and the others go on; the dead one alone is tried again."""
+    text = SWEEP.replace("steps = 4", "steps = 20") + '[[run]]\nname = "hot"\nlr = 1000\nclip = 0\n'
+    text += 'on-nonfinite = "stop"\n[[run]]\nname = "dead"\nseed = 13\n[[run]]\nname = "refused"\nseed = 14\n'
+    text += '[[run]]\nname = "last"\nm = "bf16"\n'
+    mended = case.folder / "mended"
+    trainer = case.wrapper(
+        f'case "$*" in *--dry-run*) ;; *--seed=13*) [ -e {mended} ] || kill -9 $$ ;; '
+        '*--seed=14*) echo "train: error: the disk is full" >&2; exit 2 ;; esac'
+    )
+    said = case.run(text, "--trainer", trainer)
+    assert "3 done, 1 diverged, 2 died" in said, said
+    status = {name: row["status"] for name, row in case.rows().items()}
+    assert status["hot"].startswith("diverged: step ") and "the norm of the gradient" in status["hot"], status
+    assert (
+        status["dead"] == "died: killed by signal 9 at step 0 of 20" and status["refused"] == "died: the disk is full"
+    )
+    assert [status[name] for name in ("a", "b", "last")] == ["done"] * 3 and case.rows()["hot"]["final_loss"] == ""
+    table = (case.out / "table.md").read_text()
+    assert all(words in table for words in (status["hot"], status["dead"], status["refused"])), table
+    mended.touch()
+    said = case.run(text, "--trainer", trainer)
+    assert "4 of 6 runs are done" in said and "1 done, 1 died" in said, said
+    assert case.rows()["dead"]["status"] == "done"
+
+
+def test_report_twice_is_the_same(case):
+    """The same bytes from copied records, without ./train and without a GPU; the page asks no network."""
+    text = SWEEP.replace('name = "a"\n', 'name = "a"\nseed = [1, 2]\n')
+    case.run(text)
+    there = case.folder / "there"
+    shutil.copytree(case.out / "runs", there / "runs")
+    sweep, none = case.write(text), case.folder / "none"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    command = case.command(sweep, "--out", there, "--report-only", "--trainer", none, "--work", none)
+    done = subprocess.run(command, env=environment, cwd=case.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and not none.exists(), done.stderr
+    for name in REPORT:
+        assert (case.out / name).read_bytes() == (there / name).read_bytes(), name
+    page = (case.out / "report.html").read_text()
+    assert page.count("embed_item(item)") == 1 and len(page) > 1000000, "the program is inside"
+    head, body = page.split("<script>")[0], page.split("</script>")[1]
+    assert "<link" not in page and "<script src" not in page and "http" not in head + body
+    assert max((case.out / "runs" / name).stat().st_size for name in os.listdir(case.out / "runs")) < 10000
+
+
+def test_report_of_nothing_and_of_a_part(case):
+    assert "holds no run" in case.run(SWEEP, "--report-only", status=2)
+    case.run(SWEEP, "--only", "b")
+    assert case.rows()["a"]["status"] == "not run yet" and case.rows()["b"]["difference"] == ""
+    case.run(SWEEP + "beta2 = 0.9\n", "--only", "a")
+    assert "1 records are of other options" in (case.out / "table.md").read_text()
+    assert case.rows()["b"]["status"] == "not run yet"
+
+
+def test_differences(case):
+    """Of pairs, of one pair, and of runs without a common seed."""
+    sys.path.insert(0, str(COMPARE))
+    from table import difference
+
+    base = {1: 3.0, 2: 3.2, 3: 3.1}
+    mean, error, pairs = difference({1: 3.1, 2: 3.2, 3: 3.3}, base)  # 0.1, 0, 0.2
+    assert pairs == 3 and math.isclose(mean, 0.1) and math.isclose(error, 0.1 / math.sqrt(3)), (mean, error)
+    mean, error, pairs = difference({2: 3.25}, base)
+    assert pairs == 1 and math.isclose(mean, 0.05) and math.isclose(error, 0.1 * math.sqrt(2)), (mean, error)
+    mean, error, pairs = difference({7: 3.0, 8: 3.4}, base)
+    assert pairs == 0 and math.isclose(mean, 0.1) and math.isclose(error, math.sqrt(0.08 / 2 + 0.01 / 3)), (mean, error)
+    assert difference({1: 3.5}, {1: 3.0}) == (0.5, None, 1) and difference({}, base) == (None, None, 0)
+
+
+def test_ci_sweep(case):
+    """The sweep that CI runs, from the file that is there to the report."""
+    begin = time.monotonic()
+    case.run(COMPARE / "sweeps" / "ci.toml")
+    seconds = time.monotonic() - begin
+    rows = case.rows()
+    assert list(rows) == ["adamw32", "adamw8c", "fp8w4"] and {row["status"] for row in rows.values()} == {"done"}, rows
+    base = [case.record(f"adamw32_s{seed}")["final_loss"] for seed in (1, 2, 3)]
+    for name, state, weights in (("adamw8c", "2.25", "2"), ("fp8w4", "1.062", "1.008")):
+        row, record = rows[name], case.record(f"{name}_s1")
+        assert (row["state_bytes"], row["weights_bytes"], row["pairs"]) == (state, weights, "1"), row
+        assert abs(float(row["difference"]) - (record["final_loss"] - base[0])) < 1e-6, row
+        assert abs(float(row["standard_error"]) - statistics.stdev(base) * math.sqrt(2)) < 1e-6, row
+        assert record["val"][0][1] - record["final_loss"] > 1.0, "it has learned"
+    assert abs(float(rows["adamw32"]["final_loss"]) - statistics.fmean(base)) < 1e-6
+    for name in REPORT[2:5]:
+        assert (case.out / name).read_bytes()[:4] == b"\x89PNG", name
+    assert seconds < 120, f"{seconds:.0f} s"
+
+
+def test_studies_are_accepted(case):
+    """Every configuration of the two studies, by name and format; a smaller model stands in for theirs."""
+    small = {"data": "", "device": "cpu", "model": "nano", "seq": 64, "batch": 1, "tokens-per-step": 64}
+    options = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    for name, least in (("d6", 150), ("gpt2", 15)):
+        said = case.run(COMPARE / "sweeps" / f"{name}.toml", "--dry-run", *options)
+        count = int(said.strip().split("\n")[-1].split()[0])
+        assert count >= least, said
+        listed = subprocess.run([ROOT / "train", "--list-presets"], capture_output=True, text=True).stdout
+        presets = [line.split()[0] for line in listed.strip().split("\n")[1:]]
+        left_out = [preset for preset in presets if f"run    {preset} seed 1 " not in said]
+        assert not left_out, f"{name}.toml has not {left_out}"
+
+
+def missing_tools():
+    """Why nothing can be tested here, or None."""
+    if sys.version_info < (3, 11):
+        return "Python 3.11 reads sweep files"
+    if not (ROOT / "train").exists():
+        return "type `make`"
+    if subprocess.run([sys.executable, "-c", "import matplotlib, bokeh"], capture_output=True).returncode:
+        return "type `make venv`"
+    return None
+
+
+def main():
+    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
+    cases = [(name[5:], run) for name, run in globals().items() if name.startswith("test_") and picked in name]
+    missing = missing_tools()
+    passed = failed = skipped = 0
+    for name, run in cases:
+        started, note = time.time(), None
+        if missing:
+            note = f"skipped: {missing}"
+        else:
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    run(Case(folder))
+            except Exception:  # an assertion, or whatever else went wrong in the case
+                traceback.print_exc(file=sys.stdout)
+                note = "FAILED"
+        failed += note == "FAILED"
+        skipped += bool(note) and note != "FAILED"
+        passed += not note
+        print(f"{name:40} {note or 'ok'} ({time.time() - started:.1f} s)", flush=True)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
