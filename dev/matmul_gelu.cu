@@ -2,6 +2,7 @@
 // it, cuBLASLt's epilogue, and ours. Ours is checked against the plain C version first, at odd shapes too.
 //   make build/dev/matmul_gelu && ./build/dev/matmul_gelu
 #include "../kernels/matmul.cuh"
+#include "matmul_gelu.cuh"
 #include "timing.h"
 
 struct Arrays {

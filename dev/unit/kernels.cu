@@ -719,7 +719,7 @@ void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev
     Array<X> dinp = array_of<X>(dev, N * C, nullptr);
     Array<G> dbias = array_random<G>(dev, C, 4, 1.0f);
     float *want = floats(N * C), *want_bias = floats(C), *begin = accumulate ? random_floats(C, 4, 1.0f) : nullptr;
-    float* scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, C));
+    float* scratch = (float*)device_alloc(dev, matmul_backward_bias_scratch_bytes(dev, C));
     double bound = product_bound(OC, 2.0 / sqrt(OC));
     matmul_backward_input_cpu(want, d.host, weight.host, N, C, OC);
     check_output(test, worst, dev, "dinp", &dinp, nullptr, want, bound,
@@ -777,9 +777,8 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
     device_free(dev, scratch);
 }
 
-const int MATMUL_SHAPES[][3] = {{1, 64, 64},       {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
-                                {37, 64, 50304},   {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288},
-                                {3000, 2000, 264}, {3072, 2304, 256}};
+const int MATMUL_SHAPES[][3] = {{1, 64, 64},     {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
+                                {37, 64, 50304}, {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288}};
 
 TEST(matmul_forward_gpu) {
     Device dev;

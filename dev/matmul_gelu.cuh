@@ -5,6 +5,9 @@
 // it, as it is where the activation is computed again from the stored pre, so that both have the same bits. The column
 // sums are those of d as stored.
 //
+// Not in the trainer: on an H200 it multiplies at cuBLASLt's rate, but GELU of a tile takes longer than the product of
+// the next where K is short, so that it only draws level with cuBLASLt's best epilogue (dev/LOG.md).
+//
 // Why not a library's epilogue: in GPT-2 K is short (768: twelve steps of 64), and an epilogue that follows its tile's
 // product leaves the tensor cores idle for a third of the time. Here two warpgroups take turns: one multiplies its tile
 // while the other computes GELU of the tile before and writes it.
@@ -19,10 +22,10 @@
 //
 // Deterministic: each sum runs over K in order, column sums over fixed rows (128, then column_sum.cuh).
 #pragma once
-#include "column_sum.cuh"
-#include "common.cuh"
-#include "gelu.cuh"
-#include "hopper.cuh"
+#include "../kernels/column_sum.cuh"
+#include "../kernels/common.cuh"
+#include "../kernels/gelu.cuh"
+#include "../kernels/hopper.cuh"
 
 constexpr int MG_ROWS = 128, MG_COLUMNS = 192, MG_DEPTH = 64, MG_STAGES = 4, MG_GROUP = 8;
 constexpr int MG_CLUSTER = 2, MG_PANELS = MG_COLUMNS / 64;
