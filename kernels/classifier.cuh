@@ -263,6 +263,15 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
 #endif
 }
 
+// Whether a row of Vp fits, and the code was built for this GPU: from PTX for an older one the kernel is empty and has
+// no shared memory.
+inline bool classifier_resident_fits(const Device* dev, int Vp) {
+    if (dev->compute < 90 || Vp < 16384 || Vp > CLASSIFIER_CHUNKS * CLASSIFIER_CHUNK) return false;
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, classifier_resident_kernel));
+    return attributes.sharedSizeBytes > 0 && classifier_resident_bytes(Vp) + 1024 <= dev->shared_memory;
+}
+
 // Grid 1, block 1024, any N. Deterministic.
 __global__ static void __launch_bounds__(1024)
     loss_mean_kernel(float* mean, const float* losses, int64_t N, bool accumulate, float scale) {
@@ -286,8 +295,7 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
     }
     if constexpr (std::is_same_v<X, bf16>) {
         int bytes = classifier_resident_bytes(Vp);
-        bool fits = bytes + 1024 <= dev->shared_memory && Vp <= CLASSIFIER_CHUNKS * CLASSIFIER_CHUNK;
-        if (dev->compute >= 90 && Vp >= 16384 && fits) {
+        if (classifier_resident_fits(dev, Vp)) {
             check(cudaFuncSetAttribute(classifier_resident_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
             int64_t blocks = N < 2 * dev->sm_count ? N : 2 * dev->sm_count;
             classifier_resident_kernel<<<(unsigned)blocks, CLASSIFIER_RESIDENT_THREADS + 32, bytes, dev->stream>>>(

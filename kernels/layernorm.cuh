@@ -415,12 +415,13 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
     if (N == 0) return;
     if (vecs <= 32 * 8) {
         // By the vectors of a lane: registers that a shorter row does not need would keep other warps out.
-        decltype(&layernorm_forward_kernel<X, 1>) kernels[] = {
-            layernorm_forward_kernel<X, 1>, layernorm_forward_kernel<X, 2>, layernorm_forward_kernel<X, 3>,
-            layernorm_forward_kernel<X, 4>, layernorm_forward_kernel<X, 5>, layernorm_forward_kernel<X, 6>,
-            layernorm_forward_kernel<X, 7>, layernorm_forward_kernel<X, 8>};
-        kernels[ceil_div(vecs, 32) - 1]<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(
-            residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+        int lane_vecs = (int)ceil_div(vecs, 32);
+        auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3>
+                      : lane_vecs == 4 ? layernorm_forward_kernel<X, 4>
+                      : lane_vecs == 5 ? layernorm_forward_kernel<X, 5>
+                                       : layernorm_forward_kernel<X, 8>;
+        kernel<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
+                                                                  N, C);
     } else {
         layernorm_forward_long_kernel<<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
                                                                   C);
