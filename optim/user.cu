@@ -126,9 +126,11 @@ static bool row_check(const UserRow* row, const char* path, char* error, size_t 
                           path, i, row->name, bit, row->run[i], (long long)OPTIM_ALIGN);
         }
     }
-    if (row->table_bytes > 24000) {
-        return refuse(error, bytes, "--format: %s: the table of \"%s\" has %d bytes and may have 24000", path,
-                      row->name, row->table_bytes);
+    // Two of them and stages for a group of threads fit into the shared memory of any GPU that is served.
+    const int most = 40 * 1024;
+    if (row->table_bytes > most) {
+        return refuse(error, bytes, "--format: %s: the table of \"%s\" has %d bytes and may have %d", path, row->name,
+                      row->table_bytes, most);
     }
     return true;
 }

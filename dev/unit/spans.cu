@@ -758,11 +758,9 @@ TEST(spans_compile_at_run_time) {
 
 static void expect_equal_devices(Test* test, const OptimConfig* config, OptimType compute, int steps, bool wild) {
     Run run[2];
-    for (int gpu = 0; gpu < 2; gpu++) {
-        run_open(&run[gpu], config, gpu == 1, compute);
-        expect(gpu == 0 || same_arrays(&run[0], &run[1]), "%s: set differently", config->weights);
-        run_steps(&run[gpu], 1, steps, wild);
-    }
+    for (int gpu = 0; gpu < 2; gpu++) run_open(&run[gpu], config, gpu == 1, compute);
+    expect(same_arrays(&run[0], &run[1]), "%s: set differently", config->weights);
+    for (Run& each : run) run_steps(&each, 1, steps, wild);
     char line[256];
     optim_describe(config, line, sizeof(line));
     expect(same_arrays(&run[0], &run[1]), "%s \"%s\"%s", line, config->overrides, wild ? ", wild" : "");
