@@ -34,7 +34,7 @@
 #include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
-#include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _weight / _bias
+#include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
 #include "kernels/random.h"         // random_bits, random_normal
 #include "kernels/shard.cuh"        // Shard: gradients, states and weights over several ranks
 #include "optim/optim.h"            // Optim: weights, states and the step
@@ -328,7 +328,7 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
         matmul_forward<X>(dev, a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
         classifier<X>(dev, m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp);
         if (!backward) continue;
-        matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, nullptr, rows, C, Vp);
+        matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
         if (row == 0) shard_grads_free(m->shard, m->config.L);
         matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp,
                                          accumulates(m, first) || row > 0);
@@ -337,15 +337,9 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
 
 // Backward.
 
-// The gradients of a linear layer's weight and bias.
-template <typename X, typename G>
-static void linear_backward(const Model* m, const Activations<X>* a, G* dweight, G* dbias, const X* dout, const X* inp,
-                            int64_t N, int C, int OC, bool accumulate) {
-    matmul_backward_weight<X, G>(m->dev, dweight, dout, inp, N, C, OC, accumulate);
-    matmul_backward_bias<X, G>(m->dev, dbias, (float*)a->scratch, dout, N, OC, accumulate);
-}
-
-// Block l: dresidual comes in as the gradient of the block's output and goes out as that of its input.
+// Block l: dresidual comes in as the gradient of the block's output and goes out as that of its input. Each of its
+// values is the output's gradient of the projection below, whose bias gradient layernorm's backward pass leaves beside
+// its own.
 template <typename X, typename G>
 static void block_backward(const Model* m, const Parameters<X>* w, const Parameters<G>* d, Activations<X>* a, int l,
                            int B, int T, bool accumulate) {
@@ -362,19 +356,23 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     } else if (m->recompute == RECOMPUTE_GELU) {
         gelu_forward<X>(dev, b->gelu, b->fc, N * 4 * C);
     }
-    matmul_backward_input<X>(dev, a->dwide, a->dresidual, p->fcprojw, b->fc, N, 4 * C, C);
-    linear_backward<X, G>(m, a, g->fcprojw, g->fcprojb, a->dresidual, b->gelu, N, 4 * C, C, accumulate);
-    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->fcw, nullptr, N, C, 4 * C);
-    linear_backward<X, G>(m, a, g->fcw, g->fcb, a->dwide, b->ln2, N, C, 4 * C, accumulate);
-    layernorm_backward<X, G>(dev, a->dresidual, g->ln2w, g->ln2b, scratch, a->dbranch, b->residual2, p->ln2w,
-                             b->ln2_mean, b->ln2_rstd, N, C, accumulate);
+    matmul_backward_gelu<X, G>(dev, a->dwide, g->fcb, scratch, a->dresidual, p->fcprojw, b->fc, N, 4 * C, C,
+                               accumulate);
+    matmul_backward_weight<X, G>(dev, g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C, accumulate);
+    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    matmul_backward_weight<X, G>(dev, g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
+    layernorm_backward<X, G>(dev, a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch, a->dbranch, b->residual2,
+                             p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
 
-    matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, nullptr, N, C, C);
-    linear_backward<X, G>(m, a, g->attprojw, g->attprojb, a->dresidual, b->attention, N, C, C, accumulate);
+    matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, N, C, C);
+    matmul_backward_weight<X, G>(dev, g->attprojw, a->dresidual, b->attention, N, C, C, accumulate);
     attention_backward<X>(dev, a->dwide, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C, m->config.NH);
-    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, nullptr, N, C, 3 * C);
-    linear_backward<X, G>(m, a, g->qkvw, g->qkvb, a->dwide, b->ln1, N, C, 3 * C, accumulate);
-    layernorm_backward<X, G>(dev, a->dresidual, g->ln1w, g->ln1b, scratch, a->dbranch, a->residual[l], p->ln1w,
+    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
+    matmul_backward_weight<X, G>(dev, g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
+    matmul_backward_bias<X, G>(dev, g->qkvb, scratch, a->dwide, N, 3 * C, accumulate);
+    G* below = l > 0 ? d->block[l - 1].fcprojb : nullptr;
+    if (below) shard_grads_free(m->shard, l - 1);
+    layernorm_backward<X, G>(dev, a->dresidual, g->ln1w, g->ln1b, below, scratch, a->dbranch, a->residual[l], p->ln1w,
                              b->ln1_mean, b->ln1_rstd, N, C, accumulate);
 }
 
@@ -393,12 +391,12 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
-    layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw,
-                             a->lnf_mean, a->lnf_rstd, N, C, accumulate);
+    shard_grads_free(m->shard, L - 1);
+    layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
+                             a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
     for (int l = L - 1; l >= 0; l--) {
         shard_need(m->shard, l);
         shard_prefetch(m->shard, l - 1);
-        shard_grads_free(m->shard, l);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         shard_reduce<G>(m->shard, l);
     }

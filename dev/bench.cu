@@ -146,7 +146,7 @@ static void account_head(Operands<G>* x, Account* a) {
     account(a, "classifier", chunks, 0, 4.0 * rows * Vp,
             [&] { classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, m->config.V, Vp); });
     account(a, "d head input", chunks, 2.0 * rows * C * Vp, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.logits, w.wte, nullptr, rows, C, Vp); });
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.logits, w.wte, rows, C, Vp); });
     account(a, "d head weight", chunks, 2.0 * rows * C * Vp, 0,
             [&] { matmul_backward_weight<bf16, float>(dev, m->dwte_sum, act.logits, act.lnf, rows, C, Vp, true); });
 }
@@ -163,13 +163,16 @@ static void account_mlp_backward(Operands<G>* x, Account* a) {
     BlockActivations<bf16>* b = &act.block[0];
     BlockParameters<bf16>* p = &x->w.block[0];
     BlockParameters<G>* q = &x->d.block[0];
-    account(a, "d fc projection input, gelu", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dwide, act.branch, p->fcprojw, b->fc, N, 4 * C, C); });
+    float* scratch = (float*)act.scratch;
+    account(a, "d fc projection input, gelu", mb * L, 8 * NC * C, 0, [&] {
+        matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
+                                      false);
+    });
     account(a, "d fc projection weight", mb * L, 8 * NC * C, 0, [&] {
         matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, sizeof(G) == 4);
     });
     account(a, "d fc input", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, nullptr, N, C, 4 * C); });
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, N, C, 4 * C); });
     account(a, "d fc weight", mb * L, 8 * NC * C, 0,
             [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, sizeof(G) == 4); });
 }
@@ -186,7 +189,7 @@ static void account_attention_backward(Operands<G>* x, Account* a) {
     BlockParameters<bf16>* p = &x->w.block[0];
     BlockParameters<G>* q = &x->d.block[0];
     account(a, "d attention projection input", mb * L, 2 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, nullptr, N, C, C); });
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, N, C, C); });
     account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
         matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, sizeof(G) == 4);
     });
@@ -194,7 +197,7 @@ static void account_attention_backward(Operands<G>* x, Account* a) {
         attention_backward<bf16>(dev, act.dwide, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T, C, NH);
     });
     account(a, "d qkv input", mb * L, 6 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, nullptr, N, C, 3 * C); });
+            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
     account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, sizeof(G) == 4); });
 }
@@ -212,15 +215,11 @@ static void account_sums(Operands<G>* x, Account* a, int buckets) {
     BlockParameters<bf16>* p = &x->w.block[0];
     BlockParameters<G>* q = &x->d.block[0];
     float* scratch = (float*)act.scratch;
-    account(a, "d bias, C channels", mb * L * 2, 0, NC * 2,
-            [&] { matmul_backward_bias<bf16, G>(dev, q->attprojb, scratch, act.dresidual, N, C, false); });
     account(a, "d bias, 3C channels", mb * L, 0, 3 * NC * 2,
             [&] { matmul_backward_bias<bf16, G>(dev, q->qkvb, scratch, act.dwide, N, 3 * C, false); });
-    account(a, "d bias, 4C channels", mb * L, 0, 4 * NC * 2,
-            [&] { matmul_backward_bias<bf16, G>(dev, q->fcb, scratch, act.dwide, N, 4 * C, false); });
     account(a, "layernorm backward", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
-        layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, scratch, act.dbranch, b->residual2, p->ln2w,
-                                    b->ln2_mean, b->ln2_rstd, N, C, false);
+        layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
+                                    b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false);
     });
     account(a, "gradient norm", 1, 0, g * (double)m->elements, [&] {
         global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->grads, m->elements, 1.0f);
@@ -260,12 +259,15 @@ static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* co
 
 constexpr int STEPS = 7;
 
-// Milliseconds of whole steps, in order, after two for warm-up; returns the last loss.
-static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double ms[STEPS]) {
+// Milliseconds of whole steps, in order, after two for warm-up, and the least until the host had queued all of a step;
+// returns the last loss.
+static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double ms[STEPS], double* queued) {
     float scalars[3];
+    *queued = INFINITY;
     for (int i = -2; i < STEPS; i++) {
         double begin = seconds_now();
         train_step(m, feeder, micro_batches, 1e-4f, 1.0f, i + 3);
+        *queued = fmin(*queued, 1e3 * (seconds_now() - begin));
         copy_to_host(m->dev, scalars, m->scalars, sizeof(scalars));
         double elapsed = 1e3 * (seconds_now() - begin);
         int at = i;
@@ -313,8 +315,8 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     if (!dataset_open(&data, path, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
     feeder_open(&feeder, dev, &data, m.B, m.T, 1, true, 0);
-    double ms[STEPS];
-    float loss = time_steps(&m, &feeder, micro_batches, ms);
+    double ms[STEPS], queued;
+    float loss = time_steps(&m, &feeder, micro_batches, ms, &queued);
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
     double median = ms[STEPS / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
@@ -322,7 +324,7 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
         "\n%s  batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), %.0f tokens/s",
         name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
-    printf(", %.1f GiB in use, loss %.3f\n", (double)(total - available) / (1 << 30), loss);
+    printf(", queued in %.1f ms, %.1f GiB in use, loss %.3f\n", queued, (double)(total - available) / (1 << 30), loss);
     Account account = {dev, ceilings, median, 0, 0};
     bench_operators(&m, &feeder, &config, micro_batches, &account);
     feeder_close(&feeder);

@@ -10,11 +10,15 @@
 // the queries from the diagonal down; scores are computed transposed (keys x queries), so that p^T and ds^T come out of
 // the tensor cores in the very layout in which they go back in for dv and dk, and only ds goes through shared memory,
 // for dq (see backward_block).
+// bf16 on Hopper: wgmma, in attention_hopper_forward.cuh and attention_hopper_backward.cuh.
 // fp32: the same sums with FFMA in 64 x 64 tiles; dq has a kernel of its own.
 #pragma once
 
 #include <math.h>
 
+#include "attention_hopper_backward.cuh"
+#include "attention_hopper_forward.cuh"
+#include "attention_parts.cuh"
 #include "common.cuh"
 
 // Sum of a[i] * b[i] in 16 interleaved partial sums (one vector register's worth), added pairwise: a fixed order.
@@ -110,8 +114,6 @@ inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* d
 // Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
 // shared memory across the waits.
 
-constexpr float LOG2_E = 1.44269504088896340736f;
-
 __device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) {  // zeros when not valid
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -130,38 +132,11 @@ __device__ inline void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");
-}
-
-// c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and
-// 2t + 1, c[2..3] the same of row g + 8.
-__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ inline float exp2_approximate(float x) {  // relative error 2^-22; exp2(-inf) = 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline uint32_t pack_bf16(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<uint32_t*>(&pair);
 }
 
 __device__ inline void store_shared(uint32_t to, uint32_t value) {
@@ -175,16 +150,6 @@ __device__ inline int4 load_shared(uint32_t from) {
                  : "r"(from)
                  : "memory");
     return value;
-}
-
-__device__ inline int load_acquire(const int* address) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ inline void store_release(int* address, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // Tiles of bf16 in shared memory: rows of COLS elements in chunks of 16 bytes, the chunk's index XORed with the row so
@@ -314,15 +279,6 @@ __device__ inline void store_rows(bf16* to /*(16,COLS)*/, int64_t stride, int ro
     __syncwarp();
 }
 
-// Which tile of queries a block works on. Heads come in groups whose keys and values fit in the L2 cache together;
-// within a group the longest rows go first, so that the last blocks to run are short ones.
-__device__ inline void forward_work(int& bh, int& tile, int tiles, int heads, int group) {
-    int g = blockIdx.x / (group * tiles), within = blockIdx.x % (group * tiles);
-    int size = min(group, heads - g * group);
-    bh = g * group + within % size;
-    tile = tiles - 1 - within / size;
-}
-
 // Running softmax of one 16 x N tile of scores: s becomes p, and what was summed so far is rescaled to the new maximum.
 template <int N, int HS>
 __device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4], float (&largest)[2], float (&sum)[2],
@@ -376,7 +332,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     extern __shared__ __align__(128) char shared[];
     const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(shared), kv_tiles = q_tile + Shape::Q_BYTES;
     int bh, tile;
-    forward_work(bh, tile, (T + BM - 1) / BM, B * NH, group);
+    forward_work(bh, tile, blockIdx.x, (T + BM - 1) / BM, B * NH, group);
     const int64_t C = (int64_t)NH * HS, stride = 3 * C, first = (int64_t)(bh / NH) * T;
     const bf16* q = qkv + first * stride + bh % NH * HS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -784,7 +740,7 @@ __global__ void __launch_bounds__(256)
     float* p_tile = v_tile + TILE;
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
     int bh, tile;
-    forward_work(bh, tile, (T + FP32_TILE - 1) / FP32_TILE, B * NH, group);
+    forward_work(bh, tile, blockIdx.x, (T + FP32_TILE - 1) / FP32_TILE, B * NH, group);
     const int64_t C = (int64_t)NH * HS, first = (int64_t)(bh / NH) * T, column = bh % NH * HS;
     const float* q = qkv + first * 3 * C + column;
     float o[4][HS / 16] = {}, largest[4], sum[4] = {};
@@ -865,35 +821,39 @@ __global__ void __launch_bounds__(256)
     if (FOR_KEYS) fp32_store<HS>(to + 2 * C, 3 * C, tile * FP32_TILE, T, sum2, 1.0f);
 }
 
-// Heads whose keys and values fill a third of an H100's or A100's L2 cache.
-inline int attention_group(int T, int HS, int element_bytes) {
-    int64_t head = (int64_t)T * HS * 2 * element_bytes, group = (16 << 20) / head;
-    return (int)(group < 1 ? 1 : group > 64 ? 64 : group);
+// By mma.sync, on any GPU.
+template <int HS>
+inline void attention_forward_mma(const Device* dev, bf16* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
+                                  const bf16* qkv /*(B,T,3C)*/, int B, int T, int NH) {
+    using Shape = ForwardShape<HS>;
+    attention_set_shared(attention_forward_kernel<Shape>, Shape::SHARED);
+    attention_forward_kernel<Shape>
+        <<<(unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
+            out, lse, qkv, B, T, NH, attention_group(T, HS, sizeof(bf16)), 1.0f / sqrtf((float)HS));
+    check_launch();
 }
 
-template <typename Kernel>
-inline void attention_set_shared(Kernel* kernel, int bytes) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+template <int HS>
+inline void attention_forward_fp32(const Device* dev, float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
+                                   const float* qkv /*(B,T,3C)*/, int B, int T, int NH) {
+    const int bytes = fp32_shared_bytes(HS, 3);
+    attention_set_shared(attention_forward_fp32_kernel<HS>, bytes);
+    attention_forward_fp32_kernel<HS><<<(unsigned)(B * NH * ceil_div(T, FP32_TILE)), 256, bytes, dev->stream>>>(
+        out, lse, qkv, B, T, NH, attention_group(T, HS, sizeof(float)), 1.0f / sqrtf((float)HS));
+    check_launch();
 }
 
 template <typename X, int HS>
 inline void attention_forward_launch(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
                                      const X* qkv /*(B,T,3C)*/, int B, int T, int NH) {
-    const int group = attention_group(T, HS, sizeof(X));
-    const float scale = 1.0f / sqrtf((float)HS);
     if constexpr (std::is_same_v<X, float>) {
-        const int bytes = fp32_shared_bytes(HS, 3);
-        attention_set_shared(attention_forward_fp32_kernel<HS>, bytes);
-        attention_forward_fp32_kernel<HS><<<(unsigned)(B * NH * ceil_div(T, FP32_TILE)), 256, bytes, dev->stream>>>(
-            out, lse, qkv, B, T, NH, group, scale);
+        attention_forward_fp32<HS>(dev, out, lse, qkv, B, T, NH);
     } else {
-        using Shape = ForwardShape<HS>;
-        attention_set_shared(attention_forward_kernel<Shape>, Shape::SHARED);
-        attention_forward_kernel<Shape>
-            <<<(unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
-                out, lse, qkv, B, T, NH, group, scale);
+        using Hopper = std::conditional_t<HS == 64, HopperForward64, HopperForward128>;
+        static const bool built = hopper_kernel_is_built(attention_hopper_forward_kernel<Hopper>);
+        if (dev->compute == 90 && built) return attention_hopper_forward<Hopper>(dev, out, lse, qkv, B, T, NH);
+        attention_forward_mma<HS>(dev, out, lse, qkv, B, T, NH);
     }
-    check_launch();
 }
 
 // X float or bf16 (on the CPU float alone). On the GPU C / NH must be 64 or 128.
@@ -929,6 +889,7 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
 // Whatever X is. fp32 needs less, the CPU none.
 inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
     if (!dev->gpu) return 0;
+    if (dev->compute == 90) return hopper_backward_scratch(B, T, NH, C / NH).bytes;  // never less than the other
     AttentionScratch scratch = attention_scratch(B, T, C, NH);
     return scratch.flags + scratch.D + scratch.dq_sum;
 }
@@ -959,10 +920,11 @@ inline void attention_backward_fp32(const Device* dev, float* dqkv, const float*
     check_launch();
 }
 
+// By FFMA or mma.sync, on any GPU.
 template <typename X, int HS>
-inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
-                                      const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
-                                      const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
+                                   const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/,
+                                   int B, int T, int NH) {
     const AttentionScratch sizes = attention_scratch(B, T, NH * HS, NH);
     float* D = (float*)(scratch + sizes.flags);
     const int64_t rows = (int64_t)B * T * NH;
@@ -978,6 +940,18 @@ inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, c
     } else {
         attention_backward_bf16<BackwardShape<128, 32>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
     }
+}
+
+template <typename X, int HS>
+inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
+                                      const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
+                                      const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false>>);
+        if (dev->compute == 90 && built)
+            return attention_hopper_backward<HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+    }
+    attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }
 
 // Writes every element of dqkv. `scratch` has attention_backward_scratch_bytes, 256-byte aligned, contents irrelevant.

@@ -3,16 +3,25 @@
 //     dlogits[i][v] = (softmax(logits[i])[v] - [v == target]) * dloss for v < V, and 0 in the padding V <= v < Vp.
 //
 // logits: (N, Vp), Vp a multiple of 8 so that rows are 16-byte aligned; V is any number <= Vp. What the padding holds
-// is never used. Bytes: the row is read once from memory (maximum and sum together, rescaling the sum when the maximum
-// grows), read again from the L2 cache, written once. fp32 logits are never stored: the chunk of rows that the head's
-// matmul wrote is turned into gradients where it lies.
+// is never used. Bytes: each logit is read once and written once. fp32 logits are never stored: the chunk of rows that
+// the head's matmul wrote is turned into gradients where it lies.
+//
+// Long bf16 rows (GPT-2's 50304 columns are 98 KB) on Hopper stay in shared memory between the two passes, two blocks a
+// multiprocessor so that one computes while the other waits. Rows are cut into chunks; a warp of its own orders the
+// copy engine to write a chunk back as soon as its gradient is there, and then to bring that chunk of the block's next
+// row. Other rows take a block each, which reads them a second time, from the L2 cache.
 #pragma once
 #include <assert.h>
 
 #include "common.cuh"
 #include "cpu_math.h"
+#include "hopper.cuh"
 
 constexpr int CLASSIFIER_THREADS = 1024;  // 2 blocks a multiprocessor: their rows stay in L2 between the two reads
+// Rows in shared memory: 18 warps that compute (11 vectors a thread of GPT-2's rows, with little left over) and one
+// that orders, chunks of 3 vectors a thread.
+constexpr int CLASSIFIER_RESIDENT_THREADS = 576, CLASSIFIER_CHUNK = 3 * CLASSIFIER_RESIDENT_THREADS * 8;
+constexpr int CLASSIFIER_CHUNKS = 8;  // at most: each has a barrier
 
 // losses: (N); logits: (N, Vp); targets: (N)
 inline void classifier_cpu(float* losses, float* logits, const int* targets, float dloss, bool backward, int64_t N,
@@ -48,7 +57,7 @@ inline void loss_mean_cpu(float* mean, const float* losses, int64_t N, bool accu
 }
 
 __device__ inline float classifier_exp(float x) {
-    return exp2f(x * 1.44269504088896341f);
+    return exp2f(x * LOG2_OF_E);
 }
 
 // The row's maximum and sum of e^(x - maximum) over v < V, the same in every thread.
@@ -96,6 +105,173 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     }
 }
 
+// Bytes of a block's row and barriers in shared memory.
+constexpr int classifier_resident_bytes(int Vp) {
+    return Vp * (int)sizeof(bf16) + CLASSIFIER_CHUNKS * 8;
+}
+
+// A maximum, and a sum of 2^(x log2(e) - offset) with offset = the maximum times log2(e) as rounded.
+struct ClassifierSum {
+    float maximum, sum;
+};
+
+__device__ inline ClassifierSum classifier_join(ClassifierSum a, ClassifierSum b) {
+    float top = fmaxf(a.maximum, b.maximum);
+    if (top == -INFINITY) return {top, a.sum + b.sum};  // nothing was seen, or only -inf: no difference of infinities
+    float offset = __fmul_rn(top, LOG2_OF_E);           // not contracted: the sums are relative to rounded offsets
+    float of_a = fast_exp2(__fmul_rn(a.maximum, LOG2_OF_E) - offset);
+    float of_b = fast_exp2(__fmul_rn(b.maximum, LOG2_OF_E) - offset);
+    return {top, fmaf(a.sum, of_a, b.sum * of_b)};
+}
+
+// The thread's vectors of a chunk, v < V, are added to `own`.
+__device__ inline void classifier_take(ClassifierSum* own, const bf16* row, int begin, int end, int V) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
+        if (v >= end || v >= V) continue;
+        Vec<bf16> vec = load_vec(row + v);
+        float x[8], top = own->maximum;
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = v + 8 <= V || v + j < V ? to_float(vec.lane[j]) : -INFINITY;
+#pragma unroll
+        for (int j = 0; j < 8; j++) top = fmaxf(top, x[j]);
+        float offset = __fmul_rn(top, LOG2_OF_E), sum[2] = {};
+        if (top > own->maximum) {
+            own->sum *= fast_exp2(__fmul_rn(own->maximum, LOG2_OF_E) - offset);
+            own->maximum = top;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j % 2] += fast_exp2(fmaf(x[j], LOG2_OF_E, -offset));
+        own->sum += sum[0] + sum[1];
+    }
+}
+
+// The gradient of the thread's vectors of a chunk, in place; 0 in the padding.
+__device__ inline void classifier_give(bf16* row, int begin, int end, int V, float offset, float scale, float dloss,
+                                       int target) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
+        if (v >= end) continue;
+        Vec<bf16> vec = load_vec(row + v);
+        float d[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) d[j] = fast_exp2(fmaf(to_float(vec.lane[j]), LOG2_OF_E, -offset)) * scale;
+        if (target / 8 == v / 8 || v + 8 > V) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) d[j] = v + j >= V ? 0.0f : v + j == target ? d[j] - dloss : d[j];
+        }
+        store_vec(row + v, round_vec<bf16>(d));
+    }
+}
+
+// The same in every computing thread; `parts` has a place a warp.
+__device__ inline ClassifierSum classifier_block_sum(ClassifierSum own, ClassifierSum parts[32]) {
+    constexpr int warps = CLASSIFIER_RESIDENT_THREADS / 32;
+#pragma unroll
+    for (int pass = 0; pass < 2; pass++) {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+            ClassifierSum other = {__shfl_xor_sync(0xffffffffu, own.maximum, offset),
+                                   __shfl_xor_sync(0xffffffffu, own.sum, offset)};
+            own = classifier_join(own, other);
+        }
+        if (pass == 1) break;
+        if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = own;
+        group_sync(1, CLASSIFIER_RESIDENT_THREADS);
+        own = threadIdx.x % 32 < warps ? parts[threadIdx.x % 32] : ClassifierSum{-INFINITY, 0.0f};
+    }
+    return own;
+}
+
+// The warp that orders: brings the block's first row, then writes each chunk back when it is computed (`backward`) and
+// brings that chunk of the next row.
+__device__ inline void classifier_order(bf16* slot, uint32_t barriers, bf16* logits, bool backward, int64_t N, int Vp) {
+    int chunks = (Vp + CLASSIFIER_CHUNK - 1) / CLASSIFIER_CHUNK;
+    bool orders = threadIdx.x % 32 == 0;
+    auto bytes = [&](int q) {
+        return (int)sizeof(bf16) * (q + 1 < chunks ? CLASSIFIER_CHUNK : Vp - q * CLASSIFIER_CHUNK);
+    };
+    auto bring = [&](int q, int64_t i) {
+        barrier_expect(barriers + q * 8, bytes(q));
+        bulk_load(shared_offset(slot + q * CLASSIFIER_CHUNK), logits + i * Vp + q * CLASSIFIER_CHUNK, bytes(q),
+                  barriers + q * 8);
+    };
+    for (int q = 0; q < chunks && orders; q++) bring(q, blockIdx.x);
+    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
+        for (int q = 0; q < chunks; q++) {
+            group_sync(2 + q, CLASSIFIER_RESIDENT_THREADS + 32);
+            if (!orders) continue;
+            if (backward) {
+                bulk_store(logits + i * Vp + q * CLASSIFIER_CHUNK, shared_offset(slot + q * CLASSIFIER_CHUNK),
+                           bytes(q));
+                store_commit();
+                store_wait_read<0>();
+            }
+            if (i + gridDim.x < N) bring(q, i + gridDim.x);
+        }
+    }
+    if (orders) store_wait_read<0>();
+}
+
+// Grid any up to N (rows are dealt to the blocks), block CLASSIFIER_RESIDENT_THREADS + 32, shared memory
+// classifier_resident_bytes(Vp); Vp a multiple of 8, at most CLASSIFIER_CHUNKS chunks; sm_90; logits in place when
+// backward. Deterministic.
+__global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
+    classifier_resident_kernel(float* losses, bf16* logits, const int* targets, float dloss, bool backward, int64_t N,
+                               int V, int Vp) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(128) unsigned char classifier_shared[];
+    __shared__ ClassifierSum parts[32];
+    bf16* row = (bf16*)classifier_shared;
+    uint32_t barriers = shared_offset(classifier_shared + Vp * sizeof(bf16)), parity = 0;
+    int chunks = (Vp + CLASSIFIER_CHUNK - 1) / CLASSIFIER_CHUNK;
+    if (threadIdx.x == 0) {
+        for (int q = 0; q < chunks; q++) barrier_init(barriers + q * 8, 1);
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (threadIdx.x >= CLASSIFIER_RESIDENT_THREADS) {
+        classifier_order(row, barriers, logits, backward, N, Vp);
+        return;
+    }
+    for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
+        int target = targets[i];
+        ClassifierSum own = {-INFINITY, 0.0f};
+        for (int q = 0; q < chunks; q++) {
+            barrier_wait(barriers + q * 8, parity);
+            int end = q + 1 < chunks ? (q + 1) * CLASSIFIER_CHUNK : Vp;
+            classifier_take(&own, row, q * CLASSIFIER_CHUNK, end, V);
+        }
+        float target_logit = to_float(row[target]);
+        own = classifier_block_sum(own, parts);
+        // The sum's offset was rounded; fmaf says by how much.
+        float offset = __fmul_rn(own.maximum, LOG2_OF_E);
+        float rounded = fmaf(-own.maximum, LOG2_OF_E, offset) * 0.693147180559945309f;
+        if (threadIdx.x == 0) losses[i] = logf(own.sum) - (target_logit - own.maximum) + rounded;
+        float scale = dloss / own.sum;
+        for (int q = 0; q < chunks; q++) {
+            int end = q + 1 < chunks ? (q + 1) * CLASSIFIER_CHUNK : Vp;
+            if (backward) classifier_give(row, q * CLASSIFIER_CHUNK, end, V, offset, scale, dloss, target);
+            fence_async();
+            group_arrive(2 + q, CLASSIFIER_RESIDENT_THREADS + 32);
+        }
+    }
+#else
+    (void)losses, (void)logits, (void)targets, (void)dloss, (void)backward, (void)N, (void)V, (void)Vp;
+#endif
+}
+
+// Whether a row of Vp fits, and the code was built for this GPU: from PTX for an older one the kernel is empty and has
+// no shared memory.
+inline bool classifier_resident_fits(const Device* dev, int Vp) {
+    if (dev->compute < 90 || Vp < 16384 || Vp > CLASSIFIER_CHUNKS * CLASSIFIER_CHUNK) return false;
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, classifier_resident_kernel));
+    return attributes.sharedSizeBytes > 0 && classifier_resident_bytes(Vp) + 1024 <= dev->shared_memory;
+}
+
 // Grid 1, block 1024, any N. Deterministic.
 __global__ static void __launch_bounds__(1024)
     loss_mean_kernel(float* mean, const float* losses, int64_t N, bool accumulate, float scale) {
@@ -116,6 +292,17 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
         assert(sizeof(X) == sizeof(float));
         classifier_cpu(losses, (float*)logits, targets, dloss, backward, N, V, Vp);
         return;
+    }
+    if constexpr (std::is_same_v<X, bf16>) {
+        int bytes = classifier_resident_bytes(Vp);
+        if (classifier_resident_fits(dev, Vp)) {
+            check(cudaFuncSetAttribute(classifier_resident_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+            int64_t blocks = N < 2 * dev->sm_count ? N : 2 * dev->sm_count;
+            classifier_resident_kernel<<<(unsigned)blocks, CLASSIFIER_RESIDENT_THREADS + 32, bytes, dev->stream>>>(
+                losses, logits, targets, dloss, backward, N, V, Vp);
+            check_launch();
+            return;
+        }
     }
     classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp);
     check_launch();

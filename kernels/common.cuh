@@ -91,14 +91,16 @@ struct MatmulPlans {
 };
 
 struct Device {
-    bool gpu;        // false: the plain C versions run, and "device memory" is host memory
-    char name[256];  // "NVIDIA H200", or the CPU's
-    int sm_count;    // multiprocessors; 0 on the CPU
-    int compute;     // compute capability times 10: 90 for sm_90; 0 on the CPU
-    int64_t memory;  // bytes of device memory, total
+    bool gpu;           // false: the plain C versions run, and "device memory" is host memory
+    char name[256];     // "NVIDIA H200", or the CPU's
+    int sm_count;       // multiprocessors; 0 on the CPU
+    int compute;        // compute capability times 10: 90 for sm_90; 0 on the CPU
+    int64_t memory;     // bytes of device memory, total
+    int shared_memory;  // bytes that a block can ask for
     cudaStream_t stream;
     cublasLtHandle_t cublaslt;
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
+    int* ticket;                // device, 0: blocks of a kernel that draw work draw it here, and leave 0
     MatmulPlans* matmul_plans;  // what kernels/matmul.cuh has chosen so far on this device
 };
 
@@ -119,9 +121,12 @@ inline void device_open(Device* dev, bool gpu, int index) {
     dev->sm_count = properties.multiProcessorCount;
     dev->compute = properties.major * 10 + properties.minor;
     dev->memory = (int64_t)properties.totalGlobalMem;
+    dev->shared_memory = (int)properties.sharedMemPerBlockOptin;
     check(cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking));
     check(cublasLtCreate(&dev->cublaslt));
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
+    check(cudaMalloc(&dev->ticket, sizeof(int)));
+    check(cudaMemset(dev->ticket, 0, sizeof(int)));
     dev->matmul_plans = (MatmulPlans*)calloc(1, sizeof(MatmulPlans));
 }
 
@@ -130,6 +135,7 @@ inline void device_close(Device* dev) {
     free(dev->matmul_plans->plan);
     free(dev->matmul_plans);
     check(cudaFree(dev->workspace));
+    check(cudaFree(dev->ticket));
     check(cublasLtDestroy(dev->cublaslt));
     check(cudaStreamDestroy(dev->stream));
 }
@@ -276,6 +282,61 @@ __device__ inline Vec<T> load_vec(const T* address) {
 template <typename T>
 __device__ inline void store_vec(T* address, Vec<T> vec) {
     *reinterpret_cast<int4*>(address) = *reinterpret_cast<int4*>(&vec);
+}
+
+// from_float of a vector, for bf16 two values an instruction.
+template <typename T>
+__device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
+    Vec<T> vec;
+    if constexpr (std::is_same_v<T, float>) {
+        for (int j = 0; j < Vec<T>::size; j++) vec.lane[j] = value[j];
+    } else {
+        __nv_bfloat162* pair = reinterpret_cast<__nv_bfloat162*>(&vec);
+        for (int j = 0; j < Vec<T>::size / 2; j++) pair[j] = __floats2bfloat162_rn(value[2 * j], value[2 * j + 1]);
+    }
+    return vec;
+}
+
+// One instruction each, good to 2 units of fp32's last place; where a result goes to bf16 that is exact.
+constexpr float LOG2_OF_E = 1.44269504088896341f;
+
+// 2^x, 0 where that is below 2^-126.
+__device__ inline float fast_exp2(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+// 1 / x; 0 for infinity.
+__device__ inline float fast_reciprocal(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Copies of 16 bytes from global to shared memory that run on while the thread does other work. A thread that waits
+// sees what it asked for itself; what other threads asked for, after a barrier.
+
+__device__ inline void copy_async(void* shared, const void* global) {
+    unsigned to = (unsigned)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+// The same of 4 bytes.
+__device__ inline void copy_async_float(float* shared, const float* global) {
+    unsigned to = (unsigned)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
+
+// Ends a group of copies; groups complete in order.
+__device__ inline void copy_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `pending` of the last groups are under way.
+template <int pending>
+__device__ inline void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
 // Reductions. The order of the sums is fixed by the launch shape, so equal inputs give equal bits.

@@ -38,22 +38,27 @@ __device__ inline float gelu_sigmoid(float x) {
     return 1.0f / (1.0f + expf(-x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR)));
 }
 
+// For bf16: 7 instructions, the error far below bf16's rounding.
+__device__ inline float gelu_sigmoid_fast(float x) {
+    return fast_reciprocal(1.0f + fast_exp2(x * fmaf(-LOG2_OF_E * GELU_CUBIC, x * x, -LOG2_OF_E * GELU_LINEAR)));
+}
+
+template <typename X>
+__device__ inline float gelu_value(float x) {
+    return x * (std::is_same_v<X, float> ? gelu_sigmoid(x) : gelu_sigmoid_fast(x));
+}
+
 // Grid ceil(n / (256 vectors)), block 256, any n. Deterministic.
 template <typename X>
 __global__ void gelu_forward_kernel(X* out, const X* inp, int64_t n) {
     int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
     if (i + Vec<X>::size <= n) {
         Vec<X> x = load_vec(inp + i);
-        for (int j = 0; j < Vec<X>::size; j++) {
-            float value = to_float(x.lane[j]);
-            x.lane[j] = from_float<X>(value * gelu_sigmoid(value));
-        }
-        store_vec(out + i, x);
+        float value[Vec<X>::size];
+        for (int j = 0; j < Vec<X>::size; j++) value[j] = gelu_value<X>(to_float(x.lane[j]));
+        store_vec(out + i, round_vec<X>(value));
     } else {
-        for (; i < n; i++) {
-            float value = to_float(inp[i]);
-            out[i] = from_float<X>(value * gelu_sigmoid(value));
-        }
+        for (; i < n; i++) out[i] = from_float<X>(gelu_value<X>(to_float(inp[i])));
     }
 }
 
@@ -64,17 +69,28 @@ __device__ inline float gelu_slope(float x) {
     return fmaf(x * (e * s) * s, fmaf(3.0f * GELU_CUBIC, x * x, GELU_LINEAR), s);
 }
 
+__device__ inline float gelu_slope_fast(float x) {
+    float e = fast_exp2(fminf(x * fmaf(-LOG2_OF_E * GELU_CUBIC, x * x, -LOG2_OF_E * GELU_LINEAR), 120.0f));
+    float s = fast_reciprocal(1.0f + e);
+    return fmaf(x * (e * s) * s, fmaf(3.0f * GELU_CUBIC, x * x, GELU_LINEAR), s);
+}
+
+template <typename X>
+__device__ inline float gelu_slope_of(float x) {
+    return std::is_same_v<X, float> ? gelu_slope(x) : gelu_slope_fast(x);
+}
+
 // Grid ceil(n / (256 vectors)), block 256, any n, d in place. Deterministic.
 template <typename X>
 __global__ void gelu_backward_inplace_kernel(X* d, const X* inp, int64_t n) {
     int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
     if (i + Vec<X>::size <= n) {
         Vec<X> x = load_vec(inp + i), g = load_vec(d + i);
-        for (int j = 0; j < Vec<X>::size; j++)
-            g.lane[j] = from_float<X>(to_float(g.lane[j]) * gelu_slope(to_float(x.lane[j])));
-        store_vec(d + i, g);
+        float value[Vec<X>::size];
+        for (int j = 0; j < Vec<X>::size; j++) value[j] = to_float(g.lane[j]) * gelu_slope_of<X>(to_float(x.lane[j]));
+        store_vec(d + i, round_vec<X>(value));
     } else {
-        for (; i < n; i++) d[i] = from_float<X>(to_float(d[i]) * gelu_slope(to_float(inp[i])));
+        for (; i < n; i++) d[i] = from_float<X>(to_float(d[i]) * gelu_slope_of<X>(to_float(inp[i])));
     }
 }
 

@@ -11,8 +11,12 @@
 // All of it is memory-bound. Bytes per element of (N, C): forward 2 accesses, residual + forward 4, backward 4 (dout,
 // inp, dinp twice). Forward: a warp holds a row in registers up to 8 vectors a lane; longer rows take a block, which
 // reads them again from the cache. Backward: a block walks over rows; a thread owns the same vectors of channels in all
-// of them, so dweight and dbias stay in its registers, and it asks for the next row before it works on this one.
-// Each block leaves one row of partial sums in scratch memory, and column_sum.cuh adds these up.
+// of them, so dweight and dbias stay in its registers. cp.async brings the rows of the next turns into shared memory,
+// each thread its own vectors, so that no barrier guards them: three rows ahead are what it takes to keep the memory
+// busy. Each block leaves its partial sums in scratch memory, and column_sum.cuh adds these up.
+//
+// The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
+// column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
 #pragma once
 #include <assert.h>
 
@@ -69,10 +73,10 @@ inline void layernorm_backward_row_cpu(float* dinp, const float* dout, const flo
     for (int c = 0; c < C; c++) dinp[c] += rstd * (dout[c] * weight[c] - sum - (x[c] - mean) * rstd * sum_norm);
 }
 
-// dinp, dout, inp: (N, C); dweight, dbias, weight: (C); mean, rstd: (N)
-inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                                   const float* weight, const float* mean, const float* rstd, int64_t N, int C,
-                                   bool accumulate) {
+// dinp, dout, inp: (N, C); dweight, dbias, weight: (C); dcolumns: (C) or NULL; mean, rstd: (N)
+inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, float* dcolumns, const float* dout,
+                                   const float* inp, const float* weight, const float* mean, const float* rstd,
+                                   int64_t N, int C, bool accumulate) {
     // A pass of its own, over columns: the sums run over the rows in order whatever the number of threads.
 #pragma omp parallel for schedule(static)
     for (int c = 0; c < C; c += CPU_CHAINS) {
@@ -91,12 +95,14 @@ inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, co
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < N; i++)
         layernorm_backward_row_cpu(dinp + i * C, dout + i * C, inp + i * C, weight, mean[i], rstd[i], C);
+    if (dcolumns) column_sum_cpu(dcolumns, dinp, N, C, accumulate);
 }
 
 template <typename X>
 __device__ inline Vec<X> layernorm_add(Vec<X> a, Vec<X> b) {
-    for (int j = 0; j < Vec<X>::size; j++) a.lane[j] = from_float<X>(to_float(a.lane[j]) + to_float(b.lane[j]));
-    return a;
+    float sum[Vec<X>::size];
+    for (int j = 0; j < Vec<X>::size; j++) sum[j] = to_float(a.lane[j]) + to_float(b.lane[j]);
+    return round_vec<X>(sum);
 }
 
 template <typename X>
@@ -115,17 +121,21 @@ __device__ inline float layernorm_vec_square(Vec<X> x, float mean) {
 
 template <typename X>
 __device__ inline Vec<X> layernorm_vec_out(Vec<X> x, float mean, float rstd, Vec<X> weight, Vec<X> bias) {
+    float out[Vec<X>::size];
     for (int j = 0; j < Vec<X>::size; j++) {
         float norm = (to_float(x.lane[j]) - mean) * rstd;
-        x.lane[j] = from_float<X>(fmaf(norm, to_float(weight.lane[j]), to_float(bias.lane[j])));
+        out[j] = fmaf(norm, to_float(weight.lane[j]), to_float(bias.lane[j]));
     }
-    return x;
+    return round_vec<X>(out);
 }
 
 // Grid ceil(N / 8), block 256 (a warp per row), C a multiple of 8 and at most 32 * VECS vectors; inp2 may be NULL, and
 // residual is written only when it is not; residual may be inp1. Deterministic.
 template <typename X, int VECS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, VECS <= 3   ? 5
+                                       : VECS <= 4 ? 4
+                                       : VECS <= 7 ? 3
+                                                   : 2)
     layernorm_forward_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1, const X* inp2,
                              const X* weight, const X* bias, int64_t N, int C) {
     constexpr int size = Vec<X>::size;
@@ -194,99 +204,187 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
 }
 
-// What a thread of the backward kernel holds of one row: its vectors, zero beyond C, and the row's statistics.
-template <typename X, int VECS>
-struct LayernormRow {
-    Vec<X> dout[VECS], inp[VECS], dinp[VECS];
-    float mean, rstd;
-};
+// Rows that a block works on at a time, so that one barrier serves them all, and how many times as many are under way:
+// 768 threads a multiprocessor with 3 vectors of 16 bytes for 4 rows are 144 KB.
+constexpr int layernorm_rows(int vecs) {
+    return vecs == 1 ? 2 : 1;
+}
+constexpr int layernorm_stages(int vecs) {
+    return vecs <= 2 ? 2 : 1;
+}
 
+// dout, inp, dinp of a row, then mean and rstd, of which each thread has a copy of its own.
+constexpr int layernorm_row_bytes(int vecs, int threads) {
+    return (3 * vecs * 16 + 2 * (int)sizeof(float)) * threads;
+}
+
+// Asks for the thread's vectors of a row (dout, inp, dinp) into its places of `slot`, which has room for 3 * VECS
+// vectors of every thread, and then for the row's mean and rstd.
 template <typename X, int VECS>
-__device__ inline LayernormRow<X, VECS> layernorm_load_row(const X* dout, const X* inp, const X* dinp,
-                                                           const float* mean, const float* rstd, int64_t row, int C) {
-    LayernormRow<X, VECS> loaded = {};
+__device__ inline void layernorm_fetch(Vec<X>* slot, const X* dout, const X* inp, const X* dinp, const float* mean,
+                                       const float* rstd, int64_t row, int C) {
+    float* statistics = (float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
+    copy_async_float(statistics, mean + row);
+    copy_async_float(statistics + blockDim.x, rstd + row);
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * Vec<X>::size;
+        Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
         if (c >= C) continue;
-        loaded.dout[v] = load_vec(dout + row * C + c);
-        loaded.inp[v] = load_vec(inp + row * C + c);
-        loaded.dinp[v] = load_vec(dinp + row * C + c);
+        copy_async(own, dout + row * C + c);
+        copy_async(own + blockDim.x, inp + row * C + c);
+        copy_async(own + 2 * blockDim.x, dinp + row * C + c);
     }
-    loaded.mean = mean[row];
-    loaded.rstd = rstd[row];
-    return loaded;
 }
 
-// Sums two values over the block: the same in every thread. `partial` must not be the one of the call just before, as a
-// slow thread may still be reading that: two used in turn need one barrier a call.
-__device__ inline float2 layernorm_block_sums(float2 value, float2 partial[16]) {
-    value = make_float2(warp_sum(value.x), warp_sum(value.y));
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+// Sums K values (a power of two up to 32) over the warp: lane l returns the sum of value l / (32 / K). At each exchange
+// a lane hands over the half of its values that the other lane keeps, so it takes about K + 4 shuffles, not 5 K.
+template <int K>
+__device__ inline float layernorm_warp_sums(float (&value)[K]) {
+    int lane = threadIdx.x % 32, offset = 16;
+#pragma unroll
+    for (int n = K / 2; n > 0; n /= 2, offset /= 2) {
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            float keep = lane & offset ? value[i + n] : value[i], send = lane & offset ? value[i] : value[i + n];
+            value[i] = keep + __shfl_xor_sync(0xffffffffu, send, offset);
+        }
+    }
+    for (; offset > 0; offset /= 2) value[0] += __shfl_xor_sync(0xffffffffu, value[0], offset);
+    return value[0];
+}
+
+// Sums K values over the block, in place, the same in every thread. `partial` must not be the one of the call just
+// before, as a slow thread may still be reading that: two used in turn need one barrier a call.
+template <int K>
+__device__ inline void layernorm_block_sums(float (&value)[K], float (*partial)[K]) {
+    float own = layernorm_warp_sums(value);
+    if (threadIdx.x % (32 / K) == 0) partial[threadIdx.x / 32][threadIdx.x % 32 / (32 / K)] = own;
     __syncthreads();
-    value = make_float2(0.0f, 0.0f);
-    for (int warp = 0; warp < blockDim.x / 32; warp++) value.x += partial[warp].x, value.y += partial[warp].y;
-    return value;
+#pragma unroll
+    for (int i = 0; i < K; i++) value[i] = 0.0f;
+    for (int warp = 0; warp < blockDim.x / 32; warp++) {
+#pragma unroll
+        for (int i = 0; i < K; i++) value[i] += partial[warp][i];
+    }
 }
 
-// Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8). Row
-// blockIdx.x of partial: (grid, 2, C) gets the block's dweight and dbias. Deterministic for a given grid.
-// Only one vector a thread leaves registers for asking for the next row early.
+// The sums over rows that a thread of the backward kernel carries for its channels.
+template <int size>
+struct LayernormSums {
+    float dweight[size], dbias[size], dcolumn[size];
+};
+
+// One row of a thread: its part of sum(d) and sum(d * norm), and of dweight and dbias.
+template <typename X, int VECS>
+__device__ inline float2 layernorm_backward_sums(LayernormSums<VECS * Vec<X>::size>* total, const Vec<X>* slot,
+                                                 const Vec<X> w[VECS], int C) {
+    constexpr int size = Vec<X>::size;
+    const float* statistics = (const float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
+    float mean = statistics[0], rstd = statistics[blockDim.x];
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        const Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
+        if ((threadIdx.x + v * blockDim.x) * size >= C) continue;
+        Vec<X> dout = own[0], inp = own[blockDim.x];
+#pragma unroll
+        for (int j = 0; j < size; j++) {
+            float d = to_float(dout.lane[j]), norm = (to_float(inp.lane[j]) - mean) * rstd;
+            total->dbias[v * size + j] += d;
+            total->dweight[v * size + j] = fmaf(d, norm, total->dweight[v * size + j]);
+            d *= to_float(w[v].lane[j]);
+            sum.x += d;
+            sum.y = fmaf(d, norm, sum.y);
+        }
+    }
+    return sum;
+}
+
+// One row of a thread: dinp, from sum(d) / C and sum(d * norm) / C.
+template <typename X, int VECS>
+__device__ inline void layernorm_backward_write(LayernormSums<VECS * Vec<X>::size>* total, X* dinp, const Vec<X>* slot,
+                                                const Vec<X> w[VECS], float average, float average_norm, int C) {
+    constexpr int size = Vec<X>::size;
+    const float* statistics = (const float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
+    float mean = statistics[0], rstd = statistics[blockDim.x];
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+        int c = (threadIdx.x + v * blockDim.x) * size;
+        const Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
+        if (c >= C) continue;
+        Vec<X> dout = own[0], inp = own[blockDim.x], result = own[2 * blockDim.x];
+        float value[size];
+#pragma unroll
+        for (int j = 0; j < size; j++) {
+            float d = to_float(dout.lane[j]) * to_float(w[v].lane[j]), norm = (to_float(inp.lane[j]) - mean) * rstd;
+            value[j] = to_float(result.lane[j]) + rstd * (d - average - norm * average_norm);
+        }
+        result = round_vec<X>(value);
+#pragma unroll
+        for (int j = 0; j < size; j++) total->dcolumn[v * size + j] += to_float(result.lane[j]);
+        store_vec(dinp + c, result);
+    }
+}
+
+// Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8), shared
+// memory layernorm_rows(VECS) * layernorm_stages(VECS) rows. Row blockIdx.x of partial: (grid, 3, C) gets the block's
+// dweight, dbias and dcolumns. Deterministic for a given grid.
 template <typename X, int VECS>
 __global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
     layernorm_backward_kernel(X* dinp, float* partial, const X* dout, const X* inp, const X* weight, const float* mean,
                               const float* rstd, int64_t N, int C) {
-    constexpr int size = Vec<X>::size;
-    __shared__ float2 sums[2][16];
-    Vec<X> w[VECS] = {};
-    float dweight[VECS * size] = {}, dbias[VECS * size] = {};
+    constexpr int size = Vec<X>::size, ROWS = layernorm_rows(VECS), STAGES = layernorm_stages(VECS);
+    extern __shared__ __align__(16) unsigned char layernorm_shared[];
+    __shared__ __align__(16) float sums[2][12][2 * ROWS];
+    Vec<X>*slots = (Vec<X>*)layernorm_shared, w[VECS] = {};
+    int slot_vecs = layernorm_row_bytes(VECS, blockDim.x) / 16;
+    LayernormSums<VECS* size> total = {};
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * size;
         if (c < C) w[v] = load_vec(weight + c);
     }
-    LayernormRow<X, VECS> row, next;
-    if (VECS == 1) next = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, blockIdx.x, C);
-    int turn = 0;
-    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
-        if (VECS == 1) {
-            row = next;
-            if (i + gridDim.x < N) next = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, i + gridDim.x, C);
-        } else {
-            row = layernorm_load_row<X, VECS>(dout, inp, dinp, mean, rstd, i, C);
-        }
-        float2 sum = make_float2(0.0f, 0.0f);
+    auto fetch = [&](int stage, int64_t first) {
+        for (int r = 0; r < ROWS && first + r < N; r++)
+            layernorm_fetch<X, VECS>(slots + (stage * ROWS + r) * slot_vecs, dout, inp, dinp, mean, rstd, first + r, C);
+        copy_async_commit();
+    };
+    int64_t step = (int64_t)gridDim.x * ROWS;
+    float inverse = 1.0f / C;
+    for (int ahead = 0; ahead < STAGES; ahead++) fetch(ahead, (int64_t)blockIdx.x * ROWS + ahead * step);
+    int stage = 0, turn = 0;
+    for (int64_t first = (int64_t)blockIdx.x * ROWS; first < N; first += step) {
+        copy_async_wait<STAGES - 1>();
+        const Vec<X>* slot = slots + stage * ROWS * slot_vecs;
+        float sum[2 * ROWS] = {};
 #pragma unroll
-        for (int k = 0; k < VECS * size; k++) {
-            float d = to_float(row.dout[k / size].lane[k % size]);
-            float norm = (to_float(row.inp[k / size].lane[k % size]) - row.mean) * row.rstd;
-            dbias[k] += d;
-            dweight[k] = fmaf(d, norm, dweight[k]);
-            d *= to_float(w[k / size].lane[k % size]);
-            sum.x += d;
-            sum.y = fmaf(d, norm, sum.y);
+        for (int r = 0; r < ROWS; r++) {
+            if (first + r >= N) continue;
+            float2 own = layernorm_backward_sums<X, VECS>(&total, slot + r * slot_vecs, w, C);
+            sum[2 * r] = own.x, sum[2 * r + 1] = own.y;
         }
-        sum = layernorm_block_sums(sum, sums[turn]);
+        layernorm_block_sums(sum, sums[turn]);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (first + r >= N) continue;
+            layernorm_backward_write<X, VECS>(&total, dinp + (first + r) * C, slot + r * slot_vecs, w,
+                                              sum[2 * r] * inverse, sum[2 * r + 1] * inverse, C);
+        }
+        fetch(stage, first + STAGES * step);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
         turn ^= 1;
-        sum = make_float2(sum.x / C, sum.y / C);
-#pragma unroll
-        for (int v = 0; v < VECS; v++) {
-            int c = (threadIdx.x + v * blockDim.x) * size;
-            for (int j = 0; j < size; j++) {
-                float d = to_float(row.dout[v].lane[j]) * to_float(w[v].lane[j]);
-                float norm = (to_float(row.inp[v].lane[j]) - row.mean) * row.rstd;
-                float change = row.rstd * (d - sum.x - norm * sum.y);
-                row.dinp[v].lane[j] = from_float<X>(to_float(row.dinp[v].lane[j]) + change);
-            }
-            if (c < C) store_vec(dinp + i * C + c, row.dinp[v]);
-        }
     }
-    float* own = partial + (int64_t)blockIdx.x * 2 * C;
+    float* own = partial + (int64_t)blockIdx.x * 3 * C;
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (threadIdx.x + v * blockDim.x) * size;
         if (c >= C) continue;
-        for (int j = 0; j < size; j++) own[c + j] = dweight[v * size + j], own[C + c + j] = dbias[v * size + j];
+        for (int j = 0; j < size; j++) {
+            own[c + j] = total.dweight[v * size + j];
+            own[C + c + j] = total.dbias[v * size + j];
+            own[2 * C + c + j] = total.dcolumn[v * size + j];
+        }
     }
 }
 
@@ -315,12 +413,15 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
     assert(C % 8 == 0);
     int vecs = C / Vec<X>::size;
     if (N == 0) return;
-    if (vecs <= 32 * 4) {
-        layernorm_forward_kernel<X, 4>
-            <<<ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
-    } else if (vecs <= 32 * 8) {
-        layernorm_forward_kernel<X, 8>
-            <<<ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+    if (vecs <= 32 * 8) {
+        // By the vectors of a lane: registers that a shorter row does not need would keep other warps out.
+        int lane_vecs = (int)ceil_div(vecs, 32);
+        auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3>
+                      : lane_vecs == 4 ? layernorm_forward_kernel<X, 4>
+                      : lane_vecs == 5 ? layernorm_forward_kernel<X, 5>
+                                       : layernorm_forward_kernel<X, 8>;
+        kernel<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
+                                                                  N, C);
     } else {
         layernorm_forward_long_kernel<<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
                                                                   C);
@@ -357,30 +458,41 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
 inline int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
     if (!dev->gpu) return 0;
     int a = layernorm_backward_shape<float>(dev, C).blocks, b = layernorm_backward_shape<bf16>(dev, C).blocks;
-    return (int64_t)(a > b ? a : b) * 2 * C * sizeof(float);
+    return (int64_t)(a > b ? a : b) * 3 * C * sizeof(float);
 }
 
-// dinp: (N, C), added to; dweight, dbias: (C); scratch: layernorm_backward_scratch_bytes; dout, inp: (N, C);
-// weight: (C); mean, rstd: (N). C at most 12288.
+template <typename X, int VECS>
+void layernorm_backward_launch(const Device* dev, LayernormShape shape, int blocks, X* dinp, float* partial,
+                               const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd,
+                               int64_t N, int C) {
+    auto kernel = layernorm_backward_kernel<X, VECS>;
+    int bytes = layernorm_rows(VECS) * layernorm_stages(VECS) * layernorm_row_bytes(VECS, shape.threads);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    kernel<<<blocks, shape.threads, bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C);
+    check_launch();
+}
+
+// dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
+// layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288.
 template <typename X, typename G>
-void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, float* scratch, const X* dout, const X* inp,
-                        const X* weight, const float* mean, const float* rstd, int64_t N, int C, bool accumulate) {
-    assert(C % 8 == 0 && N > 0);
+void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dcolumns, float* scratch, const X* dout,
+                        const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,
+                        bool accumulate) {
+    assert(C % 8 == 0 && C <= 12288 && N > 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        layernorm_backward_cpu((float*)dinp, (float*)dweight, (float*)dbias, (const float*)dout, (const float*)inp,
-                               (const float*)weight, mean, rstd, N, C, accumulate);
+        layernorm_backward_cpu((float*)dinp, (float*)dweight, (float*)dbias, (float*)dcolumns, (const float*)dout,
+                               (const float*)inp, (const float*)weight, mean, rstd, N, C, accumulate);
         return;
     }
     LayernormShape shape = layernorm_backward_shape<X>(dev, C);
-    assert(C <= 12288);
     int blocks = N < shape.blocks ? (int)N : shape.blocks;
-    auto kernel = shape.vecs == 1   ? layernorm_backward_kernel<X, 1>
-                  : shape.vecs == 2 ? layernorm_backward_kernel<X, 2>
-                                    : layernorm_backward_kernel<X, 4>;
+    auto launch = shape.vecs == 1   ? layernorm_backward_launch<X, 1>
+                  : shape.vecs == 2 ? layernorm_backward_launch<X, 2>
+                                    : layernorm_backward_launch<X, 4>;
     if constexpr (std::is_same_v<X, float>)
-        if (shape.vecs == 8) kernel = layernorm_backward_kernel<X, 8>;
-    kernel<<<blocks, shape.threads, 0, dev->stream>>>(dinp, scratch, dout, inp, weight, mean, rstd, N, C);
-    check_launch();
-    column_sum(dev, dweight, dbias, scratch, blocks, C, accumulate);
+        if (shape.vecs == 8) launch = layernorm_backward_launch<X, 8>;
+    launch(dev, shape, blocks, dinp, scratch, dout, inp, weight, mean, rstd, N, C);
+    G* totals[3] = {dweight, dbias, dcolumns};
+    column_sum(dev, totals, 3, scratch, blocks, C, accumulate);
 }

@@ -5,13 +5,10 @@
 // On the GPU the products are cuBLASLt's, always with fp32 accumulation, and fp32 inputs are multiplied as fp32 (never
 // TF32). GELU rides in the epilogues: forward writes the input of GELU beside its output, and the gradient by the input
 // is multiplied by gelu' before it is stored. cuBLASLt thinks in columns: a row-major (R, K) matrix is its (K, R)
-// matrix, so that out^T = op(W) inp^T and so on; MatmulShape is in its terms.
+// matrix, so that out^T = op(W) inp^T and so on.
 //
-// A plan (descriptors and algorithm) is made at the first call of a shape and kept: afterwards a call is one launch.
-// Algorithms that split k and add up by atomics are excluded, and so are those that add up in the output's type, which
-// would round partial sums to bf16; the rest give equal bits for equal inputs. Where an epilogue has no algorithm, the
-// product runs without it and gelu.cuh's kernel follows; so it does in fp32, where the epilogue's tanh is not promised
-// to be good to fp32.
+// Where an epilogue has no algorithm, the product runs without it and gelu.cuh's kernel follows; so it does in fp32,
+// where the epilogue's tanh is not promised to be good to fp32.
 #pragma once
 #include <assert.h>
 
@@ -19,6 +16,7 @@
 #include "common.cuh"
 #include "cpu_gemm.h"
 #include "gelu.cuh"
+#include "matmul_plan.cuh"
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
 inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, const float* weight, const float* bias,
@@ -33,12 +31,18 @@ inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, co
     if (pre_gelu) gelu_forward_cpu(out, pre_gelu, N * OC);
 }
 
-// dinp: (N, C); dout: (N, OC); weight: (OC, C); pre_gelu: (N, C) or NULL
-inline void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, const float* pre_gelu,
-                                      int64_t N, int C, int OC) {
+// dinp: (N, C); dout: (N, OC); weight: (OC, C)
+inline void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int64_t N, int C, int OC) {
     CpuGemm gemm = {N, C, OC, dout, OC, 1, weight, C, 1, dinp, false};
     cpu_gemm(&gemm);
-    if (pre_gelu) gelu_backward_inplace_cpu(dinp, pre_gelu, N * C);
+}
+
+// dinp, pre_gelu: (N, C); dbias: (C); dout: (N, OC); weight: (OC, C)
+inline void matmul_backward_gelu_cpu(float* dinp, float* dbias, const float* dout, const float* weight,
+                                     const float* pre_gelu, int64_t N, int C, int OC, bool accumulate) {
+    matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
+    gelu_backward_inplace_cpu(dinp, pre_gelu, N * C);
+    column_sum_cpu(dbias, dinp, N, C, accumulate);
 }
 
 // dweight: (OC, C); dout: (N, OC); inp: (N, C)
@@ -48,142 +52,6 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
     cpu_gemm(&gemm);
 }
 
-// dbias: (OC); dout: (N, OC)
-inline void matmul_backward_bias_cpu(float* dbias, const float* dout, int64_t N, int OC, bool accumulate) {
-#pragma omp parallel for schedule(static)
-    for (int begin = 0; begin < OC; begin += 32) {
-        int end = begin + 32 < OC ? begin + 32 : OC;
-        float sum[32] = {};
-        for (int64_t n = 0; n < N; n++)
-            for (int o = begin; o < end; o++) sum[o - begin] += dout[n * OC + o];
-        for (int o = begin; o < end; o++) dbias[o] = (accumulate ? dbias[o] : 0.0f) + sum[o - begin];
-    }
-}
-
-// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first.
-struct MatmulShape {
-    int64_t m, n, k;
-    cublasOperation_t op_a, op_b;
-    cudaDataType_t input, output;
-    cublasLtEpilogue_t epilogue;
-    uint32_t alignment;  // of every pointer, at most 256 bytes
-};
-
-struct MatmulPlan {
-    MatmulShape shape;
-    bool found;  // false: cuBLASLt has no algorithm for this shape and epilogue
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, d;
-    cublasLtMatmulAlgo_t algorithm;
-};
-
-struct MatmulPointers {
-    const void *a, *b;
-    void* d;
-    const void* bias;  // or NULL
-    const void* aux;   // GELU's input, written (GELU_AUX) or read (DGELU); or NULL
-};
-
-template <typename T>
-constexpr cudaDataType_t matmul_type() {
-    return std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
-}
-
-template <typename Value>
-inline void matmul_set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, Value value) {
-    check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)));
-}
-
-inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
-    if (pointers->bias) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers->bias);
-    if (pointers->aux) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers->aux);
-}
-
-inline void matmul_choose(const Device* dev, MatmulPlan* plan) {
-    cublasLtMatmulPreference_t preference;
-    check(cublasLtMatmulPreferenceCreate(&preference));
-    auto prefer = [preference](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-        check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
-    };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (size_t)WORKSPACE_BYTES);
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan->shape.alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->shape.alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->shape.alignment);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan->shape.alignment);
-    cublasLtMatmulHeuristicResult_t result;
-    int count = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev->cublaslt, plan->desc, plan->a, plan->b, plan->d,
-                                                           plan->d, preference, 1, &result, &count);
-    // These two are answers (no algorithm; no such epilogue for these types), anything else is an error.
-    if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) check(status);
-    plan->found = status == CUBLAS_STATUS_SUCCESS && count > 0 && result.state == CUBLAS_STATUS_SUCCESS;
-    if (plan->found) plan->algorithm = result.algo;
-    check(cublasLtMatmulPreferenceDestroy(preference));
-}
-
-inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
-    MatmulPlan plan = {};
-    plan.shape = *shape;
-    bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
-    check(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);
-    if (shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
-        shape->epilogue == CUBLASLT_EPILOGUE_DGELU)
-        matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, shape->m);
-    int64_t a_rows = transpose_a ? shape->k : shape->m, a_cols = transpose_a ? shape->m : shape->k;
-    int64_t b_rows = transpose_b ? shape->n : shape->k, b_cols = transpose_b ? shape->k : shape->n;
-    check(cublasLtMatrixLayoutCreate(&plan.a, shape->input, a_rows, a_cols, a_rows));
-    check(cublasLtMatrixLayoutCreate(&plan.b, shape->input, b_rows, b_cols, b_rows));
-    check(cublasLtMatrixLayoutCreate(&plan.d, shape->output, shape->m, shape->n, shape->m));
-    matmul_point(&plan, pointers);
-    matmul_choose(dev, &plan);
-    return plan;
-}
-
-// The plan of a shape, from the table of those that were made: a training run has a few dozen.
-inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
-    MatmulPlans* plans = dev->matmul_plans;
-    for (int i = 0; i < plans->count; i++)
-        if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
-    if (plans->count == plans->capacity) {
-        plans->capacity = plans->capacity ? 2 * plans->capacity : 64;
-        plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
-        if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
-    }
-    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers);
-    return &plans->plan[plans->count++];
-}
-
-inline uint32_t matmul_alignment(const MatmulPointers* pointers) {
-    uintptr_t bits = 256 | (uintptr_t)pointers->a | (uintptr_t)pointers->b | (uintptr_t)pointers->d |
-                     (uintptr_t)pointers->bias | (uintptr_t)pointers->aux;
-    return (uint32_t)(bits & -bits);
-}
-
-// Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.
-template <typename X, typename D>
-bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOperation_t op_a, cublasOperation_t op_b,
-                   int64_t m, int64_t n, int64_t k, cublasLtEpilogue_t epilogue, bool accumulate) {
-    MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.m = m, shape.n = n, shape.k = k;
-    shape.op_a = op_a, shape.op_b = op_b;
-    shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
-    shape.epilogue = epilogue;
-    shape.alignment = matmul_alignment(pointers);
-    MatmulPlan* plan = matmul_plan(dev, &shape, pointers);
-    if (!plan->found) return false;
-    matmul_point(plan, pointers);
-    float alpha = 1.0f, beta = accumulate ? 1.0f : 0.0f;
-    check(cublasLtMatmul(dev->cublaslt, plan->desc, &alpha, pointers->a, plan->a, pointers->b, plan->b, &beta,
-                         pointers->d, plan->d, pointers->d, plan->d, &plan->algorithm, dev->workspace, WORKSPACE_BYTES,
-                         dev->stream));
-    return true;
-}
-
 [[noreturn]] inline void matmul_unsupported(const char* product, int64_t N, int C, int OC) {
     user_error(
         "cuBLASLt has no algorithm for the %s of a linear layer with %lld rows, %d inputs and %d outputs; take "
@@ -191,27 +59,29 @@ bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOper
         product, (long long)N, C, OC);
 }
 
-// The columns of dout that a block of matmul_backward_bias_kernel takes, and the rows of partial sums: about eight
-// blocks a multiprocessor.
+// The columns of dout that a block of matmul_backward_bias_kernel takes, and the rows of partial sums: at most eight
+// blocks a multiprocessor, since one block more would run alone.
 template <typename X>
 constexpr int matmul_bias_columns = 32 * Vec<X>::size;
 
 template <typename X>
 int matmul_bias_slices(const Device* dev, int OC) {
-    return ceil_div(8 * dev->sm_count, ceil_div(OC, matmul_bias_columns<X>));
+    int slices = 8 * dev->sm_count / (int)ceil_div(OC, matmul_bias_columns<X>);
+    return slices < 1 ? 1 : slices;
 }
 
 // Grid (ceil(OC / (32 vectors)), slices), block (32, 8), OC a multiple of 8, any N: a lane sums one vector of columns
 // over every 8 * slices-th row; row `slice` of partial: (slices, OC) gets the block's sum. Deterministic.
 template <typename X>
-__global__ void __launch_bounds__(256) matmul_backward_bias_kernel(float* partial, const X* dout, int64_t N, int OC) {
+__global__ void __launch_bounds__(256, 8)
+    matmul_backward_bias_kernel(float* partial, const X* dout, int64_t N, int OC) {
     constexpr int size = Vec<X>::size;
     __shared__ float sums[8][size][32];
     int column = (blockIdx.x * 32 + threadIdx.x) * size;
     float sum[size] = {};
     if (column < OC) {
         int64_t step = 8 * (int64_t)gridDim.y;
-#pragma unroll 8
+#pragma unroll 4
         for (int64_t n = blockIdx.y * 8 + threadIdx.y; n < N; n += step) {
             Vec<X> d = load_vec(dout + n * OC + column);
             for (int j = 0; j < size; j++) sum[j] += to_float(d.lane[j]);
@@ -248,25 +118,17 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
     if (pre_gelu) gelu_forward(dev, out, pre_gelu, N * OC);
 }
 
-// dinp: (N, C) = dout W, times gelu'(pre_gelu) with pre_gelu: (N, C). dout: (N, OC); weight: (OC, C)
+// dinp: (N, C) = dout W. dout: (N, OC); weight: (OC, C)
 template <typename X>
-void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, const X* pre_gelu, int64_t N,
-                           int C, int OC) {
+void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, int64_t N, int C, int OC) {
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float));
-        matmul_backward_input_cpu((float*)dinp, (const float*)dout, (const float*)weight, (const float*)pre_gelu, N, C,
-                                  OC);
+        matmul_backward_input_cpu((float*)dinp, (const float*)dout, (const float*)weight, N, C, OC);
         return;
     }
-    MatmulPointers pointers = {weight, dout, dinp, nullptr, pre_gelu};
-    if (pre_gelu && std::is_same_v<X, bf16>) {
-        cublasLtEpilogue_t gelu = CUBLASLT_EPILOGUE_DGELU;
-        if (matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, gelu, false)) return;
-    }
-    pointers.aux = nullptr;
+    MatmulPointers pointers = {weight, dout, dinp, nullptr, nullptr};
     if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DEFAULT, false))
         matmul_unsupported("input's gradient", N, C, OC);
-    if (pre_gelu) gelu_backward_inplace(dev, dinp, pre_gelu, N * C);
 }
 
 // dweight: (OC, C) (+)= dout^T inp. dout: (N, OC); inp: (N, C). Adding to float loses one fp32 rounding; adding to bf16
@@ -297,12 +159,36 @@ void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* 
     assert(OC % 8 == 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        matmul_backward_bias_cpu((float*)dbias, (const float*)dout, N, OC, accumulate);
+        column_sum_cpu((float*)dbias, (const float*)dout, N, OC, accumulate);
         return;
     }
     int slices = matmul_bias_slices<X>(dev, OC);
     dim3 grid(ceil_div(OC, matmul_bias_columns<X>), slices), block(32, 8);
     matmul_backward_bias_kernel<<<grid, block, 0, dev->stream>>>(scratch, dout, N, OC);
     check_launch();
-    column_sum<G>(dev, dbias, nullptr, scratch, slices, OC, accumulate);
+    column_sum<G>(dev, &dbias, 1, scratch, slices, OC, accumulate);
+}
+
+// Back through a linear layer to the GELU before it and the bias before that: dinp: (N, C) = (dout W) *
+// gelu'(pre_gelu), dbias: (C) (+)= its column sums. dout: (N, OC); weight: (OC, C); pre_gelu: (N, C); scratch:
+// matmul_backward_gelu_scratch_bytes
+template <typename X, typename G>
+void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, const X* dout, const X* weight,
+                          const X* pre_gelu, int64_t N, int C, int OC, bool accumulate) {
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
+        matmul_backward_gelu_cpu((float*)dinp, (float*)dbias, (const float*)dout, (const float*)weight,
+                                 (const float*)pre_gelu, N, C, OC, accumulate);
+        return;
+    }
+    bool fused = false;
+    if constexpr (std::is_same_v<X, bf16>) {
+        MatmulPointers pointers = {weight, dout, dinp, nullptr, pre_gelu};
+        fused = matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DGELU, false);
+    }
+    if (!fused) {
+        matmul_backward_input(dev, dinp, dout, weight, N, C, OC);
+        gelu_backward_inplace(dev, dinp, pre_gelu, N * C);
+    }
+    matmul_backward_bias(dev, dbias, scratch, dinp, N, C, accumulate);
 }

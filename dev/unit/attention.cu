@@ -1,7 +1,7 @@
 // Tests of kernels/attention.cuh. On the CPU: the forward pass against a double-precision one written here from the
 // definition, and the backward pass against central differences of that one. On a GPU: forward and backward in bf16
 // and fp32 against the plain C version, at lengths that are and are not multiples of the tiles, for heads of 64 and
-// 128, and twice for equal bits.
+// 128, and twice for equal bits; in bf16 on Hopper forward both by wgmma and by mma.sync, as other GPUs run it.
 // GPU results are compared row by row (a row is one head of one token): the error's norm may be
 //   eps * (norm of the row + a tenth of the root mean square norm of all rows).
 // bf16: two roundings (p or ds, then the result), each at most 2^-9 of a term, in a sum that may cancel to half the
@@ -148,12 +148,12 @@ struct GpuCase {
 };
 
 template <typename X>
-static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH) {
+static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH, float size = 2.0f) {
     c->B = B, c->T = T, c->C = NH * HS, c->NH = NH;
     c->n = (int64_t)B * T * c->C, c->rows = (int64_t)B * NH * T;
     c->qkv = (float*)malloc(3 * c->n * 4), c->dout = (float*)malloc(c->n * 4);
     c->out = (float*)malloc(c->n * 4), c->lse = (float*)malloc(c->rows * 4);
-    for (int64_t i = 0; i < 3 * c->n; i++) c->qkv[i] = 2.0f * test_uniform(3 + T, i);
+    for (int64_t i = 0; i < 3 * c->n; i++) c->qkv[i] = size * test_uniform(3 + T, i);
     for (int64_t i = 0; i < c->n; i++) c->dout[i] = 1e-3f * test_uniform(4 + T, i);
     c->d_qkv = to_device<X>(dev, c->qkv, 3 * c->n);
     c->d_dout = to_device<X>(dev, c->dout, c->n);
@@ -166,10 +166,10 @@ static void case_close(GpuCase<X>* c, const Device* dev) {
     device_free(dev, c->d_qkv), device_free(dev, c->d_dout), device_free(dev, c->d_out), device_free(dev, c->d_lse);
 }
 
-// Two runs into poisoned memory: equal bits, and each row within its bound. Leaves the plain C version's out and lse on
-// the device, so that the backward pass is tested by itself.
+// Two runs into poisoned memory: equal bits, and each row within its bound.
 template <typename X>
-static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
+static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double eps,
+                          void (*forward)(const Device*, X*, float*, const X*, int, int, int, int)) {
     X* bits[2];
     float* got[2];
     c->d_out = (X*)device_alloc(dev, c->n * sizeof(X));
@@ -177,7 +177,7 @@ static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double e
     for (int run = 0; run < 2; run++) {
         check(cudaMemsetAsync(c->d_out, 0xff, c->n * sizeof(X), dev->stream));
         check(cudaMemsetAsync(c->d_lse, 0xff, c->rows * 4, dev->stream));
-        attention_forward<X>(dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
+        forward(dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
         got[run] = to_host(dev, c->d_out, c->n, &bits[run]);
     }
     expect(memcmp(bits[0], bits[1], c->n * sizeof(X)) == 0, "T %d: two forward runs differ", c->T);
@@ -187,12 +187,16 @@ static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double e
     for (int64_t i = 0; i < c->rows; i++)  // scores are exact products summed in fp32 for bf16 as well
         worst = larger(worst, fabs((double)lse[i] - c->lse[i]) / (1.2e-7 * (HS + c->T) * (1 + fabs(c->lse[i]))));
     free(lse), free(lse_bits), free(got[0]), free(got[1]), free(bits[0]), free(bits[1]);
-    device_free(dev, c->d_out);
-    c->d_out = to_device<X>(dev, c->out, c->n);
-    copy_to_device(dev, c->d_lse, c->lse, c->rows * 4);
+    device_free(dev, c->d_out), device_free(dev, c->d_lse);
     return worst;
 }
 
+static void forward_by_mma(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
+    if (C == NH * 64) return attention_forward_mma<64>(dev, out, lse, qkv, B, T, NH);
+    attention_forward_mma<128>(dev, out, lse, qkv, B, T, NH);
+}
+
+// From the plain C version's out and lse, so that the backward pass is tested by itself.
 template <typename X>
 static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
     const int HS = c->C / c->NH;
@@ -200,6 +204,9 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
     X *bits[2], *d_dqkv = (X*)device_alloc(dev, 3 * c->n * sizeof(X));
     float *got[2], *want = (float*)malloc(3 * c->n * 4), *parts[2];
     void* scratch = device_alloc(dev, bytes);
+    c->d_out = to_device<X>(dev, c->out, c->n);
+    c->d_lse = (float*)device_alloc(dev, c->rows * 4);
+    copy_to_device(dev, c->d_lse, c->lse, c->rows * 4);
     for (int run = 0; run < 2; run++) {
         check(cudaMemsetAsync(d_dqkv, 0xff, 3 * c->n * sizeof(X), dev->stream));
         check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
@@ -227,7 +234,7 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
 
 template <typename X>
 static void check_gpu(Test* test, int HS) {
-    static const int lengths[] = {1, 37, 64, 100, 129, 1000, 1024};
+    static const int lengths[] = {1, 37, 64, 100, 129, 192, 320, 1000, 1024};
     Device dev;
     device_open(&dev, true, 0);
     double worst_forward = 0.0, worst_backward = 0.0;
@@ -236,7 +243,9 @@ static void check_gpu(Test* test, int HS) {
         const double eps = sizeof(X) == 2 ? 1.0 / 128 : 2.4e-7 * (HS + T);
         GpuCase<X> c;
         case_open(&c, &dev, B, T, HS, NH);
-        double forward = run_forward(test, &c, &dev, eps), backward = run_backward(test, &c, &dev, eps);
+        double forward = run_forward(test, &c, &dev, eps, attention_forward<X>);
+        if constexpr (sizeof(X) == 2) forward = larger(forward, run_forward(test, &c, &dev, eps, forward_by_mma));
+        double backward = run_backward(test, &c, &dev, eps);
         expect(forward <= 1.0, "T %d HS %d: forward is off by %.3g times the bound", T, HS, forward);
         expect(backward <= 1.0, "T %d HS %d: backward is off by %.3g times the bound", T, HS, backward);
         worst_forward = larger(worst_forward, forward), worst_backward = larger(worst_backward, backward);
@@ -252,6 +261,26 @@ TEST(attention_bf16_head_size_64_gpu) {
 
 TEST(attention_bf16_head_size_128_gpu) {
     check_gpu<bf16>(test, 128);
+}
+
+// Scores whose largest value lies tens and thousands of powers of two over those seen before: one probability is
+// near 1.
+TEST(attention_bf16_far_scores_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (int HS = 64; HS <= 128; HS += 64)
+        for (float size : {6.0f, 10.0f, 40.0f}) {
+            GpuCase<bf16> c;
+            case_open(&c, &dev, 1, 500, HS, 3, size);
+            double forward = run_forward(test, &c, &dev, 1.0 / 128, attention_forward<bf16>);
+            expect(forward <= 1.0, "size %g HS %d: forward is off by %.3g times the bound", size, HS, forward);
+            worst = larger(worst, forward);
+            free(c.qkv), free(c.dout), free(c.out), free(c.lse);
+            device_free(&dev, c.d_qkv), device_free(&dev, c.d_dout);
+        }
+    snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
+    device_close(&dev);
 }
 
 TEST(attention_fp32_head_size_64_gpu) {
@@ -318,29 +347,70 @@ TEST(attention_bf16_large_gpu) {
 
 // The order of dq rests on flags, not on timing: a launch in which every other tile of keys takes ten times as long
 // gives the same bits. What the tiles add up is poisoned first, so a tile that did not wait would give NaN.
+template <int HS, typename Even, typename Uneven>
+static void check_uneven(Test* test, const Device* dev, Even even, Uneven uneven) {
+    const int B = 2, T = 700, NH = 2, C = NH * HS;
+    const int64_t n = (int64_t)B * T * C, bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
+    GpuCase<bf16> c;
+    case_open(&c, dev, B, T, HS, NH);
+    c.d_out = to_device<bf16>(dev, c.out, n);
+    c.d_lse = (float*)device_alloc(dev, c.rows * 4);
+    copy_to_device(dev, c.d_lse, c.lse, c.rows * 4);
+    char* scratch = (char*)device_alloc(dev, bytes);
+    bf16 *bits[2], *d_dqkv = (bf16*)device_alloc(dev, 3 * n * 2);
+    for (int run = 0; run < 2; run++) {
+        check(cudaMemsetAsync(d_dqkv, 0xff, 3 * n * 2, dev->stream));
+        check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
+        if (run == 0)
+            even(d_dqkv, scratch, c);
+        else
+            uneven(d_dqkv, scratch, c);
+        free(to_host(dev, d_dqkv, 3 * n, &bits[run]));
+    }
+    expect(memcmp(bits[0], bits[1], 3 * n * 2) == 0, "HS %d: dqkv depends on the speed of the blocks", HS);
+    free(bits[0]), free(bits[1]);
+    device_free(dev, d_dqkv), device_free(dev, scratch);
+    case_close(&c, dev);
+}
+
 TEST(attention_bf16_uneven_blocks_gpu) {
-    const int B = 2, T = 700, NH = 2, C = NH * 64;
-    const int64_t n = (int64_t)B * T * C;
     Device dev;
     device_open(&dev, true, 0);
-    GpuCase<bf16> c;
-    case_open(&c, &dev, B, T, 64, NH);
-    c.d_out = to_device<bf16>(&dev, c.out, n);
-    c.d_lse = (float*)device_alloc(&dev, c.rows * 4);
-    copy_to_device(&dev, c.d_lse, c.lse, c.rows * 4);
-    const AttentionScratch sizes = attention_scratch(B, T, C, NH);
-    char* scratch = (char*)device_alloc(&dev, attention_backward_scratch_bytes(&dev, B, T, C, NH));
-    bf16 *even, *uneven, *d_dqkv = (bf16*)device_alloc(&dev, 3 * n * 2);
-    attention_backward<bf16>(&dev, d_dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, B, T, C, NH);
-    free(to_host(&dev, d_dqkv, 3 * n, &even));
-    check(cudaMemsetAsync(d_dqkv, 0xff, 3 * n * 2, dev.stream));
-    check(cudaMemsetAsync(scratch + sizes.flags + sizes.D, 0xff, sizes.dq_sum, dev.stream));
-    attention_backward_bf16<BackwardShape<64, 64, true>>(&dev, d_dqkv, scratch, sizes, c.d_dout, c.d_qkv, c.d_lse, B, T,
-                                                         NH);  // D is still in scratch
-    free(to_host(&dev, d_dqkv, 3 * n, &uneven));
-    expect(memcmp(even, uneven, 3 * n * 2) == 0, "dqkv depends on the speed of the blocks");
-    free(even), free(uneven);
-    device_free(&dev, d_dqkv), device_free(&dev, scratch);
-    case_close(&c, &dev);
+    auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        attention_backward_any<bf16, 64>(&dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, c.T, c.NH);
+    };
+    check_uneven<64>(test, &dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        const AttentionScratch sizes = attention_scratch(c.B, c.T, c.C, c.NH);
+        even(dqkv, scratch, c);  // leaves D
+        check(cudaMemsetAsync(dqkv, 0xff, 3 * c.n * 2, dev.stream));
+        check(cudaMemsetAsync(scratch + sizes.flags + sizes.D, 0xff, sizes.dq_sum, dev.stream));
+        attention_backward_bf16<BackwardShape<64, 64, true>>(&dev, dqkv, scratch, sizes, c.d_dout, c.d_qkv, c.d_lse,
+                                                             c.B, c.T, c.NH);
+    });
     device_close(&dev);
+}
+
+template <int HS, bool UP>
+static void check_uneven_hopper(Test* test, const Device* dev) {
+    auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        hopper_backward_launch<HopperBackward<HS, UP>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B,
+                                                       c.T, c.NH);
+    };
+    check_uneven<HS>(test, dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        hopper_backward_launch<HopperBackward<HS, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
+                                                             c.B, c.T, c.NH);
+    });
+}
+
+TEST(attention_hopper_uneven_blocks_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    const bool hopper =
+        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false>>);
+    if (hopper) {
+        check_uneven_hopper<64, false>(test, &dev), check_uneven_hopper<128, false>(test, &dev);
+        check_uneven_hopper<64, true>(test, &dev), check_uneven_hopper<128, true>(test, &dev);
+    }
+    device_close(&dev);
+    if (!hopper) skip("needs a GPU of compute capability 9.0 and a build for sm_90a");
 }

@@ -218,16 +218,23 @@ TEST(layernorm_cpu) {
     close_to(test, &worst, "out", out, want, N * C, EPS32 * 8, 4 * EPS32);
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         float before = accumulate ? 0.5f : NAN;
-        float *dinp = floats(N * C), *dweight = floats(C), *dbias = floats(C);
+        float *dinp = floats(N * C), *dweight = floats(C), *dbias = floats(C), *dcolumns = floats(C);
         for (int i = 0; i < N * C; i++) dinp[i] = 0.25f;
-        for (int c = 0; c < C; c++) dweight[c] = dbias[c] = before;
-        layernorm_backward(&dev, dinp, dweight, dbias, (float*)nullptr, r, sum, weight, mean, rstd, N, C, accumulate);
+        for (int c = 0; c < C; c++) dweight[c] = dbias[c] = dcolumns[c] = before;
+        layernorm_backward(&dev, dinp, dweight, dbias, dcolumns, (float*)nullptr, r, sum, weight, mean, rstd, N, C,
+                           accumulate);
+        for (int c = 0; c < C; c++) {
+            double total = accumulate ? before : 0.0;
+            for (int n = 0; n < N; n++) total += dinp[n * C + c];
+            want[c] = (float)total;
+        }
+        close_to(test, &worst, "dcolumns", dcolumns, want, C, product_bound(N, 1.0), EPS32);
         for (int i = 0; i < N * C; i++) dinp[i] -= 0.25f;
         for (int c = 0; accumulate && c < C; c++) dweight[c] -= 0.5f, dbias[c] -= 0.5f;
         check_gradient(test, &worst, "dinp", dinp, xd, N * C, C, objective);
         check_gradient(test, &worst, "dweight", dweight, wd, C, 4 * N, objective);
         check_gradient(test, &worst, "dbias", dbias, bd, C, 4 * N, objective);
-        free(dinp), free(dweight), free(dbias);
+        free(dinp), free(dweight), free(dbias), free(dcolumns);
     }
     free(x), free(y), free(weight), free(bias), free(r), free(sum), free(out), free(mean), free(rstd), free(want);
     free(xd), free(wd), free(bd);
@@ -259,7 +266,7 @@ TEST(matmul_cpu) {
         close_to(test, &worst, "out", out, want, N * OC, product_bound(C, 1.0), EPS32);
         if (gelu) gelu_backward_inplace(&dev, r, pre, N * OC);
         float *dinp = floats(N * C), *dweight = random_floats(OC * C, 5, 0.0f), *dbias = random_floats(OC, 6, 0.0f);
-        matmul_backward_input(&dev, dinp, r, weight, (float*)nullptr, N, C, OC);
+        matmul_backward_input(&dev, dinp, r, weight, N, C, OC);
         check_gradient(test, &worst, "dinp", dinp, xd, N * C, OC, objective);
         matmul_backward_weight(&dev, dweight, r, inp, N, C, OC, gelu);
         check_gradient(test, &worst, "dweight", dweight, wd, OC * C, 2 * N, objective);
@@ -271,7 +278,15 @@ TEST(matmul_cpu) {
     float *p = random_floats(N * C, 7, 2.0f), *dp = floats(N * C);
     double* pd = doubles(p, N * C);
     for (int i = 0; i < N * OC; i++) r[i] = test_uniform(8, i);
-    matmul_backward_input(&dev, dp, r, weight, p, N, C, OC);
+    float* dbias = floats(C);
+    for (int c = 0; c < C; c++) dbias[c] = 0.5f;
+    matmul_backward_gelu(&dev, dp, dbias, (float*)nullptr, r, weight, p, N, C, OC, true);
+    for (int c = 0; c < C; c++) {
+        double total = 0.5;
+        for (int n = 0; n < N; n++) total += dp[n * C + c];
+        want[c] = (float)total;
+    }
+    close_to(test, &worst, "bias before the gelu", dbias, want, C, product_bound(N, 1.0), EPS32);
     check_gradient(test, &worst, "dgelu", dp, pd, N * C, OC, [&] {
         double total = 0.0;
         for (int n = 0; n < N; n++)
@@ -279,7 +294,7 @@ TEST(matmul_cpu) {
                 for (int c = 0; c < C; c++) total += r[n * OC + o] * gelu_double(pd[n * C + c]) * wd[o * C + c];
         return total;
     });
-    free(inp), free(weight), free(r), free(bias), free(pre), free(out), free(want), free(p), free(dp);
+    free(inp), free(weight), free(r), free(bias), free(pre), free(out), free(want), free(p), free(dp), free(dbias);
     free(xd), free(wd), free(bd), free(pd);
     note_worst(test, worst);
 }
@@ -427,12 +442,13 @@ TEST(cpu_threads_same_bits) {
     float *x = random_floats(N * C, 1, 1.0f), *d = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
     float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
     float *mean = random_floats(N, 4, 0.1f), *rstd = random_floats(N, 5, 1.0f), *result[2];
-    const int64_t length = N * C + 2 * C + C * C + C + V * C + N * C + 2;
+    const int64_t length = N * C + 3 * C + C * C + C + V * C + N * C + 2;
     for (int run = 0; run < 2; run++) {
         omp_set_num_threads(run == 0 ? 1 : 3);
         float *next = result[run] = random_floats(length, 6, 1.0f), *dinp = next, *dweight = dinp + N * C;
-        float *dbias = dweight + C, *dw = dbias + C, *db = dw + C * C, *dwte = db + C, *dwpe = dwte + V * C;
-        layernorm_backward(&dev, dinp, dweight, dbias, (float*)nullptr, d, x, weight, mean, rstd, N, C, true);
+        float *dbias = dweight + C, *dcolumns = dbias + C, *dw = dcolumns + C, *db = dw + C * C, *dwte = db + C,
+              *dwpe = dwte + V * C;
+        layernorm_backward(&dev, dinp, dweight, dbias, dcolumns, (float*)nullptr, d, x, weight, mean, rstd, N, C, true);
         matmul_backward_weight(&dev, dw, d, x, N, C, C, true);
         matmul_backward_bias(&dev, db, (float*)nullptr, d, N, C, true);
         embedding_backward(&dev, dwte, dwpe, dwte, d, p.order, p.bucket, p.buckets, 1, N, C, V, true);
@@ -616,17 +632,32 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
     memcpy(want, begin, N * C * sizeof(float));
     memcpy(want_weight, begin_weight, C * sizeof(float));
     memcpy(want_bias, begin_bias, C * sizeof(float));
-    layernorm_backward_cpu(want, want_weight, want_bias, d.host, x.host, weight.host, mean.host, rstd.host, N, C,
-                           accumulate);
+    layernorm_backward_cpu(want, want_weight, want_bias, nullptr, d.host, x.host, weight.host, mean.host, rstd.host, N,
+                           C, accumulate);
     auto run = [&] {
-        layernorm_backward(dev, dinp.device, dweight.device, dbias.device, scratch, d.device, x.device, weight.device,
-                           mean.device, rstd.device, N, C, accumulate);
+        layernorm_backward(dev, dinp.device, dweight.device, dbias.device, (G*)nullptr, scratch, d.device, x.device,
+                           weight.device, mean.device, rstd.device, N, C, accumulate);
     };
     double bound = EPS32 * (4 + 0.5 * sqrt((double)C)), bound_sum = product_bound(N, 1.0);
     check_output(test, worst, dev, "dinp", &dinp, begin, want, bound, run);
     check_output(test, worst, dev, "dweight", &dweight, accumulate ? begin_weight : nullptr, want_weight, bound_sum,
                  run);
     check_output(test, worst, dev, "dbias", &dbias, accumulate ? begin_bias : nullptr, want_bias, bound_sum, run);
+    // The column sums are those of the values that dinp has on return.
+    array_set(dev, &dinp, begin);
+    run();
+    X* rounded = (X*)malloc(N * C * sizeof(X));
+    copy_to_host(dev, rounded, dinp.device, N * C * sizeof(X));
+    for (int64_t i = 0; i < N * C; i++) want[i] = to_float(rounded[i]);
+    memcpy(want_bias, begin_bias, C * sizeof(float));
+    column_sum_cpu(want_bias, want, N, C, accumulate);
+    check_output(test, worst, dev, "dcolumns", &dbias, accumulate ? begin_bias : nullptr, want_bias, 2 * bound_sum,
+                 [&] {
+                     array_set(dev, &dinp, begin);
+                     layernorm_backward(dev, dinp.device, dweight.device, (G*)nullptr, dbias.device, scratch, d.device,
+                                        x.device, weight.device, mean.device, rstd.device, N, C, accumulate);
+                 });
+    free(rounded);
     free(begin), free(begin_weight), free(begin_bias), free(want), free(want_weight), free(want_bias);
     array_free(dev, &d), array_free(dev, &x), array_free(dev, &weight), array_free(dev, &dinp);
     array_free(dev, &dweight), array_free(dev, &dbias), array_free(dev, &mean), array_free(dev, &rstd);
@@ -680,25 +711,39 @@ void matmul_forward_gpu_case(Test* test, double* worst, const Device* dev, int64
     free(want), free(want_pre);
 }
 
-template <typename X>
-void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
+template <typename X, typename G>
+void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC,
+                                    bool accumulate) {
     Array<X> d = array_random<X>(dev, N * OC, 1, 1.0f), pre = array_random<X>(dev, N * C, 3, 4.0f);
     Array<X> weight = array_random<X>(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)OC));
     Array<X> dinp = array_of<X>(dev, N * C, nullptr);
-    float* want = floats(N * C);
-    const X* no_pre = nullptr;
+    Array<G> dbias = array_random<G>(dev, C, 4, 1.0f);
+    float *want = floats(N * C), *want_bias = floats(C), *begin = accumulate ? random_floats(C, 4, 1.0f) : nullptr;
+    float* scratch = (float*)device_alloc(dev, matmul_backward_bias_scratch_bytes(dev, C));
     double bound = product_bound(OC, 2.0 / sqrt(OC));
-    matmul_backward_input_cpu(want, d.host, weight.host, nullptr, N, C, OC);
+    matmul_backward_input_cpu(want, d.host, weight.host, N, C, OC);
     check_output(test, worst, dev, "dinp", &dinp, nullptr, want, bound,
-                 [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, no_pre, N, C, OC); });
-    // In bf16 the slope comes from the hardware's tanh, good to 2^-11; 0.5 x sqrt(2/pi) (1 + 0.134 x^2) makes up to 4
-    // of it for |x| < 4, twice that through the square.
+                 [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, N, C, OC); });
+    // In bf16 the slope may come from the hardware's tanh, good to 2^-11; 0.5 x sqrt(2/pi) (1 + 0.134 x^2) makes up to
+    // 4 of it for |x| < 4, twice that through the square.
     bound += largest(want, N * C) * (sizeof(X) == 2 ? 8.0 / 2048 : 8 * EPS32);
-    matmul_backward_input_cpu(want, d.host, weight.host, pre.host, N, C, OC);
-    check_output(test, worst, dev, "dinp dgelu", &dinp, nullptr, want, bound,
-                 [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, pre.device, N, C, OC); });
+    matmul_backward_gelu_cpu(want, want_bias, d.host, weight.host, pre.host, N, C, OC, false);
+    auto run = [&] {
+        matmul_backward_gelu(dev, dinp.device, dbias.device, scratch, d.device, weight.device, pre.device, N, C, OC,
+                             accumulate);
+    };
+    check_output(test, worst, dev, "dinp dgelu", &dinp, nullptr, want, bound, run);
+    // The bias gradient is the column sums of the values that dinp has on return.
+    X* rounded = (X*)malloc(N * C * sizeof(X));
+    copy_to_host(dev, rounded, dinp.device, N * C * sizeof(X));
+    for (int64_t i = 0; i < N * C; i++) want[i] = to_float(rounded[i]);
+    for (int c = 0; c < C; c++) want_bias[c] = dbias.host[c];
+    column_sum_cpu(want_bias, want, N, C, accumulate);
+    check_output(test, worst, dev, "dbias dgelu", &dbias, begin, want_bias, product_bound(N, largest(want, N * C)),
+                 run);
     array_free(dev, &d), array_free(dev, &pre), array_free(dev, &weight), array_free(dev, &dinp);
-    free(want);
+    array_free(dev, &dbias), device_free(dev, scratch);
+    free(want), free(want_bias), free(begin), free(rounded);
 }
 
 template <typename X, typename G>
@@ -724,7 +769,7 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
                  [&] { matmul_backward_weight(dev, dweight.device, d.device, inp.device, N, C, OC, accumulate); });
     memcpy(begin, dbias.host, OC * sizeof(float));
     memcpy(want, begin, OC * sizeof(float));
-    matmul_backward_bias_cpu(want, d.host, N, OC, accumulate);
+    column_sum_cpu(want, d.host, N, OC, accumulate);
     check_output(test, worst, dev, "dbias", &dbias, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
                  [&] { matmul_backward_bias(dev, dbias.device, scratch, d.device, N, OC, accumulate); });
     array_free(dev, &d), array_free(dev, &inp), array_free(dev, &dweight), array_free(dev, &dbias);
@@ -752,9 +797,10 @@ TEST(matmul_backward_gpu) {
     device_open(&dev, true, 0);
     double worst = 0.0;
     for (auto& s : MATMUL_SHAPES) {
-        matmul_backward_input_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
-        matmul_backward_input_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
         for (int accumulate = 0; accumulate < 2; accumulate++) {
+            matmul_backward_input_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+            matmul_backward_input_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+            matmul_backward_input_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
             matmul_backward_weight_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
             matmul_backward_weight_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
             matmul_backward_weight_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], accumulate);

@@ -764,10 +764,14 @@ static void expect_equal_devices(Test* test, const OptimConfig* config, OptimTyp
     char line[256];
     optim_describe(config, line, sizeof(line));
     expect(same_arrays(&run[0], &run[1]), "%s \"%s\"%s", line, config->overrides, wild ? ", wild" : "");
-    int64_t bytes = run[0].elements * (compute == OPTIM_BF16 ? 2 : 4);
-    char* copy = (char*)malloc((size_t)bytes);
+    int64_t bytes = run[0].elements * (compute == OPTIM_BF16 ? 2 : 4), at = 0;
+    char *copy = (char*)malloc((size_t)bytes), *want = (char*)optim_weights(run[0].optim);
     copy_to_host(&run[1].dev, copy, optim_weights(run[1].optim), bytes);
-    expect(memcmp(copy, optim_weights(run[0].optim), (size_t)bytes) == 0, "%s: the copy", line);
+    while (at < bytes && copy[at] == want[at]) at++;
+    at = at / 4 * 4;
+    expect(at == bytes, "%s%s: byte %lld of the %s copy and the next: %08x, %08x on the CPU", line,
+           wild ? ", wild" : "", (long long)at, compute == OPTIM_BF16 ? "bf16" : "fp32", *(uint32_t*)(copy + at),
+           *(uint32_t*)(want + at));
     free(copy);
     run_close(&run[0]), run_close(&run[1]);
 }

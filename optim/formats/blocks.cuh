@@ -305,7 +305,10 @@ OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
     constexpr float down = fold < most ? 1.17549435e-38f : 1.0f;  // 2^-126
     if (top > (fold < most ? fold : most)) {
         OPTIM_UNROLL
-        for (int i = 0; i < n; i++) value[i] = exact_mul(exact_max(exact_min(value[i], most), -most), down);
+        for (int i = 0; i < n; i++) {
+            float cut = exact_max(exact_min(value[i], most), -most);  // which makes NaN a number, beyond the scale
+            value[i] = exact_mul(is_nan(value[i]) ? value[i] : cut, down);
+        }
         if (fold < most) inverse = exact_mul(inverse, 8.507059173e37f);  // 2^126
     }
     return inverse;

@@ -1,0 +1,109 @@
+// Times the classifier (softmax, cross-entropy and gradient in place) at GPT-2's vocabulary, in bf16, each variant
+// against the plain C version first: GB/s of a read and a write of the logits, and their share of the copy rate of the
+// same run.
+//   make build/dev/classifier && ./build/dev/classifier
+#include "../kernels/classifier.cuh"
+#include "timing.h"
+
+constexpr int V = 50257, Vp = 50304;
+
+struct Arrays {
+    int64_t N;
+    float* losses;
+    bf16* logits;
+    int* targets;
+};
+
+// A block a row, the row read twice: the second time from L2, as far as it is still there.
+static void run_two_reads(const Device* dev, const Arrays* a) {
+    classifier_kernel<<<a->N, CLASSIFIER_THREADS, 0, dev->stream>>>(a->losses, a->logits, a->targets, 1e-3f, true, V,
+                                                                    Vp);
+    check_launch();
+}
+
+static void run_prod(const Device* dev, const Arrays* a) {
+    classifier<bf16>(dev, a->losses, a->logits, a->targets, 1e-3f, true, a->N, V, Vp);
+}
+
+// Losses alone read the logits once and write nothing.
+static void run_losses(const Device* dev, const Arrays* a) {
+    classifier<bf16>(dev, a->losses, a->logits, a->targets, 1e-3f, false, a->N, V, Vp);
+}
+
+struct Variant {
+    const char* name;
+    void (*run)(const Device* dev, const Arrays* arrays);
+    double accesses;
+};
+
+static const Variant VARIANTS[] = {
+    {"two reads", run_two_reads, 2}, {"prod", run_prod, 2}, {"prod, losses alone", run_losses, 1}};
+
+__global__ void fill_kernel(bf16* values, int64_t n, uint32_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint32_t x = (uint32_t)i * 2654435761u + seed * 40503u + (uint32_t)(i >> 32);
+    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
+    values[i] = __float2bfloat16(((float)x / 2147483648.0f - 1.0f) * 8.0f);
+}
+
+static Arrays arrays_open(const Device* dev, int64_t N) {
+    Arrays a = {N, (float*)device_alloc(dev, N * 4), (bf16*)device_alloc(dev, N * Vp * 2),
+                (int*)device_alloc(dev, N * 4)};
+    int* targets = (int*)malloc(N * 4);
+    for (int64_t i = 0; i < N; i++) targets[i] = (int)(i * 7919 % V);
+    copy_to_device(dev, a.targets, targets, N * 4);
+    free(targets);
+    fill_kernel<<<(unsigned)ceil_div(N * Vp, 256), 256, 0, dev->stream>>>(a.logits, N * Vp, 1);
+    check_launch();
+    return a;
+}
+
+static void arrays_close(const Device* dev, Arrays* a) {
+    device_free(dev, a->losses), device_free(dev, a->logits), device_free(dev, a->targets);
+}
+
+static bool is_right(const Device* dev, const Variant* v) {
+    const int64_t N = 300;
+    Arrays a = arrays_open(dev, N);
+    bf16* bits = (bf16*)malloc(N * Vp * 2);
+    float *want = (float*)malloc(N * Vp * 4), *losses = (float*)malloc(2 * N * 4);
+    int* targets = (int*)malloc(N * 4);
+    copy_to_host(dev, bits, a.logits, N * Vp * 2);
+    copy_to_host(dev, targets, a.targets, N * 4);
+    for (int64_t i = 0; i < N * Vp; i++) want[i] = __bfloat162float(bits[i]);
+    classifier_cpu(losses, want, targets, 1e-3f, true, N, V, Vp);
+    v->run(dev, &a);
+    copy_to_host(dev, bits, a.logits, N * Vp * 2);
+    copy_to_host(dev, losses + N, a.losses, N * 4);
+    double worst = 0.0, worst_loss = 0.0;
+    for (int64_t i = 0; i < N * Vp && v->accesses == 2; i++) {
+        double bound = fabs(want[i]) / 256 + 1e-10;
+        worst = fmax(worst, fabs(__bfloat162float(bits[i]) - want[i]) / bound);
+    }
+    for (int64_t i = 0; i < N; i++) worst_loss = fmax(worst_loss, fabs(losses[i] - losses[N + i]) / 1e-4);
+    bool right = worst <= 1.0 && worst_loss <= 1.0;
+    printf("%-20s of bound: dlogits %.2f, losses %.2f  %s\n", v->name, worst, worst_loss, right ? "ok" : "WRONG");
+    free(bits), free(want), free(losses), free(targets);
+    arrays_close(dev, &a);
+    return right;
+}
+
+int main() {
+    Device dev;
+    device_open(&dev, true, 0);
+    bool right = true;
+    for (const Variant& v : VARIANTS) right = is_right(&dev, &v) && right;
+    Arrays a = arrays_open(&dev, 16384), b = arrays_open(&dev, 16384);
+    double rate = copy_rate(&dev, b.logits, a.logits, a.N * Vp * 2);
+    printf("%s: copy %.0f GB/s\n", dev.name, rate * 1e-9);
+    for (const Variant& v : VARIANTS) {
+        double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
+        double moved = v.accesses * (double)a.N * Vp * 2;
+        printf("%-20s N %lld V %d %8.4f ms %6.0f GB/s %5.1f %% of copy\n", v.name, (long long)a.N, V, ms,
+               moved / ms * 1e-6, 100 * moved / (1e-3 * ms) / rate);
+    }
+    arrays_close(&dev, &a), arrays_close(&dev, &b);
+    device_close(&dev);
+    return !right;
+}

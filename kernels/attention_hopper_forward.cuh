@@ -1,0 +1,560 @@
+// The forward pass of causal attention (kernels/attention.cuh says what it computes) in bf16 on Hopper.
+//
+// A block stays on its multiprocessor and draws pieces of work, a head's tile of 64 * CONSUMERS queries, until there
+// are none. One thread is the producer: it draws, and has the copy engine bring q, one piece ahead, and tiles of BN
+// keys and values into two rings of STAGES each. CONSUMERS warpgroups of 128 threads own 64 queries each and walk the
+// keys from the diagonal back to the first, so that the tile that needs a mask comes first and alone. Scores S = q k^T,
+// probabilities P and the sums O stay in registers: wgmma leaves S in the layout in which P goes back in.
+//
+// A 64 x 128 tile of a head of 64 keeps the tensor cores busy for 512 cycles, and its 8192 exponentials keep the
+// multiprocessor's 16 exponential units busy for 512 as well, so the speed is in doing both at once and little else:
+//  - in a warpgroup: while it takes the exponentials of one tile, O += P V of the tile before is under way (OVERLAP);
+//  - between warpgroups: each has its own tile under way; TURNS makes them issue products in turn;
+//  - at the end of a piece: the first scores of the next one are under way while O is divided and stored;
+//  - HALF: of the first tile, where only its first 64 keys are in sight, only their exponentials are taken;
+//  - KEEP: a row subtracts the largest score of its first tile from all its scores, whatever larger ones come. P in
+//  bf16
+//    and the sums have the exponents of fp32, so only an overflow would do harm. When the P of a thread's part of a
+//    tile add up to KEEP_BELOW, 64 powers of two, which is rare, the warp computes the tile's scores again and raises
+//    what it subtracts. To search each tile for its largest score, and to multiply O, would be a third of all
+//    instructions.
+//
+// Pieces lie back from the last query, so that a first tile, the shortest, is the one that is not full. T need not be a
+// multiple of anything: the copy engine reads zeros and writes nothing outside a sequence, and whatever keys lie past
+// the end, the mask hides from the queries that count.
+// Registers: 65536 / (128 * (CONSUMERS + 1)) a thread at the start; the producer's warpgroup keeps 32 or 40 and the
+// consumers share the rest: BN / 2 of S, BN / 4 of P and HS / 2 of O, of 232 (two warpgroups) or 160 (three).
+#pragma once
+
+#include <math.h>
+
+#include "attention_parts.cuh"
+#include "hopper.cuh"
+
+// What may be left out, to see what it gives.
+enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, HALF = 4, KEEP = 8 };
+
+template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_>
+struct HopperForwardShape {
+    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, BN = BN_, STAGES = STAGES_, OPTIONS = OPTIONS_;
+    static constexpr int THREADS = (CONSUMERS + 1) * 128;
+    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+    static constexpr int REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
+    static constexpr int Q_BYTES = 64 * HS * 2;  // of a warpgroup
+    static constexpr int KV_BYTES = BN * HS * 2;
+    static constexpr int O_BYTES = 16 * HS * 2;  // of a warp
+    // Offsets into shared memory, from a multiple of 1024: two slots of q, the rings, each warp's way out.
+    static constexpr int K = 2 * CONSUMERS * Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
+    static constexpr int SHARED = O + CONSUMERS * 4 * O_BYTES + 1024;
+    static_assert(BN % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 4 && (BN == 128 || !(OPTIONS & HALF)));
+    static_assert(SHARED <= 226 * 1024);
+};
+
+// What the trainer runs.
+using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | TURNS | HALF | KEEP>;
+using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | TURNS | HALF | KEEP>;
+
+struct HopperForwardPiece {
+    int head, batch;
+    int last_block;  // of 64 queries: the last one of the piece; -1: there is no more work
+};
+
+// Barriers of the 2 slots of q and of the stages of k and v: filled, emptied.
+template <typename Shape>
+struct HopperForwardShared {
+    uint64_t q_full[2], q_empty[2];
+    uint64_t k_full[Shape::STAGES], k_empty[Shape::STAGES];
+    uint64_t v_full[Shape::STAGES], v_empty[Shape::STAGES];
+    HopperForwardPiece piece[4];  // the latest ones, the first two in slots of q
+};
+
+struct HopperForwardArguments {
+    float* lse;   // (B,NH,T)
+    int* ticket;  // 0 between launches
+    int B, T, NH;
+    int group;         // of heads, see forward_work
+    int tiles;         // of queries a head
+    float scale_log2;  // log2(e) / sqrt(HS)
+};
+
+// A place in a ring of buffers, and the parity of its present use, in one register.
+template <int SIZE>
+struct RingPlace {
+    uint32_t state = 0;
+    __device__ __forceinline__ int slot() const { return (int)(state & 0xff); }
+    __device__ __forceinline__ uint32_t parity() const { return state >> 31; }
+    __device__ __forceinline__ void step() {
+        state++;
+        if ((state & 0xff) == SIZE) state = (state & 0x80000000u) ^ 0x80000000u;
+    }
+};
+
+__device__ __forceinline__ HopperForwardPiece hopper_forward_piece(const HopperForwardArguments& a, int index,
+                                                                   int consumers) {
+    int bh, tile;
+    forward_work(bh, tile, index, a.tiles, a.B * a.NH, a.group);
+    return {bh % a.NH, bh / a.NH, (a.T + 63) / 64 - 1 - consumers * (a.tiles - 1 - tile)};
+}
+
+template <typename Shape>
+__device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape>& shared, uint32_t memory,
+                                                       const CUtensorMap* q_map, const CUtensorMap* kv_map,
+                                                       const HopperForwardArguments& a) {
+    constexpr int HS = Shape::HS, BN = Shape::BN, CONSUMERS = Shape::CONSUMERS;
+    const int C = a.NH * HS, pieces = a.B * a.NH * a.tiles;
+    RingPlace<Shape::STAGES> k, v;
+    const auto load = [&](uint64_t* full, uint64_t* empty, RingPlace<Shape::STAGES>& place, int base, int column,
+                          int row, int batch) {
+        barrier_wait(shared_offset(&empty[place.slot()]), place.parity() ^ 1, 100 + (base == Shape::V));
+        const uint32_t barrier = shared_offset(&full[place.slot()]),
+                       to = memory + base + place.slot() * Shape::KV_BYTES;
+        barrier_expect(barrier, Shape::KV_BYTES);
+#pragma unroll
+        for (int panel = 0; panel < HS / 64; panel++)
+            tensor_load(to + panel * BN * PANEL_ROW_BYTES, kv_map, barrier, column + panel * 64, row, batch);
+        place.step();
+    };
+    int index = blockIdx.x, drawn = 0;
+    for (uint32_t n = 0;; n++) {
+        barrier_wait(shared_offset(&shared.q_empty[n % 2]), (n / 2 & 1) ^ 1, 102);
+        const uint32_t full = shared_offset(&shared.q_full[n % 2]);
+        if (index >= pieces) {
+            shared.piece[n % 4].last_block = -1;
+            if (drawn == pieces - 1) *a.ticket = 0;  // this was the last draw: a block draws until it gets nothing
+            barrier_arrive(full);
+            break;
+        }
+        drawn = atomicAdd(a.ticket, 1);
+        const HopperForwardPiece piece = hopper_forward_piece(a, index, CONSUMERS);
+        shared.piece[n % 4] = piece;
+        const int column = piece.head * HS;
+        barrier_expect(full, CONSUMERS * Shape::Q_BYTES);
+#pragma unroll
+        for (int i = 0; i < CONSUMERS * HS / 64; i++)
+            tensor_load(memory + n % 2 * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
+                        column + i % (HS / 64) * 64, (piece.last_block + 1 - CONSUMERS + i / (HS / 64)) * 64,
+                        piece.batch);
+        const int tiles = piece.last_block * 64 / BN + 1;
+        for (int j = tiles - 1; j >= 0; j--) {
+            load(shared.k_full, shared.k_empty, k, Shape::K, C + column, j * BN, piece.batch);
+            if (j + 1 < tiles)
+                load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, (j + 1) * BN, piece.batch);
+        }
+        load(shared.v_full, shared.v_empty, v, Shape::V, 2 * C + column, 0, piece.batch);
+        index = gridDim.x + drawn;
+    }
+}
+
+// Each thread's two rows: P = 2^(scale_log2 * S - reference), and the sum of the thread's P. Any reference gives the
+// same quotient of sums.
+struct HopperRows {
+    float reference[2], sum[2];
+};
+
+constexpr float KEEP_BELOW = 18446744073709551616.0f;
+
+// Raises the references to the largest of N * 8 scores of each row; factor is by what sums with the old ones shrink.
+template <int N>
+__device__ __forceinline__ void hopper_raise(const float (&s)[N][4], HopperRows& rows, float (&factor)[2],
+                                             float scale_log2) {
+    float top[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) top[i / 2][i % 2] = s[0][i];
+#pragma unroll
+    for (int n = 1; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) top[i / 2][i % 2] = fmaxf(top[i / 2][i % 2], s[n][i]);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float now = fmaxf(top[r][0], top[r][1]);
+        now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
+        now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
+        now = fmaxf(now * scale_log2, rows.reference[r]);
+        factor[r] = exp2_approximate(rows.reference[r] - now);
+        rows.reference[r] = now;
+    }
+}
+
+// From scores to P, in place, and the sums of what the thread has of it.
+template <int N>
+__device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&total)[2], const HopperRows& rows,
+                                                    float scale_log2) {
+    float partial[2][2] = {};
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[n][i] = exp2_approximate(fmaf(s[n][i], scale_log2, -rows.reference[i / 2]));
+            partial[i / 2][i % 2] += s[n][i];
+        }
+#pragma unroll
+    for (int r = 0; r < 2; r++) total[r] = partial[r][0] + partial[r][1];
+}
+
+// Hides the keys after each query: `diagonal` is the first query's column in the tile.
+template <int N>
+__device__ __forceinline__ void hopper_mask(float (&s)[N][4], int diagonal) {
+    const int lane = threadIdx.x % 32, row = diagonal + threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < N * 4; i++)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 > row + i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
+}
+
+template <int N>
+__device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float (&s)[N][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 2; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[k][i] = pack_bf16(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+// The first tile of a piece, the one that the diagonal crosses.
+template <typename Shape>
+__device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
+                                             HopperRows& rows, float scale_log2, int diagonal) {
+    float factor[2];
+    rows.reference[0] = rows.reference[1] = -INFINITY;
+    if constexpr ((Shape::OPTIONS & HALF) != 0) {
+        float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]);
+        float(&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
+        uint32_t(&p_near)[4][4] = reinterpret_cast<uint32_t(&)[4][4]>(p[0]);
+        if (diagonal <= 0) {
+            hopper_mask(near, 0);
+            hopper_raise(near, rows, factor, scale_log2);
+            hopper_exponentials(near, rows.sum, rows, scale_log2);
+            hopper_pack(p_near, near);
+#pragma unroll
+            for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
+            return;
+        }
+        hopper_mask(far, 0);
+    } else {
+        hopper_mask(s, diagonal);
+    }
+    hopper_raise(s, rows, factor, scale_log2);
+    hopper_exponentials(s, rows.sum, rows, scale_log2);
+    hopper_pack(p, s);
+}
+
+// A warp computes its 16 rows of S again, by mma.sync from the same shared memory.
+template <typename Shape>
+__device__ __forceinline__ void hopper_scores_again(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < Shape::BN / 2; i++) s[i / 4][i % 4] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < Shape::HS / 16; step++) {
+        uint32_t a[4], b[4];
+        load_matrices(a, q + step / 4 * 64 * PANEL_ROW_BYTES + panel_offset(row, step % 4 * 2 + lane / 16));
+#pragma unroll
+        for (int n = 0; n < Shape::BN / 16; n++) {
+            const int key = n * 16 + lane % 8 + lane / 16 * 8, chunk = step % 4 * 2 + lane / 8 % 2;
+            load_matrices(b, k + step / 4 * Shape::BN * PANEL_ROW_BYTES + panel_offset(key, chunk));
+            mma(s[2 * n], a, b[0], b[1]);
+            mma(s[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// s = q k^T and o += p v: issued and counted as one group each, to be waited for.
+template <typename Shape>
+__device__ __forceinline__ void hopper_scores(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
+    const uint64_t left = uniform_operand(operand_k_major<64>(q, 0));
+    const uint64_t right = uniform_operand(operand_k_major<Shape::BN>(k, 0));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::HS / 16; step++)
+        Wgmma<Shape::BN>::template shared<0, 0>(
+            s, operand_step(left, step / 4 * 64 * PANEL_ROW_BYTES + step % 4 * 32),
+            operand_step(right, step / 4 * Shape::BN * PANEL_ROW_BYTES + step % 4 * 32), step > 0);
+    wgmma_commit();
+}
+
+template <typename Shape>
+__device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], const uint32_t (&p)[Shape::BN / 16][4],
+                                              uint32_t v) {
+    const uint64_t right = uniform_operand(operand_mn_major<Shape::BN>(v, 0));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::BN / 16; step++)
+        Wgmma<Shape::HS>::template registers<1>(o, p[step], operand_step(right, step * 16 * PANEL_ROW_BYTES), 1);
+    wgmma_commit();
+}
+
+// Divides and stores O and lse of a piece's 64 queries of a warpgroup, which may lie before the sequence. Each warp
+// sends its 16 rows through shared memory of its own. The store is under way on return.
+template <typename Shape>
+__device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const HopperRows& rows,
+                                             uint32_t memory, const CUtensorMap* out_map,
+                                             const HopperForwardArguments& a, HopperForwardPiece piece, int warpgroup) {
+    constexpr int HS = Shape::HS;
+    const int lane = threadIdx.x % 32;
+    const uint32_t own = memory + Shape::O + threadIdx.x / 32 * Shape::O_BYTES;
+    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + warpgroup) * 64 + threadIdx.x % 128 / 32 * 16;
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = rows.sum[r] + __shfl_xor_sync(0xffffffffu, rows.sum[r], 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        inverse[r] = reciprocal_approximate(sum);
+        const int row = row0 + lane / 4 + r * 8;
+        if (lane % 4 == 0 && row >= 0 && row < a.T)
+            a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] =
+                (rows.reference[r] + log2_approximate(sum)) * (1.0f / LOG2_E);
+    }
+    if (lane == 0) store_wait_read<0>();  // the last piece's O has left
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < HS / 16; k++)
+        store_matrices(own + k / 4 * 16 * PANEL_ROW_BYTES + panel_offset(lane % 16, k % 4 * 2 + lane / 16),
+                       pack_bf16(o[2 * k][0] * inverse[0], o[2 * k][1] * inverse[0]),
+                       pack_bf16(o[2 * k][2] * inverse[1], o[2 * k][3] * inverse[1]),
+                       pack_bf16(o[2 * k + 1][0] * inverse[0], o[2 * k + 1][1] * inverse[0]),
+                       pack_bf16(o[2 * k + 1][2] * inverse[1], o[2 * k + 1][3] * inverse[1]));
+    fence_async();
+    __syncwarp();
+    if (lane == 0 && row0 >= 0) {
+#pragma unroll
+        for (int panel = 0; panel < HS / 64; panel++)
+            tensor_store(out_map, own + panel * 16 * PANEL_ROW_BYTES, piece.head * HS + panel * 64, row0, piece.batch);
+        store_commit();
+    }
+}
+
+// O after its references were raised.
+template <int N>
+__device__ __forceinline__ void hopper_shrink(float (&o)[N][4], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
+}
+
+// 0, for sums of exponentials; but the compiler must have computed them to know.
+__device__ __forceinline__ uint32_t zero_after(float x, float y) {
+    return x < 0.0f || y < 0.0f;
+}
+
+// A warpgroup's way through a piece.
+struct HopperForwardWalk {
+    int first;     // the tile of keys that the diagonal crosses; -1: there is no piece
+    int skipped;   // tiles after it, that only other warpgroups need
+    int diagonal;  // the first query's column in it
+};
+
+// What a warpgroup keeps of the rings.
+template <typename Shape>
+struct HopperConsumer {
+    static constexpr int CONSUMERS = Shape::CONSUMERS;
+    HopperForwardShared<Shape>& shared;
+    uint32_t memory;
+    int warpgroup;
+    uint32_t n;  // pieces so far
+    RingPlace<Shape::STAGES> k, v;
+
+    __device__ __forceinline__ void release(uint32_t empty) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+    }
+    // Waits for the next tile of keys.
+    __device__ __forceinline__ void keys_ready() {
+        barrier_wait(shared_offset(&shared.k_full[k.slot()]), k.parity(), 200 + warpgroup);
+    }
+    __device__ __forceinline__ uint32_t keys() const { return memory + Shape::K + k.slot() * Shape::KV_BYTES; }
+    __device__ __forceinline__ void keys_done() {
+        release(shared_offset(&shared.k_empty[k.slot()]));
+        k.step();
+    }
+    __device__ __forceinline__ void values_ready(uint32_t zero = 0) {
+        barrier_wait(shared_offset(&shared.v_full[v.slot()]), v.parity() ^ zero, 300 + warpgroup);
+    }
+    __device__ __forceinline__ uint32_t values() const { return memory + Shape::V + v.slot() * Shape::KV_BYTES; }
+    __device__ __forceinline__ void values_done() {
+        release(shared_offset(&shared.v_empty[v.slot()]));
+        v.step();
+    }
+    __device__ __forceinline__ uint32_t queries() const {
+        return memory + (n % 2 * CONSUMERS + warpgroup) * Shape::Q_BYTES;
+    }
+    // The next piece, once its queries are there.
+    __device__ __forceinline__ HopperForwardWalk open() {
+        barrier_wait(shared_offset(&shared.q_full[n % 2]), n / 2 & 1, 400 + warpgroup);
+        const int last_block = shared.piece[n % 4].last_block;
+        if (last_block < 0) return {-1, 0, 0};
+        const int row0 = (last_block + 1 - CONSUMERS + warpgroup) * 64, first = max(row0, 0) / Shape::BN;
+        return {first, last_block * 64 / Shape::BN - first, row0 - first * Shape::BN};
+    }
+    // Products are issued between these two, by one warpgroup after the other, as often by each.
+    __device__ __forceinline__ void turn() {
+        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_sync(8 + warpgroup, 256);
+    }
+    __device__ __forceinline__ void turn_done() {
+        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_arrive(8 + (warpgroup + 1) % CONSUMERS, 256);
+    }
+};
+
+// The tiles of keys of a piece that only other warpgroups need; on return the first of its own is there.
+template <typename Shape>
+__device__ __forceinline__ void hopper_skip_keys(HopperConsumer<Shape>& c, int tiles) {
+    for (int i = 0; i < tiles; i++) {
+        c.keys_ready();
+        c.keys_done();
+        c.turn();
+        c.turn_done();
+    }
+    c.keys_ready();
+}
+
+// S was taken against references that are too small: computes it and P again.
+template <typename Shape>
+__device__ __forceinline__ void hopper_again(float (&s)[Shape::BN / 8][4], float (&o)[Shape::HS / 8][4],
+                                             HopperRows& rows, uint32_t q, uint32_t k, float scale_log2) {
+    float factor[2], total[2];
+    hopper_scores_again<Shape>(s, q, k);
+    hopper_raise(s, rows, factor, scale_log2);
+    hopper_exponentials(s, total, rows, scale_log2);
+    hopper_shrink(o, factor);
+    rows.sum[0] = rows.sum[0] * factor[0] + total[0], rows.sum[1] = rows.sum[1] * factor[1] + total[1];
+}
+
+// O += P V of one tile and P of the next, a whole one. Ends with the next tile's values there.
+template <typename Shape>
+__device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)[Shape::BN / 8][4],
+                                            uint32_t (&p)[Shape::BN / 16][4], float (&o)[Shape::HS / 8][4],
+                                            HopperRows& rows, float scale_log2) {
+    constexpr bool KEPT = (Shape::OPTIONS & KEEP) != 0;
+    float total[2], factor[2];
+    c.keys_ready();
+    c.turn();
+    hopper_scores<Shape>(s, c.queries(), c.keys());
+    hopper_values<Shape>(o, p, c.values());
+    c.turn_done();
+    wgmma_wait<(Shape::OPTIONS & OVERLAP) != 0 ? 1 : 0>();
+    wgmma_hold(s);
+    if constexpr (!KEPT) {
+        hopper_raise(s, rows, factor, scale_log2);
+        rows.sum[0] *= factor[0], rows.sum[1] *= factor[1];
+    }
+    hopper_exponentials(s, total, rows, scale_log2);
+    const float sum[2] = {rows.sum[0] + total[0], rows.sum[1] + total[1]};
+    const uint32_t empty = shared_offset(&c.shared.v_empty[c.v.slot()]);
+    c.v.step();
+    c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
+    wgmma_wait<0>();
+    wgmma_hold(o);
+    c.release(empty);
+    const bool right = !KEPT || (total[0] < KEEP_BELOW && total[1] < KEEP_BELOW);
+    if (KEPT && __any_sync(0xffffffffu, !right)) {
+        hopper_again<Shape>(s, o, rows, c.queries(), c.keys(), scale_log2);
+    } else {
+        rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    }
+    c.keys_done();
+    if constexpr (!KEPT) hopper_shrink(o, factor);
+    hopper_pack(p, s);
+}
+
+template <typename Shape>
+__device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape>& shared, uint32_t memory,
+                                                       int warpgroup, const CUtensorMap* out_map,
+                                                       const HopperForwardArguments& a) {
+    constexpr int HS = Shape::HS, BN = Shape::BN;
+    HopperConsumer<Shape> c = {shared, memory, warpgroup, 0, {}, {}};
+    float s[BN / 8][4], o[HS / 8][4];
+    uint32_t p[BN / 16][4];
+    HopperRows rows;
+    if ((Shape::OPTIONS & TURNS) && warpgroup == Shape::CONSUMERS - 1) c.turn_done();  // the first begins
+    HopperForwardWalk walk = c.open();
+    hopper_skip_keys(c, walk.skipped);
+    c.turn();
+    hopper_scores<Shape>(s, c.queries(), c.keys());
+    c.turn_done();
+    for (;;) {
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        c.keys_done();
+        hopper_first<Shape>(p, s, rows, a.scale_log2, walk.diagonal);
+        for (; walk.skipped > 0; walk.skipped--) {
+            c.values_ready();
+            c.values_done();
+        }
+        c.values_ready();
+#pragma unroll
+        for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] = 0.0f;
+        for (int left = walk.first; left > 0; left--) hopper_tile(c, s, p, o, rows, a.scale_log2);
+        c.release(shared_offset(&shared.q_empty[c.n % 2]));
+        c.n++;
+        walk = c.open();
+        if (walk.first < 0) break;
+        hopper_skip_keys(c, walk.skipped);
+        c.turn();
+        hopper_values<Shape>(o, p, c.values());
+        hopper_scores<Shape>(s, c.queries(), c.keys());
+        c.turn_done();
+        wgmma_wait<1>();
+        wgmma_hold(o);
+        c.values_done();
+        hopper_store<Shape>(o, rows, memory, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
+    }
+    hopper_values<Shape>(o, p, c.values());
+    wgmma_wait<0>();
+    wgmma_hold(o);
+    hopper_store<Shape>(o, rows, memory, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
+    if (threadIdx.x % 32 == 0) store_wait<0>();
+}
+
+// grid at most a block for each multiprocessor, block THREADS, shared SHARED; HS 64 or 128, any T; deterministic:
+// which block computes a piece does not change its bits.
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::THREADS, 1)
+    attention_hopper_forward_kernel(const __grid_constant__ CUtensorMap q_map,
+                                    const __grid_constant__ CUtensorMap kv_map,
+                                    const __grid_constant__ CUtensorMap out_map, const HopperForwardArguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char dynamic[];
+    __shared__ HopperForwardShared<Shape> shared;
+    const uint32_t memory = (shared_offset(dynamic) + 1023) / 1024 * 1024;
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) {
+            barrier_init(shared_offset(&shared.q_full[i]), 1);
+            barrier_init(shared_offset(&shared.q_empty[i]), Shape::CONSUMERS * 4);
+        }
+        for (int i = 0; i < Shape::STAGES; i++) {
+            barrier_init(shared_offset(&shared.k_full[i]), 1), barrier_init(shared_offset(&shared.v_full[i]), 1);
+            barrier_init(shared_offset(&shared.k_empty[i]), Shape::CONSUMERS * 4);
+            barrier_init(shared_offset(&shared.v_empty[i]), Shape::CONSUMERS * 4);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (warpgroup == Shape::CONSUMERS) {
+        registers_shrink<Shape::PRODUCER_REGISTERS>();
+        if (threadIdx.x == Shape::CONSUMERS * 128) hopper_forward_produce<Shape>(shared, memory, &q_map, &kv_map, a);
+    } else {
+        registers_grow<Shape::REGISTERS>();
+        hopper_forward_consume<Shape>(shared, memory, warpgroup, &out_map, a);
+    }
+#endif
+}
+
+// Whether the code was built for sm_90a: without it the kernels are empty and have no shared memory.
+template <typename Kernel>
+inline bool hopper_kernel_is_built(Kernel* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes.sharedSizeBytes > 0;
+}
+
+// C = NH * HS.
+template <typename Shape>
+inline void attention_hopper_forward(const Device* dev, bf16* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
+                                     const bf16* qkv /*(B,T,3C)*/, int B, int T, int NH) {
+    const int64_t C = (int64_t)NH * Shape::HS;
+    HopperForwardArguments a = {lse, dev->ticket, B, T, NH, attention_group(T, Shape::HS, sizeof(bf16)), 0, 0.0f};
+    a.tiles = (int)ceil_div(T, 64 * Shape::CONSUMERS);
+    a.scale_log2 = LOG2_E / sqrtf((float)Shape::HS);
+    const int64_t pieces = (int64_t)B * NH * a.tiles;
+    attention_set_shared(attention_hopper_forward_kernel<Shape>, Shape::SHARED);
+    attention_hopper_forward_kernel<Shape>
+        <<<(unsigned)(pieces < dev->sm_count ? pieces : dev->sm_count), Shape::THREADS, Shape::SHARED, dev->stream>>>(
+            tensor_map(qkv, B, T, 3 * C, 64), tensor_map(qkv, B, T, 3 * C, Shape::BN), tensor_map(out, B, T, C, 16), a);
+    check_launch();
+}

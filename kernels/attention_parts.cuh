@@ -1,0 +1,75 @@
+// What the attention kernels have in common, whatever instructions they are made of.
+#pragma once
+
+#include "common.cuh"
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+__device__ inline float exp2_approximate(float x) {  // relative error 2^-22; exp2(-inf) = 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float log2_approximate(float x) {  // absolute error 2^-22 from 0.5 to 2, else relative error 2^-22
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float reciprocal_approximate(float x) {  // relative error 2^-23
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+__device__ inline int load_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline void store_release(int* address, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and
+// 2t + 1, c[2..3] the same of row g + 8.
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Head bh and tile of queries of piece `index` of the forward pass. Heads come in groups whose keys and values fit in
+// the L2 cache together; within a group the longest rows go first, so that the last pieces are short ones.
+__device__ inline void forward_work(int& bh, int& tile, int index, int tiles, int heads, int group) {
+    int g = index / (group * tiles), within = index % (group * tiles);
+    int size = min(group, heads - g * group);
+    bh = g * group + within % size;
+    tile = tiles - 1 - within / size;
+}
+
+// Heads whose keys and values fill a third of an H100's or A100's L2 cache.
+inline int attention_group(int T, int HS, int element_bytes) {
+    int64_t head = (int64_t)T * HS * 2 * element_bytes, group = (16 << 20) / head;
+    return (int)(group < 1 ? 1 : group > 64 ? 64 : group);
+}
+
+template <typename Kernel>
+inline void attention_set_shared(Kernel* kernel, int bytes) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}

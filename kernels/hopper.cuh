@@ -1,0 +1,376 @@
+// The instructions of sm_90a that the attention kernels are made of: barriers in shared memory (mbarrier), the copy
+// engine's tensor copies (TMA), the matrix product of a warpgroup of 128 threads (wgmma), the register budget of a
+// warpgroup (setmaxnreg) and barriers of some of a block's warps. One function an instruction; what each does and which
+// layout it wants is said at its declaration, with the section of NVIDIA's PTX ISA that defines it (by title: the
+// numbers move from one edition to the next).
+//
+// Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
+// after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
+// chunks are permuted by the 128-byte swizzle: chunk c of row r is at chunk c ^ (r % 8) of that row, so that eight rows
+// of one column lie in different banks. The copy engine writes and reads panels in this form, one order a panel, and
+// wgmma reads them. Wherever a tile is read the same function of ROWS gives the descriptor:
+//   operand_k_major    the tile's rows are the operand's M or N, and the product sums along a row  (q, k of q k^T)
+//   operand_mn_major   the product sums down the tile's rows                                      (v of p v)
+#pragma once
+
+#include <cuda.h>  // CUtensorMap; the functions come from the driver at run time, so nothing links with it
+
+#include "common.cuh"
+
+// Host: tensor maps.
+
+constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128;
+
+using TensorMapEncode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's cuTensorMapEncodeTiled (CUDA driver API, Tensor Map Object Management).
+inline TensorMapEncode tensor_map_encoder() {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+#else
+    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
+#endif
+    if (!function) user_error("the NVIDIA driver has no cuTensorMapEncodeTiled; install driver 525 or later");
+    return (TensorMapEncode)function;
+}
+
+// A map of (batches, rows, columns) bf16 with rows `columns` apart and batches rows * columns apart, for copies of one
+// panel: box_rows <= 256 rows of 64 columns of one batch. Rows past `rows` are read as zeros and not written. Making
+// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter.
+inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows) {
+    static const TensorMapEncode encode = tensor_map_encoder();
+    CUtensorMap map;
+    const cuuint64_t sizes[3] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)batches};
+    const cuuint64_t strides[2] = {(cuuint64_t)columns * 2, (cuuint64_t)(rows * columns) * 2};  // bytes, of dim 1 and 2
+    const cuuint32_t box[3] = {PANEL_COLUMNS, (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
+    CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address, sizes, strides, box, steps,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        char number[16];
+        snprintf(number, sizeof(number), "%d", (int)result);
+        check_failed("CUDA driver", number, "no such tensor map", "cuTensorMapEncodeTiled", __FILE__, __LINE__);
+    }
+    return map;
+}
+
+// Device. Shared memory is addressed by its 32-bit address.
+
+__device__ __forceinline__ uint32_t shared_offset(const void* pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+// Byte offset in a panel of a row's 16-byte chunk (PTX ISA, Tensors: Swizzling Modes, 128B: address bits 4-6 are XORed
+// with bits 7-9).
+__device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
+    return (uint32_t)(row * PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4));
+}
+
+// Barriers in shared memory, 8 bytes each (PTX ISA, Parallel Synchronization: mbarrier). A phase ends when `arrivals`
+// threads have arrived and all the bytes announced have come; the barrier then counts the next phase. A wait names the
+// phase by its parity, that of the first is 0: a wait for parity 1 on a fresh barrier passes at once.
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// By the thread that made the barriers, before the __syncthreads() after which others, and the copy engine, use them.
+__device__ __forceinline__ void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that the copy engine will bring in this phase.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+#ifdef NIBBLE_HANG_REPORT
+// In test builds (-DNIBBLE_HANG_REPORT) a wait of two seconds writes {place, block, thread, barrier, parity} here, in
+// the host's pinned memory, which outlives the trap that follows.
+static __device__ int* hang_report;
+
+static __device__ __noinline__ void hang(int place, uint32_t barrier, uint32_t parity) {
+    if (hang_report) {
+        hang_report[1] = blockIdx.x, hang_report[2] = threadIdx.x;
+        hang_report[3] = (int)barrier, hang_report[4] = (int)parity, hang_report[0] = place;
+        __threadfence_system();
+    }
+    __trap();
+}
+#endif
+
+// `place` says in a test build who waits.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] int place = 0) {
+#ifdef NIBBLE_HANG_REPORT
+    const long long start = clock64();
+    while (!barrier_passed(barrier, parity))
+        if (clock64() - start > 3000000000ll) hang(place, barrier, parity);
+#else
+    while (!barrier_passed(barrier, parity)) {
+    }
+#endif
+}
+
+// Barriers of `threads` threads, a multiple of 32, with numbers 1 to 15; 0 is __syncthreads() (PTX ISA, Parallel
+// Synchronization: barrier). sync waits for the others, arrive does not.
+
+__device__ __forceinline__ void group_sync(int number, int threads) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void group_arrive(int number, int threads) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// What this thread wrote to shared memory before is visible to the copy engine and to wgmma after; then comes a barrier
+// (PTX ISA, Memory Consistency Model: Proxies; membar/fence).
+__device__ __forceinline__ void fence_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Registers of a thread from here on, in multiples of 8 from 24 to 256; all warps of a warpgroup call it (PTX ISA,
+// Miscellaneous: setmaxnreg). It waits until they are free.
+template <int N>
+__device__ __forceinline__ void registers_grow() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+__device__ __forceinline__ void registers_shrink() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread gives the order. Coordinates are column,
+// row, batch of the box's first element.
+
+__device__ __forceinline__ void tensor_prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The barrier counts the box's bytes, those past the tensor's end too.
+__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
+                                            int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(batch)
+        : "memory");
+}
+
+// No coordinate may be negative (CUDA C++ Programming Guide, Tensor Memory Access), as one of a load may.
+__device__ __forceinline__ void tensor_store(const CUtensorMap* map, uint32_t from, int column, int row, int batch) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map),
+                 "r"(from), "r"(column), "r"(row), "r"(batch)
+                 : "memory");
+}
+
+// A run of bytes, addresses and size multiples of 16 (PTX ISA, Data Movement: cp.async.bulk).
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to, uint32_t from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+// to[i] += from[i], fp32 (PTX ISA, Data Movement: cp.reduce.async.bulk).
+__device__ __forceinline__ void bulk_add(float* to, uint32_t from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Of this thread's stores; then until all but the newest N groups have read shared memory, or have written memory.
+__device__ __forceinline__ void store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Four 8 x 8 matrices from registers to shared memory: thread l gives the address of row l % 8 of matrix l / 8 (16
+// bytes), register i holds the thread's part of matrix i as in an accumulator of mma.sync (PTX ISA, Warp Level Matrix
+// Instructions: stmatrix). Transposed: the address is that of a row of the transposed matrix.
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2),
+                 "r"(r3)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_matrices_transposed(uint32_t to, uint32_t r0, uint32_t r1, uint32_t r2,
+                                                          uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// wgmma (PTX ISA, Asynchronous Warpgroup Level Matrix Instructions).
+//
+// The order of events: wgmma_fence, products, wgmma_commit, wgmma_wait<N>, wgmma_hold. Until the wait, nobody touches
+// the accumulators or an operand in registers. The fence is needed before the first product after any other
+// instruction wrote registers that it uses, accumulators included.
+
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most the newest N groups of products are under way.
+template <int N>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// The compiler takes a product to be done where it is issued; this keeps it from moving uses across the wait.
+template <int N>
+__device__ __forceinline__ void wgmma_hold(float (&c)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+}
+
+// Descriptor of an operand in shared memory (PTX ISA, same chapter: Matrix Descriptor Format): bits 0-13 address / 16,
+// 16-29 leading-dimension byte offset / 16, 32-45 stride-dimension byte offset / 16, 49-51 base offset, 62-63 swizzle,
+// 1 = 128 bytes. The base offset is 0 as long as address bits 7-9 are, which holds for every step below.
+__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading, uint32_t stride) {
+    return (uint64_t)((address & 0x3ffffu) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
+           (uint64_t)1 << 62;
+}
+
+// Step k (16 columns, 32 bytes) of a tile of ROWS rows, or of its rows from a multiple of 8 on (then `tile` is that
+// row's address). Stride: from 8 rows to the next 8. Leading is not used when the swizzle is as wide as a row (same
+// chapter: Strides).
+template <int ROWS>
+__device__ __forceinline__ uint64_t operand_k_major(uint32_t tile, int k) {
+    return operand(tile + (uint32_t)(k / 4 * ROWS * PANEL_ROW_BYTES + k % 4 * 32), 16, 8 * PANEL_ROW_BYTES);
+}
+
+// Step k (rows 16 k to 16 k + 15) of a tile of ROWS rows. Stride: from 8 rows to the next 8. Leading: from 64 columns
+// to the next 64, a panel.
+template <int ROWS>
+__device__ __forceinline__ uint64_t operand_mn_major(uint32_t tile, int k) {
+    return operand(tile + (uint32_t)(k * 16 * PANEL_ROW_BYTES), ROWS * PANEL_ROW_BYTES, 8 * PANEL_ROW_BYTES);
+}
+
+// The operand `bytes` further on in the tile, a constant. Steps of a descriptor whose own address the compiler sees to
+// be the same in all threads of the warp (uniform_operand) cost one instruction, not a computation and two moves each.
+__device__ __forceinline__ uint64_t operand_step(uint64_t operand, int bytes) {
+    return (operand & 0xffffffff00000000ull) | ((uint32_t)operand + (uint32_t)(bytes >> 4));
+}
+
+__device__ __forceinline__ uint64_t uniform_operand(uint64_t operand) {
+    return (operand & 0xffffffff00000000ull) | __shfl_sync(0xffffffffu, (uint32_t)operand, 0);
+}
+
+// c (64 x N, fp32) = a (64 x 16) b (16 x N), or += when `add`. With w the warp of the warpgroup, g = lane / 4 and
+// t = lane % 4, c[n][0..1] are row 16 w + g, columns 8 n + 2 t and the next, c[n][2..3] the same of row 16 w + g + 8
+// (same chapter: Register Fragments). That is mma.sync's layout, so c in bf16 is the next product's a in registers:
+// a[0] = c[2k][0..1], a[1] = c[2k][2..3], a[2] = c[2k+1][0..1], a[3] = c[2k+1][2..3] for its step k.
+// A_MN, B_MN: that operand is mn_major.
+template <int N>
+struct Wgmma;
+
+// An asm statement spells out each register, so each N needs a text of its own.
+#define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_32 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGISTERS_40 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGISTERS_48 REGISTERS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGISTERS_56 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGISTERS_64 REGISTERS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_80 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGISTERS_88 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define REGISTERS_96 REGISTERS_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define OPERANDS_8(n)                                                                                 \
+    "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]), \
+        "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
+#define OPERANDS_16(n) OPERANDS_8(n), OPERANDS_8(n + 2)
+#define OPERANDS_32(n) OPERANDS_16(n), OPERANDS_16(n + 4)
+#define OPERANDS_40(n) OPERANDS_32(n), OPERANDS_8(n + 8)
+#define OPERANDS_48(n) OPERANDS_32(n), OPERANDS_16(n + 8)
+#define OPERANDS_56(n) OPERANDS_48(n), OPERANDS_8(n + 12)
+#define OPERANDS_64(n) OPERANDS_32(n), OPERANDS_32(n + 8)
+#define OPERANDS_80(n) OPERANDS_64(n), OPERANDS_16(n + 16)
+#define OPERANDS_88(n) OPERANDS_80(n), OPERANDS_8(n + 20)
+#define OPERANDS_96(n) OPERANDS_64(n), OPERANDS_32(n + 16)
+// R = N / 2 registers, followed by the numbers R to R + 6 of the operands after them.
+#define WGMMA(N, R, r0, r1, r2, r3, r4, r5, r6)                                                                     \
+    template <>                                                                                                     \
+    struct Wgmma<N> {                                                                                               \
+        template <int A_MN, int B_MN>                                                                               \
+        static __device__ __forceinline__ void shared(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {      \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N          \
+                         "k16.f32.bf16.bf16 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4 ";}" \
+                         : OPERANDS_##R(0)                                                                          \
+                         : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN));                                         \
+        }                                                                                                           \
+        template <int B_MN>                                                                                         \
+        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b,  \
+                                                         int add) {                                                 \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N          \
+                         "k16.f32.bf16.bf16 {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4      \
+                                                             ", p, 1, 1, %" #r6 ";}"                                \
+                         : OPERANDS_##R(0)                                                                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN));                \
+        }                                                                                                           \
+    };
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
+WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+#undef WGMMA
+#undef OPERANDS_96
+#undef OPERANDS_88
+#undef OPERANDS_80
+#undef OPERANDS_64
+#undef OPERANDS_56
+#undef OPERANDS_48
+#undef OPERANDS_40
+#undef OPERANDS_32
+#undef OPERANDS_16
+#undef OPERANDS_8
+#undef REGISTERS_96
+#undef REGISTERS_88
+#undef REGISTERS_80
+#undef REGISTERS_64
+#undef REGISTERS_56
+#undef REGISTERS_48
+#undef REGISTERS_40
+#undef REGISTERS_32
+#undef REGISTERS_16

@@ -1,0 +1,255 @@
+// Calls of cuBLASLt: a plan (descriptors and algorithm) is made at the first call of a shape and kept, so that
+// afterwards a call is one launch. Algorithms that add up by atomics are excluded, and so are those that add up in the
+// output's type, which would round partial sums to bf16; the rest give equal bits for equal inputs.
+//
+// Which algorithm: cuBLASLt's first proposal is up to a tenth slower than its best, so all proposals for a large
+// product are timed once, on random operands, when its plan is made: about 50 ms a shape. A clock must not decide over
+// bits (the same command twice gives the same losses to the last bit), so only proposals take part whose result has
+// every bit of the first one's. That is most of them: without a split of k, each sum runs over k in the same order
+// whatever the tile.
+#pragma once
+#include "common.cuh"
+
+// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first.
+struct MatmulShape {
+    int64_t m, n, k;
+    cublasOperation_t op_a, op_b;
+    cudaDataType_t input, output;
+    cublasLtEpilogue_t epilogue;
+    uint32_t alignment;  // of every pointer, at most 256 bytes
+};
+
+struct MatmulPlan {
+    MatmulShape shape;
+    bool found;  // false: cuBLASLt has no algorithm for this shape and epilogue
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, d;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+struct MatmulPointers {
+    const void *a, *b;
+    void* d;
+    const void* bias;  // or NULL
+    const void* aux;   // GELU's input, written (GELU_AUX) or read (DGELU); or NULL
+};
+
+template <typename T>
+constexpr cudaDataType_t matmul_type() {
+    return std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
+}
+
+template <typename Value>
+inline void matmul_set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, Value value) {
+    check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)));
+}
+
+inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
+    if (pointers->bias) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers->bias);
+    if (pointers->aux) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers->aux);
+}
+
+constexpr int MATMUL_CANDIDATES = 16;
+constexpr double MATMUL_SEARCH_FLOPS = 4e9;  // smaller products keep the first proposal
+
+// What cuBLASLt proposes for a plan, its best guess first: at most `most` algorithms, 0 when it has none.
+inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLtMatmulAlgo_t* algorithms, int most) {
+    cublasLtMatmulPreference_t preference;
+    check(cublasLtMatmulPreferenceCreate(&preference));
+    auto prefer = [preference](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+        check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (size_t)WORKSPACE_BYTES);
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan->shape.alignment);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->shape.alignment);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->shape.alignment);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan->shape.alignment);
+    cublasLtMatmulHeuristicResult_t result[MATMUL_CANDIDATES];
+    int proposed = 0, count = 0;
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev->cublaslt, plan->desc, plan->a, plan->b, plan->d,
+                                                           plan->d, preference, most, result, &proposed);
+    // These two are answers (no algorithm; no such epilogue for these types), anything else is an error.
+    bool none = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+    if (!none) check(status);
+    for (int i = 0; i < proposed && !none; i++)
+        if (result[i].state == CUBLAS_STATUS_SUCCESS) algorithms[count++] = result[i].algo;
+    check(cublasLtMatmulPreferenceDestroy(preference));
+    return count;
+}
+
+// d = op(a) op(b) (+ d when accumulating) with the plan's epilogue.
+inline void matmul_run(const Device* dev, const MatmulPlan* plan, const MatmulPointers* pointers,
+                       const cublasLtMatmulAlgo_t* algorithm, bool accumulate) {
+    float alpha = 1.0f, beta = accumulate ? 1.0f : 0.0f;
+    check(cublasLtMatmul(dev->cublaslt, plan->desc, &alpha, pointers->a, plan->a, pointers->b, plan->b, &beta,
+                         pointers->d, plan->d, pointers->d, plan->d, algorithm, dev->workspace, WORKSPACE_BYTES,
+                         dev->stream));
+}
+
+// Uniform in [-1, 1). Grid ceil(n / 256), block 256.
+__global__ static void matmul_fill_kernel(bf16* values, int64_t n) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint64_t z = (uint64_t)(i + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    values[i] = __float2bfloat16((float)(z >> 40) / 8388608.0f - 1.0f);
+}
+
+// sum += a hash of every word and its place. Integers: the order does not matter. Grid any, block 256.
+__global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_t* words, int64_t n) {
+    unsigned long long own = 0;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        uint64_t z = ((uint64_t)words[i] << 32 ^ (uint64_t)i) * 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 29)) * 0xBF58476D1CE4E5B9ull;
+        own += z ^ (z >> 32);
+    }
+    atomicAdd(sum, own);
+}
+
+// Operands to try algorithms on, in one piece of device memory that is free again after the search.
+struct MatmulTrial {
+    char* memory;
+    MatmulPointers pointers;
+    unsigned long long* hash;
+    int64_t output_bytes;
+};
+
+// False when there is no room.
+inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used,
+                              MatmulTrial* trial) {
+    const MatmulShape* s = &plan->shape;
+    int64_t a = s->m * s->k, b = s->k * s->n, bytes = 256;
+    auto take = [&bytes](int64_t size) {
+        int64_t offset = bytes;
+        bytes += (size + 255) / 256 * 256;
+        return offset;
+    };
+    trial->output_bytes = s->m * s->n * (s->output == CUDA_R_32F ? 4 : 2);
+    int64_t at[] = {take(a * 2), take(b * 2), take(trial->output_bytes), take(used->aux ? s->m * s->n * 2 : 0)};
+    size_t available, total;
+    check(cudaMemGetInfo(&available, &total));
+    if ((size_t)bytes + (64 << 20) > available || cudaMalloc(&trial->memory, bytes) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+    }
+    char* m = trial->memory;
+    matmul_fill_kernel<<<(unsigned)ceil_div(a, 256), 256, 0, dev->stream>>>((bf16*)(m + at[0]), a);
+    matmul_fill_kernel<<<(unsigned)ceil_div(b, 256), 256, 0, dev->stream>>>((bf16*)(m + at[1]), b);
+    if (used->aux)
+        matmul_fill_kernel<<<(unsigned)ceil_div(s->m * s->n, 256), 256, 0, dev->stream>>>((bf16*)(m + at[3]),
+                                                                                          s->m * s->n);
+    check_launch();
+    trial->pointers = {m + at[0], m + at[1], m + at[2], used->bias, used->aux ? m + at[3] : nullptr};
+    trial->hash = (unsigned long long*)m;
+    return true;
+}
+
+// Milliseconds of one run.
+inline float matmul_time(const Device* dev, const MatmulPlan* plan, const MatmulPointers* pointers,
+                         const cublasLtMatmulAlgo_t* algorithm, const cudaEvent_t event[2]) {
+    check(cudaEventRecord(event[0], dev->stream));
+    matmul_run(dev, plan, pointers, algorithm, false);
+    check(cudaEventRecord(event[1], dev->stream));
+    check(cudaEventSynchronize(event[1]));
+    float ms;
+    check(cudaEventElapsedTime(&ms, event[0], event[1]));
+    return ms;
+}
+
+inline unsigned long long matmul_hash(const Device* dev, const MatmulTrial* trial) {
+    unsigned long long hash;
+    device_zero(dev, trial->hash, sizeof(hash));
+    matmul_hash_kernel<<<4 * dev->sm_count, 256, 0, dev->stream>>>(trial->hash, (const uint32_t*)trial->pointers.d,
+                                                                   trial->output_bytes / 4);
+    check_launch();
+    copy_to_host(dev, &hash, trial->hash, sizeof(hash));
+    return hash;
+}
+
+// The fastest of the proposals with the first one's bits, by the shortest of four runs after one for the bits.
+inline void matmul_search(const Device* dev, MatmulPlan* plan, const MatmulPointers* used) {
+    cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
+    MatmulTrial trial;
+    int count = matmul_candidates(dev, plan, algorithm, MATMUL_CANDIDATES);
+    if (count < 2 || !matmul_trial_open(dev, plan, used, &trial)) return;
+    matmul_point(plan, &trial.pointers);
+    cudaEvent_t event[2];
+    check(cudaEventCreate(&event[0]));
+    check(cudaEventCreate(&event[1]));
+    unsigned long long bits = 0;
+    float best = INFINITY;
+    for (int i = 0; i < count; i++) {
+        matmul_run(dev, plan, &trial.pointers, &algorithm[i], false);
+        unsigned long long own = matmul_hash(dev, &trial);
+        if (i == 0) bits = own;
+        if (own != bits) continue;
+        float ms = INFINITY;
+        for (int run = 0; run < 4; run++) ms = fminf(ms, matmul_time(dev, plan, &trial.pointers, &algorithm[i], event));
+        if (ms < best) best = ms, plan->algorithm = algorithm[i];
+    }
+    check(cudaEventDestroy(event[0]));
+    check(cudaEventDestroy(event[1]));
+    check(cudaFree(trial.memory));
+}
+
+inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
+    MatmulPlan plan = {};
+    plan.shape = *shape;
+    bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
+    check(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
+    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
+    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);
+    if (shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
+        shape->epilogue == CUBLASLT_EPILOGUE_DGELU)
+        matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, shape->m);
+    int64_t a_rows = transpose_a ? shape->k : shape->m, a_cols = transpose_a ? shape->m : shape->k;
+    int64_t b_rows = transpose_b ? shape->n : shape->k, b_cols = transpose_b ? shape->k : shape->n;
+    check(cublasLtMatrixLayoutCreate(&plan.a, shape->input, a_rows, a_cols, a_rows));
+    check(cublasLtMatrixLayoutCreate(&plan.b, shape->input, b_rows, b_cols, b_rows));
+    check(cublasLtMatrixLayoutCreate(&plan.d, shape->output, shape->m, shape->n, shape->m));
+    matmul_point(&plan, pointers);
+    plan.found = matmul_candidates(dev, &plan, &plan.algorithm, 1) > 0;
+    double flops = 2.0 * shape->m * shape->n * shape->k;
+    if (plan.found && shape->input == CUDA_R_16BF && flops >= MATMUL_SEARCH_FLOPS) matmul_search(dev, &plan, pointers);
+    return plan;
+}
+
+// The plan of a shape, from the table of those that were made: a training run has a few dozen.
+inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
+    MatmulPlans* plans = dev->matmul_plans;
+    for (int i = 0; i < plans->count; i++)
+        if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
+    if (plans->count == plans->capacity) {
+        plans->capacity = plans->capacity ? 2 * plans->capacity : 64;
+        plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
+        if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
+    }
+    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers);
+    return &plans->plan[plans->count++];
+}
+
+inline uint32_t matmul_alignment(const MatmulPointers* pointers) {
+    uintptr_t bits = 256 | (uintptr_t)pointers->a | (uintptr_t)pointers->b | (uintptr_t)pointers->d |
+                     (uintptr_t)pointers->bias | (uintptr_t)pointers->aux;
+    return (uint32_t)(bits & -bits);
+}
+
+// Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.
+template <typename X, typename D>
+bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOperation_t op_a, cublasOperation_t op_b,
+                   int64_t m, int64_t n, int64_t k, cublasLtEpilogue_t epilogue, bool accumulate) {
+    MatmulShape shape;
+    memset(&shape, 0, sizeof(shape));
+    shape.m = m, shape.n = n, shape.k = k;
+    shape.op_a = op_a, shape.op_b = op_b;
+    shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
+    shape.epilogue = epilogue;
+    shape.alignment = matmul_alignment(pointers);
+    MatmulPlan* plan = matmul_plan(dev, &shape, pointers);
+    if (!plan->found) return false;
+    matmul_point(plan, pointers);
+    matmul_run(dev, plan, pointers, &plan->algorithm, accumulate);
+    return true;
+}
