@@ -16,8 +16,8 @@ typedef void (*Backward)(const Device* dev, const Inputs* in);
 
 template <typename Shape>
 static void run_hopper(const Device* dev, const Inputs* in) {
-    hopper_backward_launch<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
-                                  in->NH);
+    attention_hopper_backward<Shape>(dev, in->dqkv, in->scratch, in->dout, in->qkv, in->out, in->lse, in->B, in->T,
+                                     in->NH);
 }
 
 template <int HS>
@@ -41,16 +41,15 @@ static void run_prod(const Device* dev, const Inputs* in) {
 static const Variant VARIANTS[] = {
     {"mma64", 64, run_mma<64>},
     {"prod64", 64, run_prod},
-    {"up64", 64, run_hopper<HopperBackward<64, true>>},
+    {"down64", 64, run_hopper<HopperBackwardShape<64, 128, false>>},
     {"mma128", 128, run_mma<128>},
     {"prod128", 128, run_prod},
-    {"up128", 128, run_hopper<HopperBackward<128, true>>},
-    {"uneven64", 64, run_hopper<HopperBackward<64, false, true>>},
-    {"uneven128", 128, run_hopper<HopperBackward<128, false, true>>},
+    {"up128", 128, run_hopper<HopperBackwardShape<128, 64, true>>},
+    {"uneven64", 64, run_hopper<HopperBackward<64, true>>},
+    {"uneven128", 128, run_hopper<HopperBackward<128, true>>},
     {"xrows", 64,
      [](const Device* dev, const Inputs* in) {
-         attention_hopper_rows<HopperBackward<64, false>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T,
-                                                          in->NH);
+         attention_hopper_rows<HopperBackward<64>>(dev, in->scratch, in->dout, in->out, in->lse, in->B, in->T, in->NH);
      }},
 };
 
