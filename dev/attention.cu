@@ -1,7 +1,8 @@
 // Times attention variants: forward, backward and both, at the shapes of ../shared/reference/measured.md and one with
 // heads of 128. Each variant is checked against the plain C version first. `prod` is what the trainer runs.
 // FLOPs are the causal ones: 4 B NH T T HS / 2 forward (two products over half the square), 2.5 times that backward.
-// Median of 20 runs by CUDA events after 3 for warm-up, random data.
+// Median of 20 runs by CUDA events after 3 for warm-up, random data; the variants take turns run by run, since a second
+// of wgmma warms the GPU enough to cost a tenth. With an argument it only checks. -DNIBBLE_HANG_REPORT ends hangs.
 //   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
 //        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"
@@ -32,17 +33,16 @@ static void forward_hopper(const Device* dev, bf16* out, float* lse, const bf16*
     attention_hopper_forward<Large>(dev, out, lse, qkv, B, T, NH);
 }
 
-template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS, int EMULATED = 0>
-using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS, EMULATED>;
+template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS>
+using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS>;
 
 // The tiles of production with other options.
-template <int OPTIONS, int EMULATED = 0>
-static constexpr auto hopper_with =
-    forward_hopper<Hopper<64, 3, 128, 4, OPTIONS, EMULATED>, Hopper<128, 2, 128, 2, OPTIONS, EMULATED>>;
+template <int OPTIONS>
+static constexpr auto hopper_with = forward_hopper<Hopper<64, 3, 128, 4, OPTIONS>, Hopper<128, 2, 128, 2, OPTIONS>>;
 
-// wgmma's: both products waited for (serial), exponentials during the product with v (overlap), half of the first tile
-// left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns), some of 16 exponentials
-// as polynomials (2/16 ...), other tiles (queries x keys).
+// wgmma's, a step at a time: both products waited for (serial), exponentials during the product with v (overlap), half
+// of the first tile left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns, which
+// is production); then other tiles (queries x keys, of heads of 64 / of 128).
 static const Variant VARIANTS[] = {
     {"prod", attention_forward<bf16>, attention_backward<bf16>},
     {"mma", forward_mma, backward_mma},
@@ -51,16 +51,10 @@ static const Variant VARIANTS[] = {
     {"half", hopper_with<OVERLAP | HALF>, nullptr},
     {"keep", hopper_with<OVERLAP | HALF | KEEP>, nullptr},
     {"turns", hopper_with<OVERLAP | HALF | KEEP | TURNS>, nullptr},
-    {"1/16", hopper_with<OVERLAP | HALF | KEEP, 1>, nullptr},
-    {"2/16", hopper_with<OVERLAP | HALF | KEEP, 2>, nullptr},
-    {"3/16", hopper_with<OVERLAP | HALF | KEEP, 3>, nullptr},
-    {"256 x 64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP>, Hopper<128, 3, 64, 2, OVERLAP | KEEP>>, nullptr},
-    {"256 x 64 t",
-     forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP | TURNS>, Hopper<128, 3, 64, 2, OVERLAP | KEEP | TURNS>>,
+    {"256x64/192x64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP>, Hopper<128, 3, 64, 2, OVERLAP | KEEP>>,
      nullptr},
-    {"256 x 64 2", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP, 2>, Hopper<128, 3, 64, 2, OVERLAP>>, nullptr},
-    {"128 x 128", forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | HALF | KEEP>, Hopper<128, 2, 64, 4, OVERLAP | KEEP>>,
-     nullptr},
+    {"128x128/128x64",
+     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | HALF | KEEP>, Hopper<128, 2, 64, 4, OVERLAP | KEEP>>, nullptr},
 };
 
 struct Shape {
@@ -144,13 +138,14 @@ static void print_first_wrong(const float* got, const float* want, int64_t n, in
 // What the plain C version gives for the inputs of buffers_open.
 struct Reference {
     Shape s;
+    float size;       // of q, k and v
     int64_t n, rows;  // elements of out, rows of lse
     Buffers b;
     float *out, *lse, *dqkv;
 };
 
 static Reference reference_open(const Device* dev, Shape s, float size) {
-    Reference r = {s, 0, (int64_t)s.B * s.NH * s.T, buffers_open(dev, s, size), nullptr, nullptr, nullptr};
+    Reference r = {s, size, 0, (int64_t)s.B * s.NH * s.T, buffers_open(dev, s, size), nullptr, nullptr, nullptr};
     r.n = r.b.n;
     r.out = (float*)malloc(r.n * 4), r.lse = (float*)malloc(r.rows * 4), r.dqkv = (float*)malloc(3 * r.n * 4);
     float *qkv = host_floats(dev, r.b.qkv, 3 * r.n), *dout = host_floats(dev, r.b.dout, r.n);
@@ -174,7 +169,7 @@ static bool variant_is_right(const Device* dev, const Variant* v, const Referenc
     float *out = host_floats(dev, r->b.out, r->n), *lse = (float*)malloc(r->rows * 4);
     copy_to_host(dev, lse, r->b.lse, r->rows * 4);
     const double forward = relative_error(out, r->out, r->n), log_sum = relative_error(lse, r->lse, r->rows);
-    if (v->backward) {
+    if (v->backward && r->size < 2.0f) {  // scores in the thousands are a test of the forward pass
         run_backward(dev, v, &r->b, r->s);
         float* dqkv = host_floats(dev, r->b.dqkv, 3 * r->n);
         backward = relative_error(dqkv, r->dqkv, 3 * r->n);
@@ -182,7 +177,7 @@ static bool variant_is_right(const Device* dev, const Variant* v, const Referenc
     }
     // out is rounded before D is computed from it; lse is fp32 throughout
     const bool right = forward <= bound && backward <= 2 * bound && log_sum <= 1e-5;
-    printf("%-12s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, r->s.HS,
+    printf("%-14s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, r->s.HS,
            r->s.T, forward / bound, backward / bound, log_sum, right ? "ok" : "WRONG");
     if (!right) {
         print_first_wrong(out, r->out, r->n, r->s.T, r->s.NH * r->s.HS, bound);
@@ -234,7 +229,7 @@ static void time_shape(const Device* dev, const Variant* variants, int count, Sh
             }
     for (int i = 0; i < count; i++) {
         const float forward = median(times[i][0]);
-        printf("%-12s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
+        printf("%-14s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
         if (!variants[i].backward) {
             printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
         } else {
@@ -288,7 +283,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     for (int i = 0; i < COUNT; i++)
         if (!wrong[i]) right[count++] = VARIANTS[i];
     if (argc > 1) return count < COUNT;
-    printf("%-12s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
+    printf("%-14s %3s %3s %6s %4s | %8s %8s %8s ms | %6s %6s %6s TFLOP/s\n", "variant", "B", "NH", "T", "HS", "forward",
            "backward", "both", "fwd", "bwd", "both");
     for (const Shape& s : SHAPES) time_shape(&dev, right, count, s);
     device_close(&dev);

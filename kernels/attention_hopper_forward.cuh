@@ -1,17 +1,23 @@
 // The forward pass of causal attention (kernels/attention.cuh says what it computes) in bf16 on Hopper.
 //
 // A block stays on its multiprocessor and draws pieces of work, a head's tile of 64 * CONSUMERS queries, until there
-// are none. One thread is the producer: it draws, and has the copy engine bring q, two pieces ahead, and tiles of BN
+// are none. One thread is the producer: it draws, and has the copy engine bring q, one piece ahead, and tiles of BN
 // keys and values into two rings of STAGES each. CONSUMERS warpgroups of 128 threads own 64 queries each and walk the
 // keys from the diagonal back to the first, so that the tile that needs a mask comes first and alone. Scores S = q k^T,
 // probabilities P and the sums O stay in registers: wgmma leaves S in the layout in which P goes back in.
 //
 // A 64 x 128 tile of a head of 64 keeps the tensor cores busy for 512 cycles, and its 8192 exponentials keep the
-// multiprocessor's 16 exponential units busy for 512 as well, so all the speed is in doing both at once:
+// multiprocessor's 16 exponential units busy for 512 as well, so the speed is in doing both at once and little else:
 //  - in a warpgroup: while it takes the exponentials of one tile, O += P V of the tile before is under way (OVERLAP);
 //  - between warpgroups: each has its own tile under way; TURNS makes them issue products in turn;
-//  - at the end of a piece: the first scores of the next one are under way while O is divided and stored.
-// EMULATED of 8 exponentials are computed as a polynomial by the otherwise idle multiply-add units.
+//  - at the end of a piece: the first scores of the next one are under way while O is divided and stored;
+//  - HALF: of the first tile, where only its first 64 keys are in sight, only their exponentials are taken;
+//  - KEEP: a row subtracts the largest score of its first tile from all its scores, whatever larger ones come. P in
+//  bf16
+//    and the sums have the exponents of fp32, so only an overflow would do harm. When the P of a thread's part of a
+//    tile add up to KEEP_BELOW, 64 powers of two, which is rare, the warp computes the tile's scores again and raises
+//    what it subtracts. To search each tile for its largest score, and to multiply O, would be a third of all
+//    instructions.
 //
 // Pieces lie back from the last query, so that a first tile, the shortest, is the one that is not full. T need not be a
 // multiple of anything: the copy engine reads zeros and writes nothing outside a sequence, and whatever keys lie past
@@ -25,12 +31,12 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
+// What may be left out, to see what it gives.
 enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, HALF = 4, KEEP = 8 };
 
-template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_, int EMULATED_ = 0>
+template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_>
 struct HopperForwardShape {
-    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, BN = BN_, STAGES = STAGES_, EMULATED = EMULATED_;
-    static constexpr int OPTIONS = OPTIONS_;
+    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, BN = BN_, STAGES = STAGES_, OPTIONS = OPTIONS_;
     static constexpr int THREADS = (CONSUMERS + 1) * 128;
     static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
     static constexpr int REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
@@ -45,8 +51,8 @@ struct HopperForwardShape {
 };
 
 // What the trainer runs.
-using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | HALF | KEEP>;
-using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | HALF | KEEP | TURNS>;
+using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | TURNS | HALF | KEEP>;
+using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | TURNS | HALF | KEEP>;
 
 struct HopperForwardPiece {
     int head, batch;
@@ -66,9 +72,9 @@ struct HopperForwardArguments {
     float* lse;   // (B,NH,T)
     int* ticket;  // 0 between launches
     int B, T, NH;
-    int group;  // of heads, see forward_work
-    int tiles;  // of queries a head
-    float scale;
+    int group;         // of heads, see forward_work
+    int tiles;         // of queries a head
+    float scale_log2;  // log2(e) / sqrt(HS)
 };
 
 // A place in a ring of buffers, and the parity of its present use, in one register.
@@ -139,23 +145,13 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
     }
 }
 
-// 2^x for x <= 0, relative error 3 * 2^-20: x is split into a whole number and the rest in [-0.5, 0.5].
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: added, it leaves the whole number in the low bits
-    x = fmaxf(x, -126.0f);
-    const float shifted = x + ROUND, rest = x - (shifted - ROUND);
-    float y = fmaf(rest, 0.009582852944731712f, 0.055906426161527634f);
-    y = fmaf(y, rest, 0.24024099111557007f);
-    y = fmaf(y, rest, 0.6931241750717163f);
-    y = fmaf(y, rest, 1.0f);
-    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
-}
-
-// The state of a warpgroup's 64 rows, of each thread's two: P = 2^(scale_log2 * S - reference), the sum of the
-// thread's P. Any reference gives the same quotient of sums; what counts is that no P overflows.
+// Each thread's two rows: P = 2^(scale_log2 * S - reference), and the sum of the thread's P. Any reference gives the
+// same quotient of sums.
 struct HopperRows {
     float reference[2], sum[2];
 };
+
+constexpr float KEEP_BELOW = 18446744073709551616.0f;
 
 // Raises the references to the largest of N * 8 scores of each row; factor is by what sums with the old ones shrink.
 template <int N>
@@ -180,7 +176,7 @@ __device__ __forceinline__ void hopper_raise(const float (&s)[N][4], HopperRows&
 }
 
 // From scores to P, in place, and the sums of what the thread has of it.
-template <int EMULATED, int N>
+template <int N>
 __device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&total)[2], const HopperRows& rows,
                                                     float scale_log2) {
     float partial[2][2] = {};
@@ -188,8 +184,7 @@ __device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&to
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float x = fmaf(s[n][i], scale_log2, -rows.reference[i / 2]);
-            s[n][i] = (n * 4 + i) % 16 < EMULATED ? exp2_polynomial(x) : exp2_approximate(x);
+            s[n][i] = exp2_approximate(fmaf(s[n][i], scale_log2, -rows.reference[i / 2]));
             partial[i / 2][i % 2] += s[n][i];
         }
 #pragma unroll
@@ -213,8 +208,7 @@ __device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float
         for (int i = 0; i < 4; i++) p[k][i] = pack_bf16(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-// The first tile of a piece, the one that the diagonal crosses. HALF: when only its first 64 keys are in sight, only
-// their exponentials are taken.
+// The first tile of a piece, the one that the diagonal crosses.
 template <typename Shape>
 __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
                                              HopperRows& rows, float scale_log2, int diagonal) {
@@ -227,7 +221,7 @@ __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], f
         if (diagonal <= 0) {
             hopper_mask(near, 0);
             hopper_raise(near, rows, factor, scale_log2);
-            hopper_exponentials<0>(near, rows.sum, rows, scale_log2);
+            hopper_exponentials(near, rows.sum, rows, scale_log2);
             hopper_pack(p_near, near);
 #pragma unroll
             for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
@@ -238,11 +232,11 @@ __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], f
         hopper_mask(s, diagonal);
     }
     hopper_raise(s, rows, factor, scale_log2);
-    hopper_exponentials<0>(s, rows.sum, rows, scale_log2);
+    hopper_exponentials(s, rows.sum, rows, scale_log2);
     hopper_pack(p, s);
 }
 
-// Each warp computes its 16 rows of S again, by mma.sync from the same shared memory.
+// A warp computes its 16 rows of S again, by mma.sync from the same shared memory.
 template <typename Shape>
 __device__ __forceinline__ void hopper_scores_again(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -287,15 +281,16 @@ __device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], cons
     wgmma_commit();
 }
 
-// Divides and stores O and lse of a piece's 64 queries `part`, which may lie before the sequence. Each warp sends its
-// 16 rows through memory of its own, `own`. The store is under way on return.
+// Divides and stores O and lse of a piece's 64 queries of a warpgroup, which may lie before the sequence. Each warp
+// sends its 16 rows through shared memory of its own. The store is under way on return.
 template <typename Shape>
-__device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const HopperRows& rows, uint32_t own,
-                                             const CUtensorMap* out_map, const HopperForwardArguments& a,
-                                             HopperForwardPiece piece, int part) {
+__device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const HopperRows& rows,
+                                             uint32_t memory, const CUtensorMap* out_map,
+                                             const HopperForwardArguments& a, HopperForwardPiece piece, int warpgroup) {
     constexpr int HS = Shape::HS;
     const int lane = threadIdx.x % 32;
-    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + part) * 64 + threadIdx.x % 128 / 32 * 16;
+    const uint32_t own = memory + Shape::O + threadIdx.x / 32 * Shape::O_BYTES;
+    const int row0 = (piece.last_block + 1 - Shape::CONSUMERS + warpgroup) * 64 + threadIdx.x % 128 / 32 * 16;
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -333,12 +328,6 @@ __device__ __forceinline__ void hopper_shrink(float (&o)[N][4], const float (&fa
     for (int i = 0; i < N * 4; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
 }
 
-// KEEP: a row keeps the largest score of its first tile as its reference until the P of a thread's part of a tile add
-// up to this much: the sums have the exponents of fp32 as P in bf16 has, so only an overflow would do harm. Then the
-// warp computes the tile's scores again and raises its references. That is 64 powers of two, so it is rare; the search
-// for each tile's largest score, and the factors on O, would take a third of all instructions.
-constexpr float KEEP_BELOW = 18446744073709551616.0f;
-
 // 0, for sums of exponentials; but the compiler must have computed them to know.
 __device__ __forceinline__ uint32_t zero_after(float x, float y) {
     return x < 0.0f || y < 0.0f;
@@ -361,16 +350,16 @@ struct HopperConsumer {
     uint32_t n;  // pieces so far
     RingPlace<Shape::STAGES> k, v;
 
-    __device__ __forceinline__ void release(uint64_t* empty) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(empty));
+    __device__ __forceinline__ void release(uint32_t empty) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
-    // The next tile of keys, once it is there.
-    __device__ __forceinline__ uint32_t keys_ready() {
+    // Waits for the next tile of keys.
+    __device__ __forceinline__ void keys_ready() {
         barrier_wait(shared_offset(&shared.k_full[k.slot()]), k.parity(), 200 + warpgroup);
-        return memory + Shape::K + k.slot() * Shape::KV_BYTES;
     }
+    __device__ __forceinline__ uint32_t keys() const { return memory + Shape::K + k.slot() * Shape::KV_BYTES; }
     __device__ __forceinline__ void keys_done() {
-        release(&shared.k_empty[k.slot()]);
+        release(shared_offset(&shared.k_empty[k.slot()]));
         k.step();
     }
     __device__ __forceinline__ void values_ready(uint32_t zero = 0) {
@@ -378,7 +367,7 @@ struct HopperConsumer {
     }
     __device__ __forceinline__ uint32_t values() const { return memory + Shape::V + v.slot() * Shape::KV_BYTES; }
     __device__ __forceinline__ void values_done() {
-        release(&shared.v_empty[v.slot()]);
+        release(shared_offset(&shared.v_empty[v.slot()]));
         v.step();
     }
     __device__ __forceinline__ uint32_t queries() const {
@@ -403,38 +392,85 @@ struct HopperConsumer {
 
 // The tiles of keys of a piece that only other warpgroups need; on return the first of its own is there.
 template <typename Shape>
-__device__ __forceinline__ uint32_t hopper_skip_keys(HopperConsumer<Shape>& c, int tiles) {
+__device__ __forceinline__ void hopper_skip_keys(HopperConsumer<Shape>& c, int tiles) {
     for (int i = 0; i < tiles; i++) {
         c.keys_ready();
         c.keys_done();
         c.turn();
         c.turn_done();
     }
-    return c.keys_ready();
+    c.keys_ready();
+}
+
+// S was taken against references that are too small: computes it and P again.
+template <typename Shape>
+__device__ __forceinline__ void hopper_again(float (&s)[Shape::BN / 8][4], float (&o)[Shape::HS / 8][4],
+                                             HopperRows& rows, uint32_t q, uint32_t k, float scale_log2) {
+    float factor[2], total[2];
+    hopper_scores_again<Shape>(s, q, k);
+    hopper_raise(s, rows, factor, scale_log2);
+    hopper_exponentials(s, total, rows, scale_log2);
+    hopper_shrink(o, factor);
+    rows.sum[0] = rows.sum[0] * factor[0] + total[0], rows.sum[1] = rows.sum[1] * factor[1] + total[1];
+}
+
+// O += P V of one tile and P of the next, a whole one. Ends with the next tile's values there.
+template <typename Shape>
+__device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)[Shape::BN / 8][4],
+                                            uint32_t (&p)[Shape::BN / 16][4], float (&o)[Shape::HS / 8][4],
+                                            HopperRows& rows, float scale_log2) {
+    constexpr bool KEPT = (Shape::OPTIONS & KEEP) != 0;
+    float total[2], factor[2];
+    c.keys_ready();
+    c.turn();
+    hopper_scores<Shape>(s, c.queries(), c.keys());
+    hopper_values<Shape>(o, p, c.values());
+    c.turn_done();
+    wgmma_wait<(Shape::OPTIONS & OVERLAP) != 0 ? 1 : 0>();
+    wgmma_hold(s);
+    if constexpr (!KEPT) {
+        hopper_raise(s, rows, factor, scale_log2);
+        rows.sum[0] *= factor[0], rows.sum[1] *= factor[1];
+    }
+    hopper_exponentials(s, total, rows, scale_log2);
+    const float sum[2] = {rows.sum[0] + total[0], rows.sum[1] + total[1]};
+    const uint32_t empty = shared_offset(&c.shared.v_empty[c.v.slot()]);
+    c.v.step();
+    c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
+    wgmma_wait<0>();
+    wgmma_hold(o);
+    c.release(empty);
+    const bool right = !KEPT || (total[0] < KEEP_BELOW && total[1] < KEEP_BELOW);
+    if (KEPT && __any_sync(0xffffffffu, !right)) {
+        hopper_again<Shape>(s, o, rows, c.queries(), c.keys(), scale_log2);
+    } else {
+        rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    }
+    c.keys_done();
+    if constexpr (!KEPT) hopper_shrink(o, factor);
+    hopper_pack(p, s);
 }
 
 template <typename Shape>
 __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape>& shared, uint32_t memory,
                                                        int warpgroup, const CUtensorMap* out_map,
                                                        const HopperForwardArguments& a) {
-    constexpr int HS = Shape::HS, BN = Shape::BN, CONSUMERS = Shape::CONSUMERS;
+    constexpr int HS = Shape::HS, BN = Shape::BN;
     HopperConsumer<Shape> c = {shared, memory, warpgroup, 0, {}, {}};
-    const float scale_log2 = a.scale * LOG2_E;
-    float s[BN / 8][4], o[HS / 8][4], total[2], factor[2];
+    float s[BN / 8][4], o[HS / 8][4];
     uint32_t p[BN / 16][4];
     HopperRows rows;
-    const uint32_t own = memory + Shape::O + threadIdx.x / 32 * Shape::O_BYTES;
-    if ((Shape::OPTIONS & TURNS) && warpgroup == CONSUMERS - 1) c.turn_done();  // the first begins
+    if ((Shape::OPTIONS & TURNS) && warpgroup == Shape::CONSUMERS - 1) c.turn_done();  // the first begins
     HopperForwardWalk walk = c.open();
-    uint32_t keys = hopper_skip_keys(c, walk.skipped);
+    hopper_skip_keys(c, walk.skipped);
     c.turn();
-    hopper_scores<Shape>(s, c.queries(), keys);
+    hopper_scores<Shape>(s, c.queries(), c.keys());
     c.turn_done();
     for (;;) {
         wgmma_wait<0>();
         wgmma_hold(s);
         c.keys_done();
-        hopper_first<Shape>(p, s, rows, scale_log2, walk.diagonal);
+        hopper_first<Shape>(p, s, rows, a.scale_log2, walk.diagonal);
         for (; walk.skipped > 0; walk.skipped--) {
             c.values_ready();
             c.values_done();
@@ -442,63 +478,25 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
         c.values_ready();
 #pragma unroll
         for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] = 0.0f;
-        for (int left = walk.first; left > 0; left--) {
-            keys = c.keys_ready();
-            c.turn();
-            hopper_scores<Shape>(s, c.queries(), keys);
-            hopper_values<Shape>(o, p, c.values());
-            c.turn_done();
-            wgmma_wait<Shape::OPTIONS & OVERLAP ? 1 : 0>();
-            wgmma_hold(s);
-            if constexpr ((Shape::OPTIONS & KEEP) == 0) {
-                c.keys_done();
-                hopper_raise(s, rows, factor, scale_log2);
-            }
-            hopper_exponentials<Shape::EMULATED>(s, total, rows, scale_log2);
-            if constexpr ((Shape::OPTIONS & KEEP) == 0) rows.sum[0] *= factor[0], rows.sum[1] *= factor[1];
-            const float sum[2] = {rows.sum[0] + total[0], rows.sum[1] + total[1]};
-            uint64_t* empty = &shared.v_empty[c.v.slot()];
-            c.v.step();
-            c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
-            wgmma_wait<0>();
-            wgmma_hold(o);
-            c.release(empty);
-            if constexpr ((Shape::OPTIONS & KEEP) != 0) {
-                const bool kept = total[0] < KEEP_BELOW && total[1] < KEEP_BELOW;
-                if (__any_sync(0xffffffffu, !kept)) {
-                    hopper_scores_again<Shape>(s, c.queries(), keys);
-                    hopper_raise(s, rows, factor, scale_log2);
-                    hopper_exponentials<0>(s, total, rows, scale_log2);
-                    hopper_shrink(o, factor);
-                    rows.sum[0] = rows.sum[0] * factor[0] + total[0], rows.sum[1] = rows.sum[1] * factor[1] + total[1];
-                } else {
-                    rows.sum[0] = sum[0], rows.sum[1] = sum[1];
-                }
-                c.keys_done();
-            } else {
-                hopper_shrink(o, factor);
-                rows.sum[0] = sum[0], rows.sum[1] = sum[1];
-            }
-            hopper_pack(p, s);
-        }
-        c.release(&shared.q_empty[c.n % 2]);
+        for (int left = walk.first; left > 0; left--) hopper_tile(c, s, p, o, rows, a.scale_log2);
+        c.release(shared_offset(&shared.q_empty[c.n % 2]));
         c.n++;
         walk = c.open();
         if (walk.first < 0) break;
-        keys = hopper_skip_keys(c, walk.skipped);
+        hopper_skip_keys(c, walk.skipped);
         c.turn();
         hopper_values<Shape>(o, p, c.values());
-        hopper_scores<Shape>(s, c.queries(), keys);
+        hopper_scores<Shape>(s, c.queries(), c.keys());
         c.turn_done();
         wgmma_wait<1>();
         wgmma_hold(o);
         c.values_done();
-        hopper_store<Shape>(o, rows, own, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
+        hopper_store<Shape>(o, rows, memory, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
     }
     hopper_values<Shape>(o, p, c.values());
     wgmma_wait<0>();
     wgmma_hold(o);
-    hopper_store<Shape>(o, rows, own, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
+    hopper_store<Shape>(o, rows, memory, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
@@ -552,7 +550,7 @@ inline void attention_hopper_forward(const Device* dev, bf16* out /*(B,T,C)*/, f
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperForwardArguments a = {lse, dev->ticket, B, T, NH, attention_group(T, Shape::HS, sizeof(bf16)), 0, 0.0f};
     a.tiles = (int)ceil_div(T, 64 * Shape::CONSUMERS);
-    a.scale = 1.0f / sqrtf((float)Shape::HS);
+    a.scale_log2 = LOG2_E / sqrtf((float)Shape::HS);
     const int64_t pieces = (int64_t)B * NH * a.tiles;
     attention_set_shared(attention_hopper_forward_kernel<Shape>, Shape::SHARED);
     attention_hopper_forward_kernel<Shape>
