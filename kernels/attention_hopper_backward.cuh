@@ -311,8 +311,8 @@ __device__ __forceinline__ void hopper_backward_store_ds(uint32_t panel, const u
         store_matrices_transposed(to + k * 16 * PANEL_ROW_BYTES, ds[k][0], ds[k][1], ds[k][2], ds[k][3]);
 }
 
-// to[i] += value[i] in the L2 cache, which saves the way here and back. Only one group at a time adds to a place, in the
-// order of the flags, so the sum does not depend on time.
+// to[i] += value[i] in the L2 cache, which saves the way here and back. Only one group at a time adds to a place, in
+// the order of the flags, so the sum does not depend on time.
 __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(value[0]), "f"(value[1]),
                  "f"(value[2]), "f"(value[3])
