@@ -143,7 +143,7 @@ def make(run, folder, returncode, words, weights):
         "weights_bytes": plan["weights_bytes"],
         "state_bytes": state_bytes,
         "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
-        "data": plan["data"],
+        "data": re.sub(r"^\S*/", "", plan["data"]),  # the folder's name, wherever it is
         "device": config.get("device"),
     }
 
