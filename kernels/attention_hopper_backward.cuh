@@ -441,6 +441,18 @@ __device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::B
     wgmma_commit();
 }
 
+// dq of a tile is there: frees its ds and, after the last tile, its k, and lets dq go.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                        HopperBackwardShared<Shape>& shared, int buffer,
+                                                        HopperBackwardExit& out, const HopperBackwardArguments& a,
+                                                        const HopperBackwardTile& tile, int group) {
+    warp_arrive(&shared.ds_empty[buffer]);
+    if (tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile))
+        warp_arrive(&shared.key_empty[tile.sequence % 2]);
+    hopper_backward_dq_out<Shape>(dq, out, a, tile, group);
+}
+
 // One of the two groups that compute. A tile's products are under way while the tile before gives its dq; the scores
 // of the next tile while dk and dv of a finished tile of keys leave. After the last tile there is one more round, whose
 // scores are of whatever is there and not used: the compiler makes products wait for each other when a loop can be
@@ -484,12 +496,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
                                           tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile));
         wgmma_wait<1>();
         wgmma_hold(dq);
-        if (count > 0) {
-            warp_arrive(&shared.ds_empty[stage ^ 1]);
-            if (before.query_tile == hopper_backward_last<Shape>(a, before.key_tile))
-                warp_arrive(&shared.key_empty[before.sequence % 2]);
-            hopper_backward_dq_out<Shape>(dq, out, a, before, group);
-        }
+        if (count > 0) hopper_backward_dq_done<Shape>(dq, shared, stage ^ 1, out, a, before, group);
 
         before = tile, tile.query_tile += Shape::UP ? 1 : -1;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
@@ -509,7 +516,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
     wgmma_wait<0>();
     wgmma_hold(dq);
-    hopper_backward_dq_out<Shape>(dq, out, a, before, group);
+    hopper_backward_dq_done<Shape>(dq, shared, (count - 1) % 2, out, a, before, group);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
