@@ -947,9 +947,10 @@ inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, c
                                       const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
                                       const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
     if constexpr (std::is_same_v<X, bf16>) {
-        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false>>);
+        using Hopper = HopperBackward<HS>;
+        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
         if (dev->compute == 90 && built)
-            return attention_hopper_backward<HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     }
     attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }

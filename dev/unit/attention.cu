@@ -390,15 +390,15 @@ TEST(attention_bf16_uneven_blocks_gpu) {
     device_close(&dev);
 }
 
-template <int HS, bool UP>
+template <int HS, int BM, bool UP>
 static void check_uneven_hopper(Test* test, const Device* dev) {
     auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        hopper_backward_launch<HopperBackward<HS, UP>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B,
-                                                       c.T, c.NH);
+        attention_hopper_backward<HopperBackwardShape<HS, BM, UP, false>>(dev, dqkv, scratch, c.d_dout, c.d_qkv,
+                                                                          c.d_out, c.d_lse, c.B, c.T, c.NH);
     };
     check_uneven<HS>(test, dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        hopper_backward_launch<HopperBackward<HS, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
-                                                             c.B, c.T, c.NH);
+        attention_hopper_backward<HopperBackwardShape<HS, BM, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out,
+                                                                         c.d_lse, c.B, c.T, c.NH);
     });
 }
 
@@ -406,10 +406,10 @@ TEST(attention_hopper_uneven_blocks_gpu) {
     Device dev;
     device_open(&dev, true, 0);
     const bool hopper =
-        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false>>);
+        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64>>);
     if (hopper) {
-        check_uneven_hopper<64, false>(test, &dev), check_uneven_hopper<128, false>(test, &dev);
-        check_uneven_hopper<64, true>(test, &dev), check_uneven_hopper<128, true>(test, &dev);
+        check_uneven_hopper<64, 128, false>(test, &dev), check_uneven_hopper<128, 64, false>(test, &dev);
+        check_uneven_hopper<64, 128, true>(test, &dev), check_uneven_hopper<128, 64, true>(test, &dev);
     }
     device_close(&dev);
     if (!hopper) skip("needs a GPU of compute capability 9.0 and a build for sm_90a");
