@@ -277,7 +277,7 @@ __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4]
         const float2 l = *reinterpret_cast<const float2*>(lse + n * 8 + t * 2);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[n][e] = exp2_approximate(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x)));
+            s[n][e] = fast_exp2(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x)));
         }
     }
 }
@@ -481,7 +481,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile);
         wgmma_wait<1>();
         wgmma_hold(s);
-        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_E);
+        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E);
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
@@ -608,7 +608,7 @@ __global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t fl
     const int t = first + lane;
     const int64_t bh = batch * NH + head;
     float* to = rows + (bh * (padded / BM) + t / BM) * 2 * BM + t % BM;
-    to[0] = t < T ? lse[bh * T + t] * LOG2_E : INFINITY;
+    to[0] = t < T ? lse[bh * T + t] * LOG2_OF_E : INFINITY;
     to[BM] = mine;
 }
 
