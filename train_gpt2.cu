@@ -1254,6 +1254,18 @@ static bool left_to_preset(const Options* o, const bool* given, const Json* save
     return false;
 }
 
+// A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.
+static void resume_usual_lr(Options* o, const bool* given, const char* rule, const Json* saved, char* changed,
+                            size_t changed_bytes) {
+    const char* before = json_string(saved, "rule", rule);
+    double old = optim_usual_lr(before, o->channels), usual = optim_usual_lr(rule, o->channels);
+    if (given[option_find(&TABLE, "lr") - OPTIONS] || old == usual || o->lr == usual) return;
+    size_t used = strlen(changed);
+    snprintf(changed + used, changed_bytes - used, " --lr %g, usual for %s (was %g, for %s)", usual, rule, o->lr,
+             before);
+    o->lr = usual;
+}
+
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
 // where the model's shape hangs on them.
 static void resume_options(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
@@ -1281,7 +1293,10 @@ static void resume_options(Options* o, const bool* given, const Json* saved, cha
     Options trial = *o;
     trial.grads = "fp32";
     bool v_typed = given[option_find(&TABLE, "v") - OPTIONS];
-    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) o->v = "";
+    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) trial.v = o->v = "";
+    if (optim_config_try(&trial, &config, error, sizeof(error))) {
+        resume_usual_lr(o, given, config.rule, saved, changed, changed_bytes);
+    }
 }
 
 // The run folder, the banner and the lines.
