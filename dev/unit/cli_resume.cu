@@ -262,7 +262,7 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
     expect_code(child, 0);
     int64_t bytes;
     char* options = contents(other, "config.json", &bytes);
-    expect(options && strstr(options, "\"lr\": \"0.0006\""), "config.json: %s", options);
+    expect(options && strstr(options, "\"lr\": \"0.000600"), "config.json: %s", options);
     expect(!strstr(OUT(child), " --lr "), "%s", OUT(child));
     free(options);
     forget(&child);
