@@ -485,7 +485,8 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     int turn = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride, turn ^= 1) {
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], step_memory, nullptr, grad_scale, thread, turn);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], step_memory, nullptr, grad_scale, thread,
+                                                      turn);
     }
 #endif
 }

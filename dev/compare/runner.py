@@ -81,7 +81,7 @@ class Runner:
         folder = self.work / run.slug()
         key = {"options": run.options_key(), "data": self.trainer.data_key(run)}
         marker = folder / "sweep.json"
-        same = marker.is_file() and json.loads(marker.read_text()) == key
+        same = marker.is_file() and marker.read_text() == json.dumps(key)
         saved = record.checkpoint(folder) if same else None
         if not saved:
             shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +117,7 @@ class Runner:
         steps = max(0, record.last_step(job.folder) - job.first)
         tokens = steps * result["tokens_per_step"]
         self.done_tokens += tokens
-        if result["status"] == "done":
+        if result["status"] == "done" and job.first == 0:
             self.rates.append(tokens / seconds)
         result |= {
             "data_key": self.trainer.data_key(job.run),

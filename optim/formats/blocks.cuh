@@ -19,8 +19,8 @@
 //     Table, fill(table)     what it looks up, in shared memory on a GPU; NoTable when it is pure arithmetic
 //     Stochastic             optional, the format that stores with noise: the same codes, another table
 //     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word, stochastic_word (codes in words' upper
-//                            bits), decode2 and nearest2, decode_pair; ALL (optional): get_all and, with noise, put_all;
-//                            stochastic_pack, where there is one
+//                            bits), decode2 and nearest2, decode_pair; ALL (optional): get_all and, with noise,
+//                            put_all; stochastic_pack, where there is one
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
