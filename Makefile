@@ -104,8 +104,8 @@ bench: build/dev/bench
 
 # Memory errors in every GPU test, races in the attention kernels' shared memory.
 sanitize: test_gpt2
-	NIBBLE_SANITIZE=1 compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 -j 1 -k _gpu $(SANITIZE)
-	compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 -k attention_race
+	NIBBLE_SANITIZE=1 compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 --here -k _gpu $(SANITIZE)
+	compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 --here -k attention_race
 
 VENV_PYTHON := .venv/bin/python
 venv: $(VENV_PYTHON)

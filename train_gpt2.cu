@@ -1182,14 +1182,29 @@ static void checkpoint_save(Run* run) {
     }
 }
 
-// Another rule may have no use for the saved v, or need one where there was none.
-static void resume_state_v(Options* o, const bool* given) {
+// A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.
+static void resume_usual_lr(Options* o, const bool* given, const char* rule, const Json* saved, char* changed,
+                            size_t changed_bytes) {
+    const char* before = json_string(saved, "rule", rule);
+    double old = optim_usual_lr(before, o->channels), usual = optim_usual_lr(rule, o->channels);
+    if (given[option_find(&TABLE, "lr") - OPTIONS] || old == usual || o->lr == usual) return;
+    size_t used = strlen(changed);
+    snprintf(changed + used, changed_bytes - used, " --lr %g, usual for %s (was %g, for %s)", usual, rule, o->lr,
+             before);
+    o->lr = usual;
+}
+
+// Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own.
+static void resume_rule(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
     char error[DATA_ERROR_BYTES];
     OptimConfig config;
     Options trial = *o;
     trial.grads = "fp32";
     bool v_typed = given[option_find(&TABLE, "v") - OPTIONS];
-    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) o->v = "";
+    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) trial.v = o->v = "";
+    if (optim_config_try(&trial, &config, error, sizeof(error))) {
+        resume_usual_lr(o, given, config.rule, saved, changed, changed_bytes);
+    }
 }
 
 // The run folder, the banner and the lines.
@@ -1846,7 +1861,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     const char* checkpoint = state ? folder : nullptr;
     if (state) {
         resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
-        resume_state_v(o, given);
+        resume_rule(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
         if (!o->run[0]) o->run = strdup(folder_parent(checkpoint, parent, sizeof(parent)));
         if (launch->rank == 0 && !checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) {
             user_error("%s", error);

@@ -49,10 +49,10 @@ static void run_product(const Device* dev, const Product* p, const Arrays* array
                                aux ? arrays->aux : nullptr};
     device_sync(dev);
     double begin = seconds();
-    MatmulPlan plan = matmul_plan_create(dev, &shape, &pointers);
+    MatmulPlan plan = matmul_plan_create(dev, &shape, &pointers, false);
     double search_ms = 1e3 * (seconds() - begin);
     matmul_point(&plan, &pointers);
-    MatmulTrial trial = {nullptr, pointers, arrays->hash, p->m * p->n * (p->fp32 ? 4 : 2)};
+    MatmulTrial trial = {nullptr, pointers, arrays->hash, p->m * p->n * (p->fp32 ? 4 : 2), 0, false};
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
     int count = matmul_candidates(dev, &plan, algorithm, MATMUL_CANDIDATES);
     double ms[MATMUL_CANDIDATES], flops = 2.0 * p->m * p->n * p->k;

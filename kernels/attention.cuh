@@ -291,11 +291,11 @@ __device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4],
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         float shift = top * scale_log2, partial = 0.0f;
-        float factor = exp2_approximate(largest[r] * scale_log2 - shift);
+        float factor = fast_exp2(largest[r] * scale_log2 - shift);
 #pragma unroll
         for (int n = 0; n < N / 8; n++) {
-            s[n][2 * r] = exp2_approximate(fmaf(s[n][2 * r], scale_log2, -shift));
-            s[n][2 * r + 1] = exp2_approximate(fmaf(s[n][2 * r + 1], scale_log2, -shift));
+            s[n][2 * r] = fast_exp2(fmaf(s[n][2 * r], scale_log2, -shift));
+            s[n][2 * r + 1] = fast_exp2(fmaf(s[n][2 * r + 1], scale_log2, -shift));
             partial += s[n][2 * r] + s[n][2 * r + 1];
         }
         sum[r] = sum[r] * factor + partial;
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row0 = tile * BM + warp * 16 * MT;  // this warp's first query
     const int tiles = (min(tile * BM + BM, T) + BN - 1) / BN;
-    const float scale_log2 = scale * LOG2_E;
+    const float scale_log2 = scale * LOG2_OF_E;
 
     tile_load<BM, HS, THREADS>(q_tile, q, stride, tile * BM, T);
     tile_load<BN, HS, THREADS>(kv_tiles, q + C, stride, 0, T);
@@ -473,7 +473,7 @@ __device__ inline void backward_softmax(float (&s)[4][4], float (&dp)[4][4], con
         const float2 d = *reinterpret_cast<const float2*>(D + n * 8 + t * 2);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[n][e] = exp2_approximate(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x) * LOG2_E));
+            s[n][e] = fast_exp2(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x) * LOG2_OF_E));
             dp[n][e] = s[n][e] * (dp[n][e] - (e % 2 ? d.y : d.x));
         }
     }
@@ -591,7 +591,7 @@ __device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)
                 float s[1][4][4] = {}, dp[1][4][4] = {};
                 multiply_rows<1, 32, HS, Shape::IN_REGISTERS>(s, k, q_tile + i * HS * 2);
                 multiply_rows<1, 32, HS, Shape::IN_REGISTERS>(dp, v, dout_tile + i * HS * 2);
-                backward_softmax(s[0], dp[0], rows + i, rows + BM + i, key, m * BM + i, work.scale * LOG2_E);
+                backward_softmax(s[0], dp[0], rows + i, rows + BM + i, key, m * BM + i, work.scale * LOG2_OF_E);
                 pack_left<32>(p + i / 16, s[0]);
                 pack_left<32>(ds + i / 16, dp[0]);
             }
@@ -947,9 +947,10 @@ inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, c
                                       const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
                                       const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
     if constexpr (std::is_same_v<X, bf16>) {
-        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false>>);
+        using Hopper = HopperBackward<HS>;
+        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
         if (dev->compute == 90 && built)
-            return attention_hopper_backward<HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     }
     attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }

@@ -8,8 +8,8 @@
 //  - a cluster of the blocks of a head, exchanging dq through each other's shared memory, must have all T / 128 of
 //    them running at once, which have 1 to T / 128 tiles to do: half of the multiprocessors' time;
 //  - summing in memory, as here, costs no product and sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64,
-//    NH 12, T 1024), about 1000 cycles of what a multiprocessor can send. (Plain stores take as long as additions; to
-//    read, add and store takes longer. All measured; dev/LOG.md.)
+//    NH 12, T 1024): measured, 0.4 to 0.6 us a tile of 2.6. Additions cost what plain stores would; to read, add and
+//    store costs more.
 //
 // A block stays on its multiprocessor and draws tiles of keys until there are none. Three warpgroups:
 //  - two compute. Each owns 64 of the 128 keys and takes the scores transposed: s^T = k q^T and dp^T = v dout^T come
@@ -33,11 +33,10 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// BM queries by 128 keys. Down: a block walks from the last queries back to its diagonal, and dq is summed from the
-// first tile of keys on; the longest walks come first, so that all multiprocessors end together. UP: from the diagonal
-// on, and from the nearest tile of keys on; walks that start together then meet no one at a tile, which counts where
-// there are more tiles in a head than heads in a group. UNEVEN is for the test of the order: every other tile of keys
-// is slow.
+// BM queries by 128 keys. UP: a block walks from its diagonal to the last queries, and dq is summed from the nearest
+// tile of keys on, so that walks which start together meet no one at a tile. Else it walks back to its diagonal, and dq
+// is summed from the first tile of keys on, so that the longest walks come first and all multiprocessors end together.
+// UNEVEN is for the test of the order: every other tile of keys is slow.
 template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false>
 struct HopperBackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, V_SLOTS = HS == 64 ? 2 : 1;
@@ -45,15 +44,16 @@ struct HopperBackwardShape {
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
-    // Offsets into shared memory: k of two tiles of keys, v of one, stages {q, dout}, two tiles of ds.
+    // Offsets into shared memory: k of two tiles of keys, v of V_SLOTS, two stages {q, dout}, two tiles
+    // of ds, two places of each warp for results.
     static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + 2 * 2 * QUERY_BYTES;
     static constexpr int OUT = DS + 2 * DS_BYTES, SHARED = OUT + 8 * 2 * OUT_BYTES;
     static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
 
-// The tiles that the trainer runs.
-template <int HS, bool UP, bool UNEVEN = false>
-using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, UP, UNEVEN>;
+// What the trainer runs: the faster direction of each, by up to 20 %.
+template <int HS, bool UNEVEN = false>
+using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, HS == 64, UNEVEN>;
 
 // Numbers of barriers, one for each group.
 enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
@@ -277,7 +277,7 @@ __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4]
         const float2 l = *reinterpret_cast<const float2*>(lse + n * 8 + t * 2);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[n][e] = exp2_approximate(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x)));
+            s[n][e] = fast_exp2(fmaf(s[n][e], scale_log2, -(e % 2 ? l.y : l.x)));
         }
     }
 }
@@ -311,6 +311,8 @@ __device__ __forceinline__ void hopper_backward_store_ds(uint32_t panel, const u
         store_matrices_transposed(to + k * 16 * PANEL_ROW_BYTES, ds[k][0], ds[k][1], ds[k][2], ds[k][3]);
 }
 
+// to[i] += value[i] in the L2 cache, which saves the way here and back. Only one group at a time adds to a place, in
+// the order of the flags, so the sum does not depend on time.
 __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(value[0]), "f"(value[1]),
                  "f"(value[2]), "f"(value[3])
@@ -349,30 +351,7 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
     }
 }
 
-// Adds columns 8 FROM to 8 TO of a group's part of dq to the sum.
-template <typename Shape, int FROM, int TO>
-__device__ __forceinline__ void hopper_backward_dq_add(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
-                                                       const HopperBackwardArguments& a, const HopperBackwardTile& tile,
-                                                       float* sum) {
-    const bool first = hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) == 0;
-#pragma unroll
-    for (int n = FROM; n < TO; n++) {
-        if (!first)
-            add_4(sum + n * 512, dq[n]);
-        else
-            __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
-    }
-}
-
-// A group's part of a tile of dq_sum, this thread's first value.
-template <typename Shape>
-__device__ __forceinline__ float* hopper_backward_dq_sum(const HopperBackwardArguments& a,
-                                                         const HopperBackwardTile& tile, int group) {
-    return a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * Shape::BM * Shape::HS +
-           group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
-}
-
-// Adds the first half of a group's part of dq to the sum when it is its turn, or writes the result.
+// Adds a group's part of dq to the sum when it is its turn, or writes the result.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COLUMNS / 8][4], HopperBackwardExit& out,
                                                        const HopperBackwardArguments& a, const HopperBackwardTile& tile,
@@ -381,31 +360,31 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
     if (Shape::UNEVEN && tile.key_tile % 2 == 1)
         for (long long start = clock64(); clock64() - start < 50000;) {
         }
-    float* sum = hopper_backward_dq_sum<Shape>(a, tile, group);
+    float* sum = a.dq_sum + ((int64_t)tile.bh * a.query_tiles + tile.query_tile) * BM * HS +
+                 group * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
+    const bool first = hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) == 0;
     group_sync(GO_BARRIER + group, ORDER_THREADS);
-    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile))
-        return hopper_backward_dq_add<Shape, 0, N / 2>(dq, a, tile, sum);
-    float4 before[N] = {};
-    if (hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) > 0) {
+    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile)) {
 #pragma unroll
-        for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
+        for (int n = 0; n < N; n++) {
+            if (!first)
+                add_4(sum + n * 512, dq[n]);
+            else
+                __stcg(reinterpret_cast<float4*>(sum + n * 512), make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
+        }
+    } else {
+        float4 before[N] = {};
+        if (!first) {
+#pragma unroll
+            for (int n = 0; n < N; n++) before[n] = __ldcg(reinterpret_cast<const float4*>(sum + n * 512));
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
+        const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
+        const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
+        hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
     }
-#pragma unroll
-    for (int n = 0; n < N; n++)
-        dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
-    const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
-    const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
-    hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
-}
-
-// The other half.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_rest(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
-                                                        const HopperBackwardArguments& a,
-                                                        const HopperBackwardTile& tile, int group) {
-    constexpr int N = Shape::DQ_COLUMNS / 8;
-    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile))
-        hopper_backward_dq_add<Shape, N / 2, N>(dq, a, tile, hopper_backward_dq_sum<Shape>(a, tile, group));
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
 
@@ -462,6 +441,18 @@ __device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::B
     wgmma_commit();
 }
 
+// dq of a tile is there: frees its ds and, after the last tile, its k, and lets dq go.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_COLUMNS / 8][4],
+                                                        HopperBackwardShared<Shape>& shared, int buffer,
+                                                        HopperBackwardExit& out, const HopperBackwardArguments& a,
+                                                        const HopperBackwardTile& tile, int group) {
+    warp_arrive(&shared.ds_empty[buffer]);
+    if (tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile))
+        warp_arrive(&shared.key_empty[tile.sequence % 2]);
+    hopper_backward_dq_out<Shape>(dq, out, a, tile, group);
+}
+
 // One of the two groups that compute. A tile's products are under way while the tile before gives its dq; the scores
 // of the next tile while dk and dv of a finished tile of keys leave. After the last tile there is one more round, whose
 // scores are of whatever is there and not used: the compiler makes products wait for each other when a loop can be
@@ -490,7 +481,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile);
         wgmma_wait<1>();
         wgmma_hold(s);
-        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_E);
+        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E);
         wgmma_wait<0>();
         wgmma_hold(dp);
         if (!more) break;
@@ -505,15 +496,9 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
                                           tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile));
         wgmma_wait<1>();
         wgmma_hold(dq);
-        if (count > 0) {
-            warp_arrive(&shared.ds_empty[stage ^ 1]);
-            if (before.query_tile == hopper_backward_last<Shape>(a, before.key_tile))
-                warp_arrive(&shared.key_empty[before.sequence % 2]);
-            hopper_backward_dq_out<Shape>(dq, out, a, before, group);
-        }
+        if (count > 0) hopper_backward_dq_done<Shape>(dq, shared, stage ^ 1, out, a, before, group);
 
-        const HopperBackwardTile done = tile;
-        tile.query_tile += Shape::UP ? 1 : -1;
+        before = tile, tile.query_tile += Shape::UP ? 1 : -1;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
         const uint32_t next = memory + Shape::RING + (stage ^ 1) * 2 * Shape::QUERY_BYTES;
         if (more) barrier_wait(shared_offset(&shared.full[stage ^ 1]), (count + 1) / 2 % 2, 14);
@@ -522,9 +507,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
         warp_arrive(&shared.empty[stage]);
-        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, done, group);
-        if (count > 0) hopper_backward_dq_rest<Shape>(dq, a, before, group);
-        before = done;
+        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, group);
         const int slot = tile.sequence % Shape::V_SLOTS;
         if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
         hopper_backward_scores_start<Shape>(dp, v_tile + slot * Shape::KEY_BYTES, next + Shape::QUERY_BYTES);
@@ -533,8 +516,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
     wgmma_wait<0>();
     wgmma_hold(dq);
-    hopper_backward_dq_out<Shape>(dq, out, a, before, group);
-    hopper_backward_dq_rest<Shape>(dq, a, before, group);
+    hopper_backward_dq_done<Shape>(dq, shared, (count - 1) % 2, out, a, before, group);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
@@ -626,7 +608,7 @@ __global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t fl
     const int t = first + lane;
     const int64_t bh = batch * NH + head;
     float* to = rows + (bh * (padded / BM) + t / BM) * 2 * BM + t % BM;
-    to[0] = t < T ? lse[bh * T + t] * LOG2_E : INFINITY;
+    to[0] = t < T ? lse[bh * T + t] * LOG2_OF_E : INFINITY;
     to[BM] = mine;
 }
 
@@ -654,18 +636,21 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
     check_launch();
 }
 
+// Writes every element of dqkv; C = NH * HS. `scratch` has hopper_backward_scratch's bytes, contents irrelevant.
 template <typename Shape>
-inline void hopper_backward_launch(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
-                                   const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
-                                   const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
-    constexpr int TOGETHER = 65536;  // tokens of a group of heads: their q, dout and dq_sum take 32 MiB of L2 cache
+inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
+                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
+                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
+                                      int NH) {
+    constexpr int TOGETHER = 4 << 20;  // values of q of a group of heads: with dout and dq_sum 32 MiB of L2 cache
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperBackwardArguments a;
     a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
     a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
     a.T = T, a.NH = NH, a.heads = B * NH;
-    a.group = TOGETHER / T < 1 ? 1 : TOGETHER / T > a.heads ? a.heads : TOGETHER / T;
+    const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
+    a.group = (int)(group < 1 ? 1 : group > a.heads ? a.heads : group);
     a.key_tiles = (int)ceil_div(T, Shape::BN), a.query_tiles = (int)ceil_div(T, Shape::BM);
     a.scale = 1.0f / sqrtf((float)Shape::HS);
     attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
@@ -673,15 +658,4 @@ inline void hopper_backward_launch(const Device* dev, bf16* dqkv /*(B,T,3C)*/, c
     attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
         tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16), a);
     check_launch();
-}
-
-// Writes every element of dqkv; C = NH * HS. `scratch` has hopper_backward_scratch's bytes, contents irrelevant.
-template <int HS>
-inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
-                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
-                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
-                                      int NH) {
-    if (HS == 64 && T > 2048)
-        return hopper_backward_launch<HopperBackward<HS, true>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
-    hopper_backward_launch<HopperBackward<HS, false>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
 }

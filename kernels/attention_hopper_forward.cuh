@@ -170,7 +170,7 @@ __device__ __forceinline__ void hopper_raise(const float (&s)[N][4], HopperRows&
         now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
         now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
         now = fmaxf(now * scale_log2, rows.reference[r]);
-        factor[r] = exp2_approximate(rows.reference[r] - now);
+        factor[r] = fast_exp2(rows.reference[r] - now);
         rows.reference[r] = now;
     }
 }
@@ -184,7 +184,7 @@ __device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&to
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            s[n][i] = exp2_approximate(fmaf(s[n][i], scale_log2, -rows.reference[i / 2]));
+            s[n][i] = fast_exp2(fmaf(s[n][i], scale_log2, -rows.reference[i / 2]));
             partial[i / 2][i % 2] += s[n][i];
         }
 #pragma unroll
@@ -296,11 +296,11 @@ __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4],
     for (int r = 0; r < 2; r++) {
         float sum = rows.sum[r] + __shfl_xor_sync(0xffffffffu, rows.sum[r], 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        inverse[r] = reciprocal_approximate(sum);
+        inverse[r] = fast_reciprocal(sum);
         const int row = row0 + lane / 4 + r * 8;
         if (lane % 4 == 0 && row >= 0 && row < a.T)
             a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] =
-                (rows.reference[r] + log2_approximate(sum)) * (1.0f / LOG2_E);
+                (rows.reference[r] + fast_log2(sum)) * (1.0f / LOG2_OF_E);
     }
     if (lane == 0) store_wait_read<0>();  // the last piece's O has left
     __syncwarp();
@@ -550,7 +550,7 @@ inline void attention_hopper_forward(const Device* dev, bf16* out /*(B,T,C)*/, f
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperForwardArguments a = {lse, dev->ticket, B, T, NH, attention_group(T, Shape::HS, sizeof(bf16)), 0, 0.0f};
     a.tiles = (int)ceil_div(T, 64 * Shape::CONSUMERS);
-    a.scale_log2 = LOG2_E / sqrtf((float)Shape::HS);
+    a.scale_log2 = LOG2_OF_E / sqrtf((float)Shape::HS);
     const int64_t pieces = (int64_t)B * NH * a.tiles;
     attention_set_shared(attention_hopper_forward_kernel<Shape>, Shape::SHARED);
     attention_hopper_forward_kernel<Shape>

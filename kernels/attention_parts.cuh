@@ -3,23 +3,9 @@
 
 #include "common.cuh"
 
-constexpr float LOG2_E = 1.44269504088896340736f;
-
-__device__ inline float exp2_approximate(float x) {  // relative error 2^-22; exp2(-inf) = 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float log2_approximate(float x) {  // absolute error 2^-22 from 0.5 to 2, else relative error 2^-22
+__device__ inline float fast_log2(float x) {  // absolute error 2^-22 from 0.5 to 2, else relative error 2^-22
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float reciprocal_approximate(float x) {  // relative error 2^-23
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

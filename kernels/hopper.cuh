@@ -1,8 +1,8 @@
-// The instructions of sm_90a that the attention kernels are made of: barriers in shared memory (mbarrier), the copy
-// engine's tensor copies (TMA), the matrix product of a warpgroup of 128 threads (wgmma), the register budget of a
-// warpgroup (setmaxnreg) and barriers of some of a block's warps. One function an instruction; what each does and which
-// layout it wants is said at its declaration, with the section of NVIDIA's PTX ISA that defines it (by title: the
-// numbers move from one edition to the next).
+// The instructions of sm_90a that the attention kernels and the classifier are made of: barriers in shared memory
+// (mbarrier), the copy engine's copies of tensors and of runs of bytes (TMA), the matrix product of a warpgroup of 128
+// threads (wgmma), the register budget of a warpgroup (setmaxnreg) and barriers of some of a block's warps. One
+// function an instruction; what each does and which layout it wants is said at its declaration, with the section of
+// NVIDIA's PTX ISA that defines it (by title: the numbers move from one edition to the next).
 //
 // Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
 // after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
@@ -163,10 +163,6 @@ __device__ __forceinline__ void registers_shrink() {
 // The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread gives the order. Coordinates are column,
 // row, batch of the box's first element.
 
-__device__ __forceinline__ void tensor_prefetch_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // The barrier counts the box's bytes, those past the tensor's end too.
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
                                             int batch) {
@@ -193,13 +189,6 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int byt
 
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
-// to[i] += from[i], fp32 (PTX ISA, Data Movement: cp.reduce.async.bulk).
-__device__ __forceinline__ void bulk_add(float* to, uint32_t from, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-                 "r"(bytes)
                  : "memory");
 }
 

@@ -11,9 +11,10 @@
 // All of it is memory-bound. Bytes per element of (N, C): forward 2 accesses, residual + forward 4, backward 4 (dout,
 // inp, dinp twice). Forward: a warp holds a row in registers up to 8 vectors a lane; longer rows take a block, which
 // reads them again from the cache. Backward: a block walks over rows; a thread owns the same vectors of channels in all
-// of them, so dweight and dbias stay in its registers. cp.async brings the rows of the next turns into shared memory,
-// each thread its own vectors, so that no barrier guards them: three rows ahead are what it takes to keep the memory
-// busy. Each block leaves its partial sums in scratch memory, and column_sum.cuh adds these up.
+// of them, so dweight and dbias stay in its registers. cp.async brings rows into shared memory, each thread its own
+// vectors, so that no barrier guards them: while one turn of one or two rows is worked on, the next is under way,
+// except of the longest rows, which have room for one turn only (layernorm_rows, layernorm_stages). Each block leaves
+// its partial sums in scratch memory, and column_sum.cuh adds these up.
 //
 // The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
 // column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
@@ -467,6 +468,12 @@ void layernorm_backward_launch(const Device* dev, LayernormShape shape, int bloc
                                int64_t N, int C) {
     auto kernel = layernorm_backward_kernel<X, VECS>;
     int bytes = layernorm_rows(VECS) * layernorm_stages(VECS) * layernorm_row_bytes(VECS, shape.threads);
+    if (bytes + 1024 > dev->shared_memory) {  // 1024: more than the static sums
+        user_error(
+            "layer norm of %d channels in fp32 needs %d bytes of shared memory, this GPU has %d for a block; type "
+            "fewer --channels or --matmul bf16",
+            C, bytes, dev->shared_memory);
+    }
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     kernel<<<blocks, shape.threads, bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C);
     check_launch();

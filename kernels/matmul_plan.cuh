@@ -4,9 +4,10 @@
 //
 // Which algorithm: cuBLASLt's first proposal is up to a tenth slower than its best, so all proposals for a large
 // product are timed once, on random operands, when its plan is made: about 50 ms a shape. A clock must not decide over
-// bits (the same command twice gives the same losses to the last bit), so only proposals take part whose result has
-// every bit of the first one's. That is most of them: without a split of k, each sum runs over k in the same order
-// whatever the tile.
+// bits (the same command twice, or a run and its resumption, give the same losses to the last bit), so only proposals
+// take part whose result has every bit of the first one's, which is also what runs where there is no search. Operands
+// and bias are random because a run's may be zeros, in whose sums all algorithms agree. Proposals with those bits are
+// most of them: without a split of k, each sum runs over k in the same order whatever the tile.
 #pragma once
 #include "common.cuh"
 
@@ -107,41 +108,61 @@ __global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_
     atomicAdd(sum, own);
 }
 
-// Operands to try algorithms on, in one piece of device memory that is free again after the search.
+// Operands to try algorithms on, in one piece of device memory that is free again after the search. The product that
+// is wanted overwrites its output unless it accumulates, so the trial writes there, and into GELU's input when that is
+// an output. What remains is large where an operand is: about 1.8 GB at GPT-2 124M, for the gradient of the head's
+// weights from 16384 rows of logits. It is not in the trainer's memory plan. Without room for it there is no search,
+// which changes the speed but no bits, and a line on stderr says so.
 struct MatmulTrial {
     char* memory;
     MatmulPointers pointers;
     unsigned long long* hash;
     int64_t output_bytes;
+    int64_t aux_bytes;  // of GELU's input where it is an output, otherwise 0
+    bool sums;          // also with beta = 1, as a weight's gradient is added to
 };
 
+inline bool matmul_writes_aux(cublasLtEpilogue_t epilogue) {
+    return epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+}
+
+inline void matmul_fill(const Device* dev, void* values, int64_t bytes) {
+    matmul_fill_kernel<<<(unsigned)ceil_div(bytes / 2, 256), 256, 0, dev->stream>>>((bf16*)values, bytes / 2);
+    check_launch();
+}
+
 // False when there is no room.
-inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used,
+inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
                               MatmulTrial* trial) {
     const MatmulShape* s = &plan->shape;
-    int64_t a = s->m * s->k, b = s->k * s->n, bytes = 256;
-    auto take = [&bytes](int64_t size) {
-        int64_t offset = bytes;
-        bytes += (size + 255) / 256 * 256;
-        return offset;
-    };
-    trial->output_bytes = s->m * s->n * (s->output == CUDA_R_32F ? 4 : 2);
-    int64_t at[] = {take(a * 2), take(b * 2), take(trial->output_bytes), take(used->aux ? s->m * s->n * 2 : 0)};
+    bool writes_aux = matmul_writes_aux(s->epilogue), own_output = accumulate || used->d == used->aux;
+    int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;
+    // a, b, d, bias (fp32 pairs of bf16 are numbers of that size too), aux
+    const int64_t size[] = {s->m * s->k * 2, s->k * s->n * 2, own_output ? outputs * element : 0,
+                            used->bias ? s->m * element : 0, used->aux && !writes_aux ? outputs * 2 : 0};
+    int64_t bytes = 256, at[5];
+    for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (size[i] + 255) / 256 * 256;
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
     if ((size_t)bytes + (64 << 20) > available || cudaMalloc(&trial->memory, bytes) != cudaSuccess) {
         cudaGetLastError();
+        fprintf(stderr,
+                "train: notice: no room (%.2f GB) to time the algorithms of a product %lld x %lld x %lld; cuBLASLt's "
+                "first is taken\n",
+                1e-9 * (double)bytes, (long long)s->m, (long long)s->n, (long long)s->k);
         return false;
     }
     char* m = trial->memory;
-    matmul_fill_kernel<<<(unsigned)ceil_div(a, 256), 256, 0, dev->stream>>>((bf16*)(m + at[0]), a);
-    matmul_fill_kernel<<<(unsigned)ceil_div(b, 256), 256, 0, dev->stream>>>((bf16*)(m + at[1]), b);
-    if (used->aux)
-        matmul_fill_kernel<<<(unsigned)ceil_div(s->m * s->n, 256), 256, 0, dev->stream>>>((bf16*)(m + at[3]),
-                                                                                          s->m * s->n);
-    check_launch();
-    trial->pointers = {m + at[0], m + at[1], m + at[2], used->bias, used->aux ? m + at[3] : nullptr};
+    for (int i = 0; i < 5; i++)
+        if (i != 2 && size[i] > 0) matmul_fill(dev, m + at[i], size[i]);
     trial->hash = (unsigned long long*)m;
+    trial->output_bytes = outputs * element;
+    trial->aux_bytes = writes_aux ? outputs * 2 : 0;
+    trial->sums = s->epilogue == CUBLASLT_EPILOGUE_DEFAULT;
+    trial->pointers = {m + at[0], m + at[1], own_output ? m + at[2] : used->d, used->bias ? m + at[3] : nullptr,
+                       writes_aux  ? used->aux
+                       : used->aux ? m + at[4]
+                                   : nullptr};
     return true;
 }
 
@@ -157,43 +178,77 @@ inline float matmul_time(const Device* dev, const MatmulPlan* plan, const Matmul
     return ms;
 }
 
+// Of what a product has written.
 inline unsigned long long matmul_hash(const Device* dev, const MatmulTrial* trial) {
     unsigned long long hash;
     device_zero(dev, trial->hash, sizeof(hash));
     matmul_hash_kernel<<<4 * dev->sm_count, 256, 0, dev->stream>>>(trial->hash, (const uint32_t*)trial->pointers.d,
                                                                    trial->output_bytes / 4);
     check_launch();
+    if (trial->aux_bytes > 0) {
+        matmul_hash_kernel<<<4 * dev->sm_count, 256, 0, dev->stream>>>(
+            trial->hash, (const uint32_t*)trial->pointers.aux, trial->aux_bytes / 4);
+        check_launch();
+    }
     copy_to_host(dev, &hash, trial->hash, sizeof(hash));
     return hash;
 }
 
-// The fastest of the proposals with the first one's bits, by the shortest of four runs after one for the bits.
-inline void matmul_search(const Device* dev, MatmulPlan* plan, const MatmulPointers* used) {
-    cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
-    MatmulTrial trial;
-    int count = matmul_candidates(dev, plan, algorithm, MATMUL_CANDIDATES);
-    if (count < 2 || !matmul_trial_open(dev, plan, used, &trial)) return;
-    matmul_point(plan, &trial.pointers);
+// The bits of a product and of its sum with itself.
+struct MatmulBits {
+    unsigned long long product, sum;
+};
+
+inline MatmulBits matmul_bits(const Device* dev, const MatmulPlan* plan, const MatmulTrial* trial,
+                              const cublasLtMatmulAlgo_t* algorithm) {
+    MatmulBits bits = {};
+    matmul_run(dev, plan, &trial->pointers, algorithm, false);
+    bits.product = matmul_hash(dev, trial);
+    if (!trial->sums) return bits;
+    matmul_run(dev, plan, &trial->pointers, algorithm, true);
+    bits.sum = matmul_hash(dev, trial);
+    return bits;
+}
+
+// The fastest of the proposals with the first one's bits, by the shortest of four runs.
+inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMatmulAlgo_t* algorithm, int count,
+                          const MatmulTrial* trial) {
+    matmul_point(plan, &trial->pointers);
     cudaEvent_t event[2];
     check(cudaEventCreate(&event[0]));
     check(cudaEventCreate(&event[1]));
-    unsigned long long bits = 0;
+    MatmulBits first = {};
     float best = INFINITY;
     for (int i = 0; i < count; i++) {
-        matmul_run(dev, plan, &trial.pointers, &algorithm[i], false);
-        unsigned long long own = matmul_hash(dev, &trial);
-        if (i == 0) bits = own;
-        if (own != bits) continue;
+        MatmulBits own = matmul_bits(dev, plan, trial, &algorithm[i]);
+        if (i == 0) first = own;
+        if (own.product != first.product || own.sum != first.sum) continue;
         float ms = INFINITY;
-        for (int run = 0; run < 4; run++) ms = fminf(ms, matmul_time(dev, plan, &trial.pointers, &algorithm[i], event));
+        for (int run = 0; run < 4; run++)
+            ms = fminf(ms, matmul_time(dev, plan, &trial->pointers, &algorithm[i], event));
         if (ms < best) best = ms, plan->algorithm = algorithm[i];
     }
     check(cudaEventDestroy(event[0]));
     check(cudaEventDestroy(event[1]));
+}
+
+// Takes cuBLASLt's first proposal, or for a large product the best that a search finds. The proposals asked for are as
+// many with a search as without: the first of 16 need not be the only one of 1.
+inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPointers* pointers, bool accumulate) {
+    const MatmulShape* s = &plan->shape;
+    cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
+    bool large = s->input == CUDA_R_16BF && 2.0 * s->m * s->n * s->k >= MATMUL_SEARCH_FLOPS;
+    int count = matmul_candidates(dev, plan, algorithm, large ? MATMUL_CANDIDATES : 1);
+    plan->found = count > 0;
+    if (count > 0) plan->algorithm = algorithm[0];
+    MatmulTrial trial;
+    if (count < 2 || !matmul_trial_open(dev, plan, pointers, accumulate, &trial)) return;
+    matmul_search(dev, plan, algorithm, count, &trial);
     check(cudaFree(trial.memory));
 }
 
-inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
+inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers,
+                                     bool accumulate) {
     MatmulPlan plan = {};
     plan.shape = *shape;
     bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
@@ -210,14 +265,13 @@ inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape
     check(cublasLtMatrixLayoutCreate(&plan.b, shape->input, b_rows, b_cols, b_rows));
     check(cublasLtMatrixLayoutCreate(&plan.d, shape->output, shape->m, shape->n, shape->m));
     matmul_point(&plan, pointers);
-    plan.found = matmul_candidates(dev, &plan, &plan.algorithm, 1) > 0;
-    double flops = 2.0 * shape->m * shape->n * shape->k;
-    if (plan.found && shape->input == CUDA_R_16BF && flops >= MATMUL_SEARCH_FLOPS) matmul_search(dev, &plan, pointers);
+    matmul_choose(dev, &plan, pointers, accumulate);
     return plan;
 }
 
 // The plan of a shape, from the table of those that were made: a training run has a few dozen.
-inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
+inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers,
+                               bool accumulate) {
     MatmulPlans* plans = dev->matmul_plans;
     for (int i = 0; i < plans->count; i++)
         if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
@@ -226,7 +280,7 @@ inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, cons
         plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
         if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
     }
-    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers);
+    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers, accumulate);
     return &plans->plan[plans->count++];
 }
 
@@ -247,7 +301,7 @@ bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOper
     shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
     shape.epilogue = epilogue;
     shape.alignment = matmul_alignment(pointers);
-    MatmulPlan* plan = matmul_plan(dev, &shape, pointers);
+    MatmulPlan* plan = matmul_plan(dev, &shape, pointers, accumulate);
     if (!plan->found) return false;
     matmul_point(plan, pointers);
     matmul_run(dev, plan, pointers, &plan->algorithm, accumulate);

@@ -7,9 +7,11 @@
 //     noise = 256 * byte of the element + shared byte          16 bits, in 65536ths of a step
 // An element has a byte of the 128 bits for itself and below it one that all 16 share, the exclusive or of four bytes.
 // So each noise is uniform over 65536 values, and as fine as if it had 16 bits of its own: 8 alone would lose what
-// moves a value by less than 1/256 of a step. Two elements of the 16 are correlated by at most 1/65536: the shared byte
-// decides only where an element's own byte is the one that its fraction begins with. Independent 16 bits for each would
-// take twice the calls, 2 instructions an element.
+// moves a value by less than 1/256 of a step, or 1/512 where half of the last place is added. Two elements of the 16
+// are not independent: the shared byte decides where an element's own byte is the one that its fraction begins with.
+// The covariance of their rounding up is at most 2^-18. As a correlation that is 2^-16 near the middle of a step, but
+// (1 - 256 f) / (256 (1 - f)) for two fractions f below 1/256 of a step, up to 1/256 for the smallest. Independent 16
+// bits for each would take twice the calls, 2 instructions an element.
 #pragma once
 #include "float.cuh"
 

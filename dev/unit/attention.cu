@@ -1,7 +1,8 @@
 // Tests of kernels/attention.cuh. On the CPU: the forward pass against a double-precision one written here from the
 // definition, and the backward pass against central differences of that one. On a GPU: forward and backward in bf16
 // and fp32 against the plain C version, at lengths that are and are not multiples of the tiles, for heads of 64 and
-// 128, and twice for equal bits; in bf16 on Hopper forward both by wgmma and by mma.sync, as other GPUs run it.
+// 128, and twice for equal bits; in bf16 on Hopper forward both by wgmma and by mma.sync, as other GPUs run it, and
+// backward in both directions. A batch large enough that blocks draw several pieces of work is sampled by heads.
 // GPU results are compared row by row (a row is one head of one token): the error's norm may be
 //   eps * (norm of the row + a tenth of the root mean square norm of all rows).
 // bf16: two roundings (p or ds, then the result), each at most 2^-9 of a term, in a sum that may cancel to half the
@@ -148,7 +149,7 @@ struct GpuCase {
 };
 
 template <typename X>
-static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH, float size = 2.0f) {
+static void case_fill(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH, float size) {
     c->B = B, c->T = T, c->C = NH * HS, c->NH = NH;
     c->n = (int64_t)B * T * c->C, c->rows = (int64_t)B * NH * T;
     c->qkv = (float*)malloc(3 * c->n * 4), c->dout = (float*)malloc(c->n * 4);
@@ -157,6 +158,12 @@ static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, in
     for (int64_t i = 0; i < c->n; i++) c->dout[i] = 1e-3f * test_uniform(4 + T, i);
     c->d_qkv = to_device<X>(dev, c->qkv, 3 * c->n);
     c->d_dout = to_device<X>(dev, c->dout, c->n);
+}
+
+// With the plain C version's out and lse.
+template <typename X>
+static void case_open(GpuCase<X>* c, const Device* dev, int B, int T, int HS, int NH, float size = 2.0f) {
+    case_fill(c, dev, B, T, HS, NH, size);
     attention_forward_cpu(c->out, c->lse, c->qkv, B, T, c->C, NH);
 }
 
@@ -164,6 +171,34 @@ template <typename X>
 static void case_close(GpuCase<X>* c, const Device* dev) {
     free(c->qkv), free(c->dout), free(c->out), free(c->lse);
     device_free(dev, c->d_qkv), device_free(dev, c->d_dout), device_free(dev, c->d_out), device_free(dev, c->d_lse);
+}
+
+// Scores are exact products summed in fp32 for bf16 as well; `length` of the two sums in sequence.
+static double worst_lse(const float* got, const float* want, int64_t rows, int length) {
+    double worst = 0.0;
+    for (int64_t i = 0; i < rows; i++)
+        worst = larger(worst, fabs((double)got[i] - want[i]) / (1.2e-7 * length * (1 + fabs(want[i]))));
+    return worst;
+}
+
+// dq, dk and dv (rows, 3, C) have norms of their own.
+template <typename X>
+static double worst_gradient(const GpuCase<X>* c, const float* got, const float* want, double eps) {
+    const int HS = c->C / c->NH;
+    double worst = 0.0;
+    float* parts[2] = {(float*)malloc(c->n * 4), (float*)malloc(c->n * 4)};
+    for (int part = 0; part < 3; part++) {
+        for (int64_t row = 0; row < (int64_t)c->B * c->T; row++)
+            for (int i = 0; i < c->C; i++) {
+                parts[0][row * c->C + i] = got[(row * 3 + part) * c->C + i];
+                parts[1][row * c->C + i] = want[(row * 3 + part) * c->C + i];
+            }
+        double common = 0.1 * mean_norm(parts[1], c->rows, HS);
+        if (c->T == 1 && part < 2) common = mean_norm(c->dout, c->rows, HS);  // dq and dk of one token are zero
+        worst = larger(worst, worst_row(parts[0], parts[1], c->rows, HS, eps, common));
+    }
+    free(parts[0]), free(parts[1]);
+    return worst;
 }
 
 // Two runs into poisoned memory: equal bits, and each row within its bound.
@@ -184,8 +219,7 @@ static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double e
     const int HS = c->C / c->NH;
     double worst = worst_row(got[0], c->out, c->rows, HS, eps, 0.1 * mean_norm(c->out, c->rows, HS));
     float *lse_bits, *lse = to_host(dev, c->d_lse, c->rows, &lse_bits);
-    for (int64_t i = 0; i < c->rows; i++)  // scores are exact products summed in fp32 for bf16 as well
-        worst = larger(worst, fabs((double)lse[i] - c->lse[i]) / (1.2e-7 * (HS + c->T) * (1 + fabs(c->lse[i]))));
+    worst = larger(worst, worst_lse(lse, c->lse, c->rows, HS + c->T));
     free(lse), free(lse_bits), free(got[0]), free(got[1]), free(bits[0]), free(bits[1]);
     device_free(dev, c->d_out), device_free(dev, c->d_lse);
     return worst;
@@ -199,10 +233,9 @@ static void forward_by_mma(const Device* dev, bf16* out, float* lse, const bf16*
 // From the plain C version's out and lse, so that the backward pass is tested by itself.
 template <typename X>
 static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
-    const int HS = c->C / c->NH;
     const int64_t bytes = attention_backward_scratch_bytes(dev, c->B, c->T, c->C, c->NH);
     X *bits[2], *d_dqkv = (X*)device_alloc(dev, 3 * c->n * sizeof(X));
-    float *got[2], *want = (float*)malloc(3 * c->n * 4), *parts[2];
+    float *got[2], *want = (float*)malloc(3 * c->n * 4);
     void* scratch = device_alloc(dev, bytes);
     c->d_out = to_device<X>(dev, c->out, c->n);
     c->d_lse = (float*)device_alloc(dev, c->rows * 4);
@@ -215,31 +248,20 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
     }
     expect(memcmp(bits[0], bits[1], 3 * c->n * sizeof(X)) == 0, "T %d: two backward runs differ", c->T);
     attention_backward_cpu(want, c->dout, c->qkv, c->out, c->lse, c->B, c->T, c->C, c->NH);
-    double worst = 0.0;
-    for (int i = 0; i < 2; i++) parts[i] = (float*)malloc(c->n * 4);
-    for (int part = 0; part < 3; part++) {  // dq, dk and dv have norms of their own
-        for (int64_t row = 0; row < (int64_t)c->B * c->T; row++)
-            for (int i = 0; i < c->C; i++) {
-                parts[0][row * c->C + i] = got[0][(row * 3 + part) * c->C + i];
-                parts[1][row * c->C + i] = want[(row * 3 + part) * c->C + i];
-            }
-        double common = 0.1 * mean_norm(parts[1], c->rows, HS);
-        if (c->T == 1 && part < 2) common = mean_norm(c->dout, c->rows, HS);  // dq and dk of one token are zero
-        worst = larger(worst, worst_row(parts[0], parts[1], c->rows, HS, eps, common));
-    }
-    free(parts[0]), free(parts[1]), free(got[0]), free(got[1]), free(bits[0]), free(bits[1]), free(want);
+    double worst = worst_gradient(c, got[0], want, eps);
+    free(got[0]), free(got[1]), free(bits[0]), free(bits[1]), free(want);
     device_free(dev, scratch), device_free(dev, d_dqkv);
     return worst;
 }
 
 template <typename X>
 static void check_gpu(Test* test, int HS) {
-    static const int lengths[] = {1, 37, 64, 100, 129, 192, 320, 1000, 1024};
+    static const int lengths[] = {1, 37, 64, 100, 129, 192, 320, 1000, 1024, 2100};
     Device dev;
     device_open(&dev, true, 0);
     double worst_forward = 0.0, worst_backward = 0.0;
     for (int T : lengths) {
-        const int B = 2, NH = 3;
+        const int B = T > 2000 ? 1 : 2, NH = T > 2000 ? 2 : 3;
         const double eps = sizeof(X) == 2 ? 1.0 / 128 : 2.4e-7 * (HS + T);
         GpuCase<X> c;
         case_open(&c, &dev, B, T, HS, NH);
@@ -289,6 +311,87 @@ TEST(attention_fp32_head_size_64_gpu) {
 
 TEST(attention_fp32_head_size_128_gpu) {
     check_gpu<float>(test, 128);
+}
+
+// One head of one batch, (T, parts, HS), from (B, T, parts, NH, HS).
+static void head_take(float* head, const float* all, int T, int parts, int NH, int HS, int64_t bh) {
+    for (int64_t i = 0; i < (int64_t)T * parts; i++)
+        memcpy(head + i * HS, all + ((bh / NH * T * parts + i) * NH + bh % NH) * HS, HS * sizeof(float));
+}
+
+// The larger of the forward and of the backward errors of a head, over its bound. The plain C version's backward pass
+// gets the GPU's out and lse.
+static double check_head(const GpuCase<bf16>* c, const float* dqkv, int64_t bh) {
+    const int T = c->T, HS = c->C / c->NH;
+    const int64_t n = (int64_t)T * HS;
+    const double eps = 1.0 / 128;
+    float* memory = (float*)malloc((12 * n + T) * sizeof(float));
+    float *qkv = memory, *dout = qkv + 3 * n, *got_out = dout + n, *want_out = got_out + n, *got = want_out + n;
+    float *want = got + 3 * n, *want_lse = want + 3 * n, *lse = c->lse + bh * T;
+    head_take(qkv, c->qkv, T, 3, c->NH, HS, bh), head_take(dout, c->dout, T, 1, c->NH, HS, bh);
+    head_take(got_out, c->out, T, 1, c->NH, HS, bh), head_take(got, dqkv, T, 3, c->NH, HS, bh);
+    attention_forward_cpu(want_out, want_lse, qkv, 1, T, HS, 1);
+    attention_backward_cpu(want, dout, qkv, got_out, lse, 1, T, HS, 1);
+    GpuCase<bf16> head = {1, T, HS, 1, n, T, qkv, dout, got_out, lse, nullptr, nullptr, nullptr, nullptr};
+    double worst = worst_row(got_out, want_out, T, HS, eps, 0.1 * mean_norm(want_out, T, HS));
+    worst = larger(worst, worst_lse(lse, want_lse, T, HS + T));
+    worst = larger(worst, worst_gradient(&head, got, want, eps));
+    free(memory);
+    return worst;
+}
+
+// What the GPU computes twice, into poisoned memory: c->out and c->lse, and dqkv, which the caller frees.
+static float* run_both(Test* test, GpuCase<bf16>* c, const Device* dev) {
+    const int64_t scratch_bytes = attention_backward_scratch_bytes(dev, c->B, c->T, c->C, c->NH);
+    bf16 *d_dqkv = (bf16*)device_alloc(dev, 3 * c->n * 2), *bits[2][2];
+    char* scratch = (char*)device_alloc(dev, scratch_bytes);
+    float *lse_bits, *values[2];
+    c->d_out = (bf16*)device_alloc(dev, c->n * 2), c->d_lse = (float*)device_alloc(dev, c->rows * 4);
+    for (int run = 0; run < 2; run++) {
+        check(cudaMemsetAsync(c->d_out, 0xff, c->n * 2, dev->stream));
+        check(cudaMemsetAsync(c->d_lse, 0xff, c->rows * 4, dev->stream));
+        check(cudaMemsetAsync(d_dqkv, 0xff, 3 * c->n * 2, dev->stream));
+        check(cudaMemsetAsync(scratch, 0xff, scratch_bytes, dev->stream));
+        attention_forward<bf16>(dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
+        attention_backward<bf16>(dev, d_dqkv, scratch, c->d_dout, c->d_qkv, c->d_out, c->d_lse, c->B, c->T, c->C,
+                                 c->NH);
+        free(c->out), c->out = to_host(dev, c->d_out, c->n, &bits[run][0]);
+        values[run] = to_host(dev, d_dqkv, 3 * c->n, &bits[run][1]);
+    }
+    free(c->lse), c->lse = to_host(dev, c->d_lse, c->rows, &lse_bits);
+    expect(memcmp(bits[0][0], bits[1][0], c->n * 2) == 0, "two forward runs differ");
+    expect(memcmp(bits[0][1], bits[1][1], 3 * c->n * 2) == 0, "two backward runs differ");
+    for (auto& run : bits) free(run[0]), free(run[1]);
+    free(lse_bits), free(values[0]);
+    device_free(dev, d_dqkv), device_free(dev, scratch);
+    return values[1];
+}
+
+// On Hopper a block stays and draws work: 576 pieces forward for heads of 64, 768 for 128, and 768 tiles of keys
+// backward, so that of 132 blocks each goes on from one to the next several times. Every fifth head is compared,
+// the last one too.
+TEST(attention_bf16_many_pieces_gpu) {
+    const int B = 8, T = 1000, NH = 12;
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    for (int HS = 64; HS <= 128; HS += 64) {
+        GpuCase<bf16> c;
+        case_fill(&c, &dev, B, T, HS, NH, 2.0f);
+        float* dqkv = run_both(test, &c, &dev);
+        const int heads = (B * NH - 1) / 5 + 1;
+        double own[B * NH];
+#pragma omp parallel for schedule(dynamic)
+        for (int i = 0; i < heads; i++) own[i] = check_head(&c, dqkv, 5 * i);
+        for (int i = 0; i < heads; i++) {
+            expect(own[i] <= 1.0, "head %d of size %d is off by %.3g times the bound", 5 * i, HS, own[i]);
+            worst = larger(worst, own[i]);
+        }
+        free(dqkv);
+        case_close(&c, &dev);
+    }
+    snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
+    device_close(&dev);
 }
 
 // The same sequence B times must give the same bits B times. Compares every `step`-th batch and the last with the
@@ -346,10 +449,11 @@ TEST(attention_bf16_large_gpu) {
 }
 
 // The order of dq rests on flags, not on timing: a launch in which every other tile of keys takes ten times as long
-// gives the same bits. What the tiles add up is poisoned first, so a tile that did not wait would give NaN.
+// gives the same bits. What the tiles add up is poisoned first, so a tile that did not wait would give NaN. The even
+// launch is compared with the plain C version: the trainer takes one of two directions for each size of heads.
 template <int HS, typename Even, typename Uneven>
-static void check_uneven(Test* test, const Device* dev, Even even, Uneven uneven) {
-    const int B = 2, T = 700, NH = 2, C = NH * HS;
+static void check_uneven(Test* test, const Device* dev, int B, int T, Even even, Uneven uneven) {
+    const int NH = 2, C = NH * HS;
     const int64_t n = (int64_t)B * T * C, bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
     GpuCase<bf16> c;
     case_open(&c, dev, B, T, HS, NH);
@@ -358,6 +462,7 @@ static void check_uneven(Test* test, const Device* dev, Even even, Uneven uneven
     copy_to_device(dev, c.d_lse, c.lse, c.rows * 4);
     char* scratch = (char*)device_alloc(dev, bytes);
     bf16 *bits[2], *d_dqkv = (bf16*)device_alloc(dev, 3 * n * 2);
+    float *got[2], *want = (float*)malloc(3 * n * 4);
     for (int run = 0; run < 2; run++) {
         check(cudaMemsetAsync(d_dqkv, 0xff, 3 * n * 2, dev->stream));
         check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
@@ -365,10 +470,13 @@ static void check_uneven(Test* test, const Device* dev, Even even, Uneven uneven
             even(d_dqkv, scratch, c);
         else
             uneven(d_dqkv, scratch, c);
-        free(to_host(dev, d_dqkv, 3 * n, &bits[run]));
+        got[run] = to_host(dev, d_dqkv, 3 * n, &bits[run]);
     }
     expect(memcmp(bits[0], bits[1], 3 * n * 2) == 0, "HS %d: dqkv depends on the speed of the blocks", HS);
-    free(bits[0]), free(bits[1]);
+    attention_backward_cpu(want, c.dout, c.qkv, c.out, c.lse, B, T, C, NH);
+    double worst = worst_gradient(&c, got[0], want, 1.0 / 128);
+    expect(worst <= 1.0, "HS %d T %d: off by %.3g times the bound", HS, T, worst);
+    free(bits[0]), free(bits[1]), free(got[0]), free(got[1]), free(want);
     device_free(dev, d_dqkv), device_free(dev, scratch);
     case_close(&c, dev);
 }
@@ -379,7 +487,7 @@ TEST(attention_bf16_uneven_blocks_gpu) {
     auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
         attention_backward_any<bf16, 64>(&dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, c.T, c.NH);
     };
-    check_uneven<64>(test, &dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+    check_uneven<64>(test, &dev, 2, 700, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
         const AttentionScratch sizes = attention_scratch(c.B, c.T, c.C, c.NH);
         even(dqkv, scratch, c);  // leaves D
         check(cudaMemsetAsync(dqkv, 0xff, 3 * c.n * 2, dev.stream));
@@ -390,15 +498,15 @@ TEST(attention_bf16_uneven_blocks_gpu) {
     device_close(&dev);
 }
 
-template <int HS, bool UP>
-static void check_uneven_hopper(Test* test, const Device* dev) {
+template <int HS, int BM, bool UP>
+static void check_uneven_hopper(Test* test, const Device* dev, int B, int T) {
     auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        hopper_backward_launch<HopperBackward<HS, UP>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B,
-                                                       c.T, c.NH);
+        attention_hopper_backward<HopperBackwardShape<HS, BM, UP, false>>(dev, dqkv, scratch, c.d_dout, c.d_qkv,
+                                                                          c.d_out, c.d_lse, c.B, c.T, c.NH);
     };
-    check_uneven<HS>(test, dev, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        hopper_backward_launch<HopperBackward<HS, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse,
-                                                             c.B, c.T, c.NH);
+    check_uneven<HS>(test, dev, B, T, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
+        attention_hopper_backward<HopperBackwardShape<HS, BM, UP, true>>(dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out,
+                                                                         c.d_lse, c.B, c.T, c.NH);
     });
 }
 
@@ -406,10 +514,15 @@ TEST(attention_hopper_uneven_blocks_gpu) {
     Device dev;
     device_open(&dev, true, 0);
     const bool hopper =
-        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false>>);
+        dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64>>);
     if (hopper) {
-        check_uneven_hopper<64, false>(test, &dev), check_uneven_hopper<128, false>(test, &dev);
-        check_uneven_hopper<64, true>(test, &dev), check_uneven_hopper<128, true>(test, &dev);
+        for (int T : {700, 2100}) {
+            const int B = T < 1000 ? 2 : 1;
+            check_uneven_hopper<64, 128, false>(test, &dev, B, T);
+            check_uneven_hopper<64, 128, true>(test, &dev, B, T);
+            check_uneven_hopper<128, 64, false>(test, &dev, B, T);
+            check_uneven_hopper<128, 64, true>(test, &dev, B, T);
+        }
     }
     device_close(&dev);
     if (!hopper) skip("needs a GPU of compute capability 9.0 and a build for sm_90a");

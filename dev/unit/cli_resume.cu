@@ -253,26 +253,50 @@ TEST(cli_resume_imports) {
     remove_tree(work);
 }
 
-// Other rules: without v, with a slow average, and one that cannot go on.
+// Another rule's learning rate, taken at a resume, is the run's own at the next one.
+static void check_rate_stays(Test* test, const char* run, const char* work) {
+    char other[PATH_MAX];
+    snprintf(other, sizeof(other), "%s/other", work);
+    train_well("--resume %s --run %s --steps 6 --device cpu --rule lion", run, other);
+    run_train(child, "--resume %s --steps 8 --device cpu", other);
+    expect_code(child, 0);
+    int64_t bytes;
+    char* options = contents(other, "config.json", &bytes);
+    expect(options && strstr(options, "\"lr\": \"0.000600"), "config.json: %s", options);
+    expect(!strstr(OUT(child), " --lr "), "%s", OUT(child));
+    free(options);
+    forget(&child);
+    remove_tree(other);
+}
+
+// Other rules: without v, with a slow average, and one that cannot go on. A learning rate that was not typed is the new
+// rule's.
 TEST(cli_resume_rules) {
     const char* work = work_folder();
     char run[PATH_MAX];
     snprintf(run, sizeof(run), "%s/run", work);
     train_well("%s %s --data %s/text.txt --run %s --steps 4 --override ln*:m=bf16", SHAPE, QUICK, work, run);
-    const char* const cases[][2] = {
-        {"--rule lion", " notice   v: left behind; lion keeps none\n"},
-        {"--rule ademamix", " notice   slow: not in the checkpoint, whose rule is adamw; it starts at zero\n"},
-        {"--override *.bias:m=dyn8", " notice   m: bf16 in the checkpoint in 3 tensors, converted to fp32"},
-        {"--weights fp32 --m dyn8", " notice   weights: bf16+fp32 in the checkpoint, converted to fp32"}};
+    const char *const usual = " --lr 0.0006, usual for lion (was 0.003, for adamw)\n", *const typed =
+                                                                                           " --lr 0.001 (was 0.003)";
+    const char* const cases[][3] = {
+        {"--rule lion", " notice   v: left behind; lion keeps none\n", usual},
+        {"--preset lion8", " notice   v: left behind; lion keeps none\n", usual},
+        {"--rule lion --lr 0.001", " notice   v: left behind; lion keeps none\n", typed},
+        {"--rule ademamix", " notice   slow: not in the checkpoint, whose rule is adamw; it starts at zero\n", nullptr},
+        {"--override *.bias:m=dyn8", " notice   m: bf16 in the checkpoint in 3 tensors, converted to fp32", nullptr},
+        {"--weights fp32 --m dyn8", " notice   weights: bf16+fp32 in the checkpoint, converted to fp32", nullptr}};
     for (const auto& row : cases) {
         char other[PATH_MAX];
         snprintf(other, sizeof(other), "%s/other", work);
         run_train(child, "--resume %s --run %s --steps 8 --device cpu %s", run, other, row[0]);
         expect_code(child, 0);
         expect(strstr(OUT(child), row[1]), "%s: no '%s' in: %s", row[0], row[1], OUT(child));
+        const char* rate = strstr(OUT(child), " --lr ");
+        expect(row[2] ? rate && strncmp(rate, row[2], strlen(row[2])) == 0 : !rate, "%s: %s", row[0], OUT(child));
         forget(&child);
         remove_tree(other);
     }
+    check_rate_stays(test, run, work);
     train_well("%s %s --data %s/text.txt --run %s/lion --steps 4 --preset lion8", SHAPE, QUICK, work, work);
     run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
     expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");

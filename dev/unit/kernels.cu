@@ -1,66 +1,19 @@
-// Unit tests of the operators in kernels/ (attention has its own file). Three kinds:
+// Unit tests of the operators in kernels/ (attention and the classifier have their own files). Three kinds:
 //   cpu_*       the helpers of the plain C path against libm, or against plain loops bit for bit;
 //   *_cpu       an operator's plain C version against its formula in double, its gradients against central differences
 //               of that formula;
 //   *_gpu       the kernels against the plain C version on the same (rounded) inputs, at odd shapes, with outputs full
 //               of NaN beforehand, guard elements behind them, and a second run that must give the same bits.
-// Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
-// epsilon of fp32 times the length of the sum times its terms' size (the order of the sum).
+// kernels.h has what they share.
 #include "../../kernels/classifier.cuh"
 #include "../../kernels/embedding.cuh"
 #include "../../kernels/gelu.cuh"
 #include "../../kernels/global_norm.cuh"
 #include "../../kernels/layernorm.cuh"
 #include "../../kernels/matmul.cuh"
-#include "test.h"
+#include "kernels.h"
 
 namespace {
-
-const double EPS32 = 1.0 / (1 << 23);
-
-template <typename T>
-constexpr double epsilon() {
-    return std::is_same_v<T, float> ? 1.0 / (1 << 23) : 1.0 / (1 << 8);
-}
-
-// expect_close without its note; a case has many comparisons, and its note is the worst of them.
-void close_to(Test* test, double* worst, const char* what, const float* got, const float* want, int64_t n,
-              double absolute, double relative) {
-    char note[sizeof(test->note)];
-    memcpy(note, test->note, sizeof(note));
-    double multiple = expect_close(test, what, got, want, n, absolute, relative);
-    memcpy(test->note, note, sizeof(note));
-    if (!(multiple <= *worst)) *worst = multiple;
-}
-
-void note_worst(Test* test, double worst) {
-    snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
-}
-
-// A sum of K products of a uniform and another of the given scale, of mean size scale / 4. Each addition rounds by half
-// an epsilon of the sum so far, which is of the size of sqrt(K) products: sqrt(K) such errors of random sign make
-// epsilon * K * scale / 6 as the standard deviation, of which six are allowed.
-double product_bound(int64_t K, double scale) {
-    return EPS32 * (2 + scale * K);
-}
-
-float* floats(int64_t n) {
-    float* values = (float*)malloc((n + 1) * sizeof(float));
-    if (!values) abort();
-    return values;
-}
-
-float* random_floats(int64_t n, uint64_t seed, float scale) {
-    float* values = floats(n);
-    for (int64_t i = 0; i < n; i++) values[i] = scale * test_uniform(seed, i);
-    return values;
-}
-
-double* doubles(const float* values, int64_t n) {
-    double* copy = (double*)malloc((n + 1) * sizeof(double));
-    for (int64_t i = 0; i < n; i++) copy[i] = values[i];
-    return copy;
-}
 
 // The plain C path's helpers.
 
@@ -142,33 +95,6 @@ void layernorm_double(double* out, const double* x, const double* weight, const 
     for (int c = 0; c < C; c++) mean += x[c] / C;
     for (int c = 0; c < C; c++) square += (x[c] - mean) * (x[c] - mean) / C;
     for (int c = 0; c < C; c++) out[c] = (x[c] - mean) / sqrt(square + 1e-5) * weight[c] + bias[c];
-}
-
-double cross_entropy_double(const double* logits, int target, int V) {
-    double maximum = logits[0], sum = 0.0;
-    for (int v = 0; v < V; v++) maximum = fmax(maximum, logits[v]);
-    for (int v = 0; v < V; v++) sum += exp(logits[v] - maximum);
-    return log(sum) - (logits[target] - maximum);
-}
-
-// Compares `gradient` with central differences of objective() by values[i]. Terms of the sums are of order 1, so the
-// bound is fp32's epsilon times their number; the differences themselves are good to about 1e-9.
-template <typename Objective>
-void check_gradient(Test* test, double* worst, const char* what, const float* gradient, double* values, int64_t n,
-                    int terms, Objective objective) {
-    float* want = floats(n);
-    const double step = 1e-5;
-    for (int64_t i = 0; i < n; i++) {
-        double value = values[i];
-        values[i] = value + step;
-        double up = objective();
-        values[i] = value - step;
-        double down = objective();
-        values[i] = value;
-        want[i] = (float)((up - down) / (2.0 * step));
-    }
-    close_to(test, worst, what, gradient, want, n, EPS32 * terms + 1e-8, 8 * EPS32);
-    free(want);
 }
 
 TEST(gelu_cpu) {
@@ -366,36 +292,6 @@ TEST(embedding_cpu) {
     note_worst(test, worst);
 }
 
-TEST(classifier_cpu) {
-    const int N = 4, V = 21, Vp = 128;
-    Device dev;
-    device_open(&dev, false, 0);
-    double worst = 0.0;
-    float *logits = random_floats(N * Vp, 1, 5.0f), losses[N], want[N], mean = NAN;
-    int targets[N] = {0, 20, 7, 20};
-    for (int i = 0; i < N * Vp; i++)
-        if (i % Vp >= V) logits[i] = NAN;  // what the padding holds is never used
-    double *ld = doubles(logits, N * Vp), total = 0.0;
-    for (int i = 0; i < N; i++) want[i] = (float)cross_entropy_double(ld + i * Vp, targets[i], V);
-    for (int i = 0; i < N; i++) total += want[i];
-    classifier(&dev, losses, logits, targets, 0.5f, false, N, V, Vp);
-    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
-    classifier(&dev, losses, logits, targets, 0.5f, true, N, V, Vp);
-    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
-    for (int i = 0; i < N; i++) {
-        check_gradient(test, &worst, "dlogits", logits + i * Vp, ld + i * Vp, V, 4,
-                       [&] { return 0.5 * cross_entropy_double(ld + i * Vp, targets[i], V); });
-        for (int v = V; v < Vp; v++) expect(logits[i * Vp + v] == 0.0f, "padding %d is %g", v, logits[i * Vp + v]);
-    }
-    loss_mean(&dev, &mean, losses, N, false, 0.25f);
-    float first = (float)(0.25 * total), second = (float)(0.375 * total);
-    close_to(test, &worst, "mean", &mean, &first, 1, 8 * EPS32, 8 * EPS32);
-    loss_mean(&dev, &mean, losses, N, true, 0.125f);
-    close_to(test, &worst, "mean", &mean, &second, 1, 8 * EPS32, 8 * EPS32);
-    free(logits), free(ld);
-    note_worst(test, worst);
-}
-
 // norm against double, and the factor in all its cases. `grads`: device memory of n elements; `set` writes one of them.
 template <typename Norm, typename Set>
 void check_norm(Test* test, double* worst, double exact, Norm norm, Set set) {
@@ -461,81 +357,6 @@ TEST(cpu_threads_same_bits) {
 }
 
 // GPU: the kernels against the plain C version.
-
-constexpr int GUARD = 64;  // elements behind every array that no kernel may touch
-
-// n elements on the device, and on the host the same values after rounding to T.
-template <typename T>
-struct Array {
-    int64_t n;
-    float* host;
-    T* device;
-};
-
-// Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
-template <typename T>
-void array_set(const Device* dev, Array<T>* array, const float* values) {
-    int64_t bytes = (array->n + GUARD) * sizeof(T);
-    T* staged = (T*)malloc(bytes);
-    memset((void*)staged, 0xff, bytes);
-    for (int64_t i = 0; i < array->n; i++) {
-        if (values) staged[i] = from_float<T>(values[i]);
-        array->host[i] = to_float(staged[i]);
-    }
-    copy_to_device(dev, array->device, staged, bytes);
-    free(staged);
-}
-
-template <typename T>
-Array<T> array_of(const Device* dev, int64_t n, const float* values) {
-    Array<T> array = {n, floats(n), (T*)device_alloc(dev, (n + GUARD) * sizeof(T))};
-    array_set(dev, &array, values);
-    return array;
-}
-
-template <typename T>
-Array<T> array_random(const Device* dev, int64_t n, uint64_t seed, float scale) {
-    float* values = random_floats(n, seed, scale);
-    Array<T> array = array_of<T>(dev, n, values);
-    free(values);
-    return array;
-}
-
-template <typename T>
-void array_free(const Device* dev, Array<T>* array) {
-    free(array->host);
-    device_free(dev, array->device);
-}
-
-int* ints_to_device(const Device* dev, const int* values, int64_t n) {
-    int* device = (int*)device_alloc(dev, n * sizeof(int));
-    copy_to_device(dev, device, values, n * sizeof(int));
-    return device;
-}
-
-// Runs twice from the same beginning (`before`, or NaN) and compares the output with `want`, the runs with each other
-// bit for bit, and the guard with what it was. `host` of the array is left as it began.
-template <typename T, typename Run>
-void check_output(Test* test, double* worst, const Device* dev, const char* what, Array<T>* out, const float* before,
-                  const float* want, double absolute, Run run) {
-    int64_t n = out->n, bytes = (n + GUARD) * sizeof(T);
-    T* got[2] = {(T*)malloc(bytes), (T*)malloc(bytes)};
-    for (int i = 0; i < 2; i++) {
-        array_set(dev, out, before);
-        run();
-        copy_to_host(dev, got[i], out->device, bytes);
-    }
-    float* values = floats(n);
-    for (int64_t i = 0; i < n; i++) values[i] = to_float(got[0][i]);
-    close_to(test, worst, what, values, want, n, absolute, epsilon<T>() + 4 * EPS32);
-    expect(memcmp(got[0], got[1], n * sizeof(T)) == 0, "%s: two runs differ", what);
-    const unsigned char* guard = (const unsigned char*)(got[0] + n);
-    for (int64_t i = 0; i < (int64_t)(GUARD * sizeof(T)); i++) {
-        expect(guard[i] == 0xff, "%s: byte %lld behind the output was written", what, (long long)i);
-        if (guard[i] != 0xff) break;
-    }
-    free(values), free(got[0]), free(got[1]);
-}
 
 template <typename X>
 void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
@@ -858,66 +679,6 @@ TEST(embedding_gpu) {
         embedding_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
         embedding_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
         embedding_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 1.0);
-    }
-    device_close(&dev);
-    note_worst(test, worst);
-}
-
-// Against double: the plain C version is compared with it too, and a sum of 50257 terms in fp32 is no oracle.
-template <typename X>
-void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp) {
-    const float dloss = 1.0f / 64;
-    float *values = random_floats(N * Vp, 1, 8.0f), *want = floats(N * Vp), *want_loss = floats(N);
-    double* row = (double*)malloc(V * sizeof(double));
-    int* targets = (int*)malloc(N * sizeof(int));
-    for (int64_t i = 0; i < N * Vp; i++)
-        if (i % Vp >= V) values[i] = NAN;  // what the padding holds is never used
-    Array<X> logits = array_of<X>(dev, N * Vp, values);
-    Array<float> losses = array_of<float>(dev, N, nullptr);
-    for (int64_t i = 0; i < N; i++) {
-        targets[i] = i % 3 == 0 ? V - 1 : i % 3 == 1 ? 0 : (int)(i * 7919 % V);
-        for (int v = 0; v < V; v++) row[v] = logits.host[i * Vp + v];
-        want_loss[i] = (float)cross_entropy_double(row, targets[i], V);
-        double log_sum = cross_entropy_double(row, 0, V) + row[0];
-        for (int v = 0; v < Vp; v++)
-            want[i * Vp + v] = v < V ? (float)((exp(row[v] - log_sum) - (v == targets[i])) * dloss) : 0.0f;
-    }
-    int* device_targets = ints_to_device(dev, targets, N);
-    auto run = [&](bool backward) {
-        classifier(dev, losses.device, logits.device, device_targets, dloss, backward, N, V, Vp);
-    };
-    // e^(x - max): the argument, up to 23 in base 2, is good to fp32's epsilon, and so is each of the V / 1024 sums.
-    double bound = EPS32 * 64;
-    check_output(test, worst, dev, "losses", &losses, nullptr, want_loss, bound, [&] { run(false); });
-    check_output(test, worst, dev, "dlogits", &logits, values, want, bound * dloss / 16, [&] { run(true); });
-    check_output(test, worst, dev, "losses with dlogits", &losses, nullptr, want_loss, bound, [&] {
-        array_set(dev, &logits, values);
-        run(true);
-    });
-    free(values), free(want), free(want_loss), free(row), free(targets);
-    array_free(dev, &logits), array_free(dev, &losses);
-    device_free(dev, device_targets);
-}
-
-TEST(classifier_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
-    double worst = 0.0;
-    const int shapes[][3] = {{1, 256, 256}, {37, 257, 384}, {1000, 256, 256}, {37, 50257, 50304}, {3, 5, 128}};
-    for (auto& s : shapes) {
-        classifier_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
-        classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
-    }
-    for (int64_t N : {1, 37, 1000, 65536}) {
-        Array<float> losses = array_random<float>(&dev, N, 1, 4.0f), mean = array_of<float>(&dev, 1, nullptr);
-        double sum = 0.0;
-        for (int64_t i = 0; i < N; i++) sum += losses.host[i];
-        for (int accumulate = 0; accumulate < 2; accumulate++) {
-            float begin = 3.0f, want = (float)((accumulate ? 3.0 : 0.0) + sum / N);
-            check_output(test, &worst, &dev, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
-                         [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); });
-        }
-        array_free(&dev, &losses), array_free(&dev, &mean);
     }
     device_close(&dev);
     note_worst(test, worst);

@@ -1,10 +1,13 @@
-// The runner behind test.h: `./test_gpt2 [--list] [-k SUBSTRING]... [-j N]`.
+// The runner behind test.h: `./test_gpt2 [--list] [--here] [-k SUBSTRING]... [-j N]`.
 //
-// With N above 1 every case is a process of its own, N at a time: most of the time beside a GPU is spent in NVRTC,
-// which compiles one program at a time in a process. Each is forked before this process has called CUDA, which does not
-// survive a fork. What it writes is collected and printed when it has ended, so that the lines of two cases do not mix;
-// one that crashes or leaves is a failure by its name, and the others go on. The default is half the cores, at most 8,
-// because a GPU case keeps a core busy and its NVRTC, or the driver, another.
+// Every case is a process of its own, N at a time: most of the time beside a GPU is spent in NVRTC, which compiles one
+// program at a time in a process. Each is forked before this process has called CUDA, which does not survive a fork.
+// What it writes is collected and printed when it has ended, so that the lines of two cases do not mix; one that
+// crashes, leaves or takes longer than CASE_SECONDS is a failure by its name, and the others go on. The default is half
+// the cores, at most 8, because a GPU case keeps a core busy and its NVRTC, or the driver, another.
+//
+// --here: one after another in this process, for a debugger or compute-sanitizer. There a crash is the debugger's to
+// report, and there is no time limit.
 #include <errno.h>
 #include <fcntl.h>
 #include <omp.h>
@@ -19,6 +22,7 @@
 #include "test.h"
 
 constexpr int MOST_JOBS = 64;
+constexpr double CASE_SECONDS = 300.0;  // NIBBLE_TEST_SECONDS overrides it
 
 Test** test_list() {
     static Test* head = nullptr;
@@ -65,6 +69,39 @@ static void run_case(Test* test, bool gpu) {
     print_line(test, clock_seconds() - begin);
 }
 
+// With --here: the case that is running, and the process that runs it. One that leaves the program has failed, whatever
+// its exit code; a process that a case has forked may leave.
+struct Here {
+    Test* test;
+    pid_t pid;
+};
+
+static Here* here() {
+    static Here now = {nullptr, getpid()};
+    return &now;
+}
+
+static void case_left() {
+    Test* test = here()->test;
+    if (!test || getpid() != here()->pid) return;
+    test->failures = 1;
+    snprintf(test->note, sizeof(test->note), "left the program");
+    print_line(test, 0.0);
+    fflush(stdout);
+    _exit(1);
+}
+
+static void run_here(Test** cases, int count, Counts* counts) {
+    bool gpu = test_gpu_present();
+    atexit(case_left);
+    for (int i = 0; i < count; i++) {
+        here()->test = cases[i];
+        run_case(cases[i], gpu);
+        here()->test = nullptr;
+        count_case(cases[i], counts);
+    }
+}
+
 // A process that runs one case.
 
 struct Ending {  // in memory that both processes see
@@ -80,6 +117,7 @@ struct Worker {
     char* text;
     size_t bytes;
     double begin;
+    bool overdue;  // and therefore killed
     Ending* ending;
 };
 
@@ -90,8 +128,9 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
     if (pipe2(ends, O_CLOEXEC) != 0) user_error("%s: no pipe: %s", test->name, strerror(errno));
     worker->begin = clock_seconds();
     worker->pid = fork();
-    if (worker->pid < 0) user_error("%s: no process: %s; type -j 1", test->name, strerror(errno));
+    if (worker->pid < 0) user_error("%s: no process: %s; type --here", test->name, strerror(errno));
     if (worker->pid == 0) {
+        setpgid(0, 0);                     // a group with what the case starts, to be killed together
         prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive a runner that is killed
         dup2(ends[1], 1), dup2(ends[1], 2);
         omp_set_num_threads(threads);
@@ -105,6 +144,8 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
     worker->test = test;
     worker->output = ends[0];
     worker->text = nullptr, worker->bytes = 0;
+    worker->overdue = false;
+    setpgid(worker->pid, worker->pid);  // whoever comes first
 }
 
 // What it has written by now.
@@ -117,6 +158,18 @@ static void worker_read(Worker* worker) {
         worker->bytes += (size_t)got;
     }
     if (worker->output >= 0 && got == 0) close(worker->output), worker->output = -1;
+}
+
+static double case_seconds() {
+    const char* given = getenv("NIBBLE_TEST_SECONDS");
+    return given ? atof(given) : CASE_SECONDS;
+}
+
+// Kills a case that takes too long, and all that it has started.
+static void worker_limit(Worker* worker) {
+    if (worker->overdue || clock_seconds() - worker->begin < case_seconds()) return;
+    worker->overdue = true;
+    kill(-worker->pid, SIGKILL);
 }
 
 // Prints and counts the case of a process that has ended.
@@ -132,6 +185,8 @@ static void worker_end(Worker* worker, int status, Counts* counts) {
         test->failures = 1;
         snprintf(test->note, sizeof(test->note), killed ? "killed by signal %d, %s" : "left with exit code %d%s",
                  killed ? WTERMSIG(status) : WEXITSTATUS(status), killed ? strsignal(WTERMSIG(status)) : "");
+        if (worker->overdue)
+            snprintf(test->note, sizeof(test->note), "killed, it took longer than %g s", case_seconds());
         print_line(test, clock_seconds() - worker->begin);
     }
     count_case(test, counts);
@@ -148,6 +203,7 @@ static void workers_wait(Worker* workers, int jobs, Counts* counts) {
         int status = 0;
         if (!workers[i].test) continue;
         worker_read(&workers[i]);
+        worker_limit(&workers[i]);
         if (waitpid(workers[i].pid, &status, WNOHANG) == workers[i].pid) worker_end(&workers[i], status, counts);
     }
 }
@@ -157,7 +213,7 @@ static void run_beside(Test** cases, int count, bool alone, int jobs, int thread
     Worker workers[MOST_JOBS] = {};
     size_t bytes = MOST_JOBS * sizeof(Ending);
     Ending* endings = (Ending*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (endings == MAP_FAILED) user_error("no shared memory: %s; type -j 1", strerror(errno));
+    if (endings == MAP_FAILED) user_error("no shared memory: %s; type --here", strerror(errno));
     for (int i = 0; i < jobs; i++) workers[i].ending = &endings[i];
     int next = 0, busy;
     do {
@@ -190,27 +246,34 @@ static bool name_picked(const char* name, int argc, char** argv) {
     return !any;
 }
 
-// Cases at a time: -j, or the default.
-static int jobs_asked(int argc, char** argv) {
-    int cores = omp_get_num_procs(), jobs = cores <= 2 ? 1 : cores / 2 < 8 ? cores / 2 : 8;
+struct Asked {
+    bool list, here;
+    int jobs;  // cases at a time: -j, or the default
+};
+
+static Asked words_read(int argc, char** argv) {
+    int cores = omp_get_num_procs();
+    Asked asked = {false, false, cores <= 2 ? 1 : cores / 2 < 8 ? cores / 2 : 8};
     for (int i = 1; i < argc; i++) {
         bool takes = strcmp(argv[i], "-k") == 0 || strcmp(argv[i], "-j") == 0;
-        if (!takes && strcmp(argv[i], "--list") == 0) continue;
-        if (!takes || i + 1 == argc) user_error("'%s' was found; type --list, -k SUBSTRING or -j N", argv[i]);
+        bool list = strcmp(argv[i], "--list") == 0, here = strcmp(argv[i], "--here") == 0;
+        asked.list |= list, asked.here |= here;
+        if (list || here) continue;
+        if (!takes || i + 1 == argc) user_error("'%s' was found; type --list, --here, -k SUBSTRING or -j N", argv[i]);
         if (strcmp(argv[i++], "-j") != 0) continue;
         char* end;
         long number = strtol(argv[i], &end, 10);
         if (*end || number < 1 || number > MOST_JOBS) user_error("-j %s: type 1 to %d", argv[i], MOST_JOBS);
-        jobs = (int)number;
+        asked.jobs = (int)number;
     }
-    return jobs;
+    return asked;
 }
 
-// This program with these words; returns its exit code. NIBBLE_TEST_RUNNER has the two cases below crash and leave.
-static int run_self(const char* words, bool crash, char* output, size_t bytes) {
+// This program with these words; returns its exit code. With `ill` the cases below crash, leave and hang.
+static int run_self(const char* words, bool ill, char* output, size_t bytes) {
     char command[256];
-    snprintf(command, sizeof(command), "%s/proc/%d/exe %s 2>&1", crash ? "NIBBLE_TEST_RUNNER=1 " : "", (int)getpid(),
-             words);
+    snprintf(command, sizeof(command), "%s/proc/%d/exe %s 2>&1",
+             ill ? "NIBBLE_TEST_RUNNER=1 NIBBLE_TEST_SECONDS=4 " : "", (int)getpid(), words);
     FILE* pipe = popen(command, "r");
     size_t used = pipe ? fread(output, 1, bytes - 1, pipe) : 0;
     output[used] = 0;
@@ -218,23 +281,36 @@ static int run_self(const char* words, bool crash, char* output, size_t bytes) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
+static bool is_ill() {
+    return getenv("NIBBLE_TEST_RUNNER") != nullptr;
+}
+
 TEST(runner_goes_on_after_a_crash) {
-    if (getenv("NIBBLE_TEST_RUNNER")) {
+    if (is_ill()) {
         printf("    before\n");
         abort();
     }
     char text[4096];
-    int code = run_self("-j 2 -k runner_ -k data_crc", true, text, sizeof(text));
-    const char* const lines[] = {"    before\nFAIL  runner_goes_on_after_a_crash", "killed by signal 6, ",
-                                 "    here\nFAIL  runner_reads_its_words", "left with exit code 3\n", "ok    data_crc"};
-    for (const char* line : lines) expect(strstr(text, line), "\"%s\" is not in\n%s", line, text);
-    const char* counts = strstr(text, " passed, ");
-    expect(code == 1 && counts && strcmp(counts, " passed, 2 failed, 0 skipped\n") == 0, "exit code %d\n%s", code,
-           text);
+    const char* const lines[] = {"    before\nFAIL  runner_goes_on_after_a_crash",
+                                 "killed by signal 6, ",
+                                 "    here\nFAIL  runner_reads_its_words",
+                                 "left with exit code 3\n",
+                                 "FAIL  runner_fails_a_case_that_leaves",
+                                 "left with exit code 0\n",
+                                 "    waits\nFAIL  runner_ends_a_case_that_hangs",
+                                 "killed, it took longer than 4 s\n",
+                                 "ok    data_crc"};
+    for (const char* words : {"-j 1 -k runner_ -k data_crc", "-j 2 -k runner_ -k data_crc"}) {
+        int code = run_self(words, true, text, sizeof(text));
+        for (const char* line : lines) expect(strstr(text, line), "\"%s\" is not in\n%s", line, text);
+        const char* counts = strstr(text, " passed, ");
+        expect(code == 1 && counts && strcmp(counts, " passed, 4 failed, 0 skipped\n") == 0, "exit code %d\n%s", code,
+               text);
+    }
 }
 
 TEST(runner_reads_its_words) {
-    if (getenv("NIBBLE_TEST_RUNNER")) {
+    if (is_ill()) {
         printf("    here\n");
         exit(3);
     }
@@ -242,37 +318,63 @@ TEST(runner_reads_its_words) {
     const struct {
         const char *words, *says;
         int code;
-    } runs[] = {{"-j 0", "-j 0: type 1 to 64", 2},        {"-j", "type --list, -k SUBSTRING or -j N", 2},
-                {"crc", "'crc' was found; type", 2},      {"-k no_such_case -j 4", "0 passed, 0 failed, 0 skipped", 1},
-                {"--list -k runner_", "runner_reads", 0}, {"-j 1 -k data_crc", " passed, 0 failed, 0 skipped", 0}};
+    } runs[] = {{"-j 0", "-j 0: type 1 to 64", 2},
+                {"-j", "type --list, --here, -k SUBSTRING or -j N", 2},
+                {"crc", "'crc' was found; type", 2},
+                {"-k no_such_case -j 4", "0 passed, 0 failed, 0 skipped", 1},
+                {"--list -k runner_", "runner_reads", 0},
+                {"-j 1 -k data_crc", " passed, 0 failed, 0 skipped", 0},
+                {"--here -k data_crc", " passed, 0 failed, 0 skipped", 0}};
     for (const auto& run : runs) {
         int code = run_self(run.words, false, text, sizeof(text));
         expect(code == run.code && strstr(text, run.says), "%s: exit code %d\n%s", run.words, code, text);
     }
 }
 
+TEST(runner_fails_a_case_that_leaves) {
+    if (is_ill()) exit(0);
+    char text[4096];
+    int code = run_self("--here -k runner_fails_a_case_that_leaves", true, text, sizeof(text));
+    expect(code == 1 && strstr(text, "FAIL  runner_fails_a_case_that_leaves") && strstr(text, "left the program\n"),
+           "exit code %d\n%s", code, text);
+}
+
+// The process that it has started would keep the runner waiting for what it may write.
+TEST(runner_ends_a_case_that_hangs) {
+    if (is_ill()) {
+        printf("    waits\n");
+        fflush(stdout);
+        fork();
+        for (;;) pause();
+    }
+    char text[4096];
+    double begin = clock_seconds();
+    int code = run_self("-j 1 -k runner_ends_a_case_that_hangs", true, text, sizeof(text));
+    expect(code == 1 && strstr(text, "killed, it took longer than 4 s\n"), "exit code %d\n%s", code, text);
+    expect(clock_seconds() - begin < 60.0, "%g s", clock_seconds() - begin);
+}
+
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
     Counts counts = {0, 0, 0};
     Test* picked[4096];
-    int count = 0, jobs = jobs_asked(argc, argv);
+    Asked asked = words_read(argc, argv);
+    int count = 0, jobs = asked.jobs;
     setvbuf(stdout, nullptr, _IOLBF, 0);
     for (Test* test = *test_list(); test && count < 4096; test = test->next) {
         if (name_picked(test->name, argc, argv)) picked[count++] = test;
     }
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--list") != 0) continue;
+    if (asked.list) {
         for (int k = 0; k < count; k++) printf("%s\n", picked[k]->name);
         return 0;
     }
-    if (jobs > 1 && count > 1) {
+    if (asked.here) {
+        run_here(picked, count, &counts);
+    } else {
         int cores = omp_get_max_threads();
         bool gpu = gpu_present_asked_aside();
         run_beside(picked, count, false, jobs, cores > jobs ? cores / jobs : 1, gpu, &counts);
         run_beside(picked, count, true, 1, cores, gpu, &counts);
-    } else {
-        bool gpu = test_gpu_present();
-        for (int k = 0; k < count; k++) run_case(picked[k], gpu), count_case(picked[k], &counts);
     }
     printf("%d passed, %d failed, %d skipped\n", counts.passed, counts.failed, counts.skipped);
     return counts.failed > 0 || counts.passed == 0;

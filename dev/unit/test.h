@@ -1,9 +1,9 @@
 // A case is a function registered by TEST(name); `./test_gpt2` runs all (runner.cu), prints one line per case and ends
 // with `N passed, N failed, N skipped`. `--list` names them, `-k substring` (repeatable) picks, `-j N` runs N at a
 // time. A case whose name ends in _gpu is skipped where there is no GPU. A case fails through expect() or
-// expect_close() and goes on, so that one run shows all that is wrong. With -j 1 all run in one process, otherwise each
-// in its own, so a case takes files of its own (mkdtemp) and leaves nothing behind for another. TEST_ALONE: nothing
-// runs beside it, because it measures time or what the whole device has free.
+// expect_close() and goes on, so that one run shows all that is wrong. Each runs in a process of its own, for at most
+// five minutes (`--here`: all in one, for a debugger), so a case takes files of its own (mkdtemp) and leaves nothing
+// behind for another. TEST_ALONE: nothing runs beside it, because it measures time or what the whole device has free.
 #pragma once
 #include <math.h>
 #include <stdint.h>

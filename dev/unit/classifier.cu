@@ -1,0 +1,129 @@
+// Unit tests of kernels/classifier.cuh and of the mean of its losses: the plain C version against the formula in double
+// and its gradient against central differences, and the kernels against double (kernels.h says how).
+#include "../../kernels/classifier.cuh"
+#include "kernels.h"
+
+namespace {
+
+double cross_entropy_double(const double* logits, int target, int V) {
+    double maximum = logits[0], sum = 0.0;
+    for (int v = 0; v < V; v++) maximum = fmax(maximum, logits[v]);
+    for (int v = 0; v < V; v++) sum += exp(logits[v] - maximum);
+    return log(sum) - (logits[target] - maximum);
+}
+
+TEST(classifier_cpu) {
+    const int N = 4, V = 21, Vp = 128;
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0.0;
+    float *logits = random_floats(N * Vp, 1, 5.0f), losses[N], want[N], mean = NAN;
+    int targets[N] = {0, 20, 7, 20};
+    for (int i = 0; i < N * Vp; i++)
+        if (i % Vp >= V) logits[i] = NAN;  // what the padding holds is never used
+    double *ld = doubles(logits, N * Vp), total = 0.0;
+    for (int i = 0; i < N; i++) want[i] = (float)cross_entropy_double(ld + i * Vp, targets[i], V);
+    for (int i = 0; i < N; i++) total += want[i];
+    classifier(&dev, losses, logits, targets, 0.5f, false, N, V, Vp);
+    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
+    classifier(&dev, losses, logits, targets, 0.5f, true, N, V, Vp);
+    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
+    for (int i = 0; i < N; i++) {
+        check_gradient(test, &worst, "dlogits", logits + i * Vp, ld + i * Vp, V, 4,
+                       [&] { return 0.5 * cross_entropy_double(ld + i * Vp, targets[i], V); });
+        for (int v = V; v < Vp; v++) expect(logits[i * Vp + v] == 0.0f, "padding %d is %g", v, logits[i * Vp + v]);
+    }
+    loss_mean(&dev, &mean, losses, N, false, 0.25f);
+    float first = (float)(0.25 * total), second = (float)(0.375 * total);
+    close_to(test, &worst, "mean", &mean, &first, 1, 8 * EPS32, 8 * EPS32);
+    loss_mean(&dev, &mean, losses, N, true, 0.125f);
+    close_to(test, &worst, "mean", &mean, &second, 1, 8 * EPS32, 8 * EPS32);
+    free(logits), free(ld);
+    note_worst(test, worst);
+}
+
+// Against double: the plain C version is compared with it too, and a sum of 50257 terms in fp32 is no oracle. Beyond
+// this many rows they come again, with other targets: a number prime to the 264 blocks of an H200, so that no block has
+// the same row twice in a row.
+constexpr int DISTINCT_ROWS = 37;
+
+template <typename X>
+void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp) {
+    const float dloss = 1.0f / 64;
+    const int64_t distinct = N < DISTINCT_ROWS ? N : DISTINCT_ROWS;
+    float *values = floats(N * Vp), *want = floats(N * Vp), *want_loss = floats(N);
+    double* row = (double*)malloc(2 * V * sizeof(double));
+    int* targets = (int*)malloc(N * sizeof(int));
+    for (int64_t i = 0; i < distinct * Vp; i++)
+        values[i] = i % Vp < V ? 8.0f * test_uniform(1, i) : NAN;  // what the padding holds is never used
+    for (int64_t i = distinct; i < N; i++) memcpy(values + i * Vp, values + i % distinct * Vp, Vp * sizeof(float));
+    Array<X> logits = array_of<X>(dev, N * Vp, values);
+    Array<float> losses = array_of<float>(dev, N, nullptr);
+    for (int64_t first = 0; first < distinct; first++) {
+        double* softmax = row + V;
+        for (int v = 0; v < V; v++) row[v] = logits.host[first * Vp + v];
+        double log_sum = cross_entropy_double(row, 0, V) + row[0];
+        for (int v = 0; v < V; v++) softmax[v] = exp(row[v] - log_sum);
+        for (int64_t i = first; i < N; i += distinct) {
+            targets[i] = i % 3 == 0 ? V - 1 : i % 3 == 1 ? 0 : (int)(i * 7919 % V);
+            want_loss[i] = (float)(log_sum - row[targets[i]]);
+            for (int v = 0; v < Vp; v++)
+                want[i * Vp + v] = v < V ? (float)((softmax[v] - (v == targets[i])) * dloss) : 0.0f;
+        }
+    }
+    int* device_targets = ints_to_device(dev, targets, N);
+    auto run = [&](bool backward) {
+        classifier(dev, losses.device, logits.device, device_targets, dloss, backward, N, V, Vp);
+    };
+    // e^(x - max): the argument, up to 23 in base 2, is good to fp32's epsilon, and so is each of the V / 1024 sums.
+    double bound = EPS32 * 64;
+    check_output(test, worst, dev, "losses", &losses, nullptr, want_loss, bound, [&] { run(false); });
+    check_output(test, worst, dev, "dlogits", &logits, values, want, bound * dloss / 16, [&] { run(true); });
+    check_output(test, worst, dev, "losses with dlogits", &losses, nullptr, want_loss, bound, [&] {
+        array_set(dev, &logits, values);
+        run(true);
+    });
+    free(values), free(want), free(want_loss), free(row), free(targets);
+    array_free(dev, &logits), array_free(dev, &losses);
+    device_free(dev, device_targets);
+}
+
+// Rows that stay in shared memory, several a block: of two chunks, GPT-2's with and without padding, and so long that a
+// multiprocessor has one block.
+TEST(classifier_resident_rows_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    const int shapes[][3] = {{1100, 20000, 20032}, {1000, 50257, 50304}, {600, 50304, 50304}, {600, 100277, 100352}};
+    bool resident = classifier_resident_fits(&dev, 50304);
+    for (auto& s : shapes) classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+    note_worst(test, worst);
+    device_close(&dev);
+    if (!resident) skip("needs compute capability 9.0 and a build for it");
+}
+
+TEST(classifier_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    const int shapes[][3] = {{1, 256, 256}, {37, 257, 384}, {1000, 256, 256}, {37, 50257, 50304}, {3, 5, 128}};
+    for (auto& s : shapes) {
+        classifier_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
+        classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+    }
+    for (int64_t N : {1, 37, 1000, 65536}) {
+        Array<float> losses = array_random<float>(&dev, N, 1, 4.0f), mean = array_of<float>(&dev, 1, nullptr);
+        double sum = 0.0;
+        for (int64_t i = 0; i < N; i++) sum += losses.host[i];
+        for (int accumulate = 0; accumulate < 2; accumulate++) {
+            float begin = 3.0f, want = (float)((accumulate ? 3.0 : 0.0) + sum / N);
+            check_output(test, &worst, &dev, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
+                         [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); });
+        }
+        array_free(&dev, &losses), array_free(&dev, &mean);
+    }
+    device_close(&dev);
+    note_worst(test, worst);
+}
+
+}  // namespace

@@ -1,0 +1,151 @@
+// What the tests of the operators share: inputs, bounds, gradients by central differences, and arrays on the GPU that
+// are poisoned before and guarded behind.
+//
+// Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
+// epsilon of fp32 times the length of the sum times its terms' size (the order of the sum).
+#pragma once
+#include "../../kernels/common.cuh"
+#include "test.h"
+
+const double EPS32 = 1.0 / (1 << 23);
+
+template <typename T>
+constexpr double epsilon() {
+    return std::is_same_v<T, float> ? 1.0 / (1 << 23) : 1.0 / (1 << 8);
+}
+
+// expect_close without its note; a case has many comparisons, and its note is the worst of them.
+inline void close_to(Test* test, double* worst, const char* what, const float* got, const float* want, int64_t n,
+                     double absolute, double relative) {
+    char note[sizeof(test->note)];
+    memcpy(note, test->note, sizeof(note));
+    double multiple = expect_close(test, what, got, want, n, absolute, relative);
+    memcpy(test->note, note, sizeof(note));
+    if (!(multiple <= *worst)) *worst = multiple;
+}
+
+inline void note_worst(Test* test, double worst) {
+    snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
+}
+
+// A sum of K products of a uniform and another of the given scale, of mean size scale / 4. Each addition rounds by half
+// an epsilon of the sum so far, which is of the size of sqrt(K) products: sqrt(K) such errors of random sign make
+// epsilon * K * scale / 6 as the standard deviation, of which six are allowed.
+inline double product_bound(int64_t K, double scale) {
+    return EPS32 * (2 + scale * K);
+}
+
+inline float* floats(int64_t n) {
+    float* values = (float*)malloc((n + 1) * sizeof(float));
+    if (!values) abort();
+    return values;
+}
+
+inline float* random_floats(int64_t n, uint64_t seed, float scale) {
+    float* values = floats(n);
+    for (int64_t i = 0; i < n; i++) values[i] = scale * test_uniform(seed, i);
+    return values;
+}
+
+inline double* doubles(const float* values, int64_t n) {
+    double* copy = (double*)malloc((n + 1) * sizeof(double));
+    for (int64_t i = 0; i < n; i++) copy[i] = values[i];
+    return copy;
+}
+
+// Compares `gradient` with central differences of objective() by values[i]. Terms of the sums are of order 1, so the
+// bound is fp32's epsilon times their number; the differences themselves are good to about 1e-9.
+template <typename Objective>
+void check_gradient(Test* test, double* worst, const char* what, const float* gradient, double* values, int64_t n,
+                    int terms, Objective objective) {
+    float* want = floats(n);
+    const double step = 1e-5;
+    for (int64_t i = 0; i < n; i++) {
+        double value = values[i];
+        values[i] = value + step;
+        double up = objective();
+        values[i] = value - step;
+        double down = objective();
+        values[i] = value;
+        want[i] = (float)((up - down) / (2.0 * step));
+    }
+    close_to(test, worst, what, gradient, want, n, EPS32 * terms + 1e-8, 8 * EPS32);
+    free(want);
+}
+
+// GPU: the kernels against the plain C version.
+
+constexpr int GUARD = 64;  // elements behind every array that no kernel may touch
+
+// n elements on the device, and on the host the same values after rounding to T.
+template <typename T>
+struct Array {
+    int64_t n;
+    float* host;
+    T* device;
+};
+
+// Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
+template <typename T>
+void array_set(const Device* dev, Array<T>* array, const float* values) {
+    int64_t bytes = (array->n + GUARD) * sizeof(T);
+    T* staged = (T*)malloc(bytes);
+    memset((void*)staged, 0xff, bytes);
+    for (int64_t i = 0; i < array->n; i++) {
+        if (values) staged[i] = from_float<T>(values[i]);
+        array->host[i] = to_float(staged[i]);
+    }
+    copy_to_device(dev, array->device, staged, bytes);
+    free(staged);
+}
+
+template <typename T>
+Array<T> array_of(const Device* dev, int64_t n, const float* values) {
+    Array<T> array = {n, floats(n), (T*)device_alloc(dev, (n + GUARD) * sizeof(T))};
+    array_set(dev, &array, values);
+    return array;
+}
+
+template <typename T>
+Array<T> array_random(const Device* dev, int64_t n, uint64_t seed, float scale) {
+    float* values = random_floats(n, seed, scale);
+    Array<T> array = array_of<T>(dev, n, values);
+    free(values);
+    return array;
+}
+
+template <typename T>
+void array_free(const Device* dev, Array<T>* array) {
+    free(array->host);
+    device_free(dev, array->device);
+}
+
+inline int* ints_to_device(const Device* dev, const int* values, int64_t n) {
+    int* device = (int*)device_alloc(dev, n * sizeof(int));
+    copy_to_device(dev, device, values, n * sizeof(int));
+    return device;
+}
+
+// Runs twice from the same beginning (`before`, or NaN) and compares the output with `want`, the runs with each other
+// bit for bit, and the guard with what it was. `host` of the array is left as it began.
+template <typename T, typename Run>
+void check_output(Test* test, double* worst, const Device* dev, const char* what, Array<T>* out, const float* before,
+                  const float* want, double absolute, Run run) {
+    int64_t n = out->n, bytes = (n + GUARD) * sizeof(T);
+    T* got[2] = {(T*)malloc(bytes), (T*)malloc(bytes)};
+    for (int i = 0; i < 2; i++) {
+        array_set(dev, out, before);
+        run();
+        copy_to_host(dev, got[i], out->device, bytes);
+    }
+    float* values = floats(n);
+    for (int64_t i = 0; i < n; i++) values[i] = to_float(got[0][i]);
+    close_to(test, worst, what, values, want, n, absolute, epsilon<T>() + 4 * EPS32);
+    expect(memcmp(got[0], got[1], n * sizeof(T)) == 0, "%s: two runs differ", what);
+    const unsigned char* guard = (const unsigned char*)(got[0] + n);
+    for (int64_t i = 0; i < (int64_t)(GUARD * sizeof(T)); i++) {
+        expect(guard[i] == 0xff, "%s: byte %lld behind the output was written", what, (long long)i);
+        if (guard[i] != 0xff) break;
+    }
+    free(values), free(got[0]), free(got[1]);
+}
