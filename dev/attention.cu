@@ -117,25 +117,6 @@ static void run_backward(const Device* dev, const Variant* v, const Buffers* b, 
     v->backward(dev, b->dqkv, b->scratch, b->dout, b->qkv, b->out, b->lse, s.B, s.T, s.NH * s.HS, s.NH);
 }
 
-static float* host_floats(const Device* dev, const bf16* device, int64_t n) {
-    bf16* bits = (bf16*)malloc(n * 2);
-    float* values = (float*)malloc(n * 4);
-    copy_to_host(dev, bits, device, n * 2);
-    for (int64_t i = 0; i < n; i++) values[i] = __bfloat162float(bits[i]);
-    free(bits);
-    return values;
-}
-
-// ||got - want|| / ||want||
-static double relative_error(const float* got, const float* want, int64_t n) {
-    double error = 0.0, norm = 0.0;
-    for (int64_t i = 0; i < n; i++) {
-        error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
-        norm += (double)want[i] * want[i];
-    }
-    return sqrt(error / norm);
-}
-
 // Prints the first elements that are off by more than any rounding explains.
 static void print_first_wrong(const float* got, const float* want, int64_t n, int T, int row, double bound) {
     for (int64_t i = 0, printed = 0; i < n && printed < 4; i++) {

@@ -157,25 +157,6 @@ static void arrays_close(const Device* dev, Arrays* a) {
     for (void* array : all) device_free(dev, array);
 }
 
-static float* host_floats(const Device* dev, const bf16* device, int64_t n) {
-    bf16* bits = (bf16*)malloc(n * 2);
-    float* values = (float*)malloc(n * 4);
-    copy_to_host(dev, bits, device, n * 2);
-    for (int64_t i = 0; i < n; i++) values[i] = __bfloat162float(bits[i]);
-    free(bits);
-    return values;
-}
-
-// ||got - want|| / ||want||
-static double relative_error(const float* got, const float* want, int64_t n) {
-    double error = 0.0, norm = 0.0;
-    for (int64_t i = 0; i < n; i++) {
-        error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
-        norm += (double)want[i] * want[i];
-    }
-    return sqrt(error / norm);
-}
-
 // A backward variant on 3000 rows.
 static bool is_right(const Device* dev, const Variant* v, int C) {
     const int64_t N = 3000;

@@ -1,4 +1,4 @@
-// Times of work on a GPU's stream, for the programs in dev/.
+// Times of work on a GPU's stream, and checks of its results, for the programs in dev/.
 #pragma once
 #include "../kernels/common.cuh"
 
@@ -32,4 +32,24 @@ inline double copy_rate(const Device* dev, void* to, const void* from, int64_t b
     double ms =
         median_ms(dev, 10, [&] { check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
     return 2.0 * (double)bytes / (1e-3 * ms);
+}
+
+// What device memory holds, as floats; the caller frees them.
+inline float* host_floats(const Device* dev, const bf16* device, int64_t n) {
+    bf16* bits = (bf16*)malloc(n * 2);
+    float* values = (float*)malloc(n * 4);
+    copy_to_host(dev, bits, device, n * 2);
+    for (int64_t i = 0; i < n; i++) values[i] = __bfloat162float(bits[i]);
+    free(bits);
+    return values;
+}
+
+// ||got - want|| / ||want||
+inline double relative_error(const float* got, const float* want, int64_t n) {
+    double error = 0.0, norm = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
+        norm += (double)want[i] * want[i];
+    }
+    return sqrt(error / norm);
 }
