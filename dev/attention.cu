@@ -6,6 +6,7 @@
 //   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
 //        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"
+#include "timing.h"
 
 // Each argument as in attention_forward and attention_backward, in bf16. Without a backward pass only forward is timed.
 struct Variant {
