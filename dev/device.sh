@@ -4,10 +4,8 @@
 #   dev/device.sh bench      make bench, attention's table
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh presets    GPT-2 124M, 500 steps of 65,536 tokens of .carry/wiki with every preset, over all GPUs
 #   dev/device.sh multi      on 2 or 4 GPUs: the tests of several ranks, torchrun, the scaling table (SCALING=arguments)
 #   dev/device.sh sanitize   make sanitize
-# `presets` wants .carry/wiki as data/prepare.py makes it (28 million tokens fit into a 64 MiB transfer).
 # `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
@@ -57,24 +55,6 @@ for step in "$@"; do
         python3 dev/reference/check_export.py build/gpt2/step_00000300 --tokens build/wiki/val_000000.bin --windows 640 \
             --batch 16 --expect "$ours" --tolerance 0.01 2>&1 | tail -n 3 | tee -a "$OUT/export.log"
         ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
-    presets)
-        build train
-        gpus=$(nvidia-smi -L | wc -l)
-        names=($(./train --list-presets | awk 'NR > 1 { print $1 }'))
-        run_preset() {
-            local extra=
-            rm -rf build/preset_$1
-            case $1 in lion*) extra="--lr 1e-4 --weight-decay 1" ;; esac
-            ./train --data .carry/wiki --model gpt2 --preset $1 --batch 64 --tokens-per-step 65536 --steps 500 --warmup 60 \
-                $extra --val-every 250 --print-every 50 --sample-every 0 --save-every 0 --run build/preset_$1 > "$OUT/preset_$1.log" 2>&1
-        }
-        for ((g = 0; g < gpus; g++)); do
-            (for ((i = g; i < ${#names[@]}; i += gpus)); do CUDA_VISIBLE_DEVICES=$g run_preset ${names[i]}; done) &
-        done
-        wait
-        for name in "${names[@]}"; do
-            printf '%-12s ' $name; grep -E '^val +500 ' "$OUT/preset_$name.log" || tail -n 1 "$OUT/preset_$name.log"
-        done | tee "$OUT/presets_124m.log" ;;
     multi)
         build train test_gpt2
         gpus=$(nvidia-smi -L | wc -l)
