@@ -164,15 +164,16 @@ TEST(multi_losses_gpu) {
 
 // Saved on n ranks, resumed on m. What is saved does not depend on how it was sharded (multi_modes: one file, to the
 // byte), so a resumed run must not depend on it either: of each m, a run whose ranks read their parts alone goes on as
-// one whose ranks read all.
+// one whose ranks read all. Of `to` ranks each has one micro-batch a step: of several, `grads` and `weights` send each
+// gradient rounded, the others send the sum.
 static void check_resume(Test* test, bool gpu, int from, int to, const char* mode) {
     const char* work = work_folder();
     char saved[PATH_MAX], run[2][PATH_MAX];
     snprintf(saved, sizeof(saved), "%s/saved", work);
     train_ranks(gpu, from,
-                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 128 --steps 4 --schedule constant --preset "
+                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 4 --schedule constant --preset "
                 "adamw8c --shard %s",
-                SEVERAL, work, saved, mode);
+                SEVERAL, work, saved, 32 * (from > to ? from : to), mode);
     for (int i = 0; i < 2; i++) {
         snprintf(run[i], sizeof(run[i]), "%s/%s", work, i ? mode : "whole");
         Child child = new_child();
