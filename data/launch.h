@@ -51,9 +51,10 @@ typedef enum { LAUNCH_MAX, LAUNCH_SUM } LaunchAgree;                            
 void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how);
 bool launch_any(const Launch* launch, bool flag);  // true where any rank's is
 
-// Marks of progress. Between launch_hurry and launch_rest a rank that stands still is at fault unless it only waits for
-// others; outside, it may take its time, and so may those that wait for it. `what`: what it is about, a constant.
-void launch_hurry(const Launch* launch, const char* what);
+// Marks of progress. Between launch_hurry and launch_rest a rank that stands still for `patience` seconds, and at least
+// SILENCE_SECONDS, is at fault unless it only waits for others; outside, it may take its time, and so may those that
+// wait for it. `what`: what it is about, a constant.
+void launch_hurry(const Launch* launch, const char* what, double patience);
 void launch_rest(const Launch* launch);
 
 // The end of all, at which every rank arrives.
