@@ -741,10 +741,10 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 
 // What ranks tell each other.
 
-// The other side has ended; the watch will say so and end this process.
+// The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
 __attribute__((noreturn)) static void wait_for_end(void) {
-    pause_ms(60000);
-    _exit(1);
+    pause_ms(5000);
+    end_all(watching, 1, "train: error: a rank has ended for which others still wait; all ranks stop\n", false);
 }
 
 void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {

@@ -187,6 +187,11 @@ static void fail_main(Launch* l) {
     launch_any(l, false);
 }
 
+// Rank 1 thinks that all is done.
+static void early_main(Launch* l) {
+    for (int i = 0; i < 3 && l->rank != 1; i++) launch_any(l, false);
+}
+
 static void all_fail_main(Launch*) {
     launch_failed(2, "train: error: the same everywhere\n");
 }
@@ -206,6 +211,8 @@ TEST(launch_ends_together) {
     code = run_ranks(4, fail_main, text, sizeof(text));
     expect(code == 5 && strncmp(text, "train: error: rank 2 on ", 24) == 0 && strstr(text, ": no more apples\n"),
            "failure: %d, %s", code, text);
+    code = run_ranks(2, early_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "ended for which others still wait"), "one leaves early: %d, %s", code, text);
     code = run_ranks(4, all_fail_main, text, sizeof(text));
     expect(code == 2 && strcmp(text, "train: error: the same everywhere\n") == 0, "failure of all: %d, %s", code, text);
     snprintf(test->note, sizeof(test->note), "a hang found in %.1f s of 2 allowed", hang);
