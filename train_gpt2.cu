@@ -1563,13 +1563,6 @@ static void tell_end(Run* run, double counted, double seconds) {
     }
 }
 
-// After a step of several ranks: what they have agreed upon.
-static void step_agreed(const Model* m, const float* scalars, double micro_batch_seconds) {
-    shard_rest(m->shard);
-    m->shard->micro_batch_seconds = micro_batch_seconds;
-    m->shard->stop = m->shard->stop || scalars[SCALAR_STOP] > 0;
-}
-
 // From run->step to the end, or to a signal.
 static void train(Run* run, const Dataset* train_data, const Dataset* val_data, int64_t memory) {
     Options* o = run->options;
@@ -1592,11 +1585,11 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         int64_t micro_batches = slice.run / m->B;
         bool fine = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, update);
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-        if (m->shard) step_agreed(m, scalars, (seconds_now() - begin) / (double)micro_batches);
+        shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
         if (!fine || scalars[SCALAR_BAD] > 0) {
             if (run->step > saved_at) checkpoint_save(run);
-            if (m->shard && !feeder.error[0])
-                launch_any(m->shard->comm.launch, false);  // the rank with bad data ends all
+            // The rank with bad data ends all.
+            if (m->shard && !feeder.error[0]) launch_any(m->shard->comm.launch, false);
             user_error("--data: %s; the last checkpoint is %s", feeder.error, run->last_checkpoint);
         }
         run->step++;
@@ -1632,8 +1625,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
     tell_end(run, (double)(run->step - timed_from), step_seconds);
     feeder_close(&feeder);
-    if (m->dev->gpu) pinned_free(scalars);
-    if (!m->dev->gpu) free(scalars);
+    (m->dev->gpu ? pinned_free : free)(scalars);
 }
 
 // The GPU of a rank among `gpus`. A launcher may show each rank its own alone.
@@ -1768,7 +1760,9 @@ static void shard_part(const Model* m, OptimConfig* config) {
 static void shard_resolve(Model* m, OptimConfig* config) {
     Shard* s = m->shard;
     if (!s) return;
-    if (m->elements / SHARD_TILE < ranks_of(m)) user_error("a model this small is not for %d ranks", ranks_of(m));
+    long long tiles = m->elements / SHARD_TILE;
+    if (tiles < ranks_of(m))
+        user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
     ShardTensor* tensors = (ShardTensor*)malloc(m->count * sizeof(ShardTensor));
     for (int t = 0; t < m->count; t++) {
         bool in_block = t >= FIRST_BLOCK && t < m->count - 2;

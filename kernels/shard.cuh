@@ -614,6 +614,14 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
 }
 
+// After a step, whose scalars the host has: what the ranks have agreed upon.
+inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seconds) {
+    if (!s) return;
+    shard_rest(s);
+    s->micro_batch_seconds = micro_batch_seconds;
+    s->stop = s->stop || scalars[SCALAR_STOP] > 0;
+}
+
 // The least of what the ranks have; alone, what this one has.
 inline int64_t shard_least(const Shard* s, int64_t count) {
     double most = -(double)count;

@@ -447,8 +447,15 @@ TEST(multi_refused) {
     start_ranks(&data, false, 3, "--data %s/nothing --run %s/run", work, work);
     finish(&data);
     expect_error(test, &data, "a mistake of all ranks, told once", "nothing", "cannot open");
+    Child spans = new_child(), tiles = new_child();
+    start_ranks(&spans, false, 3, "%s --m dyn8/rank1 --v udyn8/rank1 --shard states --run %s/run", SEVERAL, work);
+    finish(&spans);
+    expect_error(test, &spans, "scales of whole tensors", "dyn8/rank1 was asked for", "--shard none");
+    start_ranks(&tiles, false, 50, "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
+    finish(&tiles);
+    expect_error(test, &tiles, "more ranks than tiles", "for 50 ranks", "; start 43");
     expect(!exists(work, "run"), "a refused run left a folder");
-    forget(&cpu), forget(&none), forget(&half), forget(&batch), forget(&data);
+    forget(&spans), forget(&tiles), forget(&cpu), forget(&none), forget(&half), forget(&batch), forget(&data);
     remove_tree(work);
 }
 
