@@ -9,7 +9,8 @@
 // bytes that pass; tensors go through kernels/comm.cuh.
 //
 // A rank that ends, crashes, is stopped, loses its machine, or makes no progress while none of the others has an excuse
-// ends all of them, within SILENCE_SECONDS and a few, with one message, which rank 0 prints.
+// ends all of them, within SILENCE_SECONDS (or its patience, see launch_hurry) and a few, with one message, which rank
+// 0 prints.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>

@@ -522,8 +522,8 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
-// This rank is at work that another micro-batch's worth of time, or less, moves on. Three are queued on a device at
-// most, and the host has gone ahead of them.
+// This rank must get on from here. The host is at most three micro-batches ahead of the device, so it is back here, or
+// at shard_rest, within less than six of the last one's time.
 inline void shard_hurry(const Shard* s, const char* what) {
     if (s && s->micro_batch_seconds > 0) launch_hurry(s->comm.launch, what, 6 * s->micro_batch_seconds);
 }
