@@ -692,12 +692,13 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
                    (long long)o->tokens_per_step, (long long)T, gpus, (long long)(below > 0 ? below : unit));
     }
     int64_t sequences = o->tokens_per_step != AUTO ? o->tokens_per_step / unit : 0;  // of one rank
+    int64_t most = !m->dev->gpu ? 8 : bytes ? 32 : 64;
+    if (windows < most) most = windows;
+    // Of the whole memory, not of what happens to be free: the same command takes the same batch.
+    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) : INT64_MAX;
+    int64_t fits = shard_least(m->shard, o->batch == AUTO ? largest_batch(o, *m, optim, most, usable) : 0);
     if (o->batch == AUTO) {
-        int64_t most = !m->dev->gpu ? 8 : bytes ? 32 : 64;
-        if (windows < most) most = windows;
-        // Of the whole memory, not of what happens to be free: the same command takes the same batch.
-        int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) : INT64_MAX;
-        int64_t fits = largest_batch(o, *m, optim, most, usable), batch = 1;
+        int64_t batch = 1;
         while (batch * 2 <= fits) batch *= 2;
         while (sequences && sequences % batch != 0) batch /= 2;
         o->batch = batch;
@@ -797,23 +798,32 @@ static bool asks_to_stop(const Model* m) {
     return stops(m);
 }
 
-// Continues `prompt` by `length` tokens and hands each piece of text to `put`. There is no key-value cache: the whole
-// window is computed again for each token, its length rounded up to 64 so that few matmul shapes occur.
-static void sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, int64_t length, double temperature,
-                   int64_t top_k, uint64_t seed, void (*put)(void*, const char*, int), void* context) {
-    int T = m->T, V = m->config.V, used = 0;
-    int most = (int)strlen(prompt) + 16;
-    int* tokens = (int*)calloc(most + length + 1, sizeof(int));
-    int end = tokenizer_end(tokenizer);
+// The prompt in tokens, after the end-of-text token where there is one; returns how many.
+static int prompt_tokens(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most) {
+    int used = 0, end = tokenizer_end(tokenizer);
     if (end >= 0 && end < V) tokens[used++] = end;
     int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + used, most - 1);
     if (encoded < 0) user_error("the prompt cannot be encoded without merges.txt; put it beside vocab.json");
     used += encoded;
     if (used == 0) tokens[used++] = '\n';
+    return used;
+}
+
+// Continues `prompt` by `length` tokens and hands each piece of text to `put`. There is no key-value cache: the whole
+// window is computed again for each token, its length rounded up to 64 so that few matmul shapes occur. Of several
+// ranks the first alone has a tokenizer and draws; the others compute with it.
+static void sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, int64_t length, double temperature,
+                   int64_t top_k, uint64_t seed, void (*put)(void*, const char*, int), void* context) {
+    int T = m->T, V = m->config.V, most = (int)strlen(prompt) + 16;
+    int* tokens = (int*)calloc(most + length + 1, sizeof(int));
+    int used = tokenizer ? prompt_tokens(tokenizer, prompt, V, tokens, most) : 0;
+    shard_share(m->shard, &used, sizeof(used));
+    shard_share(m->shard, tokens, most * (int64_t)sizeof(int));
     put(context, prompt, (int)strlen(prompt));
     float* logits = (float*)malloc(V * sizeof(float));
     int* window = (int*)malloc(T * sizeof(int));
     for (int64_t i = 0; i < length && !asks_to_stop(m); i++) {
+        shard_hurry(m->shard, "a sample");
         int visible = used < T ? used : T;  // the last T tokens
         int rounded = (visible + 63) / 64 * 64 < T ? (visible + 63) / 64 * 64 : T;
         memset(window, 0, T * sizeof(int));
@@ -821,13 +831,15 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
         copy_to_device(m->dev, m->input, window, rounded * (int64_t)sizeof(int));
         next_logits(m, rounded, visible - 1, logits);
         double coin = (double)(random_bits(seed, (uint64_t)1 << 20, used) >> 11) / 9007199254740992.0;
-        int token = draw_token(logits, V, temperature, top_k, coin);
-        if (token == end) break;
+        int token = draw_token(logits, V, temperature, top_k, coin), bytes = 0;
+        if (tokenizer && token == tokenizer_end(tokenizer)) token = -1;
+        shard_share(m->shard, &token, sizeof(token));
+        if (token < 0) break;
         tokens[used++] = token;
-        int bytes = 0;
-        const char* text = tokenizer_decode(tokenizer, token, &bytes);
+        const char* text = tokenizer ? tokenizer_decode(tokenizer, token, &bytes) : "";
         put(context, text, bytes);
     }
+    shard_rest(m->shard);
     free(window);
     free(logits);
     free(tokens);
@@ -1257,7 +1269,7 @@ static void run_tokenizer_open(Run* run, const char* data_folder, const char* ch
     const char* sources[] = {run->folder, checkpoint, data_folder, run->options->model};
     char error[DATA_ERROR_BYTES], to[PATH_BYTES];
     for (const char* source : sources) {
-        if (bytes || run->quiet || !source[0] || !folder_exists(source)) continue;
+        if (bytes || !source[0] || !folder_exists(source)) continue;
         if (!tokenizer_files_copy(source, run->folder, error)) user_error("--run %s: %s", run->folder, error);
     }
     path_join(to, run->folder, "vocab.json");
@@ -1439,6 +1451,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     Input input = input_layout(m, m->input);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
+        shard_hurry(m->shard, "validation");
         int64_t left = windows - done - before;
         int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
         int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
@@ -1448,6 +1461,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     float loss;
     if (m->shard && !stops(m)) shard_loss(m->shard, m->scalars);
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
+    shard_rest(m->shard);
     feeder_close(&feeder);
     return stops(m) ? NAN : loss;
 }
@@ -1549,13 +1563,6 @@ static void tell_end(Run* run, double counted, double seconds) {
     }
 }
 
-// After a step of several ranks: what they have agreed upon.
-static void step_agreed(const Model* m, const float* scalars) {
-    launch_rest(m->shard->comm.launch);
-    m->shard->started = true;
-    m->shard->stop = m->shard->stop || scalars[SCALAR_STOP] > 0;
-}
-
 // From run->step to the end, or to a signal.
 static void train(Run* run, const Dataset* train_data, const Dataset* val_data, int64_t memory) {
     Options* o = run->options;
@@ -1575,13 +1582,14 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         double begin = seconds_now(), lr = learning_rate(o, run->step);
         int64_t update = run->step + 1 - run->skipped;  // what moments and their bias corrections count
         if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = save_asked(run);
-        bool fine = train_step(m, &feeder, slice.run / m->B, (float)lr, (float)o->clip, update);
+        int64_t micro_batches = slice.run / m->B;
+        bool fine = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, update);
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-        if (m->shard) step_agreed(m, scalars);
+        shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
         if (!fine || scalars[SCALAR_BAD] > 0) {
             if (run->step > saved_at) checkpoint_save(run);
-            if (m->shard && !feeder.error[0])
-                launch_any(m->shard->comm.launch, false);  // the rank with bad data ends all
+            // The rank with bad data ends all.
+            if (m->shard && !feeder.error[0]) launch_any(m->shard->comm.launch, false);
             user_error("--data: %s; the last checkpoint is %s", feeder.error, run->last_checkpoint);
         }
         run->step++;
@@ -1617,8 +1625,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
     tell_end(run, (double)(run->step - timed_from), step_seconds);
     feeder_close(&feeder);
-    if (m->dev->gpu) pinned_free(scalars);
-    if (!m->dev->gpu) free(scalars);
+    (m->dev->gpu ? pinned_free : free)(scalars);
 }
 
 // The GPU of a rank among `gpus`. A launcher may show each rank its own alone.
@@ -1629,6 +1636,9 @@ static int device_index(const Options* o, const Launch* launch, int gpus) {
                    launch->world, gpus == 0 ? "and no GPU answers" : "and --device cpu is typed");
     }
     if (gpus == 1 && o->gpus == 1) return 0;
+    if (o->gpus > gpus) {
+        user_error("--gpus %lld was typed and this machine shows %d; type --gpus %d", (long long)o->gpus, gpus, gpus);
+    }
     if (launch->local_rank >= gpus) {
         user_error("rank %d is number %d on this machine, which shows %d GPU%s; start %d here", launch->rank,
                    launch->local_rank + 1, gpus, gpus == 1 ? "" : "s", gpus);
@@ -1671,17 +1681,6 @@ static void data_open(const Options* o, Dataset* data, DatasetPart part, int T) 
         fine = dataset_open_memory(data, corpus_begin, corpus_end - corpus_begin, part, o->val_fraction, T, error);
         if (!fine) user_error("the built-in text: %s", error);
     }
-}
-
-static ShardMode shard_mode_from(const char* name) {
-    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
-           : strcmp(name, "grads") == 0  ? SHARD_GRADS
-           : strcmp(name, "states") == 0 ? SHARD_STATES
-                                         : SHARD_NONE;
-}
-
-static CommFormat comm_format_from(const char* name) {
-    return strcmp(name, "bf16") == 0 ? COMM_BF16 : strcmp(name, "e5m2") == 0 ? COMM_E5M2 : COMM_AS_IS;
 }
 
 static Recompute recompute_from(const char* name) {
@@ -1761,7 +1760,9 @@ static void shard_part(const Model* m, OptimConfig* config) {
 static void shard_resolve(Model* m, OptimConfig* config) {
     Shard* s = m->shard;
     if (!s) return;
-    if (m->elements / SHARD_TILE < ranks_of(m)) user_error("a model this small is not for %d ranks", ranks_of(m));
+    long long tiles = m->elements / SHARD_TILE;
+    if (tiles < ranks_of(m))
+        user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
     ShardTensor* tensors = (ShardTensor*)malloc(m->count * sizeof(ShardTensor));
     for (int t = 0; t < m->count; t++) {
         bool in_block = t >= FIRST_BLOCK && t < m->count - 2;
@@ -1826,14 +1827,16 @@ static Json* resume_locate(Options* o, const Launch* launch, char (&folder)[PATH
     return state;
 }
 
-// Ranks that would not train the same are a mistake: another program, other options or other files.
-static void require_same(const Options* o, const Launch* launch) {
+// Ranks that would not train the same are a mistake: other options, or data of another length.
+static void require_same(const Options* o, const Launch* launch, const Dataset* train, const Dataset* val) {
     char* text = nullptr;
     size_t length = 0;
     Options same = *o;
     same.run = same.resume = same.data = same.val = same.formats = "";
+    same.join_timeout = 0;
     FILE* file = open_memstream(&text, &length);
     options_json(&TABLE, &same, file);
+    fprintf(file, ", %lld tokens of --data, %lld of --val", (long long)train->tokens, (long long)val->tokens);
     fclose(file);
     uint32_t own = crc32c(0, text, (int64_t)length), first = own;
     launch_share(launch, 0, &first, sizeof(first));
@@ -1841,16 +1844,17 @@ static void require_same(const Options* o, const Launch* launch) {
     free(text);
 }
 
-// The run folder is rank 0's to make; all know it, and open the tokenizer that it then holds.
+// The run folder is rank 0's, and so is the tokenizer in it; all know whether there are samples.
 static void run_begin(Run* run, const Launch* launch, const char* tokenizer, const char* checkpoint, bool bytes,
                       bool resumed) {
+    launch_any(launch, false);  // all have come this far: what one of them refuses leaves no folder
     if (launch->rank == 0) {
         run_folder_make(run, resumed);
         say(run, " run      %s\n", run->folder);
         run_tokenizer_open(run, tokenizer, checkpoint, bytes);
     }
     launch_share(launch, 0, run->folder, sizeof(run->folder));
-    if (launch->rank > 0) run_tokenizer_open(run, tokenizer, checkpoint, bytes);
+    launch_share(launch, 0, &run->options->sample_every, sizeof(run->options->sample_every));
 }
 
 static int train_main(Options* o, const bool* given, const Launch* launch) {
@@ -1898,7 +1902,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
                    given[option_find(&TABLE, "warmup") - OPTIONS]);
     optim_config_from(o, &config);  // with the steps and learning rate that are known by now
     shard_part(&m, &config);
-    require_same(o, launch);
+    require_same(o, launch, &train_data, &val_data);
     run.step = state ? json_int(state, "step", 0) : 0;
     run.sequences = state ? json_int(state, "sequences", 0) : 0;
     run.best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;

@@ -133,18 +133,26 @@ static bool from_slurm(Launch* launch) {
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     *launch = (Launch){.world = 1, .listener = -1};
     bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
-    if (!found && variable("WORLD_SIZE") > 1) {
-        return data_error(error,
-                          "WORLD_SIZE is %d and not all of RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; set "
-                          "them, or unset WORLD_SIZE and type --gpus N",
-                          variable("WORLD_SIZE"));
+    const char *rank = text_variable("RANK"), *world = text_variable("WORLD_SIZE");
+    // One rank of several that trains alone would be a surprise; one of one is alone.
+    if (!found && strcmp(world, "1") != 0 && (world[0] || (rank[0] && strcmp(rank, "0") != 0))) {
+        return data_error(
+            error,
+            "RANK is '%s', WORLD_SIZE is '%s', and these two, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are "
+            "not all set to what can be; set them, or unset RANK and WORLD_SIZE and type --gpus N",
+            rank, world);
+    }
+    if (launch->world > 1 && launch->port + PORTS > 65536) {
+        return data_error(error, "MASTER_PORT is %s; set it to one from 1024 to %d", text_variable("MASTER_PORT"),
+                          65535 - PORTS);
     }
     if (launch->world > 1 && gpus > 1) {
         return data_error(error, "--gpus %lld makes ranks of its own and %s has made %d; leave --gpus out",
                           (long long)gpus, launch->source, launch->world);
     }
     if (launch->rank >= launch->world || launch->world > MOST_RANKS) {
-        return data_error(error, "%s: rank %d of %d is impossible", launch->source, launch->rank, launch->world);
+        return data_error(error, "%s: rank %d of %d is impossible; ranks count from 0, and are at most %d",
+                          launch->source, launch->rank, launch->world, MOST_RANKS);
     }
     if (launch->world > 1 && !launch->host[0]) {
         return data_error(error, "%s does not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
@@ -276,8 +284,8 @@ typedef struct {
 
 typedef struct {
     uint32_t magic;
-    int32_t accepted;  // 0: another job's; the next port may be ours
-    char error[512];   // why not, when nothing else can help
+    int32_t accepted, pid;  // accepted 0: another job's; the next port may be ours
+    char error[512];        // why not, when nothing else can help
 } Welcome;
 
 typedef struct {
@@ -315,20 +323,30 @@ static void set_time_limit(int socket, int limit) {
     setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }
 
-// Rank 0: one that knocked. Returns false with a sentence when the run cannot go on.
+// Whether the other side, which has nothing to say, has closed it: it gave up waiting and knocks again.
+static bool is_closed(int socket) {
+    char byte;
+    return recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+}
+
+// Rank 0: one that knocked, and says who it is at once; others knock too, such as scanners of ports. Returns false with
+// a sentence when the run cannot go on.
 static bool admit(const Launch* launch, Peer* peers, int socket, int* came, char* error) {
     Hello hello;
-    Welcome welcome = {MAGIC, 0, ""};
-    set_time_limit(socket, 3);
-    if (!receive_all(socket, &hello, sizeof(hello)) || hello.magic != MAGIC) return close(socket), true;
+    Welcome welcome = {MAGIC, 0, getpid(), ""};
+    set_time_limit(socket, 1);
+    bool said = receive_all(socket, &hello, sizeof(hello)) && hello.magic == MAGIC;
+    if (!said || is_closed(socket)) return close(socket), true;
     hello.job[sizeof(hello.job) - 1] = hello.host[sizeof(hello.host) - 1] = 0;
     bool ours = strcmp(hello.job, launch->job) == 0;
     bool fits = hello.world == launch->world && hello.rank > 0 && hello.rank < launch->world && hello.channel >= 0 &&
                 hello.channel < CHANNELS;
+    int* known = ours && fits ? &peers[hello.rank].socket[hello.channel] : NULL;
+    if (known && *known >= 0 && is_closed(*known)) close(*known), *known = -1, --*came;
     if (ours && !fits) {
         data_error(error, "rank %d of %d came from %s and this run has %d ranks; start all with the same number",
                    hello.rank, hello.world, hello.host, launch->world);
-    } else if (ours && peers[hello.rank].socket[hello.channel] >= 0) {
+    } else if (known && *known >= 0) {
         data_error(error, "two processes say that they are rank %d: on %s and on %s; give each a rank of its own",
                    hello.rank, peers[hello.rank].host, hello.host);
         fits = false;
@@ -360,7 +378,7 @@ static void list_missing(const Launch* launch, const Peer* peers, char* text, si
 
 // Every other rank is told whether all have come.
 static void tell_all(const Launch* launch, const Peer* peers, bool fine, const char* error) {
-    Welcome word = {MAGIC, fine, ""};
+    Welcome word = {MAGIC, fine, 0, ""};
     if (!fine) snprintf(word.error, sizeof(word.error), "%.500s", error);
     for (int r = 1; r < launch->world; r++) {
         if (peers[r].socket[TALK] >= 0) send_all(peers[r].socket[TALK], &word, sizeof(word));
@@ -429,6 +447,7 @@ static bool knock(const Launch* launch, int port, int channel, Peer* first, char
     bool answered = send_all(socket, &hello, sizeof(hello)) && receive_all(socket, &welcome, sizeof(welcome));
     if (answered && welcome.magic == MAGIC && welcome.accepted) {
         first->socket[channel] = socket;
+        first->pid = welcome.pid;
         return true;
     }
     if (answered && welcome.magic == MAGIC && welcome.error[0]) data_error(error, "%s", welcome.error);
@@ -470,10 +489,13 @@ typedef enum { BEAT, FAILED, BYE } Kind;
 
 typedef struct {
     uint32_t magic;
-    int32_t kind, code, hurried;
+    int32_t bytes;  // that are sent: up to the end of the text
+    int32_t kind, code, patience;
     int64_t progress;
     char text[TEXT_BYTES];  // of FAILED; of BEAT what it is about
 } Message;
+
+enum { MESSAGE_HEAD = offsetof(Message, text) };
 
 struct LaunchWatch {
     int rank, world, local_rank, silence;
@@ -482,7 +504,7 @@ struct LaunchWatch {
     pthread_t thread;
     pthread_mutex_t sending;
     atomic_bool failing, leaving;
-    atomic_int hurried;
+    atomic_int patience;  // seconds in which this rank must make progress; 0: it rests
     atomic_llong progress;
     _Atomic(const char*) what;
     // The thread's own, of each peer.
@@ -492,7 +514,7 @@ struct LaunchWatch {
         bool left;
         double at, moved;  // when it was last heard, and last made progress
         int64_t progress;
-        bool hurried;
+        int patience;
         char what[64];
     } * heard;
 };
@@ -505,14 +527,15 @@ static bool is_peer(const LaunchWatch* watch, int r) {
 
 static void send_message(LaunchWatch* watch, Kind kind, int code, const char* text) {
     Message message = {.magic = MAGIC, .kind = kind, .code = code};
-    message.hurried = atomic_load(&watch->hurried);
+    message.patience = atomic_load(&watch->patience);
     message.progress = atomic_load(&watch->progress);
     snprintf(message.text, sizeof(message.text), "%s", text);
+    message.bytes = MESSAGE_HEAD + (int32_t)strlen(message.text);
     pthread_mutex_lock(&watch->sending);
     for (int r = 0; r < watch->world; r++) {
-        // One that does not read is soon found silent.
+        // One that does not read is found silent long before its beats fill what the system buffers.
         if (is_peer(watch, r)) {
-            (void)!send(watch->peers[r].socket[CONTROL], &message, sizeof(message), MSG_NOSIGNAL | MSG_DONTWAIT);
+            (void)!send(watch->peers[r].socket[CONTROL], &message, (size_t)message.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
         }
     }
     pthread_mutex_unlock(&watch->sending);
@@ -575,23 +598,28 @@ static void peer_lost(LaunchWatch* watch, int r, const char* how) {
     end_all(watch, 1, text, other || (ended && watch->forked));
 }
 
+static void note_progress(struct Heard* heard, double now, int64_t progress, int patience, const char* what) {
+    if (progress != heard->progress || patience != heard->patience) heard->moved = now;
+    heard->progress = progress;
+    heard->patience = patience;
+    snprintf(heard->what, sizeof(heard->what), "%.60s", what);
+}
+
 static void take_message(LaunchWatch* watch, int r, const Message* message) {
     struct Heard* heard = &watch->heard[r];
     if (message->kind == BYE) heard->left = true;
     if (message->kind == FAILED && watch->rank == 0) peer_failed(watch, r, message);
     if (message->kind == FAILED) end_all(watch, message->code, message->text, true);
     heard->at = seconds();
-    if (message->progress != heard->progress || message->hurried != heard->hurried) heard->moved = heard->at;
-    heard->progress = message->progress;
-    heard->hurried = message->hurried;
-    snprintf(heard->what, sizeof(heard->what), "%.60s", message->text);
+    note_progress(heard, heard->at, message->progress, message->patience, message->text);
 }
 
 static void read_peer(LaunchWatch* watch, int r) {
     struct Heard* heard = &watch->heard[r];
     int socket = watch->peers[r].socket[CONTROL];
     for (;;) {
-        ssize_t got = recv(socket, (char*)&heard->message + heard->bytes, sizeof(Message) - heard->bytes, MSG_DONTWAIT);
+        size_t want = heard->bytes < MESSAGE_HEAD ? MESSAGE_HEAD : (size_t)heard->message.bytes;
+        ssize_t got = recv(socket, (char*)&heard->message + heard->bytes, want - heard->bytes, MSG_DONTWAIT);
         if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
         if (got <= 0) {
             if (!heard->left) peer_lost(watch, r, "has ended without a word");
@@ -600,10 +628,14 @@ static void read_peer(LaunchWatch* watch, int r) {
             return;
         }
         heard->bytes += (size_t)got;
-        if (heard->bytes < sizeof(Message)) continue;
+        if (heard->bytes < MESSAGE_HEAD) continue;
+        Message* message = &heard->message;
+        bool sane = message->magic == MAGIC && message->bytes >= MESSAGE_HEAD && message->bytes < (int)sizeof(Message);
+        if (!sane) peer_lost(watch, r, "has sent what is no message");
+        if (heard->bytes < (size_t)message->bytes) continue;
+        ((char*)message)[message->bytes] = 0;
         heard->bytes = 0;
-        heard->message.text[TEXT_BYTES - 1] = 0;
-        if (heard->message.magic == MAGIC) take_message(watch, r, &heard->message);
+        take_message(watch, r, message);
     }
 }
 
@@ -613,18 +645,19 @@ static void check_progress(LaunchWatch* watch, double now) {
     int behind = 0;
     for (int r = 0; r < watch->world; r++) {
         const struct Heard* heard = &watch->heard[r];
-        if (heard->left || !heard->hurried || now - heard->moved < watch->silence) return;
+        if (heard->left || heard->patience == 0 || now - heard->moved < heard->patience) return;
         if (heard->progress < least) least = heard->progress, behind = r;
         if (heard->progress > most) most = heard->progress;
     }
     char text[TEXT_BYTES];
     if (least == most) {
         snprintf(text, sizeof(text), "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
-                 watch->silence, watch->heard[behind].what);
+                 watch->heard[behind].patience, watch->heard[behind].what);
     } else {
         snprintf(text, sizeof(text),
                  "train: error: rank %d on %s hangs: the others have waited for it for %d s (%s); all ranks stop\n",
-                 behind, behind ? watch->peers[behind].host : "this host", watch->silence, watch->heard[behind].what);
+                 behind, behind ? watch->peers[behind].host : "this host", watch->heard[behind].patience,
+                 watch->heard[behind].what);
     }
     end_all(watch, 1, text, false);
 }
@@ -639,12 +672,8 @@ static void check_silence(LaunchWatch* watch, double now) {
         }
     }
     if (watch->rank != 0) return;
-    struct Heard* own = &watch->heard[0];
-    int64_t progress = atomic_load(&watch->progress);
-    bool hurried = atomic_load(&watch->hurried);
-    if (progress != own->progress || hurried != own->hurried) own->moved = now;
-    own->progress = progress, own->hurried = hurried;
-    snprintf(own->what, sizeof(own->what), "%.60s", atomic_load(&watch->what));
+    note_progress(&watch->heard[0], now, atomic_load(&watch->progress), atomic_load(&watch->patience),
+                  atomic_load(&watch->what));
     check_progress(watch, now);
 }
 
@@ -712,10 +741,10 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 
 // What ranks tell each other.
 
-// The other side has ended; the watch will say so and end this process.
+// The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
 __attribute__((noreturn)) static void wait_for_end(void) {
-    pause_ms(60000);
-    _exit(1);
+    pause_ms(5000);
+    end_all(watching, 1, "train: error: a rank has ended for which others still wait; all ranks stop\n", false);
 }
 
 void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {
@@ -752,15 +781,16 @@ bool launch_any(const Launch* launch, bool flag) {
     return value > 0;
 }
 
-void launch_hurry(const Launch* launch, const char* what) {
-    if (!launch->watch) return;
-    atomic_store(&launch->watch->what, what);
-    atomic_store(&launch->watch->hurried, 1);
-    atomic_fetch_add(&launch->watch->progress, 1);
+void launch_hurry(const Launch* launch, const char* what, double patience) {
+    LaunchWatch* watch = launch->watch;
+    if (!watch) return;
+    atomic_store(&watch->what, what);
+    atomic_store(&watch->patience, patience > watch->silence ? (int)patience : watch->silence);
+    atomic_fetch_add(&watch->progress, 1);
 }
 
 void launch_rest(const Launch* launch) {
-    if (launch->watch) atomic_store(&launch->watch->hurried, 0);
+    if (launch->watch) atomic_store(&launch->watch->patience, 0);
 }
 
 void launch_leave(Launch* launch) {

@@ -9,7 +9,8 @@
 // bytes that pass; tensors go through kernels/comm.cuh.
 //
 // A rank that ends, crashes, is stopped, loses its machine, or makes no progress while none of the others has an excuse
-// ends all of them, within SILENCE_SECONDS and a few, with one message, which rank 0 prints.
+// ends all of them, within SILENCE_SECONDS (or its patience, see launch_hurry) and a few, with one message, which rank
+// 0 prints.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -51,9 +52,10 @@ typedef enum { LAUNCH_MAX, LAUNCH_SUM } LaunchAgree;                            
 void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how);
 bool launch_any(const Launch* launch, bool flag);  // true where any rank's is
 
-// Marks of progress. Between launch_hurry and launch_rest a rank that stands still is at fault unless it only waits for
-// others; outside, it may take its time, and so may those that wait for it. `what`: what it is about, a constant.
-void launch_hurry(const Launch* launch, const char* what);
+// Marks of progress. Between launch_hurry and launch_rest a rank that stands still for `patience` seconds, and at least
+// SILENCE_SECONDS, is at fault unless it only waits for others; outside, it may take its time, and so may those that
+// wait for it. `what`: what it is about, a constant.
+void launch_hurry(const Launch* launch, const char* what, double patience);
 void launch_rest(const Launch* launch);
 
 // The end of all, at which every rank arrives.

@@ -12,10 +12,12 @@
 // `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and in),
 // adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends the sum
 // to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined here, by
-// rank, whatever NCCL does inside; every mode gets the same bits, and so do the CPU and the GPU from equal gradients.
-// W ranks of one micro-batch each give ((g0 + g1) + g2) + ..., as one rank of W micro-batches does: these differ by
-// what other shapes of the matmuls would. In general a sum of k micro-batches on each of W ranks differs from one of k
-// W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32 throughout.
+// rank, whatever NCCL does inside, and the CPU and the GPU get the same bits from equal gradients. Every mode gets the
+// same where a step has one micro-batch a rank; of several, `none` and `states` sum over the micro-batches first,
+// `grads` and `weights` over the ranks. W ranks of one micro-batch each give ((g0 + g1) + g2) + ..., as one rank of W
+// micro-batches does: these differ by what other shapes of the matmuls would. In general a sum of k micro-batches on
+// each of W ranks differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32
+// throughout.
 //
 // What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
 // sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or
@@ -31,6 +33,17 @@ constexpr int SHARD_HEADER = 16;  // bytes before a tile in e5m2: its scale, and
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 enum CommFormat { COMM_AS_IS, COMM_BF16, COMM_E5M2 };
+
+inline ShardMode shard_mode_from(const char* name) {
+    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
+           : strcmp(name, "grads") == 0  ? SHARD_GRADS
+           : strcmp(name, "states") == 0 ? SHARD_STATES
+                                         : SHARD_NONE;
+}
+
+inline CommFormat comm_format_from(const char* name) {
+    return strcmp(name, "bf16") == 0 ? COMM_BF16 : strcmp(name, "e5m2") == 0 ? COMM_E5M2 : COMM_AS_IS;
+}
 
 // A run of the arena, in elements; `at`: where it stands in packed memory.
 struct ShardRun {
@@ -76,7 +89,7 @@ struct Shard {
     float* gathered;              // (world, SCALARS)
     float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD; the host's
     bool first, last;             // micro-batch of the step
-    bool started;                 // a step is behind: standing still is now suspicious
+    double micro_batch_seconds;   // of the last step; 0 before it: then standing still is no suspicion yet
     bool stop;                    // all ranks have agreed to end
     int held[2];                  // which layers' weights are in packed memory; -1: none
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
@@ -352,7 +365,7 @@ inline int64_t shard_staging_bytes(const Shard* s) {
 // Device memory that shard_open takes, and what NCCL has taken.
 inline int64_t shard_bytes(const Shard* s) {
     return shard_staging_bytes(s) * (s->format == COMM_AS_IS ? 1 : 2) +
-           s->comm.world * SCALARS * (int64_t)sizeof(float);
+           s->comm.world * SCALARS * (int64_t)sizeof(float) + s->comm.bytes;
 }
 
 struct ShardTensor {
@@ -509,10 +522,20 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
+// This rank must get on from here. The host is at most three micro-batches ahead of the device, so it is back here, or
+// at shard_rest, within less than six of the last one's time.
+inline void shard_hurry(const Shard* s, const char* what) {
+    if (s && s->micro_batch_seconds > 0) launch_hurry(s->comm.launch, what, 6 * s->micro_batch_seconds);
+}
+
+inline void shard_rest(const Shard* s) {
+    if (s) launch_rest(s->comm.launch);
+}
+
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
-    if (s->started) launch_hurry(s->comm.launch, "training");
+    shard_hurry(s, "training");
 }
 
 // The gradients of a bucket are complete on the device's stream: begins their sum over the ranks beside it, after the
@@ -589,6 +612,26 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     for (int64_t i = 0; i < all; i++) sum += parts[i];
     shard_agree_cpu(scalars, s->gathered, world);
     global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
+}
+
+// After a step, whose scalars the host has: what the ranks have agreed upon.
+inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seconds) {
+    if (!s) return;
+    shard_rest(s);
+    s->micro_batch_seconds = micro_batch_seconds;
+    s->stop = s->stop || scalars[SCALAR_STOP] > 0;
+}
+
+// The least of what the ranks have; alone, what this one has.
+inline int64_t shard_least(const Shard* s, int64_t count) {
+    double most = -(double)count;
+    if (s) launch_agree(s->comm.launch, &most, 1, LAUNCH_MAX);
+    return (int64_t)-most;
+}
+
+// Rank 0's bytes to all.
+inline void shard_share(const Shard* s, void* bytes, int64_t count) {
+    if (s) launch_share(s->comm.launch, 0, bytes, count);
 }
 
 // The mean loss of a validation, of which each rank has its share in scalars[SCALAR_LOSS].

@@ -284,7 +284,7 @@ static void require_whole(const Plan* plan, const LaunchPlan* launch, const Opti
         if (format_span(format) == SPAN_RUN) continue;
         user_error(
             "%s was asked for, whose scales are of whole tensors, and the shard of elements %lld to %lld cuts "
-            "%s; take a format in blocks, such as e4m3/256 or lin4/128",
+            "%s; take a format in blocks, such as e4m3/256 or lin4/128, or --shard none",
             format->name, (long long)plan->begin, (long long)plan->end, tensor->name);
     }
 }

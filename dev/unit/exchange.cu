@@ -177,6 +177,9 @@ TEST(exchange_plan) {
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
             }
             expect(s.packed == SHARD_TILE * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
+            Shard taken = s;
+            taken.comm.bytes = 12345;
+            expect(shard_bytes(&taken) == shard_bytes(&s) + 12345, "the plan leaves out what NCCL takes");
             for (int b = 0; b <= LAYERS; b++) free(s.bucket[b].run);
             free(s.bucket), free(s.place), free(s.cut), free(s.sends), free(s.receives), free(s.into);
         }
@@ -361,4 +364,30 @@ TEST(exchange_between_ranks) {
             expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
         }
     }
+}
+
+// Micro-batches that take longer than a rank may be silent are no hang; ranks that stand still in shorter ones are.
+static void slow_main(Launch* launch) {
+    Shard s = {};
+    s.comm.launch = launch;
+    shard_hurry(&s, "starting");
+    sleep(3);  // before the first step anything may take its time
+    s.micro_batch_seconds = 1.5;
+    shard_micro_batch(&s, true, true);
+    sleep(5);
+    launch_any(launch, false);
+    shard_rest(&s);
+    sleep(3);
+    s.micro_batch_seconds = 0.1;
+    shard_micro_batch(&s, true, true);
+    if (launch->rank == 1) sleep(30);
+    shard_hurry(&s, "training on");
+    launch_any(launch, false);
+}
+
+TEST(exchange_patience) {
+    char text[4096];
+    int code = run_ranks(2, slow_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "rank 1 on ") && strstr(text, "waited for it for 2 s (training)"), "%d, %s", code,
+           text);
 }

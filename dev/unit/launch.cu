@@ -70,6 +70,8 @@ TEST(launch_environment) {
         // A batch script's own process, which is no step, and a step of one task.
         {"SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_LOCALID=0 SLURM_JOB_ID=42", "", "", 0, 1, 0, 0},
         {"SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 SLURM_STEP_ID=0", "", "", 0, 1, 0, 0},
+        {"RANK=0", "", "", 0, 1, 0, 0},
+        {"RANK=0 WORLD_SIZE=1", "", "", 0, 1, 0, 0},
     };
     char error[DATA_ERROR_BYTES];
     for (auto& c : cases) {
@@ -87,9 +89,13 @@ TEST(launch_environment) {
         const char *set, *needle;
         int gpus;
     } wrong[] = {
-        {"WORLD_SIZE=4 RANK=2", "not all of RANK, LOCAL_RANK", 1},
+        {"WORLD_SIZE=4 RANK=2", "LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set", 1},
         {TORCHRUN, "leave --gpus out", 4},
         {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
+        {"RANK=3", "WORLD_SIZE is ''", 1},
+        {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE is '0'", 1},
+        {"RANK=0 WORLD_SIZE=four LOCAL_RANK=0 MASTER_ADDR=gpu1 MASTER_PORT=29500", "WORLD_SIZE is 'four'", 1},
+        {"RANK=1 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=70000", "MASTER_PORT is 70000", 1},
         {OPEN_MPI, "set MASTER_ADDR", 1},
         {SLURM, "set MASTER_ADDR", 1},
     };
@@ -155,23 +161,35 @@ static double seconds_now() {
 // Rank 1 hangs before the 4th agreement, though its process is alive; the others wait for it.
 static void hang_main(Launch* l) {
     for (int i = 0; i < 10; i++) {
-        launch_hurry(l, "counting");
+        launch_hurry(l, "counting", 0);
         if (i == 3 && l->rank == 1) sleep(60);
-        if (i == 3 && l->rank != 1) launch_hurry(l, "counting on");
+        if (i == 3 && l->rank != 1) launch_hurry(l, "counting on", 0);
         launch_any(l, false);
     }
 }
 
 // A rank that takes longer than the others wait, and says so.
 static void rest_main(Launch* l) {
-    launch_hurry(l, "working");
+    launch_hurry(l, "working", 0);
     if (l->rank == 1) launch_rest(l), sleep(4);
+    launch_any(l, false);
+}
+
+// Ranks whose work takes longer than usual, and who know.
+static void patient_main(Launch* l) {
+    launch_hurry(l, "working hard", 20);
+    sleep(4);
     launch_any(l, false);
 }
 
 static void fail_main(Launch* l) {
     if (l->rank == 2) launch_failed(5, "train: error: no more apples\n");
     launch_any(l, false);
+}
+
+// Rank 1 thinks that all is done.
+static void early_main(Launch* l) {
+    for (int i = 0; i < 3 && l->rank != 1; i++) launch_any(l, false);
 }
 
 static void all_fail_main(Launch*) {
@@ -188,9 +206,13 @@ TEST(launch_ends_together) {
     expect(hang < 10, "a rank that hangs: %.1f s", hang);
     code = run_ranks(3, rest_main, text, sizeof(text));
     expect(code == 0 && text[0] == 0, "rest: %d, %s", code, text);
+    code = run_ranks(3, patient_main, text, sizeof(text));
+    expect(code == 0 && text[0] == 0, "patience: %d, %s", code, text);
     code = run_ranks(4, fail_main, text, sizeof(text));
     expect(code == 5 && strncmp(text, "train: error: rank 2 on ", 24) == 0 && strstr(text, ": no more apples\n"),
            "failure: %d, %s", code, text);
+    code = run_ranks(2, early_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "ended for which others still wait"), "one leaves early: %d, %s", code, text);
     code = run_ranks(4, all_fail_main, text, sizeof(text));
     expect(code == 2 && strcmp(text, "train: error: the same everywhere\n") == 0, "failure of all: %d, %s", code, text);
     snprintf(test->note, sizeof(test->note), "a hang found in %.1f s of 2 allowed", hang);

@@ -1,6 +1,9 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
 // the stand-in of kernels/comm.cuh; the cases that end in _gpu are the same over NCCL, for as many GPUs as are there.
+#include <arpa/inet.h>
 #include <cuda_runtime.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include "cli.h"
 
 #define SEVERAL \
@@ -240,7 +243,7 @@ struct Variable {
 };
 
 static void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
-                           const char* words) {
+                           const char* words, const char* folder = nullptr) {
     for (int i = 0; i < count; i++) {
         char text[64];
         const char* value = variables[i].value;
@@ -256,6 +259,7 @@ static void start_launched(Child* child, const Variable* variables, int count, i
     setenv("NIBBLE_STAND_IN", "1", 1);
     *child = new_child();
     child->keeps_rank = true;
+    child->folder = folder;
     start(child, "%s", words);
     for (int i = 0; i < count; i++) unsetenv(variables[i].name);
     unsetenv("NIBBLE_STAND_IN");
@@ -315,6 +319,45 @@ TEST(multi_launchers) {
     remove_tree(work);
 }
 
+// A tokenizer of single bytes, by the names that GPT-2 gives them, and no merges.
+static void write_tokenizer(const char* folder) {
+    char text[8192] = "{";
+    int others = 0;
+    for (int byte = 0; byte < 256; byte++) {
+        bool itself = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
+        size_t used = strlen(text);
+        snprintf(text + used, sizeof(text) - used, "%s\"\\u%04x\": %d", byte ? ", " : "",
+                 itself ? byte : 256 + others++, byte);
+    }
+    strcat(text, "}");
+    write_bytes(folder, "vocab.json", text, strlen(text));
+    write_bytes(folder, "merges.txt", "#version: 0.2\n", 14);
+}
+
+// Machines that share no disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
+TEST(multi_no_shared_folder) {
+    const char* work = work_folder();
+    Child child[2];
+    char words[2 * PATH_MAX], folder[PATH_MAX];
+    write_tokenizer(work);
+    write_shard(work, "train_0.bin", 20240520, 1, 2000, 2000, 7);
+    write_shard(work, "val_0.bin", 20240520, 1, 2000, 2000, 7);
+    snprintf(words, sizeof(words),
+             "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 2 --sample-tokens 4 --warmup 1 "
+             "--data %s --run run --batch 1 --tokens-per-step 32 --steps 2 --shard weights",
+             work);
+    for (int rank : {0, 1}) {
+        snprintf(folder, sizeof(folder), "%s/machine_%d", work, rank);
+        mkdir(folder, 0777);
+        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(10), words, folder);
+    }
+    for (int rank : {0, 1}) finish(&child[rank]);
+    for (int rank : {0, 1}) expect(child[rank].code == 0, "rank %d: %d, %s", rank, child[rank].code, ERR(child[rank]));
+    expect(strstr(OUT(child[0]), "sample ---") && !strstr(OUT(child[0]), " notice "), "%s", OUT(child[0]));
+    for (int rank : {0, 1}) forget(&child[rank]);
+    remove_tree(work);
+}
+
 // Who does not come is named, and so is where rank 0 was looked for.
 TEST(multi_missing) {
     const char* work = work_folder();
@@ -338,7 +381,51 @@ TEST(multi_missing) {
     for (int rank : {0, 1}) finish(&child[rank]);
     expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
     expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
+    expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
     for (int rank : {0, 1}) forget(&child[rank]);
+    // Ranks whose files differ: one machine's copy was cut short.
+    int64_t bytes;
+    char *text = contents(work, "text.txt", &bytes), command[2][2 * PATH_MAX];
+    write_bytes(work, "short.txt", text, (size_t)bytes - 100);
+    for (int rank : {0, 1}) {
+        snprintf(command[rank], sizeof(command[rank]),
+                 "%s --data %s/%s.txt --run %s/run --batch 1 --tokens-per-step 32 --steps 2", SEVERAL, work,
+                 rank ? "short" : "text", work);
+        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), command[rank]);
+    }
+    for (int rank : {0, 1}) finish(&child[rank]);
+    expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
+    for (int rank : {0, 1}) forget(&child[rank]);
+    free(text);
+    remove_tree(work);
+}
+
+// Connections that say nothing, as of a scanner of ports, delay the rendezvous and break nothing.
+TEST(multi_strangers) {
+    const char* work = work_folder();
+    char words[2 * PATH_MAX];
+    Child child[2];
+    int stranger[8], port = own_port(9) + 1;  // torchrun itself has the first
+    struct sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s/run --batch 1 --tokens-per-step 32 --steps 2",
+             SEVERAL, work, work);
+    start_launched(&child[0], VARIABLES(torchrun), 0, 2, own_port(9), words);
+    for (int& one : stranger) {
+        one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        bool in = false;
+        for (double begin = now(); !in && now() - begin < 20; pause_ms(10)) {
+            in = connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0;
+        }
+        expect(in, "nobody listens at port %d", port);
+    }
+    start_launched(&child[1], VARIABLES(torchrun), 1, 2, own_port(9), words);
+    for (int rank : {0, 1}) finish(&child[rank]);
+    for (int rank : {0, 1}) expect(child[rank].code == 0, "rank %d: %d, %s", rank, child[rank].code, ERR(child[rank]));
+    for (int rank : {0, 1}) forget(&child[rank]);
+    for (int one : stranger) close(one);
     remove_tree(work);
 }
 
@@ -351,7 +438,7 @@ TEST(multi_refused) {
     setenv("WORLD_SIZE", "4", 1);
     run_train(half, "--steps 1 --run %s/run", work);
     unsetenv("WORLD_SIZE");
-    expect_error(test, &half, "half a set", "WORLD_SIZE is 4", "MASTER_ADDR");
+    expect_error(test, &half, "half a set", "WORLD_SIZE is '4'", "MASTER_ADDR");
     Child batch = new_child();
     start_ranks(&batch, false, 2, "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
     finish(&batch);
@@ -360,8 +447,28 @@ TEST(multi_refused) {
     start_ranks(&data, false, 3, "--data %s/nothing --run %s/run", work, work);
     finish(&data);
     expect_error(test, &data, "a mistake of all ranks, told once", "nothing", "cannot open");
+    Child spans = new_child(), tiles = new_child();
+    start_ranks(&spans, false, 3, "%s --m dyn8/rank1 --v udyn8/rank1 --shard states --run %s/run", SEVERAL, work);
+    finish(&spans);
+    expect_error(test, &spans, "scales of whole tensors", "dyn8/rank1 was asked for", "--shard none");
+    start_ranks(&tiles, false, 50, "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
+    finish(&tiles);
+    expect_error(test, &tiles, "more ranks than tiles", "for 50 ranks", "; start 43");
     expect(!exists(work, "run"), "a refused run left a folder");
-    forget(&cpu), forget(&none), forget(&half), forget(&batch), forget(&data);
+    forget(&spans), forget(&tiles), forget(&cpu), forget(&none), forget(&half), forget(&batch), forget(&data);
+    remove_tree(work);
+}
+
+TEST(multi_refused_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    const char* work = work_folder();
+    char have[32];
+    Child many = new_child();
+    snprintf(have, sizeof(have), "type --gpus %d", gpu_count());
+    start_ranks(&many, true, gpu_count() + 1, "--steps 1 --run %s/run", work);
+    finish(&many);
+    expect_error(test, &many, "more GPUs than there are", "was typed and this machine shows", have);
+    forget(&many);
     remove_tree(work);
 }
 
