@@ -57,6 +57,7 @@ struct Comm {
     NcclLibrary nccl;
     ncclComm_t communicator;
     int64_t bytes;  // of device memory that NCCL took for itself
+    double rate;    // bytes a second that the slowest rank sends while all exchange; 0 on the CPU
     StandIn* stand_in;
 };
 
@@ -219,7 +220,7 @@ inline void comm_close(Comm* comm) {
     check(cudaStreamDestroy(comm->stream));
 }
 
-// "NCCL 2.28.9", for the banner.
+// "NCCL 2.28.9, 300 GB/s each way", for the banner.
 inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
     int version = 0;
     if (comm->stand_in) {
@@ -227,7 +228,8 @@ inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
         return;
     }
     check_nccl(comm->nccl.get_version(&version));
-    snprintf(text, bytes, "NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
+    snprintf(text, bytes, "NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100,
+             1e-9 * comm->rate);
 }
 
 // What is exchanged from here on comes after what the device's stream has been given so far, and the reverse.
@@ -312,6 +314,33 @@ inline void comm_try(const Comm* comm) {
     free(pieces), free(host);
 }
 
+// Of exchanges of 16 MiB with each other rank, the best of a few, on an idle device.
+inline double comm_rate(const Comm* comm) {
+    constexpr int64_t PIECE = 16 << 20;
+    CommPiece* pieces = (CommPiece*)calloc(2 * comm->world, sizeof(CommPiece));
+    char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
+    double seconds[1] = {INFINITY};
+    cudaEvent_t event[2];
+    check(cudaEventCreate(&event[0]));
+    check(cudaEventCreate(&event[1]));
+    for (int r = 0; r < 2 * comm->world; r++) pieces[r] = {memory + r * PIECE, PIECE};
+    for (int run = 0; run < 5; run++) {
+        float ms;
+        check(cudaEventRecord(event[0], comm->stream));
+        comm_exchange(comm, pieces, pieces + comm->world);
+        check(cudaEventRecord(event[1], comm->stream));
+        check(cudaEventSynchronize(event[1]));
+        check(cudaEventElapsedTime(&ms, event[0], event[1]));
+        seconds[0] = fmin(seconds[0], 1e-3 * ms);
+    }
+    check(cudaEventDestroy(event[0]));
+    check(cudaEventDestroy(event[1]));
+    device_free(comm->dev, memory);
+    free(pieces);
+    launch_agree(comm->launch, seconds, 1, LAUNCH_MAX);
+    return (double)((comm->world - 1) * PIECE) / seconds[0];
+}
+
 // All ranks of `launch`, which have joined.
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
     memset(comm, 0, sizeof(*comm));
@@ -321,8 +350,8 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
         return;
     }
     ncclUniqueId id = {};
-    size_t before, after, total;
-    check(cudaMemGetInfo(&before, &total));
+    int64_t before = memory_used(dev);
+    check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere
     nccl_open(&comm->nccl);
     if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
     launch_share(launch, 0, &id, sizeof(id));
@@ -333,6 +362,6 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
     check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
     check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
     comm_try(comm);
-    check(cudaMemGetInfo(&after, &total));
-    comm->bytes = before > after ? (int64_t)(before - after) : 0;
+    comm->rate = comm_rate(comm);
+    comm->bytes = memory_used(dev) - before;
 }

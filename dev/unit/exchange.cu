@@ -295,20 +295,19 @@ static void mini_reduce(Shard* s, float* grads) {
     }
 }
 
-static void mini_mode(Launch* launch, const Device* dev, ShardMode mode) {
+static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool late) {
     Shard s = {};
     comm_open(&s.comm, launch, dev);
     int me = s.comm.rank, world = s.comm.world;
-    s.mode = mode, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
+    s.mode = mode, s.late = late, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
     shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-    shard_open(&s);
     bool split = mode >= SHARD_GRADS;
-    int64_t begin = s.cut[me], part = s.cut[me + 1] - begin;
-    float *grads = (float*)calloc(MINI, 4), *kept = split ? (float*)calloc(part, 4) : grads + begin;
-    float *own = (float*)malloc(part * 4), *weights = (float*)calloc(MINI, 4), *whole = (float*)calloc(MINI, 4);
+    int64_t begin = s.cut[me], part = shard_kept(&s);
+    float* grads = (float*)calloc(split ? s.packed + part : MINI, 4);
+    float *own = (float*)malloc(part * 4), *whole = (float*)calloc(MINI, 4);
+    float *weights = (float*)shard_open(&s, grads, own), *kept = (float*)s.kept_grads;
     float scalars[SCALARS] = {0.25f * (me + 1)};
     double *parts = (double*)calloc(MINI / SHARD_TILE, sizeof(double)), norm = 0;
-    s.grads = grads, s.kept_grads = kept, s.weights = weights, s.kept_weights = own;
     mini_reduce(&s, grads);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
@@ -343,14 +342,16 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode) {
     shard_norm<float>(&s, scalars, parts, 1.0f);
     require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
     shard_close(&s);
-    if (split) free(kept);
-    free(grads), free(own), free(weights), free(whole), free(parts);
+    if (mode >= SHARD_STATES) free(weights);
+    free(grads), free(own), free(whole), free(parts);
 }
 
 static void modes_main(Launch* launch) {
     Device dev;
     device_open(&dev, false, 0);
-    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) mini_mode(launch, &dev, mode);
+    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
+        for (bool late : {false, true}) mini_mode(launch, &dev, mode, late);
+    }
 }
 
 TEST(exchange_between_ranks) {
