@@ -30,7 +30,7 @@
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
-#include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
+#include "data/feeder.cuh"          // Feeder, Input: micro-batches to the device
 #include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
@@ -1370,7 +1370,7 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
     say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
         m->shard ? "of rank 0: " : "", plan->weights * unit, plan->states * unit, plan->grads * unit,
         plan->activations * unit, plan->other * unit);
-    if (dev->gpu) say(run, "  driver%s %.2f", m->shard ? " and NCCL" : "", plan->taken * unit);
+    if (dev->gpu) say(run, "  driver%s %.2f", m->shard ? " and exchange" : "", plan->taken * unit);
     say(run, " = %.2f %s", plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
     say(run, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)available_to(m) / (1 << 30), o->matmul, o->recompute);
     if (changed[0]) say(run, " changed %s\n", changed);
@@ -1882,7 +1882,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     if (launch->world > 1) {
         comm_open(&shard.comm, launch, &dev);
         shard.mode = shard_mode_from(o->shard);
-        shard.late = shard.comm.rate > SHARD_LATE_RATE;
+        shard.late = !shard.comm.peers && shard.comm.rate > SHARD_LATE_RATE;
         shard.format = comm_format_from(o->comm);
         m.shard = &shard;
     }
