@@ -67,6 +67,32 @@ TEST(multi_modes_gpu) {
     snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
 }
 
+// What carries the bytes changes none of them.
+TEST(multi_transports_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    const char* work = work_folder();
+    int ranks = gpu_count() < 4 ? 2 : 4;
+    char run[2][PATH_MAX];
+    for (const char* mode : modes) {
+        for (int nccl = 0; nccl < 2; nccl++) {
+            snprintf(run[nccl], sizeof(run[nccl]), "%s/%s_%d", work, mode, nccl);
+            if (nccl) setenv("NIBBLE_NCCL", "libnccl.so.2", 1);
+            train_ranks(true, ranks,
+                        "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --shard %s", SEVERAL,
+                        work, run[nccl], 64 * ranks, mode);
+            unsetenv("NIBBLE_NCCL");
+            int64_t bytes;
+            char* text = contents(run[nccl], "log.txt", &bytes);
+            expect(text && strstr(text, nccl ? "NCCL " : "by copy engines"), "%s: another transport: %s", mode, text);
+            free(text);
+        }
+        expect_equal_runs(test, run[0], run[1], 6);
+    }
+    remove_tree(work);
+    snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
+}
+
 // The processes that a rank's parent has made, in their order; returns how many.
 static int ranks_of(const Child* child, pid_t* ranks, int most) {
     char path[64], text[1024] = "";
