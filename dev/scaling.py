@@ -7,7 +7,7 @@ A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same
 (Zipf-like); nothing is validated or sampled. A run ends when its steps are done, before it would save. ms is the median
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
 all at the same time, and ms of one GPU is their mean. GiB is the plan, and beside it the most that nvidia-smi has shown on
-GPU 0, less what was in use before the run, and the ratio of the two.
+the first GPU, less what was in use before the run, and the ratio of the two.
 """
 import argparse
 import array
@@ -35,7 +35,7 @@ def write_tokens(path, tokens):
 
 
 def memory_in_use():
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=" + (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]]
     found = subprocess.run(query, capture_output=True, text=True).stdout.split()
     return int(found[0]) / 1024 if found else 0.0
 

@@ -17,6 +17,11 @@
 // what other shapes of the matmuls would. In general a sum of k micro-batches on each of W ranks differs from one of k
 // W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32 throughout.
 //
+// Beside the backward pass costs nothing where copy engines carry the bytes (peer.cuh). An NCCL kernel that waits for
+// the other ranks keeps multiprocessors from the products, which want them all, so over NCCL at SHARD_LATE_RATE or more
+// the modes that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the
+// figures).
+//
 // What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
 // sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or
 // 2^-31 of the largest in its tile.
@@ -26,9 +31,8 @@
 #include "comm.cuh"
 #include "global_norm.cuh"
 
-constexpr int SHARD_TILE = 2048;  // elements: the optimizer's alignment
-constexpr double SHARD_LATE_RATE =
-    100e9;                        // bytes a second from which what is exchanged is not hidden: see shard_reduce
+constexpr int SHARD_TILE = 2048;           // elements: the optimizer's alignment
+constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
 constexpr int SHARD_HEADER = 16;  // bytes before a tile in e5m2: its scale, and room that keeps 16-byte alignment
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
