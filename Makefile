@@ -41,7 +41,7 @@ OPTIM_OBJECTS := $(patsubst optim/%.cu,build/optim/%.o,$(wildcard optim/*.cu)) $
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,build/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) build/corpus.o
 SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
-                             data/*.c data/*.h dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
+                             data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu,$(SOURCES)) train_gpt2.cu
 

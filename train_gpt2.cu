@@ -30,7 +30,7 @@
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
-#include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
+#include "data/feeder.cuh"          // Feeder, Input: micro-batches to the device
 #include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
@@ -246,14 +246,16 @@ static void activations_layout(const Model* m, void* base, bool backward, Activa
     a->lnf_mean = floats(N), a->lnf_rstd = floats(N);
     a->lnf = values(N * C);
     a->branch = values(N * C);
+    int64_t blocks = used;
     a->logits = values(m->logit_rows * m->config.Vp);
-    if (backward) {
-        a->dresidual = values(N * C);
-        a->dbranch = a->branch;  // the forward pass is over when it is needed; so is the block that is computed again
-        a->dwide = values(N * 4 * C);
-        a->scratch = (char*)base + arena_take(&used, scratch_bytes(m));
-    }
     a->bytes = used;
+    if (!backward) return;
+    used = blocks;  // what the blocks' backward pass needs lies where the logits were, which are over by then
+    a->dresidual = values(N * C);
+    a->dbranch = a->branch;  // the forward pass is over when it is needed; so is the block that is computed again
+    a->dwide = values(N * 4 * C);
+    a->scratch = (char*)base + arena_take(&used, scratch_bytes(m));
+    a->bytes = used > a->bytes ? used : a->bytes;
 }
 
 static Input input_layout(const Model* m, int* base) {
@@ -458,6 +460,7 @@ static void next_logits(const Model* m, int T, int last, float* logits) {
 
 struct MemoryPlan {
     int64_t weights, states, grads, activations, other;
+    int64_t taken;  // before anything of these: the driver's context, NCCL, and kernels that are loaded on the way
     int64_t total;
 };
 
@@ -472,21 +475,10 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return a.bytes;
 }
 
-// Elements of the part of the arena that is kept here.
-static int64_t kept_elements(const Model* m) {
-    return m->shard ? m->shard->cut[rank_of(m) + 1] - m->shard->cut[rank_of(m)] : m->elements;
-}
-
 // The arena, or what is packed and the sums of the part.
 static int64_t grads_bytes(const Model* m) {
     bool split = shard_splits(m->shard, SHARD_GRADS);
-    return (split ? m->shard->packed + kept_elements(m) : m->elements) * (m->grads_bf16 ? 2 : 4);
-}
-
-// What the matmuls read beside what the optimizer has.
-static int64_t gathered_bytes(const Model* m) {
-    if (!shard_splits(m->shard, SHARD_STATES)) return 0;
-    return (shard_splits(m->shard, SHARD_WEIGHTS) ? m->shard->packed : m->elements) * (m->type == OPTIM_FP32 ? 4 : 2);
+    return (split ? m->shard->packed + shard_kept(m->shard) : m->elements) * (m->grads_bf16 ? 2 : 4);
 }
 
 static int64_t wte_sum_bytes(const Model* m) {
@@ -496,29 +488,15 @@ static int64_t wte_sum_bytes(const Model* m) {
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     OptimBytes bytes = optim_bytes(config, m->tensors, m->count, m->type);
     MemoryPlan plan;
-    plan.weights = bytes.weights + bytes.compute + gathered_bytes(m);
+    plan.weights = bytes.weights + bytes.compute + shard_gathered_bytes(m->shard);
     plan.states = bytes.states + bytes.tables;
     plan.grads = grads_bytes(m) + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
                  (m->dev->gpu ? WORKSPACE_BYTES : 0) + (m->shard ? shard_bytes(m->shard) : 0);
-    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other;
+    plan.taken = m->dev->gpu ? m->dev->context + (m->shard ? m->shard->comm.bytes : 0) + MODULE_BYTES : 0;
+    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     return plan;
-}
-
-// What ranks share: gradients and weights as they are laid out for all, and the parts that are kept here.
-static void model_shard(Model* m) {
-    Shard* s = m->shard;
-    bool split = shard_splits(s, SHARD_GRADS);
-    shard_open(s);
-    s->grads = m->grads;
-    s->kept_grads = (char*)m->grads + (split ? s->packed : s->cut[rank_of(m)]) * s->gradient_bytes;
-    s->kept_weights = m->weights;
-    if (shard_splits(s, SHARD_STATES)) {
-        m->weights = device_alloc(m->dev, gathered_bytes(m));
-        device_zero(m->dev, m->weights, gathered_bytes(m));
-    }
-    s->weights = m->weights;
 }
 
 static void model_allocate(Model* m, const OptimConfig* config) {
@@ -529,7 +507,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
         m->weights = optim_weights(m->optim);
         m->grads = device_alloc(m->dev, grads_bytes(m));
         device_zero(m->dev, m->grads, grads_bytes(m));
-        if (m->shard) model_shard(m);
+        if (m->shard) m->weights = shard_open(m->shard, m->grads, m->weights);
         bool packed = shard_is_packed(m->shard, m->grads);
         m->dwte_sum = m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
                                     : (float*)m->grads + (packed ? m->shard->place[WTE] : m->tensors[WTE].offset);
@@ -555,6 +533,19 @@ static void model_free(Model* m) {
     device_free(m->dev, m->scalars);
     for (int i = FIRST_BLOCK; i < m->count - 2; i++) free((void*)m->tensors[i].name);
     free(m->tensors);
+}
+
+// One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
+// training takes no more than the plan, and kernels are loaded.
+static void rehearse(Model* m, Device* dev) {
+    if (!dev->gpu) return;
+    Input input = input_layout(m, m->input);
+    dev->rehearsal = true;
+    shard_micro_batch(m->shard, true, true);
+    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, m->T, true, true, 1.0f);
+    if (m->shard) device_after_comm(&m->shard->comm);
+    dev->rehearsal = false;
+    device_zero(dev, m->grads, grads_bytes(m));
 }
 
 // Gives a tensor its values (rows x cols, fp32).
@@ -667,8 +658,8 @@ static void config_resolve(Options* o, const Device* dev, int vocabulary, bool b
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
     int64_t N = (int64_t)m->B * m->T;
-    // About a gigabyte of bf16 logits keeps the head's matrix products at full rate; on the CPU a cache-sized piece.
-    int64_t rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 16384 : 1024;
+    // Enough rows keep the head's matrix products at full rate; on the CPU a cache-sized piece.
+    int64_t rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 8192 : 1024;
     return rows < N ? rows : N;
 }
 
@@ -676,7 +667,8 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
 static int64_t largest_batch(const Options* o, Model m, const OptimConfig* config, int64_t most, int64_t available) {
     for (m.B = (int)most; m.B > 0; m.B--) {
         m.logit_rows = logit_rows_for(o, &m);
-        if (memory_plan(&m, config).total <= available) return m.B;
+        MemoryPlan plan = memory_plan(&m, config);
+        if (plan.total - plan.taken <= available) return m.B;
     }
     return 0;
 }
@@ -1320,6 +1312,13 @@ static void log_step(Run* run, double loss, double norm, double lr, double secon
     log_line(run, "train", peak > 0 ? 7 : 6, names, values);
 }
 
+// Of the GPU, by all processes on it.
+static void log_memory(Run* run, int64_t planned) {
+    const char* names[] = {"planned_bytes", "used_bytes"};
+    const double values[] = {(double)planned, (double)memory_used(run->model->dev)};
+    if (run->model->dev->gpu) log_line(run, "memory", 2, names, values);
+}
+
 static void log_config(Run* run, const char* device) {
     if (run->quiet) return;
     fputs("{\"type\": \"config\", \"options\": ", run->log);
@@ -1333,7 +1332,9 @@ static void log_config(Run* run, const char* device) {
 
 // Free, or taken already for what is in the plan.
 static int64_t available_to(const Model* m) {
-    return memory_available(m->dev) + (m->shard ? m->shard->comm.bytes : 0);
+    const Device* dev = m->dev;
+    return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
+           (m->shard ? m->shard->comm.bytes : 0);
 }
 
 static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* plan, const Dataset* train,
@@ -1378,9 +1379,11 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
         usual ? ", usual for " : "", usual ? o->rule : "", o->schedule,
         strcmp(o->schedule, "constant") == 0 ? 1.0 : o->final_lr, (long long)o->warmup, o->clip, o->weight_decay);
     double unit = plan->total >= (1ll << 30) ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
-    say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f = %.2f %s",
+    say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
         m->shard ? "of rank 0: " : "", plan->weights * unit, plan->states * unit, plan->grads * unit,
-        plan->activations * unit, plan->other * unit, plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
+        plan->activations * unit, plan->other * unit);
+    if (dev->gpu) say(run, "  driver%s %.2f", m->shard ? " and exchange" : "", plan->taken * unit);
+    say(run, " = %.2f %s", plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
     say(run, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)available_to(m) / (1 << 30), o->matmul, o->recompute);
     if (changed[0]) say(run, " changed %s\n", changed);
 }
@@ -1388,7 +1391,7 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
 static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
     int64_t available = available_to(m);
     if (plan->total <= available) return;
-    int64_t fits = largest_batch(o, *m, config, m->B, available);
+    int64_t fits = largest_batch(o, *m, config, m->B, available - plan->taken);
     int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);
     while (fits > 0 && sequences % fits != 0) fits--;
     double need = (double)plan->total / (1 << 30), have = (double)available / (1 << 30);
@@ -1434,7 +1437,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0 && !m->shard) return false;
         if (buckets < 0) m->shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
-        if (buckets < 0) buckets = feeder_blank(feeder, &input, (int64_t)m->B * m->T);
+        if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
         micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
     update(m, lr, clip, step);
@@ -1605,6 +1608,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
         if (run->step == timed_from) each = now - begin;
         log_step(run, skipped ? NAN : loss, norm, lr, now - begin);
+        if (run->step == first + 2) log_memory(run, memory);
         if (skipped) {
             step_skipped(run, loss, norm);
         } else if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
@@ -1893,6 +1897,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     if (launch->world > 1) {
         comm_open(&shard.comm, launch, &dev);
         shard.mode = shard_mode_from(o->shard);
+        shard.late = !shard.comm.peers && shard.comm.rate > SHARD_LATE_RATE;
         shard.format = comm_format_from(o->comm);
         m.shard = &shard;
     }
@@ -1927,6 +1932,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 
     // The weights come before the run folder: a bad model file leaves nothing behind.
     model_allocate(&m, &config);
+    rehearse(&m, &dev);
     model_begin(&run, &config, state, checkpoint);
     if (m.shard) shard_publish(m.shard);
     signals_catch();

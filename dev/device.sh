@@ -4,7 +4,7 @@
 #   dev/device.sh bench      make bench, attention's table
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh multi      on 2 or 4 GPUs: the tests of several ranks, torchrun, the scaling table (SCALING=arguments)
+#   dev/device.sh multi      on 2 or 4 GPUs: the tests of several ranks, torchrun's and Slurm's variables, the scaling table (SCALING=arguments)
 #   dev/device.sh sanitize   make sanitize
 # `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
@@ -60,6 +60,7 @@ for step in "$@"; do
         gpus=$(nvidia-smi -L | wc -l)
         ./test_gpt2 -k multi -k exchange -k launch 2>&1 | tee "$OUT/multi.log" | grep -vE '^(ok|skip) '
         # Two groups of processes, as two machines would have them.
+        rm -rf build/two_groups build/slurm
         for group in 0 1; do
             CUDA_VISIBLE_DEVICES=$(seq -s, $((group * gpus / 2)) $(((group + 1) * gpus / 2 - 1))) torchrun --no-python \
                 --nnodes 2 --node-rank $group --nproc-per-node $((gpus / 2)) --master-addr 127.0.0.1 --master-port 29400 \
@@ -67,6 +68,16 @@ for step in "$@"; do
         done
         wait
         tail -n 25 "$OUT/torchrun_0.log"
+        # The same as srun would start them, by its variables: there is no Slurm on such a machine.
+        for task in $(seq 0 $((gpus - 1))); do
+            group=$((task / (gpus / 2)))
+            CUDA_VISIBLE_DEVICES=$(seq -s, $((group * gpus / 2)) $(((group + 1) * gpus / 2 - 1))) SLURM_JOB_ID=$$ SLURM_STEP_ID=0 \
+                SLURM_PROCID=$task SLURM_LOCALID=$((task % (gpus / 2))) SLURM_STEP_NUM_TASKS=$gpus SLURM_STEP_NUM_NODES=2 \
+                SLURM_STEP_NODELIST=localhost,localhost ./train --run build/slurm --steps 100 --shard states > "$OUT/slurm_$task.log" 2>&1 &
+        done
+        wait
+        grep ' ranks ' "$OUT/slurm_0.log" && cmp build/two_groups/step_00000100/model.safetensors build/slurm/step_00000100/model.safetensors &&
+            echo "Slurm's variables and torchrun: the same weights"
         python3 dev/scaling.py ${SCALING:-} 2>&1 | tee "$OUT/scaling.md" ;;
     sanitize)
         build test_gpt2

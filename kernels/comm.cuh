@@ -1,9 +1,10 @@
 // What several ranks, one a GPU, tell each other on the device: bytes from every rank to every other (comm_exchange),
 // and from one to all (comm_broadcast). Averaging gradients and gathering weights are made of these in shard.cuh.
 //
-// On GPUs it is NCCL's send, receive and broadcast, on a stream of its own beside the device's: they move bytes and add
-// nothing up, so no result depends on which algorithm, ring or protocol NCCL chooses. Bytes an exchange moves: each
-// rank's pieces once out and once in, all at the same time; over NVLink every pair has its own path through the switch.
+// On GPUs, on a stream of its own beside the device's, it is the copy engines between those of one machine that reach
+// each other (peer.cuh), otherwise NCCL's send, receive and broadcast: both move bytes and add nothing up, so no result
+// depends on which it is, or on which algorithm, ring or protocol NCCL chooses. Bytes an exchange moves: each rank's
+// pieces once out and once in, all at the same time; over NVLink every pair has its own path through the switch.
 //
 // Where there is no GPU, ranks of one machine exchange through a shared mapping: a stand-in for the tests
 // (NIBBLE_STAND_IN=1), so that all that is above this file runs without GPUs. It is synchronous and not fast.
@@ -15,6 +16,7 @@
 
 #include "../data/launch.h"
 #include "common.cuh"
+#include "peer.cuh"
 
 #if __has_include(<nccl.h>)
 #include <nccl.h>
@@ -54,9 +56,11 @@ struct Comm {
     int rank, world;
     cudaStream_t stream;  // exchanges run here, one after another
     cudaEvent_t event;
+    Peers* peers;  // NULL: NCCL
     NcclLibrary nccl;
     ncclComm_t communicator;
-    int64_t bytes;  // of device memory that NCCL took for itself
+    int64_t bytes;  // of device memory that the transport took for itself
+    double rate;    // bytes a second that the slowest rank sends while all exchange; 0 on the CPU
     StandIn* stand_in;
 };
 
@@ -206,6 +210,69 @@ inline void stand_in_broadcast(const Comm* comm, const void* from, void* to, int
     }
 }
 
+// The copy engines.
+
+// NULL when not every rank can write to every other's memory, or NIBBLE_NCCL is set; the same on all.
+inline Peers* peers_open(const Launch* launch) {
+    Peers* peers = (Peers*)calloc(1, sizeof(Peers));
+    bool wanted = !getenv("NIBBLE_NCCL");
+    PeerCard own = peers_begin(peers, launch->rank, wanted ? launch->world : 0);
+    bool failed = !own.good;
+    for (int r = 0; r < launch->world; r++) {
+        PeerCard card = own;
+        launch_share(launch, r, &card, sizeof(card));
+        if (r != launch->rank && !failed) failed = !peers_connect(peers, &own, &card, r);
+    }
+    if (!launch_any(launch, failed)) {
+        peers_ready(peers);
+        return peers;
+    }
+    peers_disconnect(peers);
+    launch_any(launch, false);
+    peers_end(peers);
+    free(peers);
+    return nullptr;
+}
+
+inline void peers_close(Peers* peers, const Launch* launch) {
+    check(cudaDeviceSynchronize());
+    launch_any(launch, false);
+    peers_disconnect(peers);
+    launch_any(launch, false);
+    peers_end(peers);
+    free(peers);
+}
+
+inline void peers_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
+    int64_t most = 0;
+    for (int r = 0; r < comm->world; r++) {
+        if (r == comm->rank) continue;
+        most = sends[r].bytes > most ? sends[r].bytes : most;
+        most = receives[r].bytes > most ? receives[r].bytes : most;
+    }
+    peers_fork(comm->peers, comm->stream);
+    for (int64_t at = 0; at < most; at += PEER_PART) {
+        for (int i = 1; i < comm->world; i++) {
+            // Each rank begins with another, so that no receiver has all senders at once.
+            int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
+            peer_send(comm->peers, sends[to].data, sends[to].bytes, at, to);
+            peer_receive(comm->peers, comm->stream, receives[from].data, receives[from].bytes, at, from);
+        }
+    }
+    peers_join(comm->peers, comm->stream);
+}
+
+inline void peers_broadcast(const Comm* comm, const void* from, void* to, int64_t bytes, int root) {
+    CommPiece sends[PEER_MOST] = {}, receives[PEER_MOST] = {};
+    bool own = comm->rank == root;
+    for (int r = 0; r < comm->world && own; r++) sends[r] = {(void*)from, bytes};
+    if (!own) receives[root] = {to, bytes};
+    if (own && from != to) {
+        check(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, comm->stream));
+    }
+    peers_exchange(comm, sends, receives);
+}
+
 // The transport.
 
 inline void comm_close(Comm* comm) {
@@ -214,20 +281,26 @@ inline void comm_close(Comm* comm) {
         return;
     }
     check(cudaStreamSynchronize(comm->stream));
-    check_nccl(comm->nccl.destroy(comm->communicator));
+    if (comm->peers) peers_close(comm->peers, comm->launch);
+    if (!comm->peers) check_nccl(comm->nccl.destroy(comm->communicator));
     check(cudaEventDestroy(comm->event));
     check(cudaStreamDestroy(comm->stream));
 }
 
-// "NCCL 2.28.9", for the banner.
+// "NCCL 2.28.9, 300 GB/s each way", for the banner.
 inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
     int version = 0;
     if (comm->stand_in) {
         snprintf(text, bytes, "shared memory, a stand-in for tests");
         return;
     }
+    if (comm->peers) {
+        snprintf(text, bytes, "by copy engines, %.0f GB/s each way", 1e-9 * comm->rate);
+        return;
+    }
     check_nccl(comm->nccl.get_version(&version));
-    snprintf(text, bytes, "NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
+    snprintf(text, bytes, "NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100,
+             1e-9 * comm->rate);
 }
 
 // What is exchanged from here on comes after what the device's stream has been given so far, and the reverse.
@@ -248,6 +321,10 @@ inline void device_after_comm(const Comm* comm) {
 inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
     if (comm->stand_in) {
         stand_in_exchange(comm, sends, receives);
+        return;
+    }
+    if (comm->peers) {
+        peers_exchange(comm, sends, receives);
         return;
     }
     check_nccl(comm->nccl.group_begin());
@@ -273,12 +350,16 @@ inline void comm_broadcast(const Comm* comm, const void* from, void* to, int64_t
         stand_in_broadcast(comm, from, to, bytes, root);
         return;
     }
+    if (comm->peers) {
+        peers_broadcast(comm, from, to, bytes, root);
+        return;
+    }
     check_nccl(comm->nccl.broadcast(from, to, (size_t)bytes, ncclUint8, root, comm->communicator, comm->stream));
 }
 
 // Several broadcasts as one launch.
 inline void comm_group(const Comm* comm, bool begin) {
-    if (!comm->stand_in) check_nccl(begin ? comm->nccl.group_begin() : comm->nccl.group_end());
+    if (!comm->stand_in && !comm->peers) check_nccl(begin ? comm->nccl.group_begin() : comm->nccl.group_end());
 }
 
 // Opening.
@@ -312,6 +393,42 @@ inline void comm_try(const Comm* comm) {
     free(pieces), free(host);
 }
 
+// Of exchanges of 16 MiB with each other rank, the best of a few, on an idle device.
+inline double comm_rate(const Comm* comm) {
+    constexpr int64_t PIECE = 16 << 20;
+    CommPiece* pieces = (CommPiece*)calloc(2 * comm->world, sizeof(CommPiece));
+    char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
+    double seconds[1] = {INFINITY};
+    cudaEvent_t event[2];
+    check(cudaEventCreate(&event[0]));
+    check(cudaEventCreate(&event[1]));
+    for (int r = 0; r < 2 * comm->world; r++) pieces[r] = {memory + r * PIECE, PIECE};
+    for (int run = 0; run < 5; run++) {
+        float ms;
+        check(cudaEventRecord(event[0], comm->stream));
+        comm_exchange(comm, pieces, pieces + comm->world);
+        check(cudaEventRecord(event[1], comm->stream));
+        check(cudaEventSynchronize(event[1]));
+        check(cudaEventElapsedTime(&ms, event[0], event[1]));
+        seconds[0] = fmin(seconds[0], 1e-3 * ms);
+    }
+    check(cudaEventDestroy(event[0]));
+    check(cudaEventDestroy(event[1]));
+    device_free(comm->dev, memory);
+    free(pieces);
+    launch_agree(comm->launch, seconds, 1, LAUNCH_MAX);
+    return (double)((comm->world - 1) * PIECE) / seconds[0];
+}
+
+inline void nccl_join(Comm* comm) {
+    ncclUniqueId id = {};
+    check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere
+    nccl_open(&comm->nccl);
+    if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
+    launch_share(comm->launch, 0, &id, sizeof(id));
+    check_nccl(comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank));
+}
+
 // All ranks of `launch`, which have joined.
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
     memset(comm, 0, sizeof(*comm));
@@ -320,19 +437,15 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
         comm->stand_in = stand_in_open(launch);
         return;
     }
-    ncclUniqueId id = {};
-    size_t before, after, total;
-    check(cudaMemGetInfo(&before, &total));
-    nccl_open(&comm->nccl);
-    if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
-    launch_share(launch, 0, &id, sizeof(id));
-    check_nccl(comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank));
+    int64_t before = memory_used(dev);
+    comm->peers = peers_open(launch);
+    if (!comm->peers) nccl_join(comm);
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));
     // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
     check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
     check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
     comm_try(comm);
-    check(cudaMemGetInfo(&after, &total));
-    comm->bytes = before > after ? (int64_t)(before - after) : 0;
+    comm->rate = comm_rate(comm);
+    comm->bytes = memory_used(dev) - before;
 }

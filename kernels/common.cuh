@@ -99,12 +99,22 @@ struct Device {
     int shared_memory;  // bytes that a block can ask for
     cudaStream_t stream;
     cublasLtHandle_t cublaslt;
+    int64_t context;            // bytes in use once the driver's context was there: it, and what other processes have
+    bool rehearsal;             // no memory holds anything yet: what runs may overwrite its inputs
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
     int* ticket;                // device, 0: blocks of a kernel that draw work draw it here, and leave 0
     MatmulPlans* matmul_plans;  // what kernels/matmul.cuh has chosen so far on this device
 };
 
 constexpr int64_t WORKSPACE_BYTES = 32 << 20;  // cuBLASLt's advice for Hopper; its best algorithms need it
+constexpr int64_t MODULE_BYTES = 16 << 20;     // kernels, ours and cuBLASLt's, that are loaded when they are first used
+
+// Bytes of the GPU's memory that are taken, by whomever.
+inline int64_t memory_used(const Device* dev) {
+    size_t available = 0, total = 0;
+    if (dev->gpu) check(cudaMemGetInfo(&available, &total));
+    return (int64_t)(total - available);
+}
 
 // Opens GPU `index`, or the CPU when gpu is false.
 inline void device_open(Device* dev, bool gpu, int index) {
@@ -115,6 +125,9 @@ inline void device_open(Device* dev, bool gpu, int index) {
         return;
     }
     check(cudaSetDevice(index));
+    // Local memory for functions whose need the compiler does not know; here it knows them all. The driver's 1024 bytes
+    // for every thread that the GPU can hold are 264 MiB on an H200.
+    check(cudaDeviceSetLimit(cudaLimitStackSize, 256));
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, index));
     snprintf(dev->name, sizeof(dev->name), "%s", properties.name);
@@ -124,6 +137,7 @@ inline void device_open(Device* dev, bool gpu, int index) {
     dev->shared_memory = (int)properties.sharedMemPerBlockOptin;
     check(cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking));
     check(cublasLtCreate(&dev->cublaslt));
+    dev->context = memory_used(dev);
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
     check(cudaMalloc(&dev->ticket, sizeof(int)));
     check(cudaMemset(dev->ticket, 0, sizeof(int)));
@@ -196,13 +210,12 @@ inline void copy_to_host(const Device* dev, void* host, const void* device, int6
     }
 }
 
-// Bytes that can be allocated now: the GPU's free memory (less a margin for kernels loaded later), or what the kernel
-// calls available on this machine.
+// Bytes that can be allocated now: the GPU's free memory, or what the kernel calls available on this machine.
 inline int64_t memory_available(const Device* dev) {
     if (dev->gpu) {
         size_t available, total;
         check(cudaMemGetInfo(&available, &total));
-        return (int64_t)available + WORKSPACE_BYTES - (512 << 20);  // the workspace is in the plan and allocated
+        return (int64_t)available;
     }
     FILE* file = fopen("/proc/meminfo", "r");
     char line[256];

@@ -108,11 +108,12 @@ __global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_
     atomicAdd(sum, own);
 }
 
-// Operands to try algorithms on, in one piece of device memory that is free again after the search. The product that
-// is wanted overwrites its output unless it accumulates, so the trial writes there, and into GELU's input when that is
-// an output. What remains is large where an operand is: about 1.8 GB at GPT-2 124M, for the gradient of the head's
-// weights from 16384 rows of logits. It is not in the trainer's memory plan. Without room for it there is no search,
-// which changes the speed but no bits, and a line on stderr says so.
+// Operands to try algorithms on: random, so that algorithms that add up in different orders differ in bits. In a
+// rehearsal (dev->rehearsal) they are those of the product itself. Otherwise they are in one piece of device memory
+// that is free again after the search. The product that is wanted overwrites its output unless it accumulates, so the
+// trial writes there, and into GELU's input when that is an output. What remains is large where an operand is: about
+// 0.9 GB for the gradient of the head's weights from 8192 rows of logits. Without room for it there is no search, which
+// changes the speed but no bits, and a line on stderr says so.
 struct MatmulTrial {
     char* memory;
     MatmulPointers pointers;
@@ -135,13 +136,15 @@ inline void matmul_fill(const Device* dev, void* values, int64_t bytes) {
 inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
                               MatmulTrial* trial) {
     const MatmulShape* s = &plan->shape;
-    bool writes_aux = matmul_writes_aux(s->epilogue), own_output = accumulate || used->d == used->aux;
+    bool writes_aux = matmul_writes_aux(s->epilogue), own = !dev->rehearsal;
+    bool own_output = (own && accumulate) || used->d == used->aux;
     int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;
     // a, b, d, bias (fp32 pairs of bf16 are numbers of that size too), aux
-    const int64_t size[] = {s->m * s->k * 2, s->k * s->n * 2, own_output ? outputs * element : 0,
-                            used->bias ? s->m * element : 0, used->aux && !writes_aux ? outputs * 2 : 0};
+    const int64_t size[] = {s->m * s->k * 2, s->k * s->n * 2, outputs * element, used->bias ? s->m * element : 0,
+                            used->aux && !writes_aux ? outputs * 2 : 0};
+    const void* pointer[] = {used->a, used->b, used->d, used->bias, used->aux};
     int64_t bytes = 256, at[5];
-    for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (size[i] + 255) / 256 * 256;
+    for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (i == 2 ? own_output : own) ? (size[i] + 255) / 256 * 256 : 0;
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
     if ((size_t)bytes + (64 << 20) > available || cudaMalloc(&trial->memory, bytes) != cudaSuccess) {
@@ -152,17 +155,15 @@ inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const M
                 1e-9 * (double)bytes, (long long)s->m, (long long)s->n, (long long)s->k);
         return false;
     }
-    char* m = trial->memory;
-    for (int i = 0; i < 5; i++)
-        if (i != 2 && size[i] > 0) matmul_fill(dev, m + at[i], size[i]);
-    trial->hash = (unsigned long long*)m;
+    for (int i = 0; i < 5; i++) {
+        if (size[i] > 0 && (i == 2 ? own_output : own)) pointer[i] = trial->memory + at[i];
+        if (size[i] > 0 && i != 2) matmul_fill(dev, (void*)pointer[i], size[i]);
+    }
+    trial->hash = (unsigned long long*)trial->memory;
     trial->output_bytes = outputs * element;
     trial->aux_bytes = writes_aux ? outputs * 2 : 0;
     trial->sums = s->epilogue == CUBLASLT_EPILOGUE_DEFAULT;
-    trial->pointers = {m + at[0], m + at[1], own_output ? m + at[2] : used->d, used->bias ? m + at[3] : nullptr,
-                       writes_aux  ? used->aux
-                       : used->aux ? m + at[4]
-                                   : nullptr};
+    trial->pointers = {pointer[0], pointer[1], (void*)pointer[2], pointer[3], pointer[4]};
     return true;
 }
 

@@ -19,6 +19,11 @@
 // each of W ranks differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32
 // throughout.
 //
+// Beside the backward pass costs nothing where copy engines carry the bytes (peer.cuh). An NCCL kernel that waits for
+// the other ranks keeps multiprocessors from the products, which want them all, so over NCCL at SHARD_LATE_RATE or more
+// the modes that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the
+// figures).
+//
 // What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
 // sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or
 // 2^-31 of the largest in its tile.
@@ -28,22 +33,12 @@
 #include "comm.cuh"
 #include "global_norm.cuh"
 
-constexpr int SHARD_TILE = 2048;  // elements: the optimizer's alignment
+constexpr int SHARD_TILE = 2048;           // elements: the optimizer's alignment
+constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
 constexpr int SHARD_HEADER = 16;  // bytes before a tile in e5m2: its scale, and room that keeps 16-byte alignment
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 enum CommFormat { COMM_AS_IS, COMM_BF16, COMM_E5M2 };
-
-inline ShardMode shard_mode_from(const char* name) {
-    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
-           : strcmp(name, "grads") == 0  ? SHARD_GRADS
-           : strcmp(name, "states") == 0 ? SHARD_STATES
-                                         : SHARD_NONE;
-}
-
-inline CommFormat comm_format_from(const char* name) {
-    return strcmp(name, "bf16") == 0 ? COMM_BF16 : strcmp(name, "e5m2") == 0 ? COMM_E5M2 : COMM_AS_IS;
-}
 
 // A run of the arena, in elements; `at`: where it stands in packed memory.
 struct ShardRun {
@@ -57,6 +52,18 @@ struct ShardBucket {
 
 // The device scalars of a step, which ranks agree upon.
 enum { SCALAR_LOSS, SCALAR_NORM, SCALAR_FACTOR, SCALAR_STOP, SCALAR_SAVE, SCALAR_BAD, SCALARS = 8 };
+
+// As --shard and --comm name them.
+inline ShardMode shard_mode_from(const char* name) {
+    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
+           : strcmp(name, "grads") == 0  ? SHARD_GRADS
+           : strcmp(name, "states") == 0 ? SHARD_STATES
+                                         : SHARD_NONE;
+}
+
+inline CommFormat comm_format_from(const char* name) {
+    return strcmp(name, "bf16") == 0 ? COMM_BF16 : strcmp(name, "e5m2") == 0 ? COMM_E5M2 : COMM_AS_IS;
+}
 
 struct Overlap {
     int64_t begin, end;
@@ -88,6 +95,7 @@ struct Shard {
     Overlap* into;                // (world)
     float* gathered;              // (world, SCALARS)
     float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD; the host's
+    bool late;                    // gradients are exchanged after the backward pass, not beside it
     bool first, last;             // micro-batch of the step
     double micro_batch_seconds;   // of the last step; 0 before it: then standing still is no suspicion yet
     bool stop;                    // all ranks have agreed to end
@@ -362,7 +370,7 @@ inline int64_t shard_staging_bytes(const Shard* s) {
     return (s->chunk + s->comm.world) * largest;
 }
 
-// Device memory that shard_open takes, and what NCCL has taken.
+// Device memory that shard_open takes.
 inline int64_t shard_bytes(const Shard* s) {
     return shard_staging_bytes(s) * (s->format == COMM_AS_IS ? 1 : 2) +
            s->comm.world * SCALARS * (int64_t)sizeof(float) + s->comm.bytes;
@@ -406,13 +414,32 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
     }
 }
 
-inline void shard_open(Shard* s) {
+// Elements of the arena that this rank keeps.
+inline int64_t shard_kept(const Shard* s) {
+    return s->cut[s->comm.rank + 1] - s->cut[s->comm.rank];
+}
+
+// The weights that the matmuls read, where they are beside the optimizer's.
+inline int64_t shard_gathered_bytes(const Shard* s) {
+    if (!shard_splits(s, SHARD_STATES)) return 0;
+    return (s->mode >= SHARD_WEIGHTS ? s->packed : s->cut[s->comm.world]) * s->weight_bytes;
+}
+
+// grads: the trainer's arena, or packed ones and behind them the sums that are kept; weights: those that are kept.
+// Returns the weights that the matmuls read.
+inline void* shard_open(Shard* s, void* grads, void* weights) {
     const Device* dev = s->comm.dev;
+    bool gathers = shard_splits(s, SHARD_STATES);
+    int64_t before = shard_splits(s, SHARD_GRADS) ? s->packed : s->cut[s->comm.rank];
+    s->grads = grads, s->kept_grads = (char*)grads + before * s->gradient_bytes;
+    s->kept_weights = weights;
+    s->weights = gathers ? device_alloc(dev, shard_gathered_bytes(s)) : weights;
+    if (gathers) device_zero(dev, s->weights, shard_gathered_bytes(s));
     s->outgoing = (char*)device_alloc(dev, s->format == COMM_AS_IS ? 0 : shard_staging_bytes(s));
     s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
     s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
     s->held[0] = s->held[1] = -1;
-    if (!dev->gpu) return;
+    if (!dev->gpu) return s->weights;
     int events = s->layers + 1;
     s->ready = (cudaEvent_t*)calloc((size_t)events, sizeof(cudaEvent_t));
     s->summed = (cudaEvent_t*)calloc((size_t)events, sizeof(cudaEvent_t));
@@ -420,6 +447,7 @@ inline void shard_open(Shard* s) {
         check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
         check(cudaEventCreateWithFlags(&s->summed[i], cudaEventDisableTiming));
     }
+    return s->weights;
 }
 
 inline void shard_close(Shard* s) {
@@ -538,20 +566,28 @@ inline void shard_micro_batch(Shard* s, bool first, bool last) {
     shard_hurry(s, "training");
 }
 
+// A run of gradients, whose element x is local[x], in chunks.
+template <typename G>
+void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += s->chunk * SHARD_TILE) {
+        int64_t most = at + s->chunk * SHARD_TILE;
+        shard_reduce_chunk<G>(s, local, at, most < end ? most : end);
+    }
+}
+
 // The gradients of a bucket are complete on the device's stream: begins their sum over the ranks beside it, after the
-// last micro-batch or, where no rank keeps all of them, after each.
+// last micro-batch or, where no rank keeps all of them, after each. Late, it waits for the last bucket.
 template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s || (!s->last && s->mode < SHARD_GRADS)) return;
-    comm_after_device(&s->comm);
     const ShardBucket* b = &s->bucket[bucket];
-    for (int i = 0; i < b->runs; i++) {
+    bool packed = s->mode >= SHARD_GRADS, late = s->late && !packed;
+    if (late && bucket < s->layers) return;
+    comm_after_device(&s->comm);
+    if (late) shard_reduce_run(s, (G*)s->grads, 0, s->cut[s->comm.world]);
+    for (int i = 0; i < b->runs && !late; i++) {
         const ShardRun* run = &b->run[i];
-        G* local = (G*)s->grads + (s->mode >= SHARD_GRADS ? run->at - run->begin : 0);
-        for (int64_t begin = run->begin; begin < run->end; begin += s->chunk * SHARD_TILE) {
-            int64_t end = begin + s->chunk * SHARD_TILE;
-            shard_reduce_chunk<G>(s, local, begin, end < run->end ? end : run->end);
-        }
+        shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run->begin, run->end);
     }
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
@@ -671,9 +707,20 @@ inline void shard_gather(Shard* s, int bucket) {
 inline void shard_publish(Shard* s) {
     if (!shard_splits(s, SHARD_STATES)) return;
     comm_after_device(&s->comm);
+    s->held[0] = s->held[1] = -1;
+    if (s->late && s->mode < SHARD_WEIGHTS) {
+        comm_group(&s->comm, true);
+        for (int r = 0; r < s->comm.world; r++) {
+            int64_t size = s->weight_bytes, begin = s->cut[r] * size, bytes = s->cut[r + 1] * size - begin;
+            char* to = (char*)s->weights + begin;
+            comm_broadcast(&s->comm, r == s->comm.rank ? s->kept_weights : to, to, bytes, r);
+        }
+        comm_group(&s->comm, false);
+        device_after_comm(&s->comm);
+        return;
+    }
     shard_gather(s, s->layers);
     for (int l = 0; l < s->layers && s->mode < SHARD_WEIGHTS; l++) shard_gather(s, l);
-    s->held[0] = s->held[1] = -1;
 }
 
 // Begins to gather the weights of a layer that will be needed; those of its neighbours but one are given up.

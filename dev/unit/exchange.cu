@@ -231,34 +231,87 @@ static float element_of(int rank, int64_t i) {
     return test_uniform(60 + rank, i);
 }
 
-// Pieces of other sizes between all pairs, some empty and some of several slots; and a broadcast from each.
+static unsigned char byte_of(int from, int to, int64_t i) {
+    return (unsigned char)((i * 7 + (i >> 20) + from * 16 + to) % 251);
+}
+
+// `bytes` of what rank `from` sends to rank `to`, in device memory.
+static char* bytes_on(const Device* dev, int from, int to, int64_t bytes) {
+    char *host = (char*)malloc((size_t)bytes + 1), *device = (char*)device_alloc(dev, bytes + 1);
+    for (int64_t i = 0; i < bytes; i++) host[i] = (char)byte_of(from, to, i);
+    copy_to_device(dev, device, host, bytes);
+    free(host);
+    return device;
+}
+
+static void require_bytes(const Device* dev, int from, int to, const void* device, int64_t bytes) {
+    unsigned char* host = (unsigned char*)malloc((size_t)bytes + 1);
+    copy_to_host(dev, host, device, bytes);
+    for (int64_t i = 0; i < bytes; i++) require(host[i] == byte_of(from, to, i));
+    free(host);
+}
+
+// Pieces of other sizes between all pairs, some empty and some of several slots; and a broadcast from each. `unit`: of
+// their bytes.
+static void check_transport(Comm* comm, int64_t unit) {
+    const Device* dev = comm->dev;
+    int me = comm->rank;
+    auto length = [unit](int from, int to) { return (from * 5 + to * 3) % 4 * unit + (to + from) % 2; };
+    CommPiece sends[8], receives[8];
+    for (int r = 0; r < comm->world; r++) {
+        sends[r] = {bytes_on(dev, me, r, length(me, r)), length(me, r)};
+        receives[r] = {bytes_on(dev, me, me, length(r, me)), length(r, me)};
+    }
+    for (int again = 0; again < 3; again++) {
+        comm_after_device(comm);
+        comm_exchange(comm, sends, receives);
+        device_after_comm(comm);
+    }
+    for (int r = 0; r < comm->world; r++) {
+        if (r != me) require_bytes(dev, r, me, receives[r].data, receives[r].bytes);
+        device_free(dev, sends[r].data), device_free(dev, receives[r].data);
+    }
+    for (int root = 0; root < comm->world; root++) {
+        int64_t bytes = 3 * unit + 1;
+        char *from = bytes_on(dev, me, 0, bytes), *to = bytes_on(dev, 7, 7, bytes);
+        comm_after_device(comm);
+        comm_broadcast(comm, from, to, bytes, root);
+        device_after_comm(comm);
+        require_bytes(dev, root, 0, to, bytes);
+        device_free(dev, from), device_free(dev, to);
+    }
+}
+
 static void transport_main(Launch* launch) {
     Device dev;
     Comm comm;
     device_open(&dev, false, 0);
     comm_open(&comm, launch, &dev);
-    auto length = [](int from, int to) { return (int64_t)((from * 5 + to * 3) % 4) * 100000 + (to + from) % 2; };
-    CommPiece sends[8], receives[8];
-    for (int r = 0; r < comm.world; r++) {
-        sends[r] = {malloc((size_t)length(comm.rank, r) + 1), length(comm.rank, r)};
-        receives[r] = {calloc(1, (size_t)length(r, comm.rank) + 1), length(r, comm.rank)};
-        memset(sends[r].data, 1 + comm.rank * 16 + r, (size_t)sends[r].bytes);
-    }
-    for (int again = 0; again < 3; again++) comm_exchange(&comm, sends, receives);
-    for (int r = 0; r < comm.world; r++) {
-        const unsigned char* got = (const unsigned char*)receives[r].data;
-        for (int64_t i = 0; i < receives[r].bytes && r != comm.rank; i++) require(got[i] == 1 + r * 16 + comm.rank);
-        free(sends[r].data), free(receives[r].data);
-    }
-    constexpr int64_t N = 300001;
-    char *from = (char*)malloc(N), *to = (char*)malloc(N);
-    for (int root = 0; root < comm.world; root++) {
-        for (int64_t i = 0; i < N; i++) from[i] = (char)(i + comm.rank), to[i] = 0;
-        comm_broadcast(&comm, from, to, N, root);
-        for (int64_t i = 0; i < N; i++) require(to[i] == (char)(i + root));
-    }
-    free(from), free(to);
+    check_transport(&comm, 100000);
     comm_close(&comm);
+}
+
+// By copy engines; ranks share GPUs where there are fewer, which NCCL would not do.
+static void peers_main(Launch* launch) {
+    Device dev;
+    Comm comm;
+    int gpus = 0;
+    require(cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0);
+    device_open(&dev, true, launch->rank % gpus);
+    comm_open(&comm, launch, &dev);
+    require(comm.peers);
+    check_transport(&comm, PEER_PART - 1000000);
+    comm_close(&comm);
+    device_close(&dev);
+}
+
+TEST(exchange_peers_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    char text[4096];
+    for (int ranks : {2, 3}) {
+        int code = run_ranks(ranks, peers_main, text, sizeof(text));
+        expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
+    }
 }
 
 // Three layers and a rest: sums, their norm, what is kept, gathered, collected and compared, in every mode.
@@ -298,20 +351,19 @@ static void mini_reduce(Shard* s, float* grads) {
     }
 }
 
-static void mini_mode(Launch* launch, const Device* dev, ShardMode mode) {
+static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool late) {
     Shard s = {};
     comm_open(&s.comm, launch, dev);
     int me = s.comm.rank, world = s.comm.world;
-    s.mode = mode, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
+    s.mode = mode, s.late = late, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
     shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-    shard_open(&s);
     bool split = mode >= SHARD_GRADS;
-    int64_t begin = s.cut[me], part = s.cut[me + 1] - begin;
-    float *grads = (float*)calloc(MINI, 4), *kept = split ? (float*)calloc(part, 4) : grads + begin;
-    float *own = (float*)malloc(part * 4), *weights = (float*)calloc(MINI, 4), *whole = (float*)calloc(MINI, 4);
+    int64_t begin = s.cut[me], part = shard_kept(&s);
+    float* grads = (float*)calloc(split ? s.packed + part : MINI, 4);
+    float *own = (float*)malloc(part * 4), *whole = (float*)calloc(MINI, 4);
+    float *weights = (float*)shard_open(&s, grads, own), *kept = (float*)s.kept_grads;
     float scalars[SCALARS] = {0.25f * (me + 1)};
     double *parts = (double*)calloc(MINI / SHARD_TILE, sizeof(double)), norm = 0;
-    s.grads = grads, s.kept_grads = kept, s.weights = weights, s.kept_weights = own;
     mini_reduce(&s, grads);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
@@ -346,14 +398,16 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode) {
     shard_norm<float>(&s, scalars, parts, 1.0f);
     require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
     shard_close(&s);
-    if (split) free(kept);
-    free(grads), free(own), free(weights), free(whole), free(parts);
+    if (mode >= SHARD_STATES) free(weights);
+    free(grads), free(own), free(whole), free(parts);
 }
 
 static void modes_main(Launch* launch) {
     Device dev;
     device_open(&dev, false, 0);
-    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) mini_mode(launch, &dev, mode);
+    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
+        for (bool late : {false, true}) mini_mode(launch, &dev, mode, late);
+    }
 }
 
 TEST(exchange_between_ranks) {

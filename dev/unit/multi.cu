@@ -70,6 +70,99 @@ TEST(multi_modes_gpu) {
     snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
 }
 
+// What carries the bytes changes none of them.
+TEST(multi_transports_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    const char* work = work_folder();
+    int ranks = gpu_count() < 4 ? 2 : 4;
+    char run[2][PATH_MAX];
+    for (const char* mode : modes) {
+        for (int nccl = 0; nccl < 2; nccl++) {
+            snprintf(run[nccl], sizeof(run[nccl]), "%s/%s_%d", work, mode, nccl);
+            if (nccl) setenv("NIBBLE_NCCL", "libnccl.so.2", 1);
+            train_ranks(true, ranks,
+                        "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --shard %s", SEVERAL,
+                        work, run[nccl], 64 * ranks, mode);
+            unsetenv("NIBBLE_NCCL");
+            int64_t bytes;
+            char* text = contents(run[nccl], "log.txt", &bytes);
+            expect(text && strstr(text, nccl ? "NCCL " : "by copy engines"), "%s: another transport: %s", mode, text);
+            free(text);
+        }
+        expect_equal_runs(test, run[0], run[1], 6);
+    }
+    remove_tree(work);
+    snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
+}
+
+// The processes that a rank's parent has made, in their order; returns how many.
+static int ranks_of(const Child* child, pid_t* ranks, int most) {
+    char path[64], text[1024] = "";
+    snprintf(path, sizeof(path), "/proc/%d/task/%d/children", child->pid, child->pid);
+    FILE* file = fopen(path, "r");
+    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
+    if (file) fclose(file);
+    int count = 0;
+    for (char* word = strtok(text, " "); word && count < most; word = strtok(nullptr, " ")) ranks[count++] = atoi(word);
+    return count;
+}
+
+static bool gone(const pid_t* ranks, int count) {
+    for (int wait = 0; wait < 50; wait++) {
+        int left = 0;
+        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
+        if (left == 0) return true;
+        pause_ms(100);
+    }
+    return false;
+}
+
+// What the plan says, and what is in use of the GPU after the second step: within 3 %.
+static double memory_of(const char* run, const char* name) {
+    int64_t bytes;
+    char want[64], *log = contents(run, "log.jsonl", &bytes);
+    snprintf(want, sizeof(want), "\"%s\": ", name);
+    const char* line = log ? strstr(log, "\"type\": \"memory\"") : nullptr;
+    const char* value = line ? strstr(line, want) : nullptr;
+    double found = value ? atof(value + strlen(want)) : 0;
+    free(log);
+    return found;
+}
+
+static void check_memory(Test* test, int ranks, const char* mode) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    pid_t process[8] = {};
+    Child child = new_child();
+    snprintf(run, sizeof(run), "%s/run", work);
+    start_ranks(&child, true, ranks,
+                "--layers 8 --channels 1024 --heads 16 --seq 1024 --batch 8 --tokens-per-step %d --steps 1000000 "
+                "--warmup 2 --val-every 0 --sample-every 0 --run %s --shard %s",
+                16384 * ranks, run, mode);
+    expect(wait_for_step(&child, run, 3), "no third step: %s", ERR(child));
+    int count = ranks_of(&child, process, 8);
+    kill(child.pid, SIGKILL);
+    finish(&child);
+    expect(gone(process, count), "a rank lives on");
+    double planned = memory_of(run, "planned_bytes"), used = memory_of(run, "used_bytes");
+    expect(planned > 0 && fabs(used / planned - 1) <= 0.03, "%d ranks, %s: planned %.0f MiB, in use %.0f", ranks, mode,
+           planned / (1 << 20), used / (1 << 20));
+    size_t told = strlen(test->note);
+    snprintf(test->note + told, sizeof(test->note) - told, "%s%d %s %.4f", told ? ", " : "used / planned: ", ranks,
+             mode, used / planned);
+    forget(&child);
+    remove_tree(work);
+}
+
+TEST_ALONE(multi_memory_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer takes memory");
+    check_memory(test, 1, "none");
+    for (const char* mode : modes) {
+        if (gpu_count() >= 2) check_memory(test, gpu_count() < 4 ? 2 : 4, mode);
+    }
+}
+
 // The names in --list-presets, one after another.
 static bool next_preset(char** line, char (&name)[32]) {
     while (*line && **line) {
@@ -473,28 +566,6 @@ TEST(multi_refused_gpu) {
 }
 
 // Ranks that end.
-
-// The processes that a rank's parent has made, in their order; returns how many.
-static int ranks_of(const Child* child, pid_t* ranks, int most) {
-    char path[64], text[1024] = "";
-    snprintf(path, sizeof(path), "/proc/%d/task/%d/children", child->pid, child->pid);
-    FILE* file = fopen(path, "r");
-    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
-    if (file) fclose(file);
-    int count = 0;
-    for (char* word = strtok(text, " "); word && count < most; word = strtok(nullptr, " ")) ranks[count++] = atoi(word);
-    return count;
-}
-
-static bool gone(const pid_t* ranks, int count) {
-    for (int wait = 0; wait < 50; wait++) {
-        int left = 0;
-        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
-        if (left == 0) return true;
-        pause_ms(100);
-    }
-    return false;
-}
 
 // Three ranks that would train for long.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,

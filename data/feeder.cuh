@@ -1,7 +1,7 @@
 // Micro-batches from the loader's host memory to the device.
 #pragma once
-#include "../data/loader.h"
-#include "common.cuh"
+#include "loader.h"
+#include "../kernels/common.cuh"
 
 // A micro-batch on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in data/loader.h.
 struct Input {
@@ -66,10 +66,10 @@ inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
 }
 
 // A micro-batch of token 0 alone, in place of one that could not be read; returns the number of its distinct tokens.
-inline int feeder_blank(const Feeder* feeder, const Input* input, int64_t N) {
+inline int input_blank(const Device* dev, const Input* input, int64_t N) {
     int bucket[4] = {0, 0, -1, (int)N};
-    device_zero(feeder->dev, input->tokens, input->bytes);
-    copy_to_device(feeder->dev, input->bucket, bucket, sizeof(bucket));
+    device_zero(dev, input->tokens, input->bytes);
+    copy_to_device(dev, input->bucket, bucket, sizeof(bucket));
     return 1;
 }
 

@@ -1,0 +1,164 @@
+// Bytes between ranks on one machine by the GPUs' copy engines. No multiprocessor takes part: a kernel that waits for
+// another GPU, as NCCL's do, keeps multiprocessors from matrix products that want them all, however few it takes, and
+// so lengthens each that it meets by up to its own length; a copy engine costs them some memory bandwidth.
+//
+// Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
+// part into its slot at the receiver and raises the receiver's `arrived`; the receiver copies it to its place and
+// raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every rank.
+#pragma once
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include "common.cuh"
+
+constexpr int64_t PEER_PART = 16 << 20;  // bytes that are sent at a time
+constexpr int PEER_SLOTS = 2;
+constexpr int PEER_MOST = 64;  // ranks of a machine
+
+struct PeerCounts {
+    uint32_t arrived[PEER_MOST], taken[PEER_MOST];  // parts, by the other rank
+};
+
+struct Peers {
+    int rank, world;
+    char** mailbox;             // (world) as this rank sees them: counts, then slots (world, PEER_SLOTS, PEER_PART)
+    uint32_t *sent, *received;  // (world) parts that this rank has queued
+    cudaStream_t out;           // what is sent; what is received is on the caller's stream
+    cudaEvent_t event;
+    CUresult (*wait_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+    CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+};
+
+// What a rank tells the others of its mailbox.
+struct PeerCard {
+    char machine[64];
+    cudaIpcMemHandle_t handle;
+    int good;
+};
+
+inline int64_t peer_bytes(int world) {
+    return (int64_t)sizeof(PeerCounts) + world * PEER_SLOTS * PEER_PART;
+}
+
+inline PeerCounts* peer_counts(const Peers* peers, int rank) {
+    return (PeerCounts*)peers->mailbox[rank];
+}
+
+// Slot of the part `count` from rank `from` in the mailbox of rank `at`.
+inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
+    return peers->mailbox[at] + sizeof(PeerCounts) + (from * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
+}
+
+inline void peer_check(CUresult result, const char* what) {
+    if (result == CUDA_SUCCESS) return;
+    char text[64];
+    snprintf(text, sizeof(text), "code %d", (int)result);
+    check_failed("CUDA driver", "", text, what, __FILE__, __LINE__);
+}
+
+inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
+    peer_check(peers->wait_value(stream, (CUdeviceptr)count, least, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+}
+
+inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t value) {
+    peer_check(peers->write_value(stream, (CUdeviceptr)count, value, 0), "cuStreamWriteValue32");
+}
+
+// What is sent from here on comes after what the stream has been given, until peers_join, from which the stream goes on
+// when it is sent.
+inline void peers_fork(const Peers* peers, cudaStream_t stream) {
+    check(cudaEventRecord(peers->event, stream));
+    check(cudaStreamWaitEvent(peers->out, peers->event, 0));
+}
+
+inline void peers_join(const Peers* peers, cudaStream_t stream) {
+    check(cudaEventRecord(peers->event, peers->out));
+    check(cudaStreamWaitEvent(stream, peers->event, 0));
+}
+
+// Part `at` of the bytes for rank `to`; nothing beyond their end.
+inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
+    int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
+    if (part <= 0) return;
+    uint32_t count = peers->sent[to]++;
+    if (count >= PEER_SLOTS)
+        peer_wait(peers, peers->out, &peer_counts(peers, peers->rank)->taken[to], count + 1 - PEER_SLOTS);
+    check(cudaMemcpyAsync(peer_slot(peers, to, peers->rank, count), (const char*)data + at, (size_t)part,
+                          cudaMemcpyDeviceToDevice, peers->out));
+    peer_raise(peers, peers->out, &peer_counts(peers, to)->arrived[peers->rank], count + 1);
+}
+
+inline void peer_receive(const Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
+    int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
+    if (part <= 0) return;
+    uint32_t count = peers->received[from]++;
+    peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
+    check(cudaMemcpyAsync((char*)data + at, peer_slot(peers, peers->rank, from, count), (size_t)part,
+                          cudaMemcpyDeviceToDevice, stream));
+    peer_raise(peers, stream, &peer_counts(peers, from)->taken[peers->rank], count + 1);
+}
+
+inline bool peers_bind(Peers* peers) {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // loaded already
+    if (!driver) return false;
+    *(void**)&peers->wait_value = dlsym(driver, "cuStreamWaitValue32_v2");
+    *(void**)&peers->write_value = dlsym(driver, "cuStreamWriteValue32_v2");
+    return peers->wait_value && peers->write_value;
+}
+
+// What identifies this machine since it was started.
+inline void peer_machine(char (&text)[64]) {
+    memset(text, 0, sizeof(text));
+    FILE* file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
+    if (file) fclose(file);
+}
+
+// This rank's mailbox, and what the others need to write to it.
+inline PeerCard peers_begin(Peers* peers, int rank, int world) {
+    PeerCard card = {};
+    *peers = {};
+    peers->rank = rank, peers->world = world;
+    peers->mailbox = (char**)calloc((size_t)world, sizeof(char*));
+    peers->sent = (uint32_t*)calloc((size_t)world, sizeof(uint32_t));
+    peers->received = (uint32_t*)calloc((size_t)world, sizeof(uint32_t));
+    peer_machine(card.machine);
+    card.good = world > 0 && world <= PEER_MOST && card.machine[0] && peers_bind(peers) &&
+                cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
+                cudaIpcGetMemHandle(&card.handle, peers->mailbox[rank]) == cudaSuccess;
+    if (card.good) check(cudaMemset(peers->mailbox[rank], 0, sizeof(PeerCounts)));
+    if (card.good) check(cudaDeviceSynchronize());
+    cudaGetLastError();  // a refusal has been noted
+    return card;
+}
+
+// Opens another rank's mailbox; false where it is on another machine or the GPUs cannot reach each other.
+inline bool peers_connect(Peers* peers, const PeerCard* own, const PeerCard* other, int rank) {
+    if (!own->good || !other->good || strcmp(own->machine, other->machine) != 0) return false;
+    bool opened = cudaIpcOpenMemHandle((void**)&peers->mailbox[rank], other->handle, cudaIpcMemLazyEnablePeerAccess) ==
+                  cudaSuccess;
+    if (!opened) peers->mailbox[rank] = nullptr, cudaGetLastError();
+    return opened;
+}
+
+// Once all have connected.
+inline void peers_ready(Peers* peers) {
+    int low, high;
+    check(cudaDeviceGetStreamPriorityRange(&low, &high));
+    check(cudaStreamCreateWithPriority(&peers->out, cudaStreamNonBlocking, high));
+    check(cudaEventCreateWithFlags(&peers->event, cudaEventDisableTiming));
+}
+
+// Before any rank frees its own.
+inline void peers_disconnect(Peers* peers) {
+    for (int r = 0; r < peers->world; r++) {
+        if (r != peers->rank && peers->mailbox[r]) check(cudaIpcCloseMemHandle(peers->mailbox[r]));
+    }
+}
+
+inline void peers_end(Peers* peers) {
+    if (peers->world > 0 && peers->mailbox[peers->rank]) check(cudaFree(peers->mailbox[peers->rank]));
+    if (peers->out) check(cudaStreamDestroy(peers->out));
+    if (peers->event) check(cudaEventDestroy(peers->event));
+    free(peers->mailbox), free(peers->sent), free(peers->received);
+}
