@@ -297,6 +297,21 @@ __device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
     return vec;
 }
 
+// to_float of a vector, for bf16 by a shift or a mask each. Taken one by one, the lanes of a vector that is loaded
+// under a condition become a register each.
+template <typename T>
+__device__ inline void vec_floats(float (&value)[Vec<T>::size], Vec<T> vec) {
+    if constexpr (std::is_same_v<T, float>) {
+        for (int j = 0; j < Vec<T>::size; j++) value[j] = vec.lane[j];
+    } else {
+        const uint32_t* pair = reinterpret_cast<const uint32_t*>(&vec);
+        for (int j = 0; j < Vec<T>::size / 2; j++) {
+            value[2 * j] = __uint_as_float(pair[j] << 16);
+            value[2 * j + 1] = __uint_as_float(pair[j] & 0xffff0000u);
+        }
+    }
+}
+
 // One instruction each, good to 2 units of fp32's last place. Where a result is rounded to bf16 after it, that is the
 // right one of two neighbours except within 2 of 65536 parts of the middle between them.
 constexpr float LOG2_OF_E = 1.44269504088896341f;
