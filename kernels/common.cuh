@@ -297,8 +297,13 @@ __device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
     return vec;
 }
 
-// to_float of a vector, for bf16 by a shift or a mask each. Taken one by one, the lanes of a vector that is loaded
-// under a condition become a register each.
+// A pair of bf16 in a word, the first in its low half, as floats: a shift and a mask.
+__device__ inline float2 pair_floats(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// to_float of a vector. Where its lanes are taken one by one, nvcc moves most of them to a register of their own first,
+// and keeps all of them so if the vector was loaded under a condition.
 template <typename T>
 __device__ inline void vec_floats(float (&value)[Vec<T>::size], Vec<T> vec) {
     if constexpr (std::is_same_v<T, float>) {
@@ -306,8 +311,8 @@ __device__ inline void vec_floats(float (&value)[Vec<T>::size], Vec<T> vec) {
     } else {
         const uint32_t* pair = reinterpret_cast<const uint32_t*>(&vec);
         for (int j = 0; j < Vec<T>::size / 2; j++) {
-            value[2 * j] = __uint_as_float(pair[j] << 16);
-            value[2 * j + 1] = __uint_as_float(pair[j] & 0xffff0000u);
+            float2 floats = pair_floats(pair[j]);
+            value[2 * j] = floats.x, value[2 * j + 1] = floats.y;
         }
     }
 }

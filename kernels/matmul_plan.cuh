@@ -52,11 +52,6 @@ inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
 
 constexpr int MATMUL_CANDIDATES = 16;
 constexpr double MATMUL_SEARCH_FLOPS = 4e9;  // smaller products keep the first proposal
-// Milliseconds of load before the proposals are timed, and how often each is. A card that was idle starts at clocks that
-// it cannot keep: an H200 at 1980 MHz, after some 50 ms of products at its power limit and 1400 to 1550 MHz, where
-// another proposal may be the fastest.
-constexpr double MATMUL_LOAD_MS = 50;
-constexpr int MATMUL_ROUNDS = 7;
 
 // What cuBLASLt proposes for a plan, its best guess first: at most `most` algorithms, 0 when it has none.
 inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLtMatmulAlgo_t* algorithms, int most) {
@@ -215,36 +210,24 @@ inline MatmulBits matmul_bits(const Device* dev, const MatmulPlan* plan, const M
     return bits;
 }
 
-// The fastest of the proposals with the first one's bits under load, by the median of runs that they take in turn.
+// The fastest of the proposals with the first one's bits, by the shortest of four runs.
 inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMatmulAlgo_t* algorithm, int count,
                           const MatmulTrial* trial) {
     matmul_point(plan, &trial->pointers);
-    int equal[MATMUL_CANDIDATES], equals = 0;
-    MatmulBits first = {};
-    for (int i = 0; i < count; i++) {
-        MatmulBits own = matmul_bits(dev, plan, trial, &algorithm[i]);
-        if (i == 0) first = own;
-        if (own.product == first.product && own.sum == first.sum) equal[equals++] = i;
-    }
-    if (equals < 2) return;
     cudaEvent_t event[2];
     check(cudaEventCreate(&event[0]));
     check(cudaEventCreate(&event[1]));
-    for (double load = 0; load < MATMUL_LOAD_MS;)
-        load += matmul_time(dev, plan, &trial->pointers, &algorithm[0], event);
-    float ms[MATMUL_CANDIDATES][MATMUL_ROUNDS];  // of each in ascending order
-    for (int round = 0; round < MATMUL_ROUNDS; round++) {
-        for (int i = 0; i < equals; i++) {
-            float own = matmul_time(dev, plan, &trial->pointers, &algorithm[equal[i]], event);
-            int at = round;
-            for (; at > 0 && ms[i][at - 1] > own; at--) ms[i][at] = ms[i][at - 1];
-            ms[i][at] = own;
-        }
+    MatmulBits first = {};
+    float best = INFINITY;
+    for (int i = 0; i < count; i++) {
+        MatmulBits own = matmul_bits(dev, plan, trial, &algorithm[i]);
+        if (i == 0) first = own;
+        if (own.product != first.product || own.sum != first.sum) continue;
+        float ms = INFINITY;
+        for (int run = 0; run < 4; run++)
+            ms = fminf(ms, matmul_time(dev, plan, &trial->pointers, &algorithm[i], event));
+        if (ms < best) best = ms, plan->algorithm = algorithm[i];
     }
-    int best = 0;
-    for (int i = 1; i < equals; i++)
-        if (ms[i][MATMUL_ROUNDS / 2] < ms[best][MATMUL_ROUNDS / 2]) best = i;
-    plan->algorithm = algorithm[equal[best]];
     check(cudaEventDestroy(event[0]));
     check(cudaEventDestroy(event[1]));
 }
