@@ -93,20 +93,10 @@ __device__ inline void embedding_sum(float sum[Vec<X>::size], const X* dout, con
                                      int step, int channel, int C) {
     for (int j = 0; j < Vec<X>::size; j++) sum[j] = 0.0f;
     if (channel < C) {
-        // Eight at a time, loads first: of a plain loop only one pair of loads would be under way.
-        for (int p = first; p < last; p += 8 * step) {
-            int at[8];
-            Vec<X> d[8];
-            float x[Vec<X>::size];
-#pragma unroll
-            for (int k = 0; k < 8; k++) at[k] = p + k * step < last ? order[p + k * step] : -1;
-#pragma unroll
-            for (int k = 0; k < 8; k++) d[k] = at[k] >= 0 ? load_vec(dout + (int64_t)at[k] * C + channel) : Vec<X>{};
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
-                vec_floats(x, d[k]);
-                for (int j = 0; j < Vec<X>::size; j++) sum[j] += x[j];
-            }
+#pragma unroll 4
+        for (int p = first; p < last; p += step) {
+            Vec<X> d = load_vec(dout + (int64_t)order[p] * C + channel);
+            for (int j = 0; j < Vec<X>::size; j++) sum[j] += to_float(d.lane[j]);
         }
     }
     for (int offset = EMBEDDING_LANES; offset < 32; offset *= 2)
