@@ -1,7 +1,8 @@
 // `make bench`: what a training step costs on this GPU. For each model: tokens/s of whole steps (forward, backward,
 // clipping, AdamW, the loader's copies, the loss read back), then every operator alone at the shapes of that step, its
 // share, and its rate against the ceilings measured in the same run (a device-to-device copy of 4 GiB, read + written;
-// an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data.
+// an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data. The ceilings are those of a
+// cool card; in the steps it is at its power limit, and the clock printed beside them says how far below.
 //
 //   ./build/dev/bench [MODEL BATCH TOKENS_PER_STEP]...    default: gpt2 64 524288  gpt2-xl 16 262144
 #define TESTING
@@ -317,6 +318,7 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     feeder_open(&feeder, dev, &data, m.B, m.T, 1, true, 0);
     double ms[STEPS], queued;
     float loss = time_steps(&m, &feeder, micro_batches, ms, &queued);
+    double clock = clock_mhz(dev);
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
     double median = ms[STEPS / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
@@ -324,7 +326,8 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
         "\n%s  batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), %.0f tokens/s",
         name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
-    printf(", queued in %.1f ms, %.1f GiB in use, loss %.3f\n", queued, (double)(total - available) / (1 << 30), loss);
+    printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, loss %.3f\n", queued, clock,
+           (double)(total - available) / (1 << 30), loss);
     Account account = {dev, ceilings, median, 0, 0};
     bench_operators(&m, &feeder, &config, micro_batches, &account);
     feeder_close(&feeder);

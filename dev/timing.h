@@ -2,15 +2,17 @@
 #pragma once
 #include "../kernels/common.cuh"
 
-// Median milliseconds of `run()` on the stream, of `times` (at most 64) after two for warm-up, by CUDA events.
-// `spread`: half of what lies between the first and the last tenth, as a share of the median.
-template <typename Function>
-double median_ms(const Device* dev, int times, Function run, double* spread = nullptr) {
+// Median milliseconds of `run()` on the stream, of `times` (at most 64) after two for warm-up, by CUDA events, each
+// after an untimed `before()`. `spread`: half of what lies between the first and the last tenth, as a share of the
+// median.
+template <typename Before, typename Function>
+double median_ms_after(const Device* dev, int times, Before before, Function run, double* spread = nullptr) {
     cudaEvent_t begin, end;
     check(cudaEventCreate(&begin));
     check(cudaEventCreate(&end));
     double ms[64];
     for (int i = -2; i < times; i++) {
+        before();
         check(cudaEventRecord(begin, dev->stream));
         run();
         check(cudaEventRecord(end, dev->stream));
@@ -25,6 +27,34 @@ double median_ms(const Device* dev, int times, Function run, double* spread = nu
     check(cudaEventDestroy(end));
     if (spread) *spread = 0.5 * (ms[times - 1 - times / 10] - ms[times / 10]) / ms[times / 2];
     return ms[times / 2];
+}
+
+template <typename Function>
+double median_ms(const Device* dev, int times, Function run, double* spread = nullptr) {
+    return median_ms_after(
+        dev, times, [] {}, run, spread);
+}
+
+// Cycles and nanoseconds of a loop. Grid 1, block 1.
+__global__ static void clock_kernel(uint64_t times[2]) {
+    uint64_t begin, end;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    long long cycles = clock64();
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end));
+    while (end - begin < 50000);
+    times[0] = (uint64_t)(clock64() - cycles);
+    times[1] = end - begin;
+}
+
+// Megahertz at which the multiprocessors run now. Under products an H200 is at its power limit and far below its most.
+inline double clock_mhz(const Device* dev) {
+    uint64_t* times = (uint64_t*)device_alloc(dev, 16);
+    uint64_t host[2];
+    clock_kernel<<<1, 1, 0, dev->stream>>>(times);
+    check_launch();
+    copy_to_host(dev, host, times, sizeof(host));
+    device_free(dev, times);
+    return 1e3 * (double)host[0] / (double)host[1];
 }
 
 // The ceiling of what only moves bytes: those read and written in a second when one array is copied to the other.

@@ -10,8 +10,15 @@
 // multiprocessor so that one computes while the other waits. Rows are cut into chunks; a warp of its own orders the
 // copy engine to write a chunk back as soon as its gradient is there, and then to bring that chunk of the block's next
 // row. Other rows take a block each, which reads them a second time, from the L2 cache.
+//
+// At an H200's copy rate a multiprocessor has 8 logits a nanosecond to do. That is 16 instructions a logit at 1 GHz, or
+// 2 exponentials (MUFU, 16 a cycle); in a training step the card is at its power limit and runs at 1.4 GHz. Hence one
+// exponential a logit: the first pass leaves it in the logit's place as fp16, by 2^15 over the largest that the warp
+// has seen, and the second multiplies. So kept, an exponential has 11 bits, 3 more than the gradient, down to 2^-29 of
+// the largest, and is 0 below 2^-40 of it. In all 10 instructions a logit.
 #pragma once
 #include <assert.h>
+#include <cuda_fp16.h>
 
 #include "common.cuh"
 #include "cpu_math.h"
@@ -20,7 +27,8 @@
 constexpr int CLASSIFIER_THREADS = 1024;  // 2 blocks a multiprocessor: their rows stay in L2 between the two reads
 // Rows in shared memory: 18 warps that compute (11 vectors a thread of GPT-2's rows, with little left over) and one
 // that orders, chunks of 3 vectors a thread.
-constexpr int CLASSIFIER_RESIDENT_THREADS = 576, CLASSIFIER_CHUNK = 3 * CLASSIFIER_RESIDENT_THREADS * 8;
+constexpr int CLASSIFIER_RESIDENT_THREADS = 576, CLASSIFIER_VECS = 3;
+constexpr int CLASSIFIER_CHUNK = CLASSIFIER_VECS * CLASSIFIER_RESIDENT_THREADS * 8;
 constexpr int CLASSIFIER_CHUNKS = 8;  // at most: each has a barrier
 
 // losses: (N); logits: (N, Vp); targets: (N)
@@ -110,79 +118,118 @@ constexpr int classifier_resident_bytes(int Vp) {
     return Vp * (int)sizeof(bf16) + CLASSIFIER_CHUNKS * 8;
 }
 
-// A maximum, and a sum of 2^(x log2(e) - offset) with offset = the maximum times log2(e) as rounded.
+// A maximum of logits, and a sum of 2^(x log2(e) - classifier_offset(maximum)).
 struct ClassifierSum {
     float maximum, sum;
 };
 
-__device__ inline ClassifierSum classifier_join(ClassifierSum a, ClassifierSum b) {
-    float top = fmaxf(a.maximum, b.maximum);
-    if (top == -INFINITY) return {top, a.sum + b.sum};  // nothing was seen, or only -inf: no difference of infinities
-    float offset = __fmul_rn(top, LOG2_OF_E);           // not contracted: the sums are relative to rounded offsets
-    float of_a = fast_exp2(__fmul_rn(a.maximum, LOG2_OF_E) - offset);
-    float of_b = fast_exp2(__fmul_rn(b.maximum, LOG2_OF_E) - offset);
-    return {top, fmaf(a.sum, of_a, b.sum * of_b)};
+// Below every logit, so that a difference of two maxima is never one of infinities.
+constexpr float CLASSIFIER_LEAST = -1e30f;
+
+// A whole number, so that exponentials by another one differ by a power of two, less what makes the largest of them
+// 2^15 to within a factor of 1.42: the most that fp16 holds.
+__device__ inline float classifier_offset(float maximum) {
+    return rintf(maximum * LOG2_OF_E) - 15.0f;
 }
 
-// The thread's vectors of a chunk, v < V, are added to `own`.
-__device__ inline void classifier_take(ClassifierSum* own, const bf16* row, int begin, int end, int V) {
+// The pair of logits v and v + 1, -inf from V on.
+__device__ inline uint32_t classifier_mask(uint32_t pair, int v, int V) {
+    return v + 1 < V ? pair : v < V ? (pair & 0xffffu) | 0xff800000u : 0xff80ff80u;
+}
+
+// The largest bf16 of the warp's pairs, at least CLASSIFIER_LEAST; NaN is ignored. Floats order like integers once the
+// negative ones have all bits but the sign flipped.
+__device__ inline float classifier_warp_max(__nv_bfloat162 pair) {
+    float2 value = pair_floats(*(uint32_t*)&pair);
+    int bits = __float_as_int(fmaxf(fmaxf(value.x, value.y), CLASSIFIER_LEAST));
+    bits = __reduce_max_sync(0xffffffffu, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
+}
+
+// The thread's vectors of a chunk, v < V, are added to `own`, whose maximum is the warp's, and their exponentials take
+// their place as fp16. `whole`: the chunk ends before V.
+template <bool whole>
+__device__ inline void classifier_take(ClassifierSum* own, bf16* row, int begin, int V) {
+    uint4 x[CLASSIFIER_VECS];
+    __nv_bfloat162 most = __float2bfloat162_rn(-INFINITY);
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < CLASSIFIER_VECS; i++) {
         int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
-        if (v >= end || v >= V) continue;
-        Vec<bf16> vec = load_vec(row + v);
-        float x[8], top = own->maximum;
+        if (!whole && v >= V) continue;
+        x[i] = *(uint4*)(row + v);
+        uint32_t* pair = &x[i].x;
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = v + 8 <= V || v + j < V ? to_float(vec.lane[j]) : -INFINITY;
-#pragma unroll
-        for (int j = 0; j < 8; j++) top = fmaxf(top, x[j]);
-        float offset = __fmul_rn(top, LOG2_OF_E), sum[2] = {};
-        if (top > own->maximum) {
-            own->sum *= fast_exp2(__fmul_rn(own->maximum, LOG2_OF_E) - offset);
-            own->maximum = top;
+        for (int j = 0; j < 4; j++) {
+            if (!whole && v + 8 > V) pair[j] = classifier_mask(pair[j], v + 2 * j, V);
+            most = __hmax2(most, *(__nv_bfloat162*)&pair[j]);
         }
-#pragma unroll
-        for (int j = 0; j < 8; j++) sum[j % 2] += fast_exp2(fmaf(x[j], LOG2_OF_E, -offset));
-        own->sum += sum[0] + sum[1];
     }
+    float top = classifier_warp_max(most);
+    if (top > own->maximum) {
+        own->sum *= fast_exp2(classifier_offset(own->maximum) - classifier_offset(top));
+        own->maximum = top;
+    }
+    float offset = classifier_offset(own->maximum), sum[2] = {};
+#pragma unroll
+    for (int i = 0; i < CLASSIFIER_VECS; i++) {
+        int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
+        if (!whole && v >= V) continue;
+        uint32_t* pair = &x[i].x;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float2 value = pair_floats(pair[j]);
+            value.x = fast_exp2(fmaf(value.x, LOG2_OF_E, -offset));
+            value.y = fast_exp2(fmaf(value.y, LOG2_OF_E, -offset));
+            sum[0] += value.x, sum[1] += value.y;
+            *(__half2*)&pair[j] = __floats2half2_rn(value.x, value.y);
+        }
+        *(uint4*)(row + v) = x[i];
+    }
+    own->sum += sum[0] + sum[1];
 }
 
-// The gradient of the thread's vectors of a chunk, in place; 0 in the padding.
-__device__ inline void classifier_give(bf16* row, int begin, int end, int V, float offset, float scale, float dloss,
-                                       int target) {
+// The gradient of the thread's vectors of a chunk, from their exponentials, in place; 0 in the padding. The target's is
+// given: next to 1, a probability kept with 11 bits would leave nothing of the difference.
+template <bool whole>
+__device__ inline void classifier_give(bf16* row, int begin, int end, int V, float scale, int target,
+                                       float target_gradient) {
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < CLASSIFIER_VECS; i++) {
         int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
-        if (v >= end) continue;
-        Vec<bf16> vec = load_vec(row + v);
+        if (!whole && v >= end) continue;
+        uint4 kept = *(uint4*)(row + v);
         float d[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) d[j] = fast_exp2(fmaf(to_float(vec.lane[j]), LOG2_OF_E, -offset)) * scale;
-        if (target / 8 == v / 8 || v + 8 > V) {
+        for (int j = 0; j < 4; j++) {
+            float2 value = __half22float2(((__half2*)&kept)[j]);
+            d[2 * j] = value.x * scale, d[2 * j + 1] = value.y * scale;
+        }
+        if ((unsigned)(target - v) < 8 || (!whole && v + 8 > V)) {
 #pragma unroll
-            for (int j = 0; j < 8; j++) d[j] = v + j >= V ? 0.0f : v + j == target ? d[j] - dloss : d[j];
+            for (int j = 0; j < 8; j++) d[j] = v + j >= V ? 0.0f : v + j == target ? target_gradient : d[j];
         }
         store_vec(row + v, round_vec<bf16>(d));
     }
 }
 
-// The same in every computing thread; `parts` has a place a warp.
+// The same in every computing thread; `own.maximum` is the warp's, `parts` has a place a warp.
 __device__ inline ClassifierSum classifier_block_sum(ClassifierSum own, ClassifierSum parts[32]) {
-    constexpr int warps = CLASSIFIER_RESIDENT_THREADS / 32;
-#pragma unroll
-    for (int pass = 0; pass < 2; pass++) {
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-            ClassifierSum other = {__shfl_xor_sync(0xffffffffu, own.maximum, offset),
-                                   __shfl_xor_sync(0xffffffffu, own.sum, offset)};
-            own = classifier_join(own, other);
-        }
-        if (pass == 1) break;
-        if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = own;
-        group_sync(1, CLASSIFIER_RESIDENT_THREADS);
-        own = threadIdx.x % 32 < warps ? parts[threadIdx.x % 32] : ClassifierSum{-INFINITY, 0.0f};
-    }
-    return own;
+    int lane = threadIdx.x % 32;
+    own.sum = warp_sum(own.sum);
+    if (lane == 0) parts[threadIdx.x / 32] = own;
+    group_sync(1, CLASSIFIER_RESIDENT_THREADS);
+    ClassifierSum part = {CLASSIFIER_LEAST, 0.0f};
+    if (lane < CLASSIFIER_RESIDENT_THREADS / 32) part = parts[lane];
+    float maximum = warp_max(part.maximum);
+    return {maximum, warp_sum(part.sum * fast_exp2(classifier_offset(part.maximum) - classifier_offset(maximum)))};
+}
+
+// From a row's maximum and sum.
+__device__ inline float classifier_loss(ClassifierSum row, float target_logit) {
+    // log2 of the maximum's exponential, rounded as in classifier_take: where that is nearly all of the sum, it
+    // cancels.
+    float largest = fmaf(row.maximum, LOG2_OF_E, -classifier_offset(row.maximum)) - 15.0f;
+    return logf(row.sum / 32768.0f) - largest * 0.693147180559945309f - (target_logit - row.maximum);
 }
 
 // The warp that orders: brings the block's first row, then writes each chunk back when it is computed (`backward`) and
@@ -236,27 +283,37 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
         classifier_order(row, barriers, logits, backward, N, Vp);
         return;
     }
+    int target = targets[blockIdx.x], lane = threadIdx.x % 32;
     for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
-        int target = targets[i];
-        ClassifierSum own = {-INFINITY, 0.0f};
+        int next_target = i + gridDim.x < N ? targets[i + gridDim.x] : 0;
+        float target_logit = to_float(logits[i * Vp + target]);  // in shared memory it will not stay
+        ClassifierSum own = {CLASSIFIER_LEAST, 0.0f};
+        float offset = 0.0f;  // of the warp's exponentials of chunk `lane`
         for (int q = 0; q < chunks; q++) {
             barrier_wait(barriers + q * 8, parity);
-            int end = q + 1 < chunks ? (q + 1) * CLASSIFIER_CHUNK : Vp;
-            classifier_take(&own, row, q * CLASSIFIER_CHUNK, end, V);
+            if ((q + 1) * CLASSIFIER_CHUNK <= V) {
+                classifier_take<true>(&own, row, q * CLASSIFIER_CHUNK, V);
+            } else {
+                classifier_take<false>(&own, row, q * CLASSIFIER_CHUNK, V);
+            }
+            if (lane == q) offset = classifier_offset(own.maximum);
         }
-        float target_logit = to_float(row[target]);
         own = classifier_block_sum(own, parts);
-        // The sum's offset was rounded; fmaf says by how much.
-        float offset = __fmul_rn(own.maximum, LOG2_OF_E);
-        float rounded = fmaf(-own.maximum, LOG2_OF_E, offset) * 0.693147180559945309f;
-        if (threadIdx.x == 0) losses[i] = logf(own.sum) - (target_logit - own.maximum) + rounded;
-        float scale = dloss / own.sum;
+        if (threadIdx.x == 0) losses[i] = classifier_loss(own, target_logit);
+        float scale = dloss / own.sum, row_offset = classifier_offset(own.maximum);
+        float target_gradient = fast_exp2(fmaf(target_logit, LOG2_OF_E, -row_offset)) * scale - dloss;
         for (int q = 0; q < chunks; q++) {
-            int end = q + 1 < chunks ? (q + 1) * CLASSIFIER_CHUNK : Vp;
-            if (backward) classifier_give(row, q * CLASSIFIER_CHUNK, end, V, offset, scale, dloss, target);
+            int begin = q * CLASSIFIER_CHUNK, end = q + 1 < chunks ? begin + CLASSIFIER_CHUNK : Vp;
+            float chunk_scale = scale * fast_exp2(__shfl_sync(0xffffffffu, offset, q) - row_offset);
+            if (backward && begin + CLASSIFIER_CHUNK <= V) {
+                classifier_give<true>(row, begin, end, V, chunk_scale, target, target_gradient);
+            } else if (backward) {
+                classifier_give<false>(row, begin, end, V, chunk_scale, target, target_gradient);
+            }
             fence_async();
             group_arrive(2 + q, CLASSIFIER_RESIDENT_THREADS + 32);
         }
+        target = next_target;
     }
 #else
     (void)losses, (void)logits, (void)targets, (void)dloss, (void)backward, (void)N, (void)V, (void)Vp;

@@ -310,6 +310,26 @@ __device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
     return vec;
 }
 
+// A pair of bf16 in a word, the first in its low half, as floats: a shift and a mask.
+__device__ inline float2 pair_floats(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// to_float of a vector. Where its lanes are taken one by one, nvcc moves most of them to a register of their own first,
+// and keeps all of them so if the vector was loaded under a condition.
+template <typename T>
+__device__ inline void vec_floats(float (&value)[Vec<T>::size], Vec<T> vec) {
+    if constexpr (std::is_same_v<T, float>) {
+        for (int j = 0; j < Vec<T>::size; j++) value[j] = vec.lane[j];
+    } else {
+        const uint32_t* pair = reinterpret_cast<const uint32_t*>(&vec);
+        for (int j = 0; j < Vec<T>::size / 2; j++) {
+            float2 floats = pair_floats(pair[j]);
+            value[2 * j] = floats.x, value[2 * j + 1] = floats.y;
+        }
+    }
+}
+
 // One instruction each, good to 2 units of fp32's last place. Where a result is rounded to bf16 after it, that is the
 // right one of two neighbours except within 2 of 65536 parts of the middle between them.
 constexpr float LOG2_OF_E = 1.44269504088896341f;

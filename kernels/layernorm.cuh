@@ -101,42 +101,42 @@ inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, fl
 
 template <typename X>
 __device__ inline Vec<X> layernorm_add(Vec<X> a, Vec<X> b) {
-    float sum[Vec<X>::size];
-    for (int j = 0; j < Vec<X>::size; j++) sum[j] = to_float(a.lane[j]) + to_float(b.lane[j]);
-    return round_vec<X>(sum);
+    float x[Vec<X>::size], y[Vec<X>::size];
+    vec_floats(x, a), vec_floats(y, b);
+    for (int j = 0; j < Vec<X>::size; j++) x[j] += y[j];
+    return round_vec<X>(x);
 }
 
 template <typename X>
-__device__ inline float layernorm_vec_sum(Vec<X> x) {
-    float sum = 0.0f;
-    for (int j = 0; j < Vec<X>::size; j++) sum += to_float(x.lane[j]);
+__device__ inline float layernorm_vec_sum(Vec<X> vec) {
+    float x[Vec<X>::size], sum = 0.0f;
+    vec_floats(x, vec);
+    for (int j = 0; j < Vec<X>::size; j++) sum += x[j];
     return sum;
 }
 
 template <typename X>
-__device__ inline float layernorm_vec_square(Vec<X> x, float mean) {
-    float sum = 0.0f;
-    for (int j = 0; j < Vec<X>::size; j++) sum = fmaf(to_float(x.lane[j]) - mean, to_float(x.lane[j]) - mean, sum);
+__device__ inline float layernorm_vec_square(Vec<X> vec, float mean) {
+    float x[Vec<X>::size], sum = 0.0f;
+    vec_floats(x, vec);
+    for (int j = 0; j < Vec<X>::size; j++) sum = fmaf(x[j] - mean, x[j] - mean, sum);
     return sum;
 }
 
 template <typename X>
-__device__ inline Vec<X> layernorm_vec_out(Vec<X> x, float mean, float rstd, Vec<X> weight, Vec<X> bias) {
-    float out[Vec<X>::size];
-    for (int j = 0; j < Vec<X>::size; j++) {
-        float norm = (to_float(x.lane[j]) - mean) * rstd;
-        out[j] = fmaf(norm, to_float(weight.lane[j]), to_float(bias.lane[j]));
-    }
-    return round_vec<X>(out);
+__device__ inline Vec<X> layernorm_vec_out(Vec<X> vec, float mean, float rstd, Vec<X> weight, Vec<X> bias) {
+    float x[Vec<X>::size], w[Vec<X>::size], b[Vec<X>::size];
+    vec_floats(x, vec), vec_floats(w, weight), vec_floats(b, bias);
+    for (int j = 0; j < Vec<X>::size; j++) x[j] = fmaf((x[j] - mean) * rstd, w[j], b[j]);
+    return round_vec<X>(x);
 }
 
 // Grid ceil(N / 8), block 256 (a warp per row), C a multiple of 8 and at most 32 * VECS vectors; inp2 may be NULL, and
 // residual is written only when it is not; residual may be inp1. Deterministic.
 template <typename X, int VECS>
-__global__ void __launch_bounds__(256, VECS <= 3   ? 5
-                                       : VECS <= 4 ? 4
-                                       : VECS <= 7 ? 3
-                                                   : 2)
+__global__ void __launch_bounds__(256, VECS <= 4   ? 5
+                                       : VECS <= 5 ? 4
+                                                   : 3)
     layernorm_forward_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1, const X* inp2,
                              const X* weight, const X* bias, int64_t N, int C) {
     constexpr int size = Vec<X>::size;
@@ -420,6 +420,7 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
         auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3>
                       : lane_vecs == 4 ? layernorm_forward_kernel<X, 4>
                       : lane_vecs == 5 ? layernorm_forward_kernel<X, 5>
+                      : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7>
                                        : layernorm_forward_kernel<X, 8>;
         kernel<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
                                                                   N, C);

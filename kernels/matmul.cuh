@@ -59,21 +59,23 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
         product, (long long)N, C, OC);
 }
 
-// The columns of dout that a block of matmul_backward_bias_kernel takes, and the rows of partial sums: at most eight
-// blocks a multiprocessor, since one block more would run alone.
+// The columns of dout that a block of matmul_backward_bias_kernel takes, the blocks that a multiprocessor has room for,
+// and the rows of partial sums: no more blocks than there is room for, since one block more would run alone.
 template <typename X>
 constexpr int matmul_bias_columns = 32 * Vec<X>::size;
 
+constexpr int MATMUL_BIAS_BLOCKS = 6;
+
 template <typename X>
 int matmul_bias_slices(const Device* dev, int OC) {
-    int slices = 8 * dev->sm_count / (int)ceil_div(OC, matmul_bias_columns<X>);
+    int slices = MATMUL_BIAS_BLOCKS * dev->sm_count / (int)ceil_div(OC, matmul_bias_columns<X>);
     return slices < 1 ? 1 : slices;
 }
 
 // Grid (ceil(OC / (32 vectors)), slices), block (32, 8), OC a multiple of 8, any N: a lane sums one vector of columns
 // over every 8 * slices-th row; row `slice` of partial: (slices, OC) gets the block's sum. Deterministic.
 template <typename X>
-__global__ void __launch_bounds__(256, 8)
+__global__ void __launch_bounds__(256, MATMUL_BIAS_BLOCKS)
     matmul_backward_bias_kernel(float* partial, const X* dout, int64_t N, int OC) {
     constexpr int size = Vec<X>::size;
     __shared__ float sums[8][size][32];
@@ -81,11 +83,20 @@ __global__ void __launch_bounds__(256, 8)
     float sum[size] = {};
     if (column < OC) {
         int64_t step = 8 * (int64_t)gridDim.y;
-#pragma unroll 4
-        for (int64_t n = blockIdx.y * 8 + threadIdx.y; n < N; n += step) {
-            Vec<X> d = load_vec(dout + n * OC + column);
-            for (int j = 0; j < size; j++) sum[j] += to_float(d.lane[j]);
+        int64_t n = blockIdx.y * 8 + threadIdx.y;
+        auto add = [&](Vec<X> d) {
+            float x[size];
+            vec_floats(x, d);
+            for (int j = 0; j < size; j++) sum[j] += x[j];
+        };
+        for (; n + 3 * step < N; n += 4 * step) {  // four loads, then the sums: of a plain loop one would be under way
+            Vec<X> d[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) d[i] = load_vec(dout + (n + i * step) * OC + column);
+#pragma unroll
+            for (int i = 0; i < 4; i++) add(d[i]);
         }
+        for (; n < N; n += step) add(load_vec(dout + n * OC + column));
     }
     for (int j = 0; j < size; j++) sums[threadIdx.y][j][threadIdx.x] = sum[j];
     __syncthreads();

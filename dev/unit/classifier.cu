@@ -47,15 +47,42 @@ TEST(classifier_cpu) {
 // the same row twice in a row.
 constexpr int DISTINCT_ROWS = 37;
 
+// Logit v of row i.
+using Logit = float (*)(int64_t i, int v, int V);
+
+float even_logit(int64_t i, int v, int V) {
+    return 8.0f * test_uniform(1, i * V + v);
+}
+
+// Rows whose maxima lie far from the rest, or grow along the row, or where most exponentials are 0.
+float wide_logit(int64_t i, int v, int V) {
+    float value = test_uniform(2, i * V + v);
+    switch (i % 6) {
+        case 0:
+            return 1000.0f * value;
+        case 1:
+            return v == V - 1 ? 500.0f : 8.0f * value;
+        case 2:
+            return v % 3 == 1 ? -INFINITY : 8.0f * value;
+        case 3:
+            return 200.0f * (float)v / (float)V - 100.0f + value;
+        case 4:
+            return 8.0f * value - 5000.0f;
+        default:
+            return 1.0f;
+    }
+}
+
 template <typename X>
-void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp) {
+void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp,
+                         Logit logit = even_logit) {
     const float dloss = 1.0f / 64;
     const int64_t distinct = N < DISTINCT_ROWS ? N : DISTINCT_ROWS;
     float *values = floats(N * Vp), *want = floats(N * Vp), *want_loss = floats(N);
     double* row = (double*)malloc(2 * V * sizeof(double));
     int* targets = (int*)malloc(N * sizeof(int));
-    for (int64_t i = 0; i < distinct * Vp; i++)
-        values[i] = i % Vp < V ? 8.0f * test_uniform(1, i) : NAN;  // what the padding holds is never used
+    for (int64_t i = 0; i < distinct * Vp; i++)  // what the padding holds is never used
+        values[i] = i % Vp < V ? logit(i / Vp, (int)(i % Vp), V) : NAN;
     for (int64_t i = distinct; i < N; i++) memcpy(values + i * Vp, values + i % distinct * Vp, Vp * sizeof(float));
     Array<X> logits = array_of<X>(dev, N * Vp, values);
     Array<float> losses = array_of<float>(dev, N, nullptr);
@@ -66,6 +93,7 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
         for (int v = 0; v < V; v++) softmax[v] = exp(row[v] - log_sum);
         for (int64_t i = first; i < N; i += distinct) {
             targets[i] = i % 3 == 0 ? V - 1 : i % 3 == 1 ? 0 : (int)(i * 7919 % V);
+            if (isinf(row[targets[i]])) targets[i] = 0;
             want_loss[i] = (float)(log_sum - row[targets[i]]);
             for (int v = 0; v < Vp; v++)
                 want[i * Vp + v] = v < V ? (float)((softmax[v] - (v == targets[i])) * dloss) : 0.0f;
@@ -97,6 +125,7 @@ TEST(classifier_resident_rows_gpu) {
     const int shapes[][3] = {{1100, 20000, 20032}, {1000, 50257, 50304}, {600, 50304, 50304}, {600, 100277, 100352}};
     bool resident = classifier_resident_fits(&dev, 50304);
     for (auto& s : shapes) classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+    classifier_gpu_case<bf16>(test, &worst, &dev, 600, 50257, 50304, wide_logit);
     note_worst(test, worst);
     device_close(&dev);
     if (!resident) skip("needs compute capability 9.0 and a build for it");
