@@ -132,6 +132,7 @@ static void check_memory(Test* test, int ranks, const char* mode) {
     char run[PATH_MAX];
     pid_t process[8] = {};
     Child child = new_child();
+    child.threads = 8;  // to draw the weights
     snprintf(run, sizeof(run), "%s/run", work);
     start_ranks(&child, true, ranks,
                 "--layers 8 --channels 1024 --heads 16 --seq 1024 --batch 8 --tokens-per-step %d --steps 1000000 "
