@@ -117,7 +117,9 @@ __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, H
     return true;
 }
 
-// One arrival a warp, after all of its threads.
+// One arrival a warp, after all of its threads, where only wgmma reads or stmatrix writes what the barrier is about.
+// What threads load themselves (lse, D, `drawn`) each of them gives back: racecheck follows no __syncwarp to an
+// arrival.
 __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(barrier));
@@ -211,7 +213,7 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
     const bool one = threadIdx.x % 32 == 0;
     for (int n = 0;; n++) {
         const bool more = hopper_backward_take<Shape>(tile, shared, a, n);
-        warp_arrive(&shared.key_empty[n % 2]);
+        barrier_arrive(shared_offset(&shared.key_empty[n % 2]));
         if (!more) return;
         const int end = hopper_backward_last<Shape>(a, tile.key_tile) + (Shape::UP ? 1 : -1);
         for (int m = tile.query_tile; m != end; m += Shape::UP ? 1 : -1) {
@@ -449,7 +451,7 @@ __device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_CO
                                                         const HopperBackwardTile& tile, int group) {
     warp_arrive(&shared.ds_empty[buffer]);
     if (tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile))
-        warp_arrive(&shared.key_empty[tile.sequence % 2]);
+        barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
     hopper_backward_dq_out<Shape>(dq, out, a, tile, group);
 }
 
@@ -506,7 +508,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_hold(dv);
         wgmma_hold(dk);
         hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
-        warp_arrive(&shared.empty[stage]);
+        barrier_arrive(shared_offset(&shared.empty[stage]));
         if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, group);
         const int slot = tile.sequence % Shape::V_SLOTS;
         if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
@@ -524,7 +526,7 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Shape>& shared) {
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.key_full[i]), 1);
-        barrier_init(shared_offset(&shared.key_empty[i]), 8 + 2);  // 8 warps compute, 2 keep the order
+        barrier_init(shared_offset(&shared.key_empty[i]), 256 + 64);  // those that compute, and keep the order
         barrier_init(shared_offset(&shared.ds_full[i]), 8);
         barrier_init(shared_offset(&shared.ds_empty[i]), 8);
     }
@@ -534,7 +536,7 @@ __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Sh
     }
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.full[i]), 1);
-        barrier_init(shared_offset(&shared.empty[i]), 8);
+        barrier_init(shared_offset(&shared.empty[i]), 256);
     }
     barrier_init_done();
 }

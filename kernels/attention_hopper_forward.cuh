@@ -479,7 +479,7 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
 #pragma unroll
         for (int i = 0; i < HS / 2; i++) o[i / 4][i % 4] = 0.0f;
         for (int left = walk.first; left > 0; left--) hopper_tile(c, s, p, o, rows, a.scale_log2);
-        c.release(shared_offset(&shared.q_empty[c.n % 2]));
+        barrier_arrive(shared_offset(&shared.q_empty[c.n % 2]));  // each thread, since it has read `piece`
         c.n++;
         walk = c.open();
         if (walk.first < 0) break;
@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(shared_offset(&shared.q_full[i]), 1);
-            barrier_init(shared_offset(&shared.q_empty[i]), Shape::CONSUMERS * 4);
+            barrier_init(shared_offset(&shared.q_empty[i]), Shape::CONSUMERS * 128);
         }
         for (int i = 0; i < Shape::STAGES; i++) {
             barrier_init(shared_offset(&shared.k_full[i]), 1), barrier_init(shared_offset(&shared.v_full[i]), 1);

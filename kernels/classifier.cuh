@@ -29,7 +29,7 @@ constexpr int CLASSIFIER_THREADS = 1024;  // 2 blocks a multiprocessor: their ro
 // that orders, chunks of 3 vectors a thread.
 constexpr int CLASSIFIER_RESIDENT_THREADS = 576, CLASSIFIER_VECS = 3;
 constexpr int CLASSIFIER_CHUNK = CLASSIFIER_VECS * CLASSIFIER_RESIDENT_THREADS * 8;
-constexpr int CLASSIFIER_CHUNKS = 8;  // at most: each has a barrier
+constexpr int CLASSIFIER_CHUNKS = 8;  // at most: each has two barriers
 
 // losses: (N); logits: (N, Vp); targets: (N)
 inline void classifier_cpu(float* losses, float* logits, const int* targets, float dloss, bool backward, int64_t N,
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
 
 // Bytes of a block's row and barriers in shared memory.
 constexpr int classifier_resident_bytes(int Vp) {
-    return Vp * (int)sizeof(bf16) + CLASSIFIER_CHUNKS * 8;
+    return Vp * (int)sizeof(bf16) + CLASSIFIER_CHUNKS * 2 * 8;
 }
 
 // A maximum of logits, and a sum of 2^(x log2(e) - classifier_offset(maximum)).
@@ -232,11 +232,12 @@ __device__ inline float classifier_loss(ClassifierSum row, float target_logit) {
     return logf(row.sum / 32768.0f) - largest * 0.693147180559945309f - (target_logit - row.maximum);
 }
 
-// The warp that orders: brings the block's first row, then writes each chunk back when it is computed (`backward`) and
-// brings that chunk of the next row.
-__device__ inline void classifier_order(bf16* slot, uint32_t barriers, bf16* logits, bool backward, int64_t N, int Vp) {
+// The thread that orders: brings the block's first row, then writes each chunk back when it is computed (`backward`)
+// and brings that chunk of the next row. A chunk has a barrier for its bytes and one for those who have computed it.
+__device__ inline void classifier_order(bf16* slot, uint32_t barriers, uint32_t done, bf16* logits, bool backward,
+                                        int64_t N, int Vp) {
     int chunks = (Vp + CLASSIFIER_CHUNK - 1) / CLASSIFIER_CHUNK;
-    bool orders = threadIdx.x % 32 == 0;
+    uint32_t parity = 0;
     auto bytes = [&](int q) {
         return (int)sizeof(bf16) * (q + 1 < chunks ? CLASSIFIER_CHUNK : Vp - q * CLASSIFIER_CHUNK);
     };
@@ -245,11 +246,10 @@ __device__ inline void classifier_order(bf16* slot, uint32_t barriers, bf16* log
         bulk_load(shared_offset(slot + q * CLASSIFIER_CHUNK), logits + i * Vp + q * CLASSIFIER_CHUNK, bytes(q),
                   barriers + q * 8);
     };
-    for (int q = 0; q < chunks && orders; q++) bring(q, blockIdx.x);
-    for (int64_t i = blockIdx.x; i < N; i += gridDim.x) {
+    for (int q = 0; q < chunks; q++) bring(q, blockIdx.x);
+    for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
         for (int q = 0; q < chunks; q++) {
-            group_sync(2 + q, CLASSIFIER_RESIDENT_THREADS + 32);
-            if (!orders) continue;
+            barrier_wait(done + q * 8, parity);
             if (backward) {
                 bulk_store(logits + i * Vp + q * CLASSIFIER_CHUNK, shared_offset(slot + q * CLASSIFIER_CHUNK),
                            bytes(q));
@@ -259,7 +259,7 @@ __device__ inline void classifier_order(bf16* slot, uint32_t barriers, bf16* log
             if (i + gridDim.x < N) bring(q, i + gridDim.x);
         }
     }
-    if (orders) store_wait_read<0>();
+    store_wait_read<0>();
 }
 
 // Grid any up to N (rows are dealt to the blocks), block CLASSIFIER_RESIDENT_THREADS + 32, shared memory
@@ -272,15 +272,19 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
     extern __shared__ __align__(128) unsigned char classifier_shared[];
     __shared__ ClassifierSum parts[32];
     bf16* row = (bf16*)classifier_shared;
-    uint32_t barriers = shared_offset(classifier_shared + Vp * sizeof(bf16)), parity = 0;
+    uint32_t barriers = shared_offset(classifier_shared + Vp * sizeof(bf16)), done = barriers + CLASSIFIER_CHUNKS * 8;
+    uint32_t parity = 0;
     int chunks = (Vp + CLASSIFIER_CHUNK - 1) / CLASSIFIER_CHUNK;
     if (threadIdx.x == 0) {
-        for (int q = 0; q < chunks; q++) barrier_init(barriers + q * 8, 1);
+        for (int q = 0; q < chunks; q++) {
+            barrier_init(barriers + q * 8, 1);
+            barrier_init(done + q * 8, CLASSIFIER_RESIDENT_THREADS);
+        }
         barrier_init_done();
     }
     __syncthreads();
     if (threadIdx.x >= CLASSIFIER_RESIDENT_THREADS) {
-        classifier_order(row, barriers, logits, backward, N, Vp);
+        if (threadIdx.x == CLASSIFIER_RESIDENT_THREADS) classifier_order(row, barriers, done, logits, backward, N, Vp);
         return;
     }
     int target = targets[blockIdx.x], lane = threadIdx.x % 32;
@@ -311,7 +315,7 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
                 classifier_give<false>(row, begin, end, V, chunk_scale, target, target_gradient);
             }
             fence_async();
-            group_arrive(2 + q, CLASSIFIER_RESIDENT_THREADS + 32);
+            barrier_arrive(done + q * 8);
         }
         target = next_target;
     }

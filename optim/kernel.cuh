@@ -372,7 +372,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
 template <int GROUPS, int STAGES>
 struct Couriers {
     uint64_t full[GROUPS][STAGES];  // a tile has arrived
-    uint64_t done[GROUPS][STAGES];  // all warps of the group have computed it
+    uint64_t done[GROUPS][STAGES];  // all threads of the group have computed it
     Tile tile[GROUPS][STAGES];
 };
 
@@ -453,7 +453,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_create(&shared.full[0][0] + threadIdx.x, 1);
-        barrier_create(&shared.done[0][0] + threadIdx.x, SHAPE.threads / 32);
+        barrier_create(&shared.done[0][0] + threadIdx.x, SHAPE.threads);
         engine_fence();
     }
     __syncthreads();
@@ -475,8 +475,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
                                                       memory + s * SHAPE.stage_bytes, grad_scale, thread, turn);
         turn ^= 1;
         engine_fence();
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(&shared.done[group][s]);
+        barrier_arrive(&shared.done[group][s]);
         if (++s == SHAPE.stages) s = 0, parity ^= 1;
     }
 #else

@@ -131,6 +131,19 @@ TEST(classifier_resident_rows_gpu) {
     if (!resident) skip("needs compute capability 9.0 and a build for it");
 }
 
+// For `make sanitize`, whose race checker is slow: two blocks, which take five rows of three chunks in turn.
+TEST(classifier_race_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    dev.sm_count = 1;
+    double worst = 0.0;
+    bool resident = classifier_resident_fits(&dev, 30016);
+    classifier_gpu_case<bf16>(test, &worst, &dev, 5, 30000, 30016);
+    note_worst(test, worst);
+    device_close(&dev);
+    if (!resident) skip("needs compute capability 9.0 and a build for it");
+}
+
 TEST(classifier_gpu) {
     Device dev;
     device_open(&dev, true, 0);

@@ -774,6 +774,26 @@ TEST(optim_every_combination_equals_cpu_gpu) {
     device_close(&gpu);
 }
 
+// For `make sanitize`, whose race checker is slow: one thread block, which uses all of its stages several times. Blocks
+// of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves.
+TEST(optim_race_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    gpu.sm_count = 1;
+    CacheFolder folder = cache_enter();
+    const int64_t length = 60 * 2048 + 1;
+    Model model = make_model(&length, 1);
+    const OptimConfig configs[] = {preset_config("adamw32", "bf16"), preset_config("adamw8", "bf16"),
+                                   preset_config("adamw4", "bf16"),
+                                   make_config("bf16:sr", "bf16", "dyn8/2048", "udyn8/2048")};
+    for (const OptimConfig& config : configs) {
+        if (!optim_built_in(&config, OPTIM_BF16) && !jit_available()) continue;
+        compare_with_cpu(test, &gpu, &config, &model, OPTIM_BF16, 2, "one block");
+    }
+    cache_leave(&folder);
+    device_close(&gpu);
+}
+
 TEST(optim_every_length_equals_cpu_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);

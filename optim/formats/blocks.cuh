@@ -373,7 +373,8 @@ __device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
 }
 
 // The largest of a and the least of b over the COUNT neighbouring threads of a block, the same in each; all THREADS of
-// a group call it together.
+// a group call it together. What they read before, as the block's old scale, comes before what one of them writes
+// after, as the new one; shuffles and reductions alone do not order memory.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
@@ -387,6 +388,7 @@ __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const N
         a = __reduce_max_sync(0xffffffffu, a);
         b = __reduce_min_sync(0xffffffffu, b);
     }
+    if constexpr (COUNT > 1 && COUNT <= 32) __syncwarp();
     if constexpr (COUNT > 32) {
         uint2* part = warps_parts(key);
         int warp = threadIdx.x / 32, begin = warp / (COUNT / 32) * (COUNT / 32);
@@ -408,6 +410,7 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
     if constexpr (COUNT < 32) {
 #pragma unroll
         for (int lane = 1; lane < COUNT; lane *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
+        if constexpr (COUNT > 1) __syncwarp();
         return top;
     } else {
         return __uint_as_float(neighbours_both<COUNT, THREADS>(__float_as_uint(top), 0u, key).x);
