@@ -297,6 +297,22 @@ __device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
     return vec;
 }
 
+// to_float of a vector, for bf16 from the words: taken lane by lane, the compiler moves every half to a register first.
+template <typename T>
+__device__ inline void vec_floats(float* value, Vec<T> vec) {
+    const uint4 words = *reinterpret_cast<const uint4*>(&vec);
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if constexpr (std::is_same_v<T, float>) {
+            value[j] = __uint_as_float(word[j]);
+        } else {
+            value[2 * j] = __uint_as_float(word[j] << 16);
+            value[2 * j + 1] = __uint_as_float(word[j] & 0xffff0000u);
+        }
+    }
+}
+
 // One instruction each, good to 2 units of fp32's last place. Where a result is rounded to bf16 after it, that is the
 // right one of two neighbours except within 2 of 65536 parts of the middle between them.
 constexpr float LOG2_OF_E = 1.44269504088896341f;
