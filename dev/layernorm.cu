@@ -15,10 +15,9 @@ __device__ inline float2 registers_block_sums(float2 value, float2 partial[16]) 
     return value;
 }
 
-// The backward pass with each row asked for one turn ahead into registers, or not ahead where C needs two vectors a
-// thread: what cp.async's three rows ahead are measured against.
-template <int VECS>
-__global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
+// The backward pass without the column sums of dinp, a block a row at a time, each row asked for one turn ahead into
+// registers and taken apart in both passes: what prod is measured against.
+__global__ void __launch_bounds__(384, 2)
     registers_kernel(bf16* dinp, float* partial, const bf16* dout, const bf16* inp, const bf16* weight,
                      const float* mean, const float* rstd, int64_t N, int C) {
     __shared__ float2 sums[2][16];
@@ -76,13 +75,17 @@ struct Arrays {
     float *dweight, *dbias, *dcolumns, *mean, *rstd, *scratch;
 };
 
+static int registers_blocks(const Device* dev, int C) {
+    return dev->sm_count * (768 / ((int)ceil_div(C, 256) * 32));
+}
+
 static void run_registers(const Device* dev, const Arrays* a) {
-    LayernormShape shape = layernorm_backward_shape<bf16>(dev, a->C);
-    registers_kernel<1><<<shape.blocks, shape.threads, 0, dev->stream>>>(a->dinp, a->scratch, a->dout, a->inp,
-                                                                         a->weight, a->mean, a->rstd, a->N, a->C);
+    int threads = (int)ceil_div(a->C, 256) * 32, blocks = registers_blocks(dev, a->C);
+    registers_kernel<<<blocks, threads, 0, dev->stream>>>(a->dinp, a->scratch, a->dout, a->inp, a->weight, a->mean,
+                                                          a->rstd, a->N, a->C);
     check_launch();
     float* totals[2] = {a->dweight, a->dbias};
-    column_sum(dev, totals, 2, a->scratch, shape.blocks, a->C, false);
+    column_sum(dev, totals, 2, a->scratch, blocks, a->C, false);
 }
 
 static void run_prod(const Device* dev, const Arrays* a) {
@@ -91,9 +94,7 @@ static void run_prod(const Device* dev, const Arrays* a) {
 }
 
 static void run_first_stage(const Device* dev, const Arrays* a) {
-    LayernormShape shape = layernorm_backward_shape<bf16>(dev, a->C);
-    layernorm_backward_launch<bf16, 1>(dev, shape, shape.blocks, a->dinp, a->scratch, a->dout, a->inp, a->weight,
-                                       a->mean, a->rstd, a->N, a->C);
+    layernorm_backward_launch(dev, a->dinp, a->scratch, a->dout, a->inp, a->weight, a->mean, a->rstd, a->N, a->C);
 }
 
 static void run_bias_qkv(const Device* dev, const Arrays* a) {
@@ -146,7 +147,9 @@ static Arrays arrays_open(const Device* dev, int64_t N, int C) {
     a.dbias = (float*)device_alloc(dev, 4 * C * 4);
     a.mean = (float*)device_alloc(dev, N * 4), a.rstd = (float*)device_alloc(dev, N * 4);
     int64_t scratch = layernorm_backward_scratch_bytes(dev, C), other = matmul_backward_bias_scratch_bytes(dev, 4 * C);
-    a.scratch = (float*)device_alloc(dev, scratch > other ? scratch : other);
+    int64_t registers = (int64_t)registers_blocks(dev, C) * 2 * C * sizeof(float);
+    scratch = scratch > other ? scratch : other;
+    a.scratch = (float*)device_alloc(dev, scratch > registers ? scratch : registers);
     layernorm_forward<bf16>(dev, a.out, a.mean, a.rstd, a.inp, a.weight, a.weight, N, C);
     return a;
 }
@@ -195,7 +198,7 @@ int main() {
     double rate = copy_rate(&dev, to, from, bytes);
     device_free(&dev, from), device_free(&dev, to);
     printf("%s: copy %.0f GB/s\n", dev.name, rate * 1e-9);
-    const int64_t shapes[][2] = {{65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
+    const int64_t shapes[][2] = {{65536, 384}, {65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
     for (auto& s : shapes) {
         Arrays a = arrays_open(&dev, s[0], (int)s[1]);
         for (const Variant& v : VARIANTS) {

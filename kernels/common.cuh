@@ -318,13 +318,15 @@ __device__ inline float2 pair_floats(uint32_t pair) {
 // to_float of a vector. Where its lanes are taken one by one, nvcc moves most of them to a register of their own first,
 // and keeps all of them so if the vector was loaded under a condition.
 template <typename T>
-__device__ inline void vec_floats(float (&value)[Vec<T>::size], Vec<T> vec) {
-    if constexpr (std::is_same_v<T, float>) {
-        for (int j = 0; j < Vec<T>::size; j++) value[j] = vec.lane[j];
-    } else {
-        const uint32_t* pair = reinterpret_cast<const uint32_t*>(&vec);
-        for (int j = 0; j < Vec<T>::size / 2; j++) {
-            float2 floats = pair_floats(pair[j]);
+__device__ inline void vec_floats(float* value, Vec<T> vec) {
+    const uint4 words = *reinterpret_cast<const uint4*>(&vec);
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if constexpr (std::is_same_v<T, float>) {
+            value[j] = __uint_as_float(word[j]);
+        } else {
+            float2 floats = pair_floats(word[j]);
             value[2 * j] = floats.x, value[2 * j + 1] = floats.y;
         }
     }

@@ -10,11 +10,14 @@
 //
 // All of it is memory-bound. Bytes per element of (N, C): forward 2 accesses, residual + forward 4, backward 4 (dout,
 // inp, dinp twice). Forward: a warp holds a row in registers up to 8 vectors a lane; longer rows take a block, which
-// reads them again from the cache. Backward: a block walks over rows; a thread owns the same vectors of channels in all
-// of them, so dweight and dbias stay in its registers. cp.async brings rows into shared memory, each thread its own
-// vectors, so that no barrier guards them: while one turn of one or two rows is worked on, the next is under way,
-// except of the longest rows, which have room for one turn only (layernorm_rows, layernorm_stages). Each block leaves
-// its partial sums in scratch memory, and column_sum.cuh adds these up.
+// reads them again from the cache. Backward: a block walks over rows; a thread owns the same channels in all of them,
+// so dweight, dbias and dcolumns stay in its registers. A row's way from memory is a ring in shared memory: while one
+// row is worked on, the next is under way, asked for by one thread as three runs of bytes (sm_90; before, each thread
+// asks for its own vectors). A row needs its two sums before it can be written, one barrier; between the passes norm
+// and dinp + rstd * d stay in registers, so that nothing is read or converted twice: 11 arithmetic instructions and 4.5
+// conversions an element, 30 with those that a row costs. With 72 registers a thread, 24 warps of a multiprocessor, in
+// blocks as small as a row lets them be, wait for their barriers at different times. Each block leaves its partial sums
+// in scratch memory, and column_sum.cuh adds these up.
 //
 // The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
 // column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
@@ -24,6 +27,7 @@
 #include "column_sum.cuh"
 #include "common.cuh"
 #include "cpu_math.h"
+#include "hopper.cuh"
 
 constexpr float LAYERNORM_EPS = 1e-5f;
 
@@ -205,204 +209,215 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
 }
 
-// Rows that a block works on at a time, so that one barrier serves them all, and how many times as many are under way:
-// 768 threads a multiprocessor with 3 vectors of 16 bytes for 4 rows are 144 KB.
-constexpr int layernorm_rows(int vecs) {
-    return vecs == 1 ? 2 : 1;
-}
-constexpr int layernorm_stages(int vecs) {
-    return vecs <= 2 ? 2 : 1;
+// Where vector v of a thread of the backward kernel begins in a row: its vectors are a block's width apart.
+template <typename X>
+__device__ inline int layernorm_column(int v) {
+    return (threadIdx.x + v * blockDim.x) * Vec<X>::size;
 }
 
-// dout, inp, dinp of a row, then mean and rstd, of which each thread has a copy of its own.
-constexpr int layernorm_row_bytes(int vecs, int threads) {
-    return (3 * vecs * 16 + 2 * (int)sizeof(float)) * threads;
-}
-
-// Asks for the thread's vectors of a row (dout, inp, dinp) into its places of `slot`, which has room for 3 * VECS
-// vectors of every thread, and then for the row's mean and rstd.
+// Asks for a row of dout, inp and dinp, which `slot` gets in this order: one thread asks the copy engine, which
+// arrives at `barrier`; before sm_90 each thread asks for its own vectors. All threads have read what the slot held.
 template <typename X, int VECS>
-__device__ inline void layernorm_fetch(Vec<X>* slot, const X* dout, const X* inp, const X* dinp, const float* mean,
-                                       const float* rstd, int64_t row, int C) {
-    float* statistics = (float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
-    copy_async_float(statistics, mean + row);
-    copy_async_float(statistics + blockDim.x, rstd + row);
+__device__ inline void layernorm_ask(X* slot, uint64_t* barrier, const X* dout, const X* inp, const X* dinp, int C,
+                                     bool wanted) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x != 0 || !wanted) return;
+    int bytes = C * (int)sizeof(X);
+    uint32_t to = shared_offset(slot), arrival = shared_offset(barrier);
+    barrier_expect(arrival, 3 * bytes);
+    bulk_load(to, dout, bytes, arrival);
+    bulk_load(to + bytes, inp, bytes, arrival);
+    bulk_load(to + 2 * bytes, dinp, bytes, arrival);
+#else
+    (void)barrier;
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
-        int c = (threadIdx.x + v * blockDim.x) * Vec<X>::size;
-        Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
-        if (c >= C) continue;
-        copy_async(own, dout + row * C + c);
-        copy_async(own + blockDim.x, inp + row * C + c);
-        copy_async(own + 2 * blockDim.x, dinp + row * C + c);
+        int c = layernorm_column<X>(v);
+        if (c >= C || !wanted) continue;
+        copy_async(slot + c, dout + c);
+        copy_async(slot + C + c, inp + c);
+        copy_async(slot + 2 * C + c, dinp + c);
     }
+    copy_async_commit();
+#endif
 }
 
-// Sums K values (a power of two up to 32) over the warp: lane l returns the sum of value l / (32 / K). At each exchange
-// a lane hands over the half of its values that the other lane keeps, so it takes about K + 4 shuffles, not 5 K.
-template <int K>
-__device__ inline float layernorm_warp_sums(float (&value)[K]) {
-    int lane = threadIdx.x % 32, offset = 16;
-#pragma unroll
-    for (int n = K / 2; n > 0; n /= 2, offset /= 2) {
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            float keep = lane & offset ? value[i + n] : value[i], send = lane & offset ? value[i] : value[i + n];
-            value[i] = keep + __shfl_xor_sync(0xffffffffu, send, offset);
-        }
-    }
-    for (; offset > 0; offset /= 2) value[0] += __shfl_xor_sync(0xffffffffu, value[0], offset);
-    return value[0];
+// The thread's vectors of a slot have come, that of the ring's `stages` which was asked for first.
+__device__ inline void layernorm_wait(uint64_t* barrier, uint32_t parity, int stages) {
+#if __CUDA_ARCH__ >= 900
+    (void)stages;
+    barrier_wait(shared_offset(barrier), parity);
+#else
+    (void)barrier, (void)parity;
+    if (stages == 1)
+        copy_async_wait<0>();
+    else
+        copy_async_wait<1>();
+#endif
 }
 
-// Sums K values over the block, in place, the same in every thread. `partial` must not be the one of the call just
-// before, as a slow thread may still be reading that: two used in turn need one barrier a call.
-template <int K>
-__device__ inline void layernorm_block_sums(float (&value)[K], float (*partial)[K]) {
-    float own = layernorm_warp_sums(value);
-    if (threadIdx.x % (32 / K) == 0) partial[threadIdx.x / 32][threadIdx.x % 32 / (32 / K)] = own;
+// Sums of x and of y over the block, the same in every thread. `partial` has a place for each warp, an even number of
+// them, and is not that of the call just before, as a slow thread may still be reading it. Half a warp adds x, half y.
+__device__ inline float2 layernorm_block_sums(float2 value, float2* partial) {
+    bool upper = threadIdx.x & 16;
+    float own = upper ? value.y : value.x;
+    own += __shfl_xor_sync(0xffffffffu, upper ? value.x : value.y, 16);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) own += __shfl_xor_sync(0xffffffffu, own, offset);
+    if (threadIdx.x % 16 == 0) ((float*)partial)[threadIdx.x / 16] = own;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < K; i++) value[i] = 0.0f;
-    for (int warp = 0; warp < blockDim.x / 32; warp++) {
-#pragma unroll
-        for (int i = 0; i < K; i++) value[i] += partial[warp][i];
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+    for (int i = 0; i < (blockDim.x + 32) / 64; i++) {
+        float4 pair = ((const float4*)partial)[i];
+        sum.x += pair.x, sum.y += pair.y, sum.z += pair.z, sum.w += pair.w;
     }
+    return make_float2(sum.x + sum.z, sum.y + sum.w);
 }
 
-// The sums over rows that a thread of the backward kernel carries for its channels.
-template <int size>
-struct LayernormSums {
-    float dweight[size], dbias[size], dcolumn[size];
+// A thread's sums over rows, for each of its channels.
+template <int COLUMNS>
+struct alignas(16) LayernormSums {
+    float dweight[COLUMNS], dbias[COLUMNS], dcolumns[COLUMNS];
 };
 
-// One row of a thread: its part of sum(d) and sum(d * norm), and of dweight and dbias.
-template <typename X, int VECS>
-__device__ inline float2 layernorm_backward_sums(LayernormSums<VECS * Vec<X>::size>* total, const Vec<X>* slot,
-                                                 const Vec<X> w[VECS], int C) {
+// The thread's part of sum(d) and sum(d * norm) of a row. What the second pass needs stays in registers: norm, and
+// value = dinp + rstd * d. dinp is used here, and not first behind the barrier after which its slot is filled again.
+template <typename X, int COLUMNS>
+__device__ inline float2 layernorm_backward_sums(LayernormSums<COLUMNS>* total, float (&norm)[COLUMNS],
+                                                 float (&value)[COLUMNS], const X* slot, const float (&w)[COLUMNS],
+                                                 float mean, float rstd, int C) {
     constexpr int size = Vec<X>::size;
-    const float* statistics = (const float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
-    float mean = statistics[0], rstd = statistics[blockDim.x];
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int v = 0; v < VECS; v++) {
-        const Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
-        if ((threadIdx.x + v * blockDim.x) * size >= C) continue;
-        Vec<X> dout = own[0], inp = own[blockDim.x];
+    for (int v = 0; v < COLUMNS / size; v++) {
+        int c = layernorm_column<X>(v);
+        if (c >= C) continue;
+        float d[size];
+        vec_floats(d, load_vec(slot + c));
+        vec_floats(norm + v * size, load_vec(slot + C + c));
+        vec_floats(value + v * size, load_vec(slot + 2 * C + c));
 #pragma unroll
         for (int j = 0; j < size; j++) {
-            float d = to_float(dout.lane[j]), norm = (to_float(inp.lane[j]) - mean) * rstd;
-            total->dbias[v * size + j] += d;
-            total->dweight[v * size + j] = fmaf(d, norm, total->dweight[v * size + j]);
-            d *= to_float(w[v].lane[j]);
-            sum.x += d;
-            sum.y = fmaf(d, norm, sum.y);
+            int k = v * size + j;
+            norm[k] = (norm[k] - mean) * rstd;
+            total->dbias[k] += d[j];
+            total->dweight[k] = fmaf(d[j], norm[k], total->dweight[k]);
+            d[j] *= w[k];
+            sum.x += d[j];
+            sum.y = fmaf(d[j], norm[k], sum.y);
+            value[k] = fmaf(rstd, d[j], value[k]);
         }
     }
     return sum;
 }
 
-// One row of a thread: dinp, from sum(d) / C and sum(d * norm) / C.
-template <typename X, int VECS>
-__device__ inline void layernorm_backward_write(LayernormSums<VECS * Vec<X>::size>* total, X* dinp, const Vec<X>* slot,
-                                                const Vec<X> w[VECS], float average, float average_norm, int C) {
+// A row of dinp from the two averages times rstd, and its column sums.
+template <typename X, int COLUMNS>
+__device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X* dinp, const float (&norm)[COLUMNS],
+                                                float (&value)[COLUMNS], float average, float average_norm, int C) {
     constexpr int size = Vec<X>::size;
-    const float* statistics = (const float*)(slot + 3 * VECS * blockDim.x) + threadIdx.x;
-    float mean = statistics[0], rstd = statistics[blockDim.x];
 #pragma unroll
-    for (int v = 0; v < VECS; v++) {
-        int c = (threadIdx.x + v * blockDim.x) * size;
-        const Vec<X>* own = slot + v * 3 * blockDim.x + threadIdx.x;
+    for (int v = 0; v < COLUMNS / size; v++) {
+        int c = layernorm_column<X>(v);
         if (c >= C) continue;
-        Vec<X> dout = own[0], inp = own[blockDim.x], result = own[2 * blockDim.x];
-        float value[size];
+        float result[size];
 #pragma unroll
         for (int j = 0; j < size; j++) {
-            float d = to_float(dout.lane[j]) * to_float(w[v].lane[j]), norm = (to_float(inp.lane[j]) - mean) * rstd;
-            value[j] = to_float(result.lane[j]) + rstd * (d - average - norm * average_norm);
+            int k = v * size + j;
+            result[j] = fmaf(-average_norm, norm[k], value[k] - average);
         }
-        result = round_vec<X>(value);
+        Vec<X> rounded = round_vec<X>(result);
+        store_vec(dinp + c, rounded);
+        vec_floats(result, rounded);
 #pragma unroll
-        for (int j = 0; j < size; j++) total->dcolumn[v * size + j] += to_float(result.lane[j]);
-        store_vec(dinp + c, result);
+        for (int j = 0; j < size; j++) total->dcolumns[v * size + j] += result[j];
     }
 }
 
-// Grid any up to N, block a multiple of 32 up to 384 with VECS vectors a thread covering C (a multiple of 8), shared
-// memory layernorm_rows(VECS) * layernorm_stages(VECS) rows. Row blockIdx.x of partial: (grid, 3, C) gets the block's
+// Grid any up to N, block a multiple of 32 up to 384 that with COLUMNS channels a thread covers C, shared memory
+// (stages, 3, C) of X, stages 1 or 2; C a multiple of 8. Row blockIdx.x of partial: (grid, 3, C) gets the block's
 // dweight, dbias and dcolumns. Deterministic for a given grid.
-template <typename X, int VECS>
-__global__ void __launch_bounds__(384, VECS == 1 ? 2 : 1)
+template <typename X, int COLUMNS>
+__global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
     layernorm_backward_kernel(X* dinp, float* partial, const X* dout, const X* inp, const X* weight, const float* mean,
-                              const float* rstd, int64_t N, int C) {
-    constexpr int size = Vec<X>::size, ROWS = layernorm_rows(VECS), STAGES = layernorm_stages(VECS);
-    extern __shared__ __align__(16) unsigned char layernorm_shared[];
-    __shared__ __align__(16) float sums[2][12][2 * ROWS];
-    Vec<X>*slots = (Vec<X>*)layernorm_shared, w[VECS] = {};
-    int slot_vecs = layernorm_row_bytes(VECS, blockDim.x) / 16;
-    LayernormSums<VECS* size> total = {};
+                              const float* rstd, int64_t N, int C, int stages) {
+    constexpr int size = Vec<X>::size, VECS = COLUMNS / size;
+    extern __shared__ __align__(128) unsigned char layernorm_shared[];
+    __shared__ __align__(16) float2 sums[2][12];
+    __shared__ uint64_t barrier[2];
+    X* ring = (X*)layernorm_shared;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < 2; stage++) barrier_init(shared_offset(barrier + stage), 1);
+        barrier_init_done();
+    }
+#endif
+    if (threadIdx.x < 24) sums[0][threadIdx.x] = make_float2(0.0f, 0.0f);
+    __syncthreads();
+    float w[COLUMNS], inverse = 1.0f / C;
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
-        int c = (threadIdx.x + v * blockDim.x) * size;
-        if (c < C) w[v] = load_vec(weight + c);
+        int c = layernorm_column<X>(v);
+        vec_floats(w + v * size, c < C ? load_vec(weight + c) : Vec<X>{});
     }
-    auto fetch = [&](int stage, int64_t first) {
-        for (int r = 0; r < ROWS && first + r < N; r++)
-            layernorm_fetch<X, VECS>(slots + (stage * ROWS + r) * slot_vecs, dout, inp, dinp, mean, rstd, first + r, C);
-        copy_async_commit();
+    int64_t at = (int64_t)blockIdx.x * C, stride = (int64_t)gridDim.x * C;
+    int rows = (int)((N - blockIdx.x + gridDim.x - 1) / gridDim.x), stage = 0;
+    auto ask = [&](int stage, int64_t at, bool wanted) {
+        layernorm_ask<X, VECS>(ring + stage * 3 * C, barrier + stage, dout + at, inp + at, dinp + at, C, wanted);
     };
-    int64_t step = (int64_t)gridDim.x * ROWS;
-    float inverse = 1.0f / C;
-    for (int ahead = 0; ahead < STAGES; ahead++) fetch(ahead, (int64_t)blockIdx.x * ROWS + ahead * step);
-    int stage = 0, turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * ROWS; first < N; first += step) {
-        copy_async_wait<STAGES - 1>();
-        const Vec<X>* slot = slots + stage * ROWS * slot_vecs;
-        float sum[2 * ROWS] = {};
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (first + r >= N) continue;
-            float2 own = layernorm_backward_sums<X, VECS>(&total, slot + r * slot_vecs, w, C);
-            sum[2 * r] = own.x, sum[2 * r + 1] = own.y;
-        }
-        layernorm_block_sums(sum, sums[turn]);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (first + r >= N) continue;
-            layernorm_backward_write<X, VECS>(&total, dinp + (first + r) * C, slot + r * slot_vecs, w,
-                                              sum[2 * r] * inverse, sum[2 * r + 1] * inverse, C);
-        }
-        fetch(stage, first + STAGES * step);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        turn ^= 1;
+#pragma unroll 1
+    for (int ahead = 0; ahead < stages; ahead++) ask(ahead, at + ahead * stride, ahead < rows);
+    mean += blockIdx.x, rstd += blockIdx.x;
+    float next_mean = *mean, next_rstd = *rstd;
+    LayernormSums<COLUMNS> total = {};
+    uint32_t parity = 0;
+    for (int row = 0; row < rows; row++) {
+        float m = next_mean, r = next_rstd, norm[COLUMNS], value[COLUMNS];
+        mean += gridDim.x, rstd += gridDim.x;
+        if (row + 1 < rows) next_mean = *mean, next_rstd = *rstd;
+        layernorm_wait(barrier + stage, parity, stages);
+        float2 sum = layernorm_backward_sums<X>(&total, norm, value, ring + stage * 3 * C, w, m, r, C);
+        sum = layernorm_block_sums(sum, sums[row % 2]);
+        ask(stage, at + stages * stride, row + stages < rows);
+        layernorm_backward_write(&total, dinp + at, norm, value, sum.x * inverse * r, sum.y * inverse * r, C);
+        at += stride;
+        if (++stage == stages) stage = 0, parity ^= 1;
     }
     float* own = partial + (int64_t)blockIdx.x * 3 * C;
 #pragma unroll
-    for (int v = 0; v < VECS; v++) {
-        int c = (threadIdx.x + v * blockDim.x) * size;
+    for (int k = 0; k < COLUMNS; k += 4) {
+        int c = layernorm_column<X>(k / size) + k % size;
         if (c >= C) continue;
-        for (int j = 0; j < size; j++) {
-            own[c + j] = total.dweight[v * size + j];
-            own[C + c + j] = total.dbias[v * size + j];
-            own[2 * C + c + j] = total.dcolumn[v * size + j];
-        }
+        *(float4*)(own + c) = *(const float4*)(total.dweight + k);
+        *(float4*)(own + C + c) = *(const float4*)(total.dbias + k);
+        *(float4*)(own + 2 * C + c) = *(const float4*)(total.dcolumns + k);
     }
 }
 
-// Vectors a thread, threads, and blocks of the backward kernel: up to 768 threads a multiprocessor are there at once.
+// Of the backward kernel: channels a thread, threads of a block, blocks, stages of a block's ring, its bytes of shared
+// memory. As many blocks as find room at once at 80 registers a thread, where a thread has 8 channels.
 struct LayernormShape {
-    int vecs, threads, blocks;
+    int columns, threads, blocks, stages, bytes;
 };
 
 template <typename X>
 LayernormShape layernorm_backward_shape(const Device* dev, int C) {
     LayernormShape shape;
-    int vecs = C / Vec<X>::size;
-    shape.vecs = 1;
-    while (vecs > 384 * shape.vecs) shape.vecs *= 2;
-    shape.threads = ceil_div(ceil_div(vecs, shape.vecs), 32) * 32;
-    int blocks = 768 / shape.threads;
-    shape.blocks = dev->sm_count * (blocks < 1 ? 1 : blocks > 8 ? 8 : blocks);
+    shape.columns = 8;
+    while (C > 384 * shape.columns) shape.columns *= 2;
+    shape.threads = (int)ceil_div(C, 32 * shape.columns) * 32;
+    int blocks = (shape.columns == 8 ? 768 : 384) / shape.threads;
+    shape.blocks = dev->sm_count * (blocks > 12 ? 12 : blocks);
+    int stage = 3 * C * (int)sizeof(X), most = dev->shared_memory - 1024;  // 1024: more than the sums
+    shape.stages = 2 * stage <= most ? 2 : 1;
+    shape.bytes = shape.stages * stage;
+    if (shape.bytes > most) {
+        user_error(
+            "layer norm of %d channels in fp32 needs %d bytes of shared memory, this GPU has %d for a block; type "
+            "fewer --channels or --matmul bf16",
+            C, shape.bytes, most);
+    }
     return shape;
 }
 
@@ -458,26 +473,23 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
 }
 
 inline int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
-    if (!dev->gpu) return 0;
-    int a = layernorm_backward_shape<float>(dev, C).blocks, b = layernorm_backward_shape<bf16>(dev, C).blocks;
-    return (int64_t)(a > b ? a : b) * 3 * C * sizeof(float);
+    return dev->gpu ? (int64_t)layernorm_backward_shape<bf16>(dev, C).blocks * 3 * C * sizeof(float) : 0;
 }
 
-template <typename X, int VECS>
-void layernorm_backward_launch(const Device* dev, LayernormShape shape, int blocks, X* dinp, float* partial,
-                               const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd,
-                               int64_t N, int C) {
-    auto kernel = layernorm_backward_kernel<X, VECS>;
-    int bytes = layernorm_rows(VECS) * layernorm_stages(VECS) * layernorm_row_bytes(VECS, shape.threads);
-    if (bytes + 1024 > dev->shared_memory) {  // 1024: more than the static sums
-        user_error(
-            "layer norm of %d channels in fp32 needs %d bytes of shared memory, this GPU has %d for a block; type "
-            "fewer --channels or --matmul bf16",
-            C, bytes, dev->shared_memory);
-    }
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<blocks, shape.threads, bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C);
+// Returns the rows that partial got. Its arguments are the kernel's.
+template <typename X>
+int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
+                              const float* mean, const float* rstd, int64_t N, int C) {
+    LayernormShape shape = layernorm_backward_shape<X>(dev, C);
+    auto kernel = shape.columns == 8    ? layernorm_backward_kernel<X, 8>
+                  : shape.columns == 16 ? layernorm_backward_kernel<X, 16>
+                                        : layernorm_backward_kernel<X, 32>;
+    int blocks = N < shape.blocks ? (int)N : shape.blocks;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.bytes));
+    kernel<<<blocks, shape.threads, shape.bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C,
+                                                                shape.stages);
     check_launch();
+    return blocks;
 }
 
 // dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
@@ -493,14 +505,7 @@ void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dco
                                (const float*)inp, (const float*)weight, mean, rstd, N, C, accumulate);
         return;
     }
-    LayernormShape shape = layernorm_backward_shape<X>(dev, C);
-    int blocks = N < shape.blocks ? (int)N : shape.blocks;
-    auto launch = shape.vecs == 1   ? layernorm_backward_launch<X, 1>
-                  : shape.vecs == 2 ? layernorm_backward_launch<X, 2>
-                                    : layernorm_backward_launch<X, 4>;
-    if constexpr (std::is_same_v<X, float>)
-        if (shape.vecs == 8) launch = layernorm_backward_launch<X, 8>;
-    launch(dev, shape, blocks, dinp, scratch, dout, inp, weight, mean, rstd, N, C);
+    int blocks = layernorm_backward_launch(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C);
     G* totals[3] = {dweight, dbias, dcolumns};
     column_sum(dev, totals, 3, scratch, blocks, C, accumulate);
 }

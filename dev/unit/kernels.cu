@@ -500,6 +500,38 @@ TEST(layernorm_backward_gpu) {
     note_worst(test, worst);
 }
 
+// A row's place in shared memory is filled again as soon as all warps are past the barrier: were it too soon for one of
+// them, few runs of many would show it.
+TEST(layernorm_backward_again_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    const int64_t N = 3001;
+    for (int C : {384, 768, 1280, 1600}) {
+        Array<bf16> d = array_random<bf16>(&dev, N * C, 1, 1.0f), x = array_random<bf16>(&dev, N * C, 2, 1.0f);
+        Array<bf16> weight = array_random<bf16>(&dev, C, 3, 1.0f), begin = array_random<bf16>(&dev, N * C, 4, 1.0f);
+        Array<bf16> dinp = array_random<bf16>(&dev, N * C, 4, 1.0f);
+        Array<float> sums = array_random<float>(&dev, 3 * C, 5, 1.0f), mean = array_random<float>(&dev, N, 7, 0.1f);
+        Array<float> rstd = array_random<float>(&dev, N, 8, 0.5f);
+        float* scratch = (float*)device_alloc(&dev, layernorm_backward_scratch_bytes(&dev, C));
+        int64_t bytes = N * C * sizeof(bf16), sum_bytes = 3 * C * sizeof(float);
+        char* got[2] = {(char*)malloc(bytes + sum_bytes), (char*)malloc(bytes + sum_bytes)};
+        int differ = 0;
+        for (int i = 0; i < 60; i++) {
+            check(cudaMemcpyAsync(dinp.device, begin.device, bytes, cudaMemcpyDeviceToDevice, dev.stream));
+            layernorm_backward(&dev, dinp.device, sums.device, sums.device + C, sums.device + 2 * C, scratch, d.device,
+                               x.device, weight.device, mean.device, rstd.device, N, C, false);
+            copy_to_host(&dev, got[i > 0], dinp.device, bytes);
+            copy_to_host(&dev, got[i > 0] + bytes, sums.device, sum_bytes);
+            differ += i > 0 && memcmp(got[0], got[1], bytes + sum_bytes) != 0;
+        }
+        expect(differ == 0, "C %d: %d of 59 runs differ from the first", C, differ);
+        free(got[0]), free(got[1]), device_free(&dev, scratch);
+        array_free(&dev, &d), array_free(&dev, &x), array_free(&dev, &weight), array_free(&dev, &begin);
+        array_free(&dev, &dinp), array_free(&dev, &sums), array_free(&dev, &mean), array_free(&dev, &rstd);
+    }
+    device_close(&dev);
+}
+
 float largest(const float* values, int64_t n) {
     float top = 0.0f;
     for (int64_t i = 0; i < n; i++) top = fmaxf(top, fabsf(values[i]));
