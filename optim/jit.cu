@@ -184,7 +184,9 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     int64_t source_bytes;
     char* source = jit_source(&source_bytes, user_source);
     char option_arch[64];
-    snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s", architecture);
+    // With what only Hopper has, which the kernel asks for where it may (kernel.cuh).
+    const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
+    snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s%s", architecture, hopper);
     const char* options[JIT_OPTIONS + 1];
     memcpy(options, jit_options, sizeof(jit_options));
     options[JIT_OPTIONS] = option_arch;

@@ -41,7 +41,7 @@ struct StepArguments {
     const float* grad_scale;  // device scalar
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;
-    uint64_t seed;
+    NoiseSeed seed;
     uint32_t step;
     Hyper group[STEP_GROUPS];
 };
@@ -59,6 +59,64 @@ OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& stream
     if constexpr (HAS_SPANS<Storage>) storage.measure(streams, first, x, n);
 }
 
+#ifdef __CUDACC__
+// Storages whose store() has two parts, top and store_top (blocks.cuh), at least on this GPU; the others store at once.
+template <class Storage, class = void>
+constexpr bool HAS_TOP = false;
+template <class Storage>
+constexpr bool HAS_TOP<Storage, decltype((void)Storage::USUAL_TOP)> = Storage::HAS_TOP;
+
+template <class Storage, int COUNT>
+__device__ __forceinline__ float thread_top_of(const float* x, const NoiseKey& key) {
+    if constexpr (HAS_TOP<Storage>) return Storage::template top<COUNT>(x, key);
+    return 0.0f;
+}
+
+template <class Storage>
+__device__ __forceinline__ bool is_rare(float top) {
+    if constexpr (HAS_TOP<Storage>) return !(top <= Storage::USUAL_TOP);
+    return false;
+}
+
+template <int COUNT, bool RARE, class Storage>
+__device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
+                                            float top, const NoiseKey& key) {
+    if constexpr (HAS_TOP<Storage>) {
+        Storage::template store_top<COUNT, RARE>(streams, first, x, top, key);
+    } else {
+        storage.store(streams, first, x, COUNT, key);
+    }
+}
+
+// x, tops and keys: of weights, m, v and, unless null, slow.
+template <int COUNT, bool RARE, class Weights, class M, class V>
+__device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
+                                          const TileStreams& tile, int first, const float* const* x, const float* top,
+                                          const NoiseKey* key) {
+    store_known<COUNT, RARE>(weights, tile.weights, first, x[0], top[0], key[0]);
+    store_known<COUNT, RARE>(state_m, tile.m, first, x[1], top[1], key[1]);
+    store_known<COUNT, RARE>(state_v, tile.v, first, x[2], top[2], key[2]);
+    if (x[3]) store_known<COUNT, RARE>(state_m, tile.slow, first, x[3], top[3], key[3]);
+}
+
+// First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
+// takes the longer way of an array, for all arrays and a whole warp.
+template <int COUNT, class Weights, class M, class V>
+__device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
+                                             const TileStreams& tile, int first, const float* const* x,
+                                             const NoiseKey* key) {
+    const float top[4] = {thread_top_of<Weights, COUNT>(x[0], key[0]), thread_top_of<M, COUNT>(x[1], key[1]),
+                          thread_top_of<V, COUNT>(x[2], key[2]), x[3] ? thread_top_of<M, COUNT>(x[3], key[3]) : 0.0f};
+    const bool rare = is_rare<Weights>(top[0]) || is_rare<M>(top[1]) || is_rare<V>(top[2]) || is_rare<M>(top[3]);
+    constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
+    if (some && __any_sync(0xffffffffu, rare)) {
+        store_all<COUNT, true>(weights, state_m, state_v, tile, first, x, top, key);
+    } else {
+        store_all<COUNT, false>(weights, state_m, state_v, tile, first, x, top, key);
+    }
+}
+#endif
+
 // One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena. `seen`, unless
 // null, receives the new weights as the model sees them, in pairs of bf16.
 template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
@@ -67,15 +125,18 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
                                   uint32_t* seen = nullptr) {
     float p[MOST], g[MOST], m[MOST], v[MOST], slow[MOST], root[MOST];
-    const NoiseKey key = {step.seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen},
-                   key_m = {step.seed, step.step, NOISE_M, element, nullptr, turn},
-                   key_v = {step.seed, step.step, NOISE_V, element, rule.adaptive ? root : nullptr, turn},
-                   key_slow = {step.seed, step.step, NOISE_SLOW, element, nullptr, turn};
-    weights.load(tile.weights, first, p, n, key);
+    const uint64_t seed = step.seed.seed;
+    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
+    const float* roots = rule.adaptive ? root : nullptr;
+    const NoiseKey key[4] = {{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round},
+                             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round},
+                             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round},
+                             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round}};
+    weights.load(tile.weights, first, p, n, key[0]);
     grads.load(tile.grads, first, g, n, NoiseKey{});
-    state_m.load(tile.m, first, m, n, key_m);
-    state_v.load(tile.v, first, v, n, key_v);
-    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key_slow);
+    state_m.load(tile.m, first, m, n, key[1]);
+    state_v.load(tile.v, first, v, n, key[2]);
+    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key[3]);
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
     rule.update(hyper, p, g, m, v, slow, root, n);
@@ -85,10 +146,15 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
         measure_elements(state_v, tile.v, first, v, n);
         if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
     } else {
-        weights.store(tile.weights, first, p, n, key);
-        state_m.store(tile.m, first, m, n, key_m);
-        state_v.store(tile.v, first, v, n, key_v);
-        if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key_slow);
+#ifdef __CUDA_ARCH__
+        const float* x[4] = {p, m, v, rule.keeps_slow ? slow : nullptr};
+        store_thread<MOST>(weights, state_m, state_v, tile, first, x, key);
+#else
+        weights.store(tile.weights, first, p, n, key[0]);
+        state_m.store(tile.m, first, m, n, key[1]);
+        state_v.store(tile.v, first, v, n, key[2]);
+        if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key[3]);
+#endif
     }
 }
 
@@ -131,13 +197,14 @@ constexpr int SHARED_MOST = 224 * 1024;  // of a thread block on Hopper, less wh
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
-    bool rank1 = false;
+    bool rank1 = false, waits = false;  // for another warp of the group
     shape.table_bytes = (table_bytes + 127) / 128 * 128;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
         const StreamInfo& info = arrays.array[a];
         rank1 = rank1 || info.span == SPAN_RANK1;
+        waits = waits || (info.bits > 0 && info.run > 32 * shape.elements);
         shape.bytes[a] = tile_bytes(info);
         shape.offset[a] = shape.stage_bytes;
         if (shape.bytes[a] == 0) continue;
@@ -149,9 +216,10 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
         shape.loaded |= 1u << a;
         if (!small) shape.load_bytes += shape.bytes[a];
     }
-    // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages; three each are
-    // better than a third or fourth group, measured on an H200.
-    shape.groups = (shape.elements == 16 ? 512 : 768) / shape.threads;
+    // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages and registers;
+    // three stages each are better than a third or fourth group, and a fifth is of use where a group waits for itself,
+    // measured on an H200.
+    shape.groups = (shape.elements == 8 ? 768 : waits ? 640 : 512) / shape.threads;
     if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
     int most = SHARED_MOST - shape.table_bytes;
     while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
@@ -273,7 +341,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+__device__ __forceinline__ void* shared_pointer(uint32_t address) {
+    return __cvta_shared_to_generic(address);
+}
+
+// x in a register, which the compiler, left to itself, computes again wherever it is used.
+__device__ __forceinline__ uint32_t register_kept(uint32_t x) {
+    asm("" : "+r"(x));
+    return x;
+}
+
 #ifdef OPTIM_STAGES
+// One thread of a warp. Of a thread chosen like this the compiler knows that it runs alone; otherwise it wraps each
+// order to the copy engine, which takes its addresses from registers of the warp, in a loop over the warp's threads.
+__device__ __forceinline__ bool is_elected() {
+    uint32_t elected;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+    return elected != 0;
+}
+
 // The copy engine: from memory into a stage, counted by a barrier in shared memory; and back, counted in groups.
 __device__ __forceinline__ void barrier_create(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -374,6 +460,13 @@ struct Couriers {
     uint64_t full[GROUPS][STAGES];  // a tile has arrived
     uint64_t done[GROUPS][STAGES];  // all threads of the group have computed it
     Tile tile[GROUPS][STAGES];
+
+    // Those of a stage by its `full`.
+    static_assert(sizeof(Tile) == sizeof(uint64_t), "three arrays of the same layout");
+    __device__ __forceinline__ uint64_t* done_of(uint64_t* stage) const { return stage + GROUPS * STAGES; }
+    __device__ __forceinline__ const Tile& tile_of(uint64_t* stage) const {
+        return *(const Tile*)(stage + 2 * GROUPS * STAGES);
+    }
 };
 
 // By one thread, for every COURIERS-th group: fills their stages, then walks through the tiles as the groups compute
@@ -437,6 +530,33 @@ __device__ __forceinline__ void courier(const StepArguments& step, Shared* share
 }
 #endif
 
+#ifdef OPTIM_STAGES
+// A thread block's 64k registers, by eights of a thread: all its threads start with the same number, then the couriers
+// give up what they do not need and the groups take it, which saves spills.
+constexpr int COURIER_REGISTERS = 32;
+
+OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
+    return 65536 / shape.block_threads / 8 * 8;
+}
+
+OPTIM_INLINE constexpr int registers_of_groups(const StepShape& shape) {
+    int most = 32 * COURIERS * COURIER_REGISTERS;
+    most = (registers_at_start(shape) * shape.block_threads - most) / (shape.groups * shape.threads) / 8 * 8;
+    return most > 128 ? 0 : most;  // enough as it is
+}
+
+template <int REGISTERS, bool MORE>
+__device__ __forceinline__ void registers_set() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (MORE) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    }
+#endif
+}
+#endif
+
 // grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: step_shared_bytes;
 // deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
@@ -457,26 +577,37 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         engine_fence();
     }
     __syncthreads();
+    constexpr int registers = registers_of_groups(SHAPE);
+    constexpr bool exchanges = registers > registers_at_start(SHAPE);
     if (group >= SHAPE.groups) {
-        if (threadIdx.x % 32 == 0) {
+        if constexpr (exchanges) registers_set<COURIER_REGISTERS, false>();
+        if (is_elected()) {
             courier<Layout>(step, &shared, step_memory + SHAPE.table_bytes,
                             threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
         }
         return;
     }
-    unsigned char* memory = step_memory + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
+    if constexpr (exchanges) registers_set<registers, true>();
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
-    uint32_t parity = 0;
+    const uint32_t own = register_kept(thread), tables = register_kept(shared_address(step_memory));
+    const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
+    uint32_t parity = 0, stage = memory, barrier = shared_address(&shared.full[group][0]);
     int s = 0, turn = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
-        while (!barrier_passed(&shared.full[group][s], parity)) {
+        uint64_t* full = (uint64_t*)shared_pointer(register_kept(barrier));
+        while (!barrier_passed(full, parity)) {
         }
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, shared.tile[group][s], step_memory,
-                                                      memory + s * SHAPE.stage_bytes, grad_scale, thread, turn);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(
+            step, shared.tile_of(full), (unsigned char*)shared_pointer(tables),
+            (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)own, turn);
         turn ^= 1;
         engine_fence();
-        barrier_arrive(&shared.done[group][s]);
-        if (++s == SHAPE.stages) s = 0, parity ^= 1;
+        barrier_arrive(shared.done_of(full));
+        stage += SHAPE.stage_bytes, barrier += sizeof(uint64_t);
+        if (++s == SHAPE.stages) {
+            stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(uint64_t);
+            s = 0, parity ^= 1;
+        }
     }
 #else
     __syncthreads();

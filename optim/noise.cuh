@@ -19,17 +19,33 @@ EMBED_SOURCE
 
 constexpr int NOISE_ELEMENTS = 16;  // served by one call
 constexpr int NOISE_ROUNDS = 7;
+constexpr uint32_t NOISE_STEP0 = 0x9E3779B9u, NOISE_STEP1 = 0xBB67AE85u;  // from one round's key to the next one's
 
 enum NoiseStream { NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW };
+
+// A seed and the keys of its rounds, which a kernel's argument keeps where an instruction can take them from.
+struct NoiseSeed {
+    uint64_t seed;
+    uint32_t round[2 * NOISE_ROUNDS];
+
+    NoiseSeed() = default;
+    OPTIM_INLINE NoiseSeed(uint64_t value) : seed(value) {
+        for (int i = 0; i < NOISE_ROUNDS; i++) {
+            round[2 * i] = (uint32_t)value + (uint32_t)i * NOISE_STEP0;
+            round[2 * i + 1] = (uint32_t)(value >> 32) + (uint32_t)i * NOISE_STEP1;
+        }
+    }
+};
 
 struct NoiseKey {
     uint64_t seed;
     uint32_t step;
     uint32_t stream;
-    int64_t element = 0;           // index in the arena of what the storage's functions call element 0
-    const float* roots = nullptr;  // on a GPU: the roots of the values to store, where the update has taken them
-    int turn = 0;                  // on a GPU: 0 and 1 in turns, from tile to tile of a group of threads
-    uint32_t* seen = nullptr;      // on a GPU: receives what the model will see, in pairs of bf16 (GIVES_SEEN)
+    int64_t element = 0;              // index in the arena of what the storage's functions call element 0
+    const float* roots = nullptr;     // on a GPU: the roots of the values to store, where the update has taken them
+    int turn = 0;                     // on a GPU: 0 and 1 in turns, from tile to tile of a group of threads
+    uint32_t* seen = nullptr;         // on a GPU: receives what the model will see, in pairs of bf16 (GIVES_SEEN)
+    const uint32_t* round = nullptr;  // on a GPU: the keys of the rounds, if they are at hand
 };
 
 struct Noise {
@@ -55,29 +71,43 @@ OPTIM_INLINE uint32_t product_halves(uint32_t a, uint32_t b, uint32_t* low) {
 }
 
 // A round: each half of the counter is multiplied, and the products' upper halves are mixed with the other's rest and
-// the key, which itself steps by constants.
+// the key.
+OPTIM_INLINE void philox_round(uint32_t* c, uint32_t key0, uint32_t key1) {
+    uint32_t low0, high0 = product_halves(0xD2511F53u, c[0], &low0);
+    uint32_t low1, high1 = product_halves(0xCD9E8D57u, c[2], &low1);
+    c[0] = high1 ^ c[1] ^ key0;
+    c[1] = low1;
+    c[2] = high0 ^ c[3] ^ key1;
+    c[3] = low0;
+}
+
+// Its rounds; the key itself steps by constants.
 OPTIM_INLINE Noise philox4x32(Noise counter, uint32_t key0, uint32_t key1, int rounds) {
-    uint32_t* c = counter.word;
     OPTIM_UNROLL
     for (int i = 0; i < rounds; i++) {
-        uint32_t low0, high0 = product_halves(0xD2511F53u, c[0], &low0);
-        uint32_t low1, high1 = product_halves(0xCD9E8D57u, c[2], &low1);
-        c[0] = high1 ^ c[1] ^ key0;
-        c[1] = low1;
-        c[2] = high0 ^ c[3] ^ key1;
-        c[3] = low0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
+        philox_round(counter.word, key0, key1);
+        key0 += NOISE_STEP0;
+        key1 += NOISE_STEP1;
     }
+    return counter;
+}
+
+// The same with the keys of the rounds.
+OPTIM_INLINE Noise philox4x32(Noise counter, const uint32_t* round) {
+    OPTIM_UNROLL
+    for (int i = 0; i < NOISE_ROUNDS; i++) philox_round(counter.word, round[2 * i], round[2 * i + 1]);
     return counter;
 }
 
 // The noise of the elements from `first` on: of 16 when it is a multiple of that, and of 8 when only of 8, as when a
 // thread has 8 elements.
 OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
-    uint64_t call = ((uint64_t)key.element + (uint64_t)first) / NOISE_ELEMENTS;
+    // On a GPU key.element begins a tile, of 2048 elements, and `first` lies in it.
+    const uint64_t begin = (uint64_t)key.element / NOISE_ELEMENTS;
+    const uint64_t call = ON_GPU ? begin | (uint32_t)first / NOISE_ELEMENTS : begin + (uint64_t)first / NOISE_ELEMENTS;
     Noise counter = {{(uint32_t)call, (uint32_t)(call >> 32), key.stream, key.step}};
-    Noise noise = philox4x32(counter, (uint32_t)key.seed, (uint32_t)(key.seed >> 32), NOISE_ROUNDS);
+    Noise noise = key.round ? philox4x32(counter, key.round)
+                            : philox4x32(counter, (uint32_t)key.seed, (uint32_t)(key.seed >> 32), NOISE_ROUNDS);
     uint32_t mixed = noise.word[0] ^ noise.word[1] ^ noise.word[2] ^ noise.word[3];
     noise.shared = (mixed & 0xff00u) | NOISE_FLOAT << 24 | 0x80u;
     if (first % NOISE_ELEMENTS != 0) noise.word[0] = noise.word[2], noise.word[1] = noise.word[3];

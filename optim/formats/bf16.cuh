@@ -40,9 +40,11 @@ struct Bf16 {
         return codes;
     }
 
+    // Two infinities are right without MAY_BE_NAN too.
+    template <bool MAY_BE_NAN>
     static __device__ __forceinline__ uint32_t encode2(float first, float second, uint32_t noise, uint32_t noise2) {
-        uint32_t low = float_bits(one_nan(first, 0x7fff0000u)) + noise;
-        return __byte_perm(low, float_bits(one_nan(second, 0x7fff0000u)) + noise2, 0x7632);
+        if (MAY_BE_NAN) first = one_nan(first, 0x7fff0000u), second = one_nan(second, 0x7fff0000u);
+        return __byte_perm(float_bits(first) + noise, float_bits(second) + noise2, 0x7632);
     }
 #endif
 };

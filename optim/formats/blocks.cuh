@@ -19,8 +19,8 @@
 //     Table, fill(table)     what it looks up, in shared memory on a GPU; NoTable when it is pure arithmetic
 //     Stochastic             optional, the format that stores with noise: the same codes, another table
 //     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word, stochastic_word (codes in words' upper
-//                            bits), decode2 and nearest2, decode_pair; ALL (optional): get_all and, with noise,
-//                            put_all; stochastic_pack, where there is one
+//                            bits), decode2 and nearest2, a PairTable and unit_of; ALL (optional): get_all and, with
+//                            noise, put_all; stochastic_pack, where there is one
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
@@ -34,9 +34,78 @@ EMBED_SOURCE
 
 struct NoTable {};
 
-// Two numbers that one look-up gives: those of a byte's two codes of 4 bits.
+#ifdef __CUDACC__
+// Where a thread's copy of a table begins in shared memory; kept in one register, which the compiler, left to itself,
+// takes apart and adds up again for every look-up. And what is there: of constants, so no order need be kept.
+__device__ __forceinline__ uint32_t table_address(const void* pointer, uint32_t before = 0) {
+    uint32_t address = (uint32_t)__cvta_generic_to_shared(pointer) - before;
+    asm("" : "+r"(address));
+    return address;
+}
+
+// `address` and `index` entries of `bytes` more, in one instruction: a shift before it stays apart from the product.
+template <int BYTES>
+__device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
+    uint32_t at;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(index), "n"(BYTES), "r"(address));
+    return at;
+}
+
+// Likewise by the byte `i` of a word, which the product of bytes takes out at no cost; BYTES is at most 128.
+template <int BYTES>
+__device__ __forceinline__ uint32_t table_at_byte(uint32_t address, uint32_t word, int i) {
+    uint32_t at;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(word), "r"((uint32_t)BYTES << i * 8), "r"(address));
+    return at;
+}
+
+// `address` and `offset` >> SHIFT more, in one instruction.
+template <int SHIFT>
+__device__ __forceinline__ uint32_t table_at_shifted(uint32_t address, uint32_t offset) {
+    uint32_t at;
+    asm("{.reg .u32 shifted; shr.u32 shifted, %1, %2; add.u32 %0, shifted, %3;}"
+        : "=r"(at)
+        : "r"(offset), "n"(SHIFT), "r"(address));
+    return at;
+}
+
+__device__ __forceinline__ float table_load(uint32_t address) {
+    float x;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+#endif
+
+// Two numbers that one look-up gives: those of a byte's two codes of 4 bits. On a GPU they lie in shared memory in
+// COPIES copies side by side, one for each of the 16 lanes that are served at a time.
 struct alignas(8) FloatPair {
     float first, second;
+};
+
+struct PairTable {
+    static constexpr int COPIES = 16;
+    FloatPair pair[256 * COPIES];
+
+    OPTIM_HOST void set(int byte, float first, float second) {
+        for (int i = 0; i < COPIES; i++) pair[byte * COPIES + i] = {first, second};
+    }
+
+#ifdef __CUDACC__
+    // Of COUNT codes, two a byte, the pairs times `unit`.
+    template <int COUNT>
+    __device__ __forceinline__ void decode(const uint32_t* word, float unit, float* x) const {
+        const uint32_t own = table_address(pair + threadIdx.x % COPIES);
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; i++) {
+            FloatPair levels;
+            asm("ld.shared.v2.f32 {%0, %1}, [%2];"
+                : "=f"(levels.first), "=f"(levels.second)
+                : "r"(table_at_byte<8 * COPIES>(own, word[i / 4], i % 4)));
+            x[2 * i] = exact_mul(levels.first, unit);
+            x[2 * i + 1] = exact_mul(levels.second, unit);
+        }
+    }
+#endif
 };
 
 template <class A, class B>
@@ -280,10 +349,9 @@ OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, floa
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i += 2) Format::decode2(packed.word[i / 4] >> i % 4 * 8, scale, x + i);
     } else if constexpr (Format::PAIRS) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i += 2) {
-            Format::decode_pair(table, packed.word[i / 8] >> i % 8 * 4 & 0xffu, scale, x + i);
-        }
+#ifdef __CUDA_ARCH__
+        table->template decode<COUNT>(packed.word, Format::unit_of(scale), x);
+#endif
     } else {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) x[i] = Format::decode(table, packed.get(i), scale);
@@ -299,11 +367,17 @@ OPTIM_INLINE float block_value(float x) {
 // Returns the inverse to store the values with. Formats that fold a power of two into it (minifloat.cuh) would lose its
 // last bits in a block with a large top: there, where no state and no weight is, values and inverse exchange one.
 template <class Format, class Scale, Rounding ROUNDING>
-OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
+OPTIM_INLINE constexpr float block_usual() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
     constexpr float most = block_most<Format, Scale>(), fold = folds ? FOLD_MOST_OF<Format> : most;
+    return fold < most ? fold : most;
+}
+
+template <class Format, class Scale, Rounding ROUNDING>
+OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
+    constexpr float most = block_most<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
     constexpr float down = fold < most ? 1.17549435e-38f : 1.0f;  // 2^-126
-    if (top > (fold < most ? fold : most)) {
+    if (top > fold) {
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) {
             float cut = exact_max(exact_min(value[i], most), -most);  // which makes NaN a number, beyond the scale
@@ -417,44 +491,55 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
     }
 }
 
-// The largest magnitude of a thread's values, NaN aside. Of roots, which have no sign, bits are compared, two values an
-// instruction, where NaN is the largest.
-template <bool ROOT, int COUNT>
-__device__ __forceinline__ float thread_max(const float* value) {
-    float top = 0.0f;
-    if constexpr (ROOT) {
+// The largest magnitude of a thread's values, NaN aside, with short chains of maxima. Of v and its roots, which have no
+// sign, bits are compared, two values an instruction, where what is negative or NaN would be the largest.
+template <int COUNT>
+__device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
+    if (!has_sign) {
         uint32_t most = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) most = __float_as_uint(value[i]) > most ? __float_as_uint(value[i]) : most;
         if (most <= 0x7f800000u) return __uint_as_float(most);
     }
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(value[i]), top);
-    return top;
+    for (int i = 0; i < COUNT; i++) part[i % 4] = fmaxf(fabsf(value[i]), i < 4 && i > 0 ? 0.0f : part[i % 4]);
+    return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
 }
 
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
 struct Blocks;
 
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, const NoiseKey& key) {
-    float value[COUNT], top;
-    if constexpr (Format::ROOT) {
+// What is to be stored of a thread's x: x or its roots.
+template <class Format, int COUNT>
+__device__ __forceinline__ void thread_values(const float* x, const NoiseKey& key, float* value) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : moment_root(x[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = x[i];
-    }
-    top = thread_max<Format::ROOT, COUNT>(value);
-    top = neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(top, key);
+    for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
+}
+
+// A thread's store in two parts: the largest of its block, and, given that, all the rest, where only RARE ones take
+// care of a top above block_usual. So the exchanges of several arrays wait at the same time and one branch serves for
+// all.
+template <class Format, int BLOCK, int COUNT>
+__device__ __forceinline__ float thread_top(const float* x, const NoiseKey& key) {
+    float value[COUNT];
+    thread_values<Format, COUNT>(x, key, value);
+    return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
+        thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
+}
+
+template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT, bool RARE>
+__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, float top,
+                                             const NoiseKey& key) {
+    float value[COUNT];
+    thread_values<Format, COUNT>(x, key, value);
     typename Scale::Code code;
     BlockScale s = block_scale<Format, Scale>(top, &code);
-    s.inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
+    if (RARE) s.inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
     part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
     if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
-        if (key.seen) Format::template seen_scaled<COUNT>(code, key.seen);
+        if (key.seen) Format::template seen_scaled<COUNT, RARE>(code, key.seen);
     }
 }
 #endif
@@ -483,6 +568,20 @@ struct Blocks {
             ((uint4*)shared)[i] = ((const uint4*)streams.table)[i];
         }
     }
+
+    static constexpr bool HAS_TOP = true;
+    static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
+
+    template <int COUNT>
+    static __device__ __forceinline__ float top(const float* x, const NoiseKey& key) {
+        return thread_top<Format, BLOCK, COUNT>(x, key);
+    }
+
+    template <int COUNT, bool RARE>
+    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* x, float top,
+                                                     const NoiseKey& key) {
+        thread_store<Format, BLOCK, Scale, ROUNDING, COUNT, RARE>(streams, first, x, top, key);
+    }
 #endif
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
@@ -501,9 +600,9 @@ struct Blocks {
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
-            thread_store<Format, BLOCK, Scale, ROUNDING, 16>(streams, first, x, key);
+            store_top<16, true>(streams, first, x, top<16>(x, key), key);
         } else {
-            thread_store<Format, BLOCK, Scale, ROUNDING, 8>(streams, first, x, key);
+            store_top<8, true>(streams, first, x, top<8>(x, key), key);
         }
 #else
         blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);

@@ -98,7 +98,7 @@ __device__ __forceinline__ void double_thread_store(const Streams& streams, int 
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = x[i];
     }
-    top = thread_max<Format::ROOT, COUNT>(value);
+    top = thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V);
     top = neighbours_max<BLOCK / COUNT, THREADS>(top, key);
     block_scale<Format, ScaleFp32>(neighbours_max<THREADS, THREADS>(top, key), &second);
     uint8_t code;

@@ -252,6 +252,32 @@ struct Elementwise {
     }
 
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+        store_part<true>(streams, first, x, n, key);
+    }
+
+#ifdef __CUDACC__
+    // Whether a store has two parts (blocks.cuh): here RARE are values with NaN among them, which is the largest of all
+    // bits, so that one comparison sees two of them.
+    static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && HAS_ENCODE2<Format>;
+    static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is RARE too
+
+    template <int COUNT>
+    static __device__ __forceinline__ float top(const float* x, const NoiseKey&) {
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) most = __float_as_int(x[i]) > most ? __float_as_int(x[i]) : most;
+        return __int_as_float(most);
+    }
+
+    template <int COUNT, bool RARE>
+    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* x, float,
+                                                     const NoiseKey& key) {
+        store_part<RARE>(streams, first, x, COUNT, key);
+    }
+#endif
+
+    template <bool RARE>
+    static OPTIM_INLINE void store_part(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         if constexpr (ROUNDING == NEAREST) {
             OPTIM_UNROLL
             for (int c = 0; c < n; c += 8) {
@@ -271,8 +297,8 @@ struct Elementwise {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i += 2) {
                         float a = kept(x[c + i], key), b = kept(x[c + i + 1], key);
-                        ((uint32_t*)&codes)[i / 2] =
-                            Format::encode2(a, b, noise_lane(noise, lane + i), noise_lane(noise, lane + i + 1));
+                        ((uint32_t*)&codes)[i / 2] = Format::template encode2<RARE>(a, b, noise_lane(noise, lane + i),
+                                                                                    noise_lane(noise, lane + i + 1));
                     }
                 } else {
                     OPTIM_UNROLL

@@ -1,7 +1,7 @@
 // Formats that are a list of levels with no simple formula: dynamic exponents, NF4, softsign companding. A code is the
-// index of a level; decoding looks it up. On a GPU the levels of 8 bits lie in shared memory in COPIES copies, side by
-// side, so that two lanes of a warp at most want the same bank; the 16 levels of 4 bits are held by the lanes of a warp
-// and shuffled. Both serve 32 lanes in one or two turns, where a plain table took three and a half.
+// index of a level; decoding looks it up. On a GPU the levels of 8 bits, and the pairs of levels of a byte of two
+// codes, lie in shared memory in COPIES copies, side by side, so that two lanes of a warp at most want the same bank:
+// one or two turns for 32 lanes, where a plain table took three and a half.
 //
 // To nearest: encoding looks up a cell, of which there are two kinds:
 //     EVEN     y is rounded to a multiple of 2^-21 and cells are 2^-CELL_BITS wide, for maps whose bounds lie no closer
@@ -29,30 +29,6 @@
 
 EMBED_SOURCE
 
-#ifdef __CUDACC__
-// Where a thread's copy of a table begins in shared memory; kept in one register, which the compiler, left to itself,
-// takes apart and adds up again for every look-up. And what is there: of constants, so no order need be kept.
-__device__ __forceinline__ uint32_t table_address(const void* pointer, uint32_t before = 0) {
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(pointer) - before;
-    asm("" : "+r"(address));
-    return address;
-}
-
-// `address` and `index` entries of `bytes` more, in one instruction: a shift before it stays apart from the product.
-template <int BYTES>
-__device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
-    uint32_t at;
-    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(index), "n"(BYTES), "r"(address));
-    return at;
-}
-
-__device__ __forceinline__ float table_load(uint32_t address) {
-    float x;
-    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-    return x;
-}
-#endif
-
 // bits of a float >= 2^-126 next to x > 0: the smallest float that is not below it, or strictly above.
 OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
     uint32_t bits = float_bits((float)x);
@@ -69,35 +45,35 @@ OPTIM_HOST int level_search(double y) {
 }
 
 // What both ways of rounding have in common.
-template <class Map>
+template <class Map, int COPIES>
 struct LevelTable {
     static constexpr int BITS = Map::BITS, COUNT = 1 << BITS;
-    static constexpr int COPIES = BITS == 8 ? 16 : 0;
+    struct Spread {
+        float level[COUNT * COPIES];
+    };
     float level[COUNT];
-    float spread[BITS == 8 ? COUNT * COPIES : 4];
+    typename Either<BITS == 8, Spread, PairTable>::Type spread;
 
     OPTIM_HOST void fill() {
         for (int code = 0; code < COUNT; code++) level[code] = (float)Map::level(code);
-        for (int i = 0; i < COUNT * COPIES; i++) spread[i] = level[i / 16];
+        if constexpr (BITS == 8) {
+            for (int i = 0; i < COUNT * COPIES; i++) spread.level[i] = level[i / COPIES];
+        } else {
+            for (int byte = 0; byte < 256; byte++) spread.set(byte, level[byte >> 4], level[byte & 15]);
+        }
     }
 
 #ifdef __CUDACC__
     template <int N>
     __device__ __forceinline__ void decode(const Packed<BITS, N>& packed, float scale, float* x) const {
         if constexpr (BITS == 8) {
-            const uint32_t own = table_address(spread + threadIdx.x % COPIES);
+            const uint32_t own = table_address(spread.level + threadIdx.x % COPIES);
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                uint32_t code = __byte_perm(packed.word[i / 4], 0, 0x4440 + i % 4);
-                x[i] = exact_mul(table_load(table_at<4 * COPIES>(own, code)), scale);
+                x[i] = exact_mul(table_load(table_at_byte<4 * COPIES>(own, packed.word[i / 4], i % 4)), scale);
             }
         } else {
-            float own = level[threadIdx.x % 16];
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                // A shuffle among 16 takes the lower 4 bits.
-                x[i] = exact_mul(__shfl_sync(0xffffffffu, own, packed.word[i / 8] >> packed.shift(i), 16), scale);
-            }
+            spread.template decode<N>(packed.word, scale, x);
         }
     }
 #endif
@@ -113,6 +89,7 @@ struct Levels {
     static constexpr int KEY_BITS = (EVEN ? 2 : Map::BINADE_BITS) + Map::CELL_BITS;
     static constexpr int REST_BITS = (EVEN ? 21 : 23) - Map::CELL_BITS;
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
+    static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // what there is room for beside the cells
     static constexpr const char* DTYPE = Map::DTYPE;
     static constexpr float LARGEST = 1.0f, UNITS = 1.0f, MIDDLE = 6.0f;
     static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU;
@@ -120,7 +97,7 @@ struct Levels {
     typedef StochasticLevels<Map> Stochastic;
 
     struct Table {
-        LevelTable<Map> list;
+        LevelTable<Map, COPIES> list;
         uint32_t cell[CELLS];
     };
 
@@ -168,20 +145,23 @@ struct Levels {
     }
 #endif
 
-    // The cell of a key, a float's upper bits, for negative values with all bits turned. Without a sign no key lies
-    // outside of the cells, so nothing need be cut off.
-    static OPTIM_INLINE uint32_t cell_at(const Table* table, uint32_t key) {
+    // The cell of a float by its upper bits, for negative values with all bits turned. Without a sign none lies outside
+    // of the cells, so nothing need be cut off.
+    static OPTIM_INLINE uint32_t cell_of(const Table* table, uint32_t bits) {
         constexpr bool cut = EVEN || SIGNED;
         constexpr uint32_t first = cut ? 0 : (128u - (1u << Map::BINADE_BITS)) << Map::CELL_BITS;
-        if (cut) key &= (uint32_t)(CELLS - 1);
 #ifdef __CUDA_ARCH__
-        uint32_t word;
-        asm("ld.shared.u32 %0, [%1 + %2];"
-            : "=r"(word)
-            : "r"(table_at<4>(table_address(table->cell), key)), "n"(-4 * (int)first));
+        const uint32_t cells = table_address(table->cell);
+        uint32_t word, at;
+        if constexpr (cut) {
+            at = table_at_shifted<REST_BITS - 2>(cells, bits & (uint32_t)(CELLS - 1) << REST_BITS);
+        } else {
+            at = table_at<4>(cells, bits >> REST_BITS);
+        }
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(word) : "r"(at), "n"(-4 * (int)first));
         return word;
 #else
-        return table->cell[key - first];
+        return table->cell[(cut ? bits >> REST_BITS & (uint32_t)(CELLS - 1) : bits >> REST_BITS) - first];
 #endif
     }
 
@@ -195,7 +175,7 @@ struct Levels {
             bits = float_bits(exact_max(exact_saturated(exact_abs(x), inverse, 0.0f), least));
             if (SIGNED) negative = (uint32_t)((int)float_bits(x) >> 31);
         }
-        uint32_t word = cell_at(table, bits >> REST_BITS ^ negative) + (bits << (32 - BITS - REST_BITS));
+        uint32_t word = cell_of(table, bits ^ negative) + (bits << (32 - BITS - REST_BITS));
         uint32_t least_word = (uint32_t)lowest << (32 - BITS);
         word ^= negative;
         return SIGNED && lowest > 0 && word < least_word ? least_word : word;
@@ -250,7 +230,7 @@ struct StochasticLevels {
 
     // On a GPU a line lies in 8 copies side by side, one for each of the 8 lanes that are served at a time.
     struct Table {
-        LevelTable<Map> list;
+        LevelTable<Map, 16> list;
         float least[COUNT];  // y of code + 1
         Line line[Cells::COUNT * 8];
     };

@@ -12,11 +12,7 @@ EMBED_SOURCE
 
 template <int BITS_, int MANTISSA, int LEAST, int LARGEST_>
 struct Minifloat {
-    // Of a byte's two codes of 4 bits: their values, so that one look-up decodes both.
-    struct Pairs {
-        FloatPair pair[256];
-    };
-    typedef typename Either<BITS_ == 4, Pairs, NoTable>::Type Table;
+    typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = 0;
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
     static constexpr float LARGEST = (float)LARGEST_, UNITS = 1.0f;
@@ -38,18 +34,17 @@ struct Minifloat {
         return exact_mul(exact_mul(tiny, bits_float((uint32_t)(LEAST + 253) << 23)), scale);
     }
 
+    // What the table's levels are multiplied by.
+    static OPTIM_INLINE float unit_of(float scale) {
+        return scale;
+    }
+
     static OPTIM_HOST void fill(Table* table) {
         if constexpr (BITS == 4) {
             for (uint32_t byte = 0; byte < 256; byte++) {
-                table->pair[byte] = {decode(nullptr, byte >> 4, 1.0f), decode(nullptr, byte & 15u, 1.0f)};
+                table->set((int)byte, decode(nullptr, byte >> 4, 1.0f), decode(nullptr, byte & 15u, 1.0f));
             }
         }
-    }
-
-    static OPTIM_INLINE void decode_pair(const Table* table, uint32_t byte, float scale, float* x) {
-        FloatPair pair = table->pair[byte];
-        x[0] = exact_mul(pair.first, scale);
-        x[1] = exact_mul(pair.second, scale);
     }
 
 #ifdef __CUDA_ARCH__
@@ -191,16 +186,16 @@ struct Minifloat {
     }
 
     // stochastic_pack's tiny numbers times scale / LOWER, a power of two: bf16 holds them as fp32 would, rounded where
-    // they are subnormal. `scale`: its exponent.
-    template <int COUNT>
+    // they are subnormal. `scale`: its exponent, which is small enough for one factor unless the block is RARE.
+    template <int COUNT, bool RARE = true>
     static __device__ __forceinline__ void seen_scaled(uint32_t scale, uint32_t* seen) {
         const uint32_t exponent = scale + (uint32_t)(126 + LEAST), most = 254;
-        if (exponent > most) {  // no weights are so large
+        if (RARE && exponent > most) {  // no weights are so large
 #pragma unroll
             for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent - most + 127);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent < most ? exponent : most);
+        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], !RARE || exponent < most ? exponent : most);
     }
 #endif
 };

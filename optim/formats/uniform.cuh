@@ -14,11 +14,7 @@ EMBED_SOURCE
 
 template <int BITS_, int FIRST, int LAST, bool ROOT_>
 struct Uniform {
-    // Of a byte's two codes of 4 bits: code + FIRST, or its square, so that one look-up decodes both.
-    struct Pairs {
-        FloatPair pair[256];
-    };
-    typedef typename Either<BITS_ == 4, Pairs, NoTable>::Type Table;
+    typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 when there is no zero
     static constexpr const char* DTYPE = "U8";
     static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, HARDWARE = false,
@@ -30,7 +26,7 @@ struct Uniform {
         if constexpr (BITS == 4) {
             for (int byte = 0; byte < 256; byte++) {
                 float first = (float)((byte >> 4) + FIRST), second = (float)((byte & 15) + FIRST);
-                table->pair[byte] = {ROOT ? first * first : first, ROOT ? second * second : second};
+                table->set(byte, ROOT ? first * first : first, ROOT ? second * second : second);
             }
         }
     }
@@ -39,12 +35,6 @@ struct Uniform {
     static OPTIM_INLINE float unit_of(float scale) {
         float unit = exact_mul(scale, 1.0f / UNITS);
         return ROOT ? exact_mul(unit, unit) : unit;
-    }
-
-    static OPTIM_INLINE void decode_pair(const Table* table, uint32_t byte, float scale, float* x) {
-        FloatPair pair = table->pair[byte];
-        x[0] = exact_mul(pair.first, unit_of(scale));
-        x[1] = exact_mul(pair.second, unit_of(scale));
     }
 
     static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
