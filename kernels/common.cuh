@@ -358,12 +358,6 @@ __device__ inline void copy_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 
-// The same of 4 bytes.
-__device__ inline void copy_async_float(float* shared, const float* global) {
-    unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
-}
-
 // Ends a group of copies; groups complete in order.
 __device__ inline void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
