@@ -2,7 +2,6 @@
 // against the plain C version first, at odd shapes too, and timed in turn with cuBLASLt on a warm card.
 //   make build/dev/matmul_gelu && ./build/dev/matmul_gelu
 #include "../kernels/matmul.cuh"
-#include "/tmp/turns.cuh"
 #include "matmul_gelu.cuh"
 #include "timing.h"
 
@@ -81,12 +80,12 @@ static void backward_bias(const Device* dev, const Arrays* a, const bf16* d) {
     matmul_backward_bias<bf16, float>(dev, a->dbias, a->scratch, d, a->N, a->OC, false);
 }
 
-enum Kind { PLAIN, EPILOGUE, EPILOGUE_BIAS, TURNS, OURS };
+enum Kind { PLAIN, EPILOGUE, EPILOGUE_BIAS, OURS };
 struct Variant {
     const char* name;
     Kind kind;
     bool backward;
-    int cluster, group, skew, store, math;
+    int cluster, group, style, hint;
 };
 
 static void cublaslt(const Device* dev, const Arrays* a, bool backward, bf16* out, bf16* pre_out) {
@@ -101,56 +100,56 @@ static void cublaslt(const Device* dev, const Arrays* a, bool backward, bf16* ou
     }
 }
 
-template <int CLUSTER>
-static void ours(const Device* dev, const Arrays* a, const Variant* v, bool account) {
-    MatmulGeluTuning t = {v->group, v->skew, v->store, v->math, account ? a->account : nullptr};
+template <int CLUSTER, int STYLE>
+static void ours(const Device* dev, const Arrays* a, const Variant* v) {
+    MatmulGeluTuning t = {v->group, v->hint, a->account};
     if (v->backward)
-        matmul_gelu_backward<CLUSTER, float>(dev, a->out, a->dbias, a->scratch, a->dout, a->dweight, a->pre, a->N,
+        matmul_gelu_backward<CLUSTER, STYLE, float>(dev, a->out, a->dbias, a->scratch, a->dout, a->dweight, a->pre, a->N,
                                              a->OC, a->C, false, t);
     else
-        matmul_gelu_forward<CLUSTER>(dev, a->out, a->pre_out, a->inp, a->weight, a->bias, a->N, a->C, a->OC, t);
+        matmul_gelu_forward<CLUSTER, STYLE & 1>(dev, a->out, a->pre_out, a->inp, a->weight, a->bias, a->N, a->C, a->OC, t);
 }
 
-static void run(const Device* dev, const Arrays* a, const Variant* v, bool account) {
+static void run(const Device* dev, const Arrays* a, const Variant* v) {
     if (v->kind == PLAIN && v->backward) matmul_backward_input<bf16>(dev, a->out, a->dout, a->dweight, a->N, a->OC, a->C);
     if (v->kind == PLAIN && !v->backward)
         matmul_forward<bf16>(dev, a->pre_out, nullptr, a->inp, a->weight, a->bias, a->N, a->C, a->OC);
     if (v->kind == EPILOGUE || v->kind == EPILOGUE_BIAS) cublaslt(dev, a, v->backward, a->out, a->pre_out);
     if (v->kind == EPILOGUE_BIAS) backward_bias(dev, a, a->out);
-    if (v->kind == TURNS && v->backward)
-        turns_backward<float>(dev, a->out, a->dbias, a->scratch, a->dout, a->dweight, a->pre, a->N, a->OC, a->C, false);
-    if (v->kind == TURNS && !v->backward)
-        turns_forward(dev, a->out, a->pre_out, a->inp, a->weight, a->bias, a->N, a->C, a->OC);
     if (v->kind != OURS) return;
-    if (v->cluster == 1) ours<1>(dev, a, v, account);
-    if (v->cluster == 2) ours<2>(dev, a, v, account);
-    if (v->cluster == 4) ours<4>(dev, a, v, account);
+    if (v->cluster == 1 && v->style == 0) ours<1, 0>(dev, a, v);
+    if (v->cluster == 2 && v->style == 0) ours<2, 0>(dev, a, v);
+    if (v->cluster == 1 && v->style == 1) ours<1, 1>(dev, a, v);
+    if (v->cluster == 2 && v->style == 1) ours<2, 1>(dev, a, v);
+    if (v->cluster == 1 && v->style == 3) ours<1, 3>(dev, a, v);
+    if (v->cluster == 2 && v->style == 3) ours<2, 3>(dev, a, v);
 }
 
 static const Variant VARIANTS[] = {
-    {"fc plain product", PLAIN, false, 0, 0, 0, 0, 0},
-    {"fc cuBLASLt's epilogue", EPILOGUE, false, 0, 0, 0, 0, 0},
-    {"fc turns, 128 x 192, cluster 2", TURNS, false, 0, 0, 0, 0, 0},
-    {"fc c2 g8", OURS, false, 2, 8, 0, 1, 1},
-    {"fc c2 g8 skew", OURS, false, 2, 8, 1, 1, 1},
-    {"fc c2 g1", OURS, false, 2, 1, 0, 1, 1},
-    {"fc c2 g4 skew", OURS, false, 2, 4, 1, 1, 1},
-    {"fc c1 g16", OURS, false, 1, 16, 0, 1, 1},
-    {"fc c1 g16 skew", OURS, false, 1, 16, 1, 1, 1},
-    {"fc c4 g4", OURS, false, 4, 4, 0, 1, 1},
-    {"fc c2 g8 no gelu", OURS, false, 2, 8, 0, 1, 0},
-    {"fc c2 g8 no store", OURS, false, 2, 8, 0, 0, 1},
-    {"fc c2 g8 skew no gelu", OURS, false, 2, 8, 1, 1, 0},
-    {"d fc plain product", PLAIN, true, 0, 0, 0, 0, 0},
-    {"d fc cuBLASLt's epilogue", EPILOGUE, true, 0, 0, 0, 0, 0},
-    {"d fc cuBLASLt's epilogue, bias kernel", EPILOGUE_BIAS, true, 0, 0, 0, 0, 0},
-    {"d fc turns, with bias", TURNS, true, 0, 0, 0, 0, 0},
-    {"d fc c2 g8", OURS, true, 2, 8, 0, 1, 1},
-    {"d fc c2 g8 skew", OURS, true, 2, 8, 1, 1, 1},
-    {"d fc c2 g1", OURS, true, 2, 1, 0, 1, 1},
-    {"d fc c1 g16", OURS, true, 1, 16, 0, 1, 1},
-    {"d fc c4 g4", OURS, true, 4, 4, 0, 1, 1},
-    {"d fc c2 g8 no store", OURS, true, 2, 8, 0, 0, 1},
+    {"fc plain product", PLAIN, false, 0, 0, 0, 0},
+    {"fc cuBLASLt's epilogue", EPILOGUE, false, 0, 0, 0, 0},
+    {"fc c2 g8", OURS, false, 2, 8, 0, 0},
+    {"fc c2 g8 late", OURS, false, 2, 8, 1, 0},
+    {"fc c2 g8 late hint", OURS, false, 2, 8, 1, 1},
+    {"fc c2 g2 late", OURS, false, 2, 2, 1, 0},
+    {"fc c1 g16", OURS, false, 1, 16, 0, 0},
+    {"fc c1 g16 late", OURS, false, 1, 16, 1, 0},
+    {"fc c1 g16 late hint", OURS, false, 1, 16, 1, 1},
+    {"fc c1 g8 late", OURS, false, 1, 8, 1, 0},
+    {"fc c1 g32 late", OURS, false, 1, 32, 1, 0},
+    {"fc c1 g1 late hint", OURS, false, 1, 1, 1, 1},
+    {"d fc cuBLASLt's epilogue", EPILOGUE, true, 0, 0, 0, 0},
+    {"d fc cuBLASLt's epilogue, bias kernel", EPILOGUE_BIAS, true, 0, 0, 0, 0},
+    {"d fc c2 g8", OURS, true, 2, 8, 0, 0},
+    {"d fc c2 g8 late", OURS, true, 2, 8, 1, 0},
+    {"d fc c2 g8 late mma", OURS, true, 2, 8, 3, 0},
+    {"d fc c2 g8 late mma hint", OURS, true, 2, 8, 3, 1},
+    {"d fc c2 g2 late mma", OURS, true, 2, 2, 3, 0},
+    {"d fc c1 g16 late", OURS, true, 1, 16, 1, 0},
+    {"d fc c1 g16 late mma", OURS, true, 1, 16, 3, 0},
+    {"d fc c1 g16 late mma hint", OURS, true, 1, 16, 3, 1},
+    {"d fc c1 g8 late mma", OURS, true, 1, 8, 3, 0},
+    {"d fc c1 g32 late mma", OURS, true, 1, 32, 3, 0},
 };
 constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
 
@@ -167,9 +166,9 @@ static bool is_right(const Device* dev, int64_t N, int C, int OC) {
     bool all = true;
     const double bound = 1.0 / 256;  // bf16's epsilon
     for (const Variant& v : VARIANTS) {
-        if (v.kind != OURS || !v.store || !v.math) continue;
+        if (v.kind != OURS) continue;
         device_zero(dev, a.out, wide * 2), device_zero(dev, a.pre_out, wide * 2);
-        run(dev, &a, &v, false);
+        run(dev, &a, &v);
         check(cudaStreamSynchronize(dev->stream));
         float *got = host_floats(dev, a.out, wide), *got_pre = host_floats(dev, a.pre_out, wide);
         double error = relative_error(got, v.backward ? want_d : want, wide), second;
@@ -195,7 +194,7 @@ static bool is_right(const Device* dev, int64_t N, int C, int OC) {
 
 static double run_ms(const Device* dev, const Arrays* a, const Variant* v, int times, const cudaEvent_t event[2]) {
     check(cudaEventRecord(event[0], dev->stream));
-    for (int i = 0; i < times; i++) run(dev, a, v, false);
+    for (int i = 0; i < times; i++) run(dev, a, v);
     check(cudaEventRecord(event[1], dev->stream));
     check(cudaEventSynchronize(event[1]));
     float ms;
@@ -210,13 +209,17 @@ static void time_shape(const Device* dev, int64_t N, int C, int rounds) {
     check(cudaEventCreate(&event[0]));
     check(cudaEventCreate(&event[1]));
     const double flops = 8.0 * (double)N * (double)C * (double)C;
-    const int times = 1 + (int)(16e9 / (flops / 600));
+    const int times = 1 + (int)(20e9 / (flops / 600));
     double warm = 0.0;
     while (warm < 500.0) warm += times * run_ms(dev, &a, &VARIANTS[1], times, event);
-    double ms[VARIANT_COUNT][16];
+    double ms[VARIANT_COUNT][16], kcycles[VARIANT_COUNT];
     for (int round = 0; round < rounds; round++)
         for (int i = 0; i < VARIANT_COUNT; i++) {
+            run_ms(dev, &a, &VARIANTS[i], times, event);  // what it draws sets the clock
             ms[i][round] = run_ms(dev, &a, &VARIANTS[i], times, event);
+            long long cycles;
+            copy_to_host(dev, &cycles, a.account, sizeof(cycles));
+            kcycles[i] = 1e-3 * (double)cycles;
             for (int at = round; at > 0 && ms[i][at - 1] > ms[i][at]; at--) {
                 double swap = ms[i][at];
                 ms[i][at] = ms[i][at - 1], ms[i][at - 1] = swap;
@@ -227,18 +230,12 @@ static void time_shape(const Device* dev, int64_t N, int C, int rounds) {
         double median = ms[i][rounds / 2];
         printf("%-40s N %5lld C %4d %8.4f ms (%.4f %.4f) %6.1f TFLOP/s", v->name, (long long)N, C, median, ms[i][0],
                ms[i][rounds - 1], flops / median * 1e-9);
-        if (v->kind != PLAIN && v->store + (v->kind != OURS)) {
-            cublaslt(dev, &a, v->backward, a.want, a.want_pre);
-            run(dev, &a, v, false);
-            printf("  differs from cuBLASLt by %.5f", device_error(dev, a.out, a.want, wide));
-            if (!v->backward) printf(", pre %.6f", device_error(dev, a.pre_out, a.want_pre, wide));
-        }
         if (v->kind == OURS) {
-            long long account[5];
-            for (int j = 0; j < 5; j++) run(dev, &a, v, true);
-            copy_to_host(dev, account, a.account, sizeof(account));
-            printf("  kcycles %.0f, waits %.0f %.0f, ends %.0f %.0f", 1e-3 * account[0], 1e-3 * account[1],
-                   1e-3 * account[2], 1e-3 * account[3], 1e-3 * account[4]);
+            cublaslt(dev, &a, v->backward, a.want, a.want_pre);
+            run(dev, &a, v);
+            printf(" kcycles %.0f (%.2f GHz); differs %.5f", kcycles[i], kcycles[i] / median * 1e-3,
+                   device_error(dev, a.out, a.want, wide));
+            if (!v->backward) printf(", pre %.6f", device_error(dev, a.pre_out, a.want_pre, wide));
         }
         printf("\n");
         fflush(stdout);
@@ -255,8 +252,9 @@ int main(int argc, char**) {
         const int64_t small[][3] = {{640, 512, 768}, {1000, 456, 1288}, {1111, 1600, 520}};
         for (auto& s : small) right = is_right(&dev, s[0], (int)s[1], (int)s[2]) && right;
     } else {
-        time_shape(&dev, 65536, 768, 7);
-        time_shape(&dev, 16384, 1600, 7);
+        time_shape(&dev, 65536, 768, 5);
+        time_shape(&dev, 16384, 1600, 5);
+        time_shape(&dev, 32768, 1280, 3);
     }
     device_close(&dev);
     return !right;

@@ -28,8 +28,8 @@ struct MatmulGeluMaps {
 struct MatmulGeluShape {
     int rows, columns, depth;  // of the result; depth is what the products sum over
     int group;                 // rows of clusters that are walked together, column by column
-    int skew, store, math;     // experiments
-    long long* account;        // of block 0: cycles in all, waiting for stages (2 warpgroups), finishing (2)
+    int hint;                  // experiments
+    long long* account;        // of block 0: cycles in all
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -64,6 +64,23 @@ __device__ __forceinline__ int cluster_rank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return (int)rank;
+}
+
+// How long the L2 cache should keep what is stored.
+__device__ __forceinline__ uint64_t mg_policy(int hint) {
+    uint64_t first, normal;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return hint ? first : normal;
+}
+
+__device__ __forceinline__ void tensor_store_hint(const CUtensorMap* map, uint32_t from, int column, int row,
+                                                  uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2,%3,%4}], [%1], %5;" ::"l"(
+            map),
+        "r"(from), "r"(column), "r"(row), "r"(0), "l"(policy)
+        : "memory");
 }
 
 struct MatmulGeluTile {
@@ -160,6 +177,13 @@ __device__ __forceinline__ void mg_store_word(uint32_t to, uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // GELU of 2 N values.
 template <int N>
 __device__ __forceinline__ void mg_gelu(uint32_t (&y)[N], const uint32_t (&x)[N]) {
@@ -216,7 +240,8 @@ using MatmulGeluHeld = uint32_t[MG_COLUMNS / 8][2];
 // Chunk C, 32 columns of pre, of a tile: pre and gelu(pre) into the slots, and every other chunk out.
 template <int C>
 __device__ __forceinline__ void mg_deliver_forward(const MatmulGeluHeld& held, MatmulGeluTile tile,
-                                                   const MatmulGeluPlace& at, const MatmulGeluMaps* maps, bool full, bool math) {
+                                                   const MatmulGeluPlace& at, const MatmulGeluMaps* maps, bool full,
+                                                   uint64_t policy) {
     if (C % 2 == 0) {
         if (at.lane == 0) store_wait_read<0>();
         __syncwarp();
@@ -224,9 +249,9 @@ __device__ __forceinline__ void mg_deliver_forward(const MatmulGeluHeld& held, M
 #pragma unroll
     for (int n = 4 * C; n < 4 * C + 4; n += 2) {
         const uint32_t x[4] = {held[n][0], held[n][1], held[n + 1][0], held[n + 1][1]};
-        uint32_t to = at.slot ^ (n % 8 << 4), y[4] = {x[0], x[1], x[2], x[3]};
+        uint32_t to = at.slot ^ (n % 8 << 4), y[4];
         store_matrices(to, x[0], x[1], x[2], x[3]);
-        if (math) mg_gelu(y, x);
+        mg_gelu(y, x);
         store_matrices(to + MG_SLOT_BYTES, y[0], y[1], y[2], y[3]);
     }
     if (C % 2 == 1) {
@@ -235,8 +260,8 @@ __device__ __forceinline__ void mg_deliver_forward(const MatmulGeluHeld& held, M
         if (at.lane == 0 && full) {
             uint32_t from = at.shared + MG_SLOTS + (at.group * 4 + at.warp) * 2 * MG_SLOT_BYTES;
             int row = tile.row + at.group * 64 + at.warp * 16, column = tile.column + C / 2 * 64;
-            tensor_store(&maps->pre, from, column, row, 0);
-            tensor_store(&maps->out, from + MG_SLOT_BYTES, column, row, 0);
+            tensor_store_hint(&maps->pre, from, column, row, policy);
+            tensor_store_hint(&maps->out, from + MG_SLOT_BYTES, column, row, policy);
             store_commit();
         }
     }
@@ -260,10 +285,10 @@ __device__ __forceinline__ float mg_sum_lanes(const float (&sum)[8], int lane) {
 }
 
 // Chunk C, 32 columns of d, of a tile: into the slot, every other chunk out; its column sums.
-template <int C>
+template <int C, int STYLE>
 __device__ __forceinline__ void mg_deliver_backward(const MatmulGeluHeld& held, MatmulGeluTile tile,
                                                     const MatmulGeluPlace& at, const MatmulGeluMaps* maps, bool full,
-                                                    float* partial, MatmulGeluShape shape) {
+                                                    float* partial, MatmulGeluShape shape, uint64_t policy) {
     if (C % 2 == 0) {
         if (at.lane == 0) store_wait_read<0>();
         __syncwarp();
@@ -273,19 +298,39 @@ __device__ __forceinline__ void mg_deliver_backward(const MatmulGeluHeld& held, 
     for (int n = 4 * C; n < 4 * C + 4; n += 2) {
         store_matrices(at.slot ^ (n % 8 << 4), held[n][0], held[n][1], held[n + 1][0], held[n + 1][1]);
 #pragma unroll
-        for (int m = n; m < n + 2; m++) {
+        for (int m = n; m < n + 2 && !(STYLE & 2); m++) {
             float2 low = mg_unpack(held[m][0]), high = mg_unpack(held[m][1]);
             sum[m % 4 * 2] = low.x + high.x, sum[m % 4 * 2 + 1] = low.y + high.y;
         }
     }
     uint32_t sums = at.extra + C % 2 * 512;
-    int own = at.lane / 8 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;  // the column of this lane's sum
-    mg_store_word(sums + at.warp * 128 + own * 4, __float_as_uint(mg_sum_lanes(sum, at.lane)));
+    if (STYLE & 2) {
+        float total[4] = {};
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 4; n += 2) {
+            uint32_t b[4];
+            load_matrices_transposed(b, at.slot ^ ((4 * C + n) % 8 << 4));
+#pragma unroll
+            for (int m = n; m < n + 2; m++) {
+                uint32_t ones = at.lane / 4 == m ? 0x3f803f80u : 0u;
+                const uint32_t a[4] = {ones, 0, ones, 0};
+                mma(total, a, b[(m - n) * 2], b[(m - n) * 2 + 1]);
+            }
+        }
+        if (at.lane < 16) {
+            uint32_t to = sums + at.warp * 128 + at.lane * 8;
+            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(total[0]), "f"(total[1]) : "memory");
+        }
+    } else {
+        int own = at.lane / 8 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;  // the column of this lane's sum
+        mg_store_word(sums + at.warp * 128 + own * 4, __float_as_uint(mg_sum_lanes(sum, at.lane)));
+    }
     if (C % 2 == 1) fence_async();
     group_sync(1 + at.group, 128);  // the other buffer's sums have been read
     if (C % 2 == 1 && at.lane == 0 && full) {
         uint32_t from = at.shared + MG_SLOTS + (at.group * 4 + at.warp) * 2 * MG_SLOT_BYTES;
-        tensor_store(&maps->out, from, tile.column + C / 2 * 64, tile.row + at.group * 64 + at.warp * 16, 0);
+        tensor_store_hint(&maps->out, from, tile.column + C / 2 * 64, tile.row + at.group * 64 + at.warp * 16, policy);
         store_commit();
     }
     int column = tile.column + C * 32 + at.lane;
@@ -327,7 +372,7 @@ __device__ __forceinline__ void mg_take_slopes(MatmulGeluHeld& held, MatmulGeluT
 }
 
 // A warpgroup: its 64 rows of all tiles of this block.
-template <bool BACKWARD, int CLUSTER, bool ACCOUNT>
+template <bool BACKWARD, int CLUSTER, int STYLE>
 __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const MatmulGeluMaps* maps,
                                            MatmulGeluShape shape, const bf16* bias, float* partial) {
     const int tiles = mg_tiles<CLUSTER>(shape), steps = (shape.depth + MG_DEPTH - 1) / MG_DEPTH;
@@ -338,7 +383,8 @@ __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const Matm
     float c[MG_COLUMNS / 8][4];
     uint32_t round = 0;  // of tiles; its lowest bit is also the bias buffer
     bool full = false;
-    long long waited = 0, finished = 0, begun = ACCOUNT ? clock64() : 0;
+    long long begun = clock64();
+    uint64_t policy = mg_policy(shape.hint);
     if (BACKWARD && at.lane == 0 && (int)(blockIdx.x / CLUSTER) < tiles) mg_fetch_pre(at, tile, 0, maps);
     for (int index = blockIdx.x / CLUSTER; index < tiles; index += clusters, round++) {
         MatmulGeluTile next = mg_tile<CLUSTER>(index + clusters, shape, at.rank);
@@ -352,9 +398,7 @@ __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const Matm
             uint64_t left = uniform_operand(operand_k_major<MG_ROWS>(a + at.group * 64 * PANEL_ROW_BYTES, 0));
             uint64_t right = uniform_operand(BACKWARD ? operand_mn_major<MG_DEPTH>(b, 0)
                                                       : operand_k_major<MG_COLUMNS>(b, 0));
-            long long start = ACCOUNT ? clock64() : 0;
             barrier_wait(mg_full(at.shared, ring.stage), ring.parity);
-            if (ACCOUNT) waited += clock64() - start;
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < MG_DEPTH / 16; j++)
@@ -362,6 +406,8 @@ __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const Matm
                     c, operand_step(left, j * 32), operand_step(right, j * (BACKWARD ? 16 * PANEL_ROW_BYTES : 32)),
                     k > 0 || j > 0);
             wgmma_commit();
+        };
+        auto settle = [&] {
             wgmma_wait<1>();
             if (k > 0) give_back(last);
             last = ring.stage;
@@ -373,18 +419,21 @@ __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const Matm
             int column = tile.column + threadIdx.x % 128 * 2;
             if (column < shape.columns) own_bias = *reinterpret_cast<const uint32_t*>(bias + column);
         }
-        if (shape.skew && at.group == 1) group_sync(3, 256);
 #define MG_CHUNK(C)                                                                              \
     multiply();                                                                                  \
-    if (C == 1 && shape.skew && at.group == 0) group_arrive(3, 256);                             \
+    if (!(STYLE & 1)) settle();                                                                  \
     if (BACKWARD) {                                                                              \
-        mg_deliver_backward<C>(held, before, at, maps, full, partial, shape);                    \
+        mg_deliver_backward<C, STYLE>(held, before, at, maps, full, partial, shape, policy);                    \
         mg_take_slopes<C>(held, tile, next, more, at, maps, C / 2 % 2);                          \
     } else {                                                                                     \
-        mg_deliver_forward<C>(held, before, at, maps, full, shape.math);                         \
+        mg_deliver_forward<C>(held, before, at, maps, full, policy);                         \
     }                                                                                            \
+    if (STYLE & 1) settle();                                                                     \
     if (C % 2 == 1)                                                                              \
-        while (k < (C / 2 + 1) * steps / 4) multiply();
+        while (k < (C / 2 + 1) * steps / 4) {                                                    \
+            multiply();                                                                          \
+            settle();                                                                            \
+        }
         MG_CHUNK(0) MG_CHUNK(1)
         if (!BACKWARD) {
             mg_store_word(at.extra + (round & 1) * 512 + threadIdx.x % 128 * 4, own_bias);
@@ -395,7 +444,6 @@ __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const Matm
         wgmma_wait<0>();
         wgmma_hold(c);
         give_back(last);
-        long long finish = ACCOUNT ? clock64() : 0;
 #pragma unroll
         for (int n = 0; n < MG_COLUMNS / 8; n++) {
             if (BACKWARD) {
@@ -408,21 +456,17 @@ __device__ __forceinline__ void mg_consume(const MatmulGeluPlace& at, const Matm
                 held[n][1] = mg_pack(c[n][2] + add.x, c[n][3] + add.y);
             }
         }
-        if (ACCOUNT) finished += clock64() - finish;
-        before = tile, tile = next, full = shape.store;
+        before = tile, tile = next, full = true;
     }
 #define MG_CHUNK(C)                                                                 \
     if (BACKWARD)                                                                   \
-        mg_deliver_backward<C>(held, before, at, maps, full, partial, shape);       \
+        mg_deliver_backward<C, STYLE>(held, before, at, maps, full, partial, shape, policy);       \
     else                                                                            \
-        mg_deliver_forward<C>(held, before, at, maps, full, shape.math);
+        mg_deliver_forward<C>(held, before, at, maps, full, policy);
     MG_CHUNK(0) MG_CHUNK(1) MG_CHUNK(2) MG_CHUNK(3) MG_CHUNK(4) MG_CHUNK(5) MG_CHUNK(6) MG_CHUNK(7)
 #undef MG_CHUNK
     if (at.lane == 0) store_wait_read<0>();
-    if (ACCOUNT && blockIdx.x == 0 && threadIdx.x % 128 == 0) {
-        shape.account[0] = clock64() - begun;
-        shape.account[1 + at.group] = waited, shape.account[3 + at.group] = finished;
-    }
+    if (blockIdx.x == 0 && threadIdx.x % 128 == 0) shape.account[at.group] = clock64() - begun;
 }
 
 template <int CLUSTER>
@@ -440,7 +484,7 @@ __device__ __forceinline__ void mg_barriers(uint32_t shared) {
 // Grid a multiple of CLUSTER blocks, block 384, shared memory MG_SHARED_BYTES; columns and depth multiples of 8, depth
 // at least MG_LEAST_DEPTH, any rows. bias (columns): forward. partial (ceil(rows / 64), columns): backward.
 // Deterministic.
-template <bool BACKWARD, int CLUSTER, bool ACCOUNT>
+template <bool BACKWARD, int CLUSTER, int STYLE>
 __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_constant__ MatmulGeluMaps maps,
                                                              MatmulGeluShape shape, const bf16* bias, float* partial) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -461,7 +505,7 @@ __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_consta
         MatmulGeluPlace at = {
             shared, slots + panel_offset(lane % 16, lane / 16), shared + MG_EXTRA + group * 1024, rank, group,
             warp,   lane};
-        mg_consume<BACKWARD, CLUSTER, ACCOUNT>(at, &maps, shape, bias, partial);
+        mg_consume<BACKWARD, CLUSTER, STYLE>(at, &maps, shape, bias, partial);
     }
     if (CLUSTER > 1) cluster_sync();  // the other block may still write into this one's shared memory
 #else
@@ -470,14 +514,14 @@ __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_consta
 }
 
 struct MatmulGeluTuning {
-    int group, skew, store, math;
+    int group, hint;
     long long* account;
 };
 
-template <bool BACKWARD, int CLUSTER, bool ACCOUNT>
+template <bool BACKWARD, int CLUSTER, int STYLE>
 void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, MatmulGeluShape shape, const bf16* bias,
                         float* partial) {
-    auto kernel = matmul_gelu_kernel<BACKWARD, CLUSTER, ACCOUNT>;
+    auto kernel = matmul_gelu_kernel<BACKWARD, CLUSTER, STYLE>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MG_SHARED_BYTES));
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -500,12 +544,12 @@ void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, MatmulGel
 }
 
 // out, pre: (N, OC); inp: (N, C); weight: (OC, C); bias: (OC).
-template <int CLUSTER>
+template <int CLUSTER, int STYLE>
 void matmul_gelu_forward(const Device* dev, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
                          const bf16* bias, int64_t N, int C, int OC, MatmulGeluTuning t) {
     MatmulGeluMaps maps = {tensor_map(inp, 1, N, C, MG_ROWS), tensor_map(weight, 1, OC, C, MG_COLUMNS / CLUSTER),
                            tensor_map(out, 1, N, OC, 16), tensor_map(pre, 1, N, OC, 16)};
-    (t.account ? matmul_gelu_launch<false, CLUSTER, true> : matmul_gelu_launch<false, CLUSTER, false>)(dev, &maps, {(int)N, OC, C, t.group, t.skew, t.store, t.math, t.account}, bias, nullptr);
+    matmul_gelu_launch<false, CLUSTER, STYLE>(dev, &maps, {(int)N, OC, C, t.group, t.hint, t.account}, bias, nullptr);
 }
 
 inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
@@ -514,11 +558,11 @@ inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
 
 // dinp: (N, C) = (dout W) * gelu'(pre); dbias: (C) (+)= its column sums; scratch: matmul_gelu_scratch_bytes;
 // dout: (N, OC); weight: (OC, C); pre: (N, C).
-template <int CLUSTER, typename G>
+template <int CLUSTER, int STYLE, typename G>
 void matmul_gelu_backward(const Device* dev, bf16* dinp, G* dbias, float* scratch, const bf16* dout, const bf16* weight,
                           const bf16* pre, int64_t N, int C, int OC, bool accumulate, MatmulGeluTuning t) {
     MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC, MG_ROWS), tensor_map(weight, 1, OC, C, MG_DEPTH),
                            tensor_map(dinp, 1, N, C, 16), tensor_map(pre, 1, N, C, 16)};
-    (t.account ? matmul_gelu_launch<true, CLUSTER, true> : matmul_gelu_launch<true, CLUSTER, false>)(dev, &maps, {(int)N, C, OC, t.group, t.skew, t.store, t.math, t.account}, nullptr, scratch);
+    matmul_gelu_launch<true, CLUSTER, STYLE>(dev, &maps, {(int)N, C, OC, t.group, t.hint, t.account}, nullptr, scratch);
     column_sum(dev, &dbias, 1, scratch, (int)ceil_div(N, 64), C, accumulate);
 }
