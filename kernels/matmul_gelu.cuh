@@ -325,17 +325,20 @@ __device__ __forceinline__ void mg_look_ahead(MatmulGeluWork& w) {
     w.next = w.more ? mg_tile(index, w.shape) : w.tile;
 }
 
-// The steps of a tile's product from chunk C on: one with each chunk, the others after every second.
+// The steps of a tile's product from chunk C on: one with each chunk, the others after every second. Forward, a chunk
+// begins when the step before its own has ended and its stage is given back. Backward, where a chunk is twice as long,
+// it begins at once, with two steps under way (dev/LOG.md has both times).
 template <bool BACKWARD, int C>
 __device__ __forceinline__ void mg_multiply(MatmulGeluWork& w, int steps) {
     if constexpr (C < MG_CHUNKS) {
         mg_start_step<BACKWARD>(w);
-        mg_end_step(w);
         if (C == 4) mg_look_ahead(w);
         if constexpr (BACKWARD) {
             mg_deliver_backward<C>(w);
             mg_take_slopes<C>(w);
+            mg_end_step(w);
         } else {
+            mg_end_step(w);
             mg_deliver_forward<C>(w);
             if (C == 2) mg_place_bias(w);
         }
