@@ -208,7 +208,8 @@ static int64_t scratch_bytes(const Model* m) {
     const Config* c = &m->config;
     int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
     int64_t others[] = {layernorm_backward_scratch_bytes(m->dev, c->C),
-                        matmul_backward_bias_scratch_bytes(m->dev, 4 * c->C), global_norm_scratch_bytes(m->dev),
+                        matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C), global_norm_scratch_bytes(m->dev),
+                        matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
                         m->shard ? m->elements / SHARD_TILE * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;

@@ -1,8 +1,8 @@
-// The instructions of sm_90a that the attention kernels and the classifier are made of: barriers in shared memory
-// (mbarrier), the copy engine's copies of tensors and of runs of bytes (TMA), the matrix product of a warpgroup of 128
-// threads (wgmma), the register budget of a warpgroup (setmaxnreg) and barriers of some of a block's warps. One
-// function an instruction; what each does and which layout it wants is said at its declaration, with the section of
-// NVIDIA's PTX ISA that defines it (by title: the numbers move from one edition to the next).
+// The instructions of sm_90a that the attention kernels, the classifier and the products next to GELU are made of:
+// barriers in shared memory (mbarrier), the copy engine's copies of tensors and of runs of bytes (TMA), the matrix
+// product of a warpgroup of 128 threads (wgmma), the register budget of a warpgroup (setmaxnreg) and barriers of some
+// of a block's warps. One function an instruction; what each does and which layout it wants is said at its declaration,
+// with the section of NVIDIA's PTX ISA that defines it (by title: the numbers move from one edition to the next).
 //
 // Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
 // after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
@@ -305,6 +305,8 @@ struct Wgmma;
 #define REGISTERS_80 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define REGISTERS_88 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define REGISTERS_96 REGISTERS_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGISTERS_112 REGISTERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define REGISTERS_128 REGISTERS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define OPERANDS_8(n)                                                                                 \
     "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]), \
         "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
@@ -317,6 +319,7 @@ struct Wgmma;
 #define OPERANDS_80(n) OPERANDS_64(n), OPERANDS_16(n + 16)
 #define OPERANDS_88(n) OPERANDS_80(n), OPERANDS_8(n + 20)
 #define OPERANDS_96(n) OPERANDS_64(n), OPERANDS_32(n + 16)
+#define OPERANDS_128(n) OPERANDS_64(n), OPERANDS_64(n + 16)
 // R = N / 2 registers, followed by the numbers R to R + 6 of the operands after them.
 #define WGMMA(N, R, r0, r1, r2, r3, r4, r5, r6)                                                                     \
     template <>                                                                                                     \
@@ -347,7 +350,9 @@ WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
 WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
 WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
+#undef OPERANDS_128
 #undef OPERANDS_96
 #undef OPERANDS_88
 #undef OPERANDS_80
@@ -358,6 +363,8 @@ WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 #undef OPERANDS_32
 #undef OPERANDS_16
 #undef OPERANDS_8
+#undef REGISTERS_128
+#undef REGISTERS_112
 #undef REGISTERS_96
 #undef REGISTERS_88
 #undef REGISTERS_80

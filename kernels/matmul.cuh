@@ -3,9 +3,10 @@
 // dinp = dout W and dweight (+)= dout^T inp are the other two products, dbias (+)= the column sums of dout.
 //
 // On the GPU the products are cuBLASLt's, always with fp32 accumulation, and fp32 inputs are multiplied as fp32 (never
-// TF32). GELU rides in the epilogues: forward writes the input of GELU beside its output, and the gradient by the input
-// is multiplied by gelu' before it is stored. cuBLASLt thinks in columns: a row-major (R, K) matrix is its (K, R)
-// matrix, so that out^T = op(W) inp^T and so on.
+// TF32). The two next to GELU, which write the input of GELU beside its output, or multiply the gradient by gelu'
+// before it is stored, are ours on Hopper (matmul_gelu.cuh), and elsewhere and at small shapes cuBLASLt's with GELU in
+// the epilogue. cuBLASLt thinks in columns: a row-major (R, K) matrix is its (K, R) matrix, so that out^T = op(W) inp^T
+// and so on.
 //
 // Where an epilogue has no algorithm, the product runs without it and gelu.cuh's kernel follows; so it does in fp32,
 // where the epilogue's tanh is not promised to be good to fp32.
@@ -16,6 +17,7 @@
 #include "common.cuh"
 #include "cpu_gemm.h"
 #include "gelu.cuh"
+#include "matmul_gelu.cuh"
 #include "matmul_plan.cuh"
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
@@ -118,6 +120,12 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
         return;
     }
     cublasLtEpilogue_t plain = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (pre_gelu && bias && matmul_gelu_fits(dev, N, OC, C)) {
+            matmul_gelu_forward(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
+            return;
+        }
+    }
     if (pre_gelu && std::is_same_v<X, bf16>) {
         cublasLtEpilogue_t gelu = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
         MatmulPointers fused = {weight, inp, out, bias, pre_gelu};
@@ -180,6 +188,12 @@ void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* 
     column_sum<G>(dev, &dbias, 1, scratch, slices, OC, accumulate);
 }
 
+inline int64_t matmul_backward_gelu_scratch_bytes(const Device* dev, int64_t N, int C) {
+    if (!dev->gpu) return 0;
+    int64_t ours = matmul_gelu_scratch_bytes(N, C), bias = matmul_backward_bias_scratch_bytes(dev, C);
+    return ours > bias ? ours : bias;
+}
+
 // Back through a linear layer to the GELU before it and the bias before that: dinp: (N, C) = (dout W) *
 // gelu'(pre_gelu), dbias: (C) (+)= its column sums. dout: (N, OC); weight: (OC, C); pre_gelu: (N, C); scratch:
 // matmul_backward_gelu_scratch_bytes
@@ -194,6 +208,10 @@ void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, 
     }
     bool fused = false;
     if constexpr (std::is_same_v<X, bf16>) {
+        if (matmul_gelu_fits(dev, N, C, OC)) {
+            matmul_gelu_backward(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
+            return;
+        }
         MatmulPointers pointers = {weight, dout, dinp, nullptr, pre_gelu};
         fused = matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DGELU, false);
     }

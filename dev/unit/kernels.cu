@@ -572,7 +572,7 @@ void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev
     Array<X> dinp = array_of<X>(dev, N * C, nullptr);
     Array<G> dbias = array_random<G>(dev, C, 4, 1.0f);
     float *want = floats(N * C), *want_bias = floats(C), *begin = accumulate ? random_floats(C, 4, 1.0f) : nullptr;
-    float* scratch = (float*)device_alloc(dev, matmul_backward_bias_scratch_bytes(dev, C));
+    float* scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, C));
     double bound = product_bound(OC, 2.0 / sqrt(OC));
     matmul_backward_input_cpu(want, d.host, weight.host, N, C, OC);
     check_output(test, worst, dev, "dinp", &dinp, nullptr, want, bound,
@@ -630,8 +630,9 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
     device_free(dev, scratch);
 }
 
-const int MATMUL_SHAPES[][3] = {{1, 64, 64},     {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
-                                {37, 64, 50304}, {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288}};
+const int MATMUL_SHAPES[][3] = {{1, 64, 64},       {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
+                                {37, 64, 50304},   {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288},
+                                {3000, 456, 1544}, {3000, 1544, 456}};
 
 TEST(matmul_forward_gpu) {
     Device dev;
@@ -661,6 +662,51 @@ TEST(matmul_backward_gpu) {
     }
     device_close(&dev);
     note_worst(test, worst);
+}
+
+// The product with GELU of our own at shapes with rows, columns and steps over, blocks with one tile and with two:
+// that it takes part in the tests above on a GPU that has it, that GELU has the bits of the kernel that computes it
+// again, and that a second run has the bits of the first.
+void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int OC) {
+    Array<bf16> inp = array_random<bf16>(dev, N * C, 1, 1.0f), bias = array_random<bf16>(dev, OC, 3, 1.0f);
+    Array<bf16> weight = array_random<bf16>(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)C));
+    Array<bf16> out = array_of<bf16>(dev, N * OC, nullptr), pre = array_of<bf16>(dev, N * OC, nullptr);
+    Array<bf16> again = array_of<bf16>(dev, N * OC, nullptr), d = array_random<bf16>(dev, N * C, 5, 1.0f);
+    Array<float> dbias = array_random<float>(dev, OC, 4, 1.0f);
+    float *scratch = (float*)device_alloc(dev, matmul_gelu_scratch_bytes(N, OC)), *sums[2];
+    bf16* bits[2];
+    expect(matmul_gelu_fits(dev, N, OC, C), "(%lld, %d) x %d goes to cuBLASLt", (long long)N, OC, C);
+    matmul_forward(dev, out.device, pre.device, inp.device, weight.device, bias.device, N, C, OC);
+    gelu_forward(dev, again.device, pre.device, N * OC);
+    for (int run = 0; run < 2; run++) {
+        bits[run] = (bf16*)malloc(N * OC * sizeof(bf16)), sums[run] = floats(OC);
+        copy_to_host(dev, bits[run], run ? again.device : out.device, N * OC * sizeof(bf16));
+    }
+    expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "GELU in the product has other bits than the kernel");
+    for (int run = 0; run < 2; run++) {  // weight as (C, OC): that of the layer above
+        device_zero(dev, again.device, N * OC * sizeof(bf16));
+        matmul_backward_gelu(dev, again.device, dbias.device, scratch, d.device, weight.device, pre.device, N, OC, C,
+                             false);
+        copy_to_host(dev, bits[run], again.device, N * OC * sizeof(bf16));
+        copy_to_host(dev, sums[run], dbias.device, OC * sizeof(float));
+    }
+    expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "the second backward pass has other bits");
+    expect(memcmp(sums[0], sums[1], OC * sizeof(float)) == 0, "the second bias gradient has other bits");
+    for (int run = 0; run < 2; run++) free(bits[run]), free(sums[run]);
+    array_free(dev, &inp), array_free(dev, &bias), array_free(dev, &weight), array_free(dev, &out);
+    array_free(dev, &pre), array_free(dev, &again), array_free(dev, &d), array_free(dev, &dbias);
+    device_free(dev, scratch);
+}
+
+TEST(matmul_gelu_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    if (dev.compute == 90 && matmul_gelu_is_built()) {
+        matmul_gelu_gpu_case(test, &dev, 3000, 456, 1544);
+        matmul_gelu_gpu_case(test, &dev, 16384, 768, 3072);
+        matmul_gelu_gpu_case(test, &dev, 20001, 1600, 264);
+    }
+    device_close(&dev);
 }
 
 template <typename X, typename G>

@@ -1,0 +1,171 @@
+// The products next to GELU at the trainer's shapes: cuBLASLt's plain product, its epilogue (backward with the bias
+// gradient's kernel, which ours needs not), and ours (kernels/matmul_gelu.cuh). Ours is checked against the plain C
+// version first, at odd shapes too. A product draws all the power that the card may use, so its clock depends on what
+// ran before: half a second of products comes first, then the variants take turns, each run 20 ms before its 20 ms
+// count, and the median of the rounds is printed.
+//   make build/dev/matmul_gelu && ./build/dev/matmul_gelu
+#include "../kernels/matmul.cuh"
+#include "timing.h"
+
+struct Arrays {
+    int64_t N;
+    int C, OC;  // inp, dout (N, C); pre, given, out (N, OC); weight (OC, C); dweight (C, OC)
+    bf16 *inp, *weight, *bias, *pre, *given, *out, *dout, *dweight;
+    float *dbias, *scratch;
+};
+
+// Uniform in [-scale, scale). Grid ceil(n / 256), block 256.
+__global__ void fill_kernel(bf16* values, int64_t n, float scale, uint32_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z ^= z >> 27;
+    values[i] = __float2bfloat16(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
+}
+
+static bf16* filled(const Device* dev, int64_t n, float scale, uint32_t seed) {
+    bf16* values = (bf16*)device_alloc(dev, n * 2);
+    fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale, seed);
+    check_launch();
+    return values;
+}
+
+static Arrays arrays_open(const Device* dev, int64_t N, int C, int OC) {
+    float scale = 2.0f / sqrtf((float)C);
+    Arrays a;
+    a.N = N, a.C = C, a.OC = OC;
+    a.inp = filled(dev, N * C, 1.0f, 1), a.weight = filled(dev, (int64_t)OC * C, scale, 2);
+    a.bias = filled(dev, OC, 1.0f, 3), a.given = filled(dev, N * OC, 4.0f, 4), a.out = filled(dev, N * OC, 1.0f, 5);
+    a.dout = filled(dev, N * C, 1.0f, 6), a.dweight = filled(dev, (int64_t)OC * C, scale, 7);
+    a.pre = filled(dev, N * OC, 1.0f, 8);
+    a.dbias = (float*)device_alloc(dev, OC * 4);
+    a.scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, OC));
+    return a;
+}
+
+static void arrays_close(const Device* dev, Arrays* a) {
+    void* all[] = {a->inp, a->weight, a->bias, a->pre, a->given, a->out, a->dout, a->dweight, a->dbias, a->scratch};
+    for (void* array : all) device_free(dev, array);
+}
+
+static void forward_plain(const Device* dev, const Arrays* a) {
+    matmul_forward<bf16>(dev, a->pre, nullptr, a->inp, a->weight, a->bias, a->N, a->C, a->OC);
+}
+static void forward_epilogue(const Device* dev, const Arrays* a) {
+    MatmulPointers fused = {a->weight, a->inp, a->out, a->bias, a->pre};
+    matmul_launch<bf16, bf16>(dev, &fused, CUBLAS_OP_T, CUBLAS_OP_N, a->OC, a->N, a->C, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+                              false);
+}
+static void forward_ours(const Device* dev, const Arrays* a) {
+    matmul_gelu_forward(dev, a->out, a->pre, a->inp, a->weight, a->bias, a->N, a->C, a->OC);
+}
+static void backward_plain(const Device* dev, const Arrays* a) {
+    matmul_backward_input<bf16>(dev, a->out, a->dout, a->dweight, a->N, a->OC, a->C);
+}
+static void backward_epilogue(const Device* dev, const Arrays* a) {
+    MatmulPointers fused = {a->dweight, a->dout, a->out, nullptr, a->given};
+    matmul_launch<bf16, bf16>(dev, &fused, CUBLAS_OP_N, CUBLAS_OP_N, a->OC, a->N, a->C, CUBLASLT_EPILOGUE_DGELU, false);
+    matmul_backward_bias<bf16, float>(dev, a->dbias, a->scratch, a->out, a->N, a->OC, false);
+}
+static void backward_ours(const Device* dev, const Arrays* a) {
+    matmul_gelu_backward<float>(dev, a->out, a->dbias, a->scratch, a->dout, a->dweight, a->given, a->N, a->OC, a->C,
+                                false);
+}
+
+struct Variant {
+    const char* name;
+    void (*run)(const Device* dev, const Arrays* arrays);
+};
+static const Variant VARIANTS[] = {
+    {"fc: plain product", forward_plain},
+    {"fc: cuBLASLt's epilogue", forward_epilogue},
+    {"fc: prod", forward_ours},
+    {"d fc: plain product", backward_plain},
+    {"d fc: cuBLASLt's epilogue, bias kernel", backward_epilogue},
+    {"d fc: prod", backward_ours},
+};
+constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
+
+static bool is_right(const Device* dev, int64_t N, int C, int OC) {
+    Arrays a = arrays_open(dev, N, C, OC);
+    int64_t wide = N * OC;
+    float *inp = host_floats(dev, a.inp, N * C), *weight = host_floats(dev, a.weight, (int64_t)OC * C);
+    float *bias = host_floats(dev, a.bias, OC), *given = host_floats(dev, a.given, wide);
+    float *dout = host_floats(dev, a.dout, N * C), *dweight = host_floats(dev, a.dweight, (int64_t)OC * C);
+    float *want = (float*)malloc(wide * 4), *want_pre = (float*)malloc(wide * 4), *sums = (float*)malloc(2 * OC * 4);
+    matmul_backward_gelu_cpu(want, sums, dout, dweight, given, N, OC, C, false);
+    backward_ours(dev, &a);
+    check(cudaStreamSynchronize(dev->stream));
+    float* got = host_floats(dev, a.out, wide);
+    double error_d = relative_error(got, want, wide);
+    column_sum_cpu(sums, got, N, OC, false);
+    copy_to_host(dev, sums + OC, a.dbias, OC * 4);
+    double error_bias = relative_error(sums + OC, sums, OC);
+    matmul_forward_cpu(want, want_pre, inp, weight, bias, N, C, OC);
+    forward_ours(dev, &a);
+    check(cudaStreamSynchronize(dev->stream));
+    float *out = host_floats(dev, a.out, wide), *pre = host_floats(dev, a.pre, wide);
+    double error_out = relative_error(out, want, wide), error_pre = relative_error(pre, want_pre, wide);
+    const double bound = 1.0 / 256;  // bf16's epsilon
+    bool right = error_d < bound && error_out < 2 * bound && error_pre < bound && error_bias < 1e-5;
+    printf("N %5lld C %4d OC %4d  errors / bf16 epsilon: pre %.2f, out %.2f, d %.2f; bias %.1e  %s\n", (long long)N, C,
+           OC, error_pre / bound, error_out / bound, error_d / bound, error_bias, right ? "ok" : "WRONG");
+    free(inp), free(weight), free(bias), free(given), free(dout), free(dweight), free(want), free(want_pre), free(sums);
+    free(got), free(out), free(pre);
+    arrays_close(dev, &a);
+    return right;
+}
+
+// Milliseconds of one of `times` runs.
+static double run_ms(const Device* dev, const Arrays* a, const Variant* v, int times, const cudaEvent_t event[2]) {
+    check(cudaEventRecord(event[0], dev->stream));
+    for (int i = 0; i < times; i++) v->run(dev, a);
+    check(cudaEventRecord(event[1], dev->stream));
+    check(cudaEventSynchronize(event[1]));
+    float ms;
+    check(cudaEventElapsedTime(&ms, event[0], event[1]));
+    return ms / times;
+}
+
+static void time_shape(const Device* dev, int64_t N, int C) {
+    constexpr int ROUNDS = 7;
+    Arrays a = arrays_open(dev, N, C, 4 * C);
+    cudaEvent_t event[2];
+    check(cudaEventCreate(&event[0]));
+    check(cudaEventCreate(&event[1]));
+    const double flops = 8.0 * (double)N * (double)C * (double)C;
+    const int times = 1 + (int)(20e-3 * 600e12 / flops);
+    for (double warm = 0.0; warm < 500.0;) warm += times * run_ms(dev, &a, &VARIANTS[0], times, event);
+    double ms[VARIANT_COUNT][ROUNDS];
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int i = 0; i < VARIANT_COUNT; i++) {
+            run_ms(dev, &a, &VARIANTS[i], times, event);
+            double now = run_ms(dev, &a, &VARIANTS[i], times, event);
+            int at = round;
+            for (; at > 0 && ms[i][at - 1] > now; at--) ms[i][at] = ms[i][at - 1];
+            ms[i][at] = now;
+        }
+    }
+    for (int i = 0; i < VARIANT_COUNT; i++)
+        printf("%-42s N %5lld C %4d %8.4f ms (%.4f to %.4f) %6.1f TFLOP/s\n", VARIANTS[i].name, (long long)N, C,
+               ms[i][ROUNDS / 2], ms[i][0], ms[i][ROUNDS - 1], flops / ms[i][ROUNDS / 2] * 1e-9);
+    fflush(stdout);
+    check(cudaEventDestroy(event[0]));
+    check(cudaEventDestroy(event[1]));
+    arrays_close(dev, &a);
+}
+
+int main() {
+    Device dev;
+    device_open(&dev, true, 0);
+    printf("%s\n", dev.name);
+    if (!matmul_gelu_fits(&dev, 65536, 3072, 768)) user_error("matmul_gelu: ours needs an H100 or H200, and sm_90a");
+    bool right = true;
+    const int64_t small[][3] = {{640, 512, 768}, {1000, 456, 1288}, {1111, 1600, 520}, {9000, 768, 1032}};
+    for (auto& s : small) right = is_right(&dev, s[0], (int)s[1], (int)s[2]) && right;
+    const int64_t shapes[][2] = {{65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
+    for (auto& s : shapes) time_shape(&dev, s[0], (int)s[1]);
+    device_close(&dev);
+    return !right;
+}
