@@ -35,9 +35,13 @@ def write_tokens(path, tokens):
 
 
 def memory_in_use():
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=" + (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]]
-    found = subprocess.run(query, capture_output=True, text=True).stdout.split()
-    return int(found[0]) / 1024 if found else 0.0
+    """GiB on the first visible GPU."""
+    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=" + first]
+    found = subprocess.run(query, capture_output=True, text=True)
+    if found.returncode != 0:
+        raise SystemExit("scaling: %s: %s" % (" ".join(query), found.stdout + found.stderr))
+    return int(found.stdout) / 1024
 
 
 class Run:
@@ -78,7 +82,10 @@ class Run:
             raise SystemExit(self.words + "\n" + output)
         unit = re.search(r" = ([0-9.]+) (GiB|MiB) of", output)
         plan = float(unit.group(1)) / (1 if unit.group(2) == "GiB" else 1024)
+        end = time.monotonic() + 60
         while memory_in_use() > self.before + 0.1:
+            if time.monotonic() > end:
+                raise SystemExit("scaling: memory of the first GPU is taken since the run began, by another program?")
             time.sleep(0.1)
         return statistics.median(line["step_s"] for line in train[skip:]), plan, self.seen, train[-1]["loss"]
 
