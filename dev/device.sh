@@ -3,6 +3,7 @@
 #   dev/device.sh test       build, make test
 #   dev/device.sh bench      make bench, attention's table
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
+#   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh multi      on 2 or 4 GPUs: the tests of several ranks, torchrun's and Slurm's variables, the scaling table (SCALING=arguments)
 #   dev/device.sh sanitize   make sanitize
@@ -82,6 +83,6 @@ for step in "$@"; do
     sanitize)
         build test_gpt2
         make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 ;;
-    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, presets, multi or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, multi or sanitize" >&2; exit 2 ;;
     esac
 done
