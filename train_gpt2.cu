@@ -1896,6 +1896,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
             o->formats);
     }
     if (launch->world > 1) {
+        if (dev.gpu) comm_require_own_gpu(launch);
         comm_open(&shard.comm, launch, &dev);
         shard.mode = shard_mode_from(o->shard);
         shard.late = !shard.comm.peers && shard.comm.rate > SHARD_LATE_RATE;

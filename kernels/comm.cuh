@@ -420,6 +420,36 @@ inline double comm_rate(const Comm* comm) {
     return (double)((comm->world - 1) * PIECE) / seconds[0];
 }
 
+// What tells one GPU of all machines from another.
+struct GpuCard {
+    char machine[64];
+    cudaUUID_t gpu;
+};
+
+// One rank a GPU: copy engines would serve two on one, each at half the speed, and nobody would be told.
+inline void comm_require_own_card(const Launch* launch, const GpuCard* own) {
+    for (int r = 0; r < launch->world; r++) {
+        GpuCard card = *own;
+        launch_share(launch, r, &card, sizeof(card));
+        if (r >= launch->rank || memcmp(&card, own, sizeof(card)) != 0) continue;
+        user_error(
+            "ranks %d and %d have the same GPU of the same machine; start one rank a GPU, or show each its own by "
+            "CUDA_VISIBLE_DEVICES",
+            r, launch->rank);
+    }
+}
+
+inline void comm_require_own_gpu(const Launch* launch) {
+    int device;
+    cudaDeviceProp properties;
+    GpuCard own = {};
+    check(cudaGetDevice(&device));
+    check(cudaGetDeviceProperties(&properties, device));
+    peer_machine(own.machine);
+    own.gpu = properties.uuid;
+    comm_require_own_card(launch, &own);
+}
+
 inline void nccl_join(Comm* comm) {
     ncclUniqueId id = {};
     check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere

@@ -305,6 +305,41 @@ static void peers_main(Launch* launch) {
     device_close(&dev);
 }
 
+// Ranks 1 and 2 have one GPU, or, of two machines, GPUs that look alike.
+static void same_card_main(Launch* launch) {
+    GpuCard card = {"a machine", {}};
+    card.gpu.bytes[15] = (char)(launch->rank == 2 ? 1 : launch->rank);
+    comm_require_own_card(launch, &card);
+}
+
+static void own_card_main(Launch* launch) {
+    GpuCard card = {"a machine", {}};
+    card.machine[0] = (char)('a' + launch->rank % 2);
+    card.gpu.bytes[15] = (char)(launch->rank / 2);
+    comm_require_own_card(launch, &card);
+}
+
+TEST(exchange_own_card) {
+    char text[4096];
+    int code = run_ranks(4, own_card_main, text, sizeof(text));
+    expect(code == 0, "%d, %s", code, text);
+    code = run_ranks(3, same_card_main, text, sizeof(text));
+    expect(code == 2 && strstr(text, "ranks 1 and 2 have the same GPU of the same machine"), "%d, %s", code, text);
+}
+
+static void first_gpu_main(Launch* launch) {
+    Device dev;
+    device_open(&dev, true, 0);
+    comm_require_own_gpu(launch);
+}
+
+TEST(exchange_own_card_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    char text[4096];
+    int code = run_ranks(2, first_gpu_main, text, sizeof(text));
+    expect(code == 2 && strstr(text, "ranks 0 and 1 have the same GPU of the same machine"), "%d, %s", code, text);
+}
+
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     char text[4096];
