@@ -212,11 +212,16 @@ inline void stand_in_broadcast(const Comm* comm, const void* from, void* to, int
 
 // The copy engines.
 
-// NULL when not every rank can write to every other's memory, or NIBBLE_NCCL is set; the same on all.
+// Who names a library of NCCL's wants it; and where one GPU's memory is broken to another, NCCL_P2P_DISABLE says so.
+inline bool peers_wanted() {
+    const char* disabled = getenv("NCCL_P2P_DISABLE");
+    return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
+}
+
+// NULL when not every rank can write to every other's memory, or one does not want to; the same on all.
 inline Peers* peers_open(const Launch* launch) {
     Peers* peers = (Peers*)calloc(1, sizeof(Peers));
-    bool wanted = !getenv("NIBBLE_NCCL");
-    PeerCard own = peers_begin(peers, launch->rank, wanted ? launch->world : 0);
+    PeerCard own = peers_begin(peers, launch->rank, peers_wanted() ? launch->world : 0);
     bool failed = !own.good;
     for (int r = 0; r < launch->world; r++) {
         PeerCard card = own;
@@ -365,8 +370,8 @@ inline void comm_group(const Comm* comm, bool begin) {
 // Opening.
 
 // Connections are made when they are first used: here, so that what fails fails at the start, what NCCL takes is known
-// to the memory plan, and bytes that do not arrive as they were sent are found.
-inline void comm_try(const Comm* comm) {
+// to the memory plan, and bytes that do not arrive, or not as they were sent, are found.
+inline void comm_try(const Comm* comm, double patience) {
     constexpr int PIECE = 256;
     int64_t half = (int64_t)comm->world * PIECE;
     unsigned char *host = (unsigned char*)malloc(2 * half), *device = (unsigned char*)device_alloc(comm->dev, 2 * half);
@@ -377,9 +382,11 @@ inline void comm_try(const Comm* comm) {
         pieces[comm->world + r] = {device + half + r * PIECE, PIECE};
     }
     copy_to_device(comm->dev, device, host, half);
+    launch_hurry(comm->launch, "first exchange; try NCCL_P2P_DISABLE=1 in the environment", patience);
     comm_exchange(comm, pieces, pieces + comm->world);
     comm_broadcast(comm, device, device, PIECE, 0);
-    check(cudaStreamSynchronize(comm->stream));
+    if (!comm->stand_in) check(cudaStreamSynchronize(comm->stream));
+    launch_rest(comm->launch);
     copy_to_host(comm->dev, host, device, 2 * half);
     for (int r = 0; r < comm->world; r++) {
         bool came = r == comm->rank || host[half + r * PIECE + PIECE - 1] == 1 + (r * 7 + comm->rank) % 251;
@@ -465,6 +472,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
     if (!dev->gpu) {
         comm->stand_in = stand_in_open(launch);
+        comm_try(comm, 120);
         return;
     }
     int64_t before = memory_used(dev);
@@ -475,7 +483,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
     // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
     check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
     check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
-    comm_try(comm);
+    comm_try(comm, 120);
     comm->rate = comm_rate(comm);
     comm->bytes = memory_used(dev) - before;
 }

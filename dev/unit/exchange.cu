@@ -305,6 +305,38 @@ static void peers_main(Launch* launch) {
     device_close(&dev);
 }
 
+// Without its flag a stream waits for ever: then the ranks end, and say what to try.
+static void lost_main(Launch* launch) {
+    Device dev;
+    Comm comm;
+    device_open(&dev, false, 0);
+    comm_open(&comm, launch, &dev);
+    if (launch->rank == 0) comm_try(&comm, 1);
+    launch_hurry(launch, "first exchange", 1);  // as in comm_try, but nothing is sent
+    sleep(30);
+}
+
+TEST(exchange_lost) {
+    char text[4096];
+    int code = run_ranks(2, lost_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)"), "%d, %s", code,
+           text);
+}
+
+// What the message about a broken path advises takes the copy engines out.
+TEST(exchange_peers_wanted) {
+    for (const char* name : {"NCCL_P2P_DISABLE", "NIBBLE_NCCL"}) unsetenv(name);
+    expect(peers_wanted(), "with nothing set");
+    setenv("NCCL_P2P_DISABLE", "0", 1);
+    expect(peers_wanted(), "NCCL_P2P_DISABLE=0");
+    setenv("NCCL_P2P_DISABLE", "1", 1);
+    expect(!peers_wanted(), "NCCL_P2P_DISABLE=1");
+    unsetenv("NCCL_P2P_DISABLE");
+    setenv("NIBBLE_NCCL", "libnccl.so.2", 1);
+    expect(!peers_wanted(), "NIBBLE_NCCL=libnccl.so.2");
+    unsetenv("NIBBLE_NCCL");
+}
+
 // Ranks 1 and 2 have one GPU, or, of two machines, GPUs that look alike.
 static void same_card_main(Launch* launch) {
     GpuCard card = {"a machine", {}};

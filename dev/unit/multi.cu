@@ -79,12 +79,13 @@ TEST(multi_transports_gpu) {
     char run[2][PATH_MAX];
     for (const char* mode : modes) {
         for (int nccl = 0; nccl < 2; nccl++) {
+            const char* variable = strcmp(mode, "states") == 0 ? "NCCL_P2P_DISABLE" : "NIBBLE_NCCL";
             snprintf(run[nccl], sizeof(run[nccl]), "%s/%s_%d", work, mode, nccl);
-            if (nccl) setenv("NIBBLE_NCCL", "libnccl.so.2", 1);
+            if (nccl) setenv(variable, variable[1] == 'C' ? "1" : "libnccl.so.2", 1);
             train_ranks(true, ranks,
                         "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --shard %s", SEVERAL,
                         work, run[nccl], 64 * ranks, mode);
-            unsetenv("NIBBLE_NCCL");
+            unsetenv(variable);
             int64_t bytes;
             char* text = contents(run[nccl], "log.txt", &bytes);
             expect(text && strstr(text, nccl ? "NCCL " : "by copy engines"), "%s: another transport: %s", mode, text);
