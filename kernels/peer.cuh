@@ -106,6 +106,13 @@ inline bool peers_bind(Peers* peers) {
     return peers->wait_value && peers->write_value;
 }
 
+// Whether a stream may write and wait for counts here: a driver may have the functions and refuse them (before CUDA 12
+// unless a parameter of its module allows them; some virtual GPUs). `count` is 0 and stays so.
+inline bool peers_probe(const Peers* peers, const uint32_t* count) {
+    return peers->write_value(nullptr, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
+           peers->wait_value(nullptr, (CUdeviceptr)count, 0, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS;
+}
+
 // What identifies this machine since it was started.
 inline void peer_machine(char (&text)[64]) {
     memset(text, 0, sizeof(text));
@@ -127,6 +134,7 @@ inline PeerCard peers_begin(Peers* peers, int rank, int world) {
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
                 cudaIpcGetMemHandle(&card.handle, peers->mailbox[rank]) == cudaSuccess;
     if (card.good) check(cudaMemset(peers->mailbox[rank], 0, sizeof(PeerCounts)));
+    card.good = card.good && peers_probe(peers, peer_counts(peers, rank)->arrived);
     if (card.good) check(cudaDeviceSynchronize());
     cudaGetLastError();  // a refusal has been noted
     return card;

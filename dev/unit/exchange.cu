@@ -337,6 +337,33 @@ TEST(exchange_peers_wanted) {
     unsetenv("NIBBLE_NCCL");
 }
 
+// A driver that has the functions of peer.cuh and does, or refuses, what they say; here a count is the host's.
+static CUresult driver_answer[2];
+static unsigned driver_flags;
+
+static CUresult driver_write(CUstream, CUdeviceptr address, cuuint32_t value, unsigned) {
+    if (driver_answer[0] == CUDA_SUCCESS) *(uint32_t*)address = value;
+    return driver_answer[0];
+}
+
+static CUresult driver_wait(CUstream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+    driver_flags = flags;
+    if (driver_answer[1] == CUDA_SUCCESS && *(uint32_t*)address != value) abort();
+    return driver_answer[1];
+}
+
+// Where streams cannot wait for counts NCCL is taken; it is no error.
+TEST(exchange_peers_refused) {
+    Peers peers = {};
+    uint32_t count = 0;
+    peers.write_value = driver_write, peers.wait_value = driver_wait;
+    for (int refused = 0; refused < 3; refused++) {
+        for (int i = 0; i < 2; i++) driver_answer[i] = refused == i + 1 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+        expect(peers_probe(&peers, &count) == (refused == 0), "%d", refused);
+        expect(count == 0, "the count is %u", count);
+    }
+}
+
 // Ranks 1 and 2 have one GPU, or, of two machines, GPUs that look alike.
 static void same_card_main(Launch* launch) {
     GpuCard card = {"a machine", {}};
