@@ -25,6 +25,7 @@ struct Peers {
     uint32_t *sent, *received;  // (world) parts that this rank has queued
     cudaStream_t out;           // what is sent; what is received is on the caller's stream
     cudaEvent_t event;
+    unsigned wait_flags;        // of wait_value
     CUresult (*wait_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 };
@@ -56,8 +57,10 @@ inline void peer_check(CUresult result, const char* what) {
     check_failed("CUDA driver", "", text, what, __FILE__, __LINE__);
 }
 
+// What comes after on the stream reads what the sender wrote before it raised the count, two remote writes: the wait
+// flushes where the GPU can; elsewhere it is the fence in the sender's write_value that orders them.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
-    peer_check(peers->wait_value(stream, (CUdeviceptr)count, least, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+    peer_check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags), "cuStreamWaitValue32");
 }
 
 inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t value) {
@@ -110,7 +113,11 @@ inline bool peers_bind(Peers* peers) {
 // unless a parameter of its module allows them; some virtual GPUs). `count` is 0 and stays so.
 inline bool peers_probe(const Peers* peers, const uint32_t* count) {
     return peers->write_value(nullptr, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
-           peers->wait_value(nullptr, (CUdeviceptr)count, 0, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS;
+           peers->wait_value(nullptr, (CUdeviceptr)count, 0, peers->wait_flags) == CUDA_SUCCESS;
+}
+
+inline unsigned peers_wait_flags(int can_flush) {
+    return CU_STREAM_WAIT_VALUE_GEQ | (can_flush ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u);
 }
 
 // What identifies this machine since it was started.
@@ -124,7 +131,11 @@ inline void peer_machine(char (&text)[64]) {
 // This rank's mailbox, and what the others need to write to it.
 inline PeerCard peers_begin(Peers* peers, int rank, int world) {
     PeerCard card = {};
+    int device, can_flush;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
     *peers = {};
+    peers->wait_flags = peers_wait_flags(can_flush);
     peers->rank = rank, peers->world = world;
     peers->mailbox = (char**)calloc((size_t)world, sizeof(char*));
     peers->sent = (uint32_t*)calloc((size_t)world, sizeof(uint32_t));

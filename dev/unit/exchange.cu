@@ -364,6 +364,20 @@ TEST(exchange_peers_refused) {
     }
 }
 
+// A wait is for a count or one beyond it, and flushes the bytes that came before it where the GPU can.
+TEST(exchange_peers_flush) {
+    Peers peers = {};
+    uint32_t count = 3;
+    peers.wait_value = driver_wait;
+    driver_answer[1] = CUDA_SUCCESS;
+    for (int can : {0, 1}) {
+        peers.wait_flags = peers_wait_flags(can);
+        peer_wait(&peers, nullptr, &count, 3);
+        expect(driver_flags == (can ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u), "can flush %d: flags %x", can,
+               driver_flags);
+    }
+}
+
 // Ranks 1 and 2 have one GPU, or, of two machines, GPUs that look alike.
 static void same_card_main(Launch* launch) {
     GpuCard card = {"a machine", {}};
