@@ -2,6 +2,7 @@
 // and buckets; and of the loader's slices.
 #include "../../data/loader.h"
 #include "../../kernels/shard.cuh"
+#include "gpus.h"
 #include "ranks.h"
 
 constexpr int TILES = 5;
@@ -415,6 +416,7 @@ TEST(exchange_own_card_gpu) {
 
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (!gpus_reach_each_other_asked_apart(3)) skip("these GPUs do not reach each other's memory");
     char text[4096];
     for (int ranks : {2, 3}) {
         int code = run_ranks(ranks, peers_main, text, sizeof(text));

@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include "cli.h"
+#include "gpus.h"
 
 #define SEVERAL \
     "--layers 3 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 2 --print-every 1000000"
@@ -74,8 +75,9 @@ TEST(multi_modes_gpu) {
 TEST(multi_transports_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    const char* work = work_folder();
     int ranks = gpu_count() < 4 ? 2 : 4;
+    if (!gpus_reach_each_other(ranks)) skip("these GPUs do not reach each other's memory");
+    const char* work = work_folder();
     char run[2][PATH_MAX];
     for (const char* mode : modes) {
         for (int nccl = 0; nccl < 2; nccl++) {

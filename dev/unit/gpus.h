@@ -1,0 +1,26 @@
+// What a case asks of the GPUs before it says that it needs more than they have.
+#pragma once
+#include <cuda_runtime.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+// Whether the first `most` GPUs can write to each other's memory, and ranks can tell that they are on one machine: what
+// kernels/peer.cuh needs.
+inline bool gpus_reach_each_other(int most) {
+    int gpus = 0, can = 1;
+    if (access("/proc/sys/kernel/random/boot_id", R_OK) != 0 || cudaGetDeviceCount(&gpus) != cudaSuccess) return false;
+    if (gpus > most) gpus = most;
+    for (int i = 0; i < gpus * gpus; i++) {
+        if (i / gpus == i % gpus) continue;
+        if (cudaDeviceCanAccessPeer(&can, i / gpus, i % gpus) != cudaSuccess || !can) return false;
+    }
+    return true;
+}
+
+// The same for a case that forks ranks: where a process has called CUDA, those that it forks cannot. So another asks.
+inline bool gpus_reach_each_other_asked_apart(int most) {
+    int status = 0;
+    pid_t child = fork();
+    if (child == 0) _exit(gpus_reach_each_other(most) ? 0 : 1);
+    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
