@@ -204,10 +204,11 @@ static int64_t arena_take(int64_t* used, int64_t bytes) {
     return offset;
 }
 
+template <typename X>
 static int64_t scratch_bytes(const Model* m) {
     const Config* c = &m->config;
     int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
-    int64_t others[] = {layernorm_backward_scratch_bytes(m->dev, c->C),
+    int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
                         matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C), global_norm_scratch_bytes(m->dev),
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
                         m->shard ? m->elements / SHARD_TILE * (int64_t)sizeof(double) : 0};
@@ -255,7 +256,7 @@ static void activations_layout(const Model* m, void* base, bool backward, Activa
     a->dresidual = values(N * C);
     a->dbranch = a->branch;  // the forward pass is over when it is needed; so is the block that is computed again
     a->dwide = values(N * 4 * C);
-    a->scratch = (char*)base + arena_take(&used, scratch_bytes(m));
+    a->scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
     a->bytes = used > a->bytes ? used : a->bytes;
 }
 

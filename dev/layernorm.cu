@@ -146,7 +146,8 @@ static Arrays arrays_open(const Device* dev, int64_t N, int C) {
     a.dweight = (float*)device_alloc(dev, C * 4), a.dcolumns = (float*)device_alloc(dev, C * 4);
     a.dbias = (float*)device_alloc(dev, 4 * C * 4);
     a.mean = (float*)device_alloc(dev, N * 4), a.rstd = (float*)device_alloc(dev, N * 4);
-    int64_t scratch = layernorm_backward_scratch_bytes(dev, C), other = matmul_backward_bias_scratch_bytes(dev, 4 * C);
+    int64_t scratch = layernorm_backward_scratch_bytes<bf16>(dev, C);
+    int64_t other = matmul_backward_bias_scratch_bytes(dev, 4 * C);
     int64_t registers = (int64_t)registers_blocks(dev, C) * 2 * C * sizeof(float);
     scratch = scratch > other ? scratch : other;
     a.scratch = (float*)device_alloc(dev, scratch > registers ? scratch : registers);

@@ -413,10 +413,11 @@ LayernormShape layernorm_backward_shape(const Device* dev, int C) {
     shape.stages = 2 * stage <= most ? 2 : 1;
     shape.bytes = shape.stages * stage;
     if (shape.bytes > most) {
+        bool wide = sizeof(X) == sizeof(float);
         user_error(
-            "layer norm of %d channels in fp32 needs %d bytes of shared memory, this GPU has %d for a block; type "
-            "fewer --channels or --matmul bf16",
-            C, shape.bytes, most);
+            "layer norm of %d channels in %s needs %d bytes of shared memory, this GPU has %d for a block; type "
+            "fewer --channels%s",
+            C, wide ? "fp32" : "bf16", shape.bytes, most, wide ? " or --matmul bf16" : "");
     }
     return shape;
 }
@@ -472,8 +473,10 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
     layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
 }
 
-inline int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
-    return dev->gpu ? (int64_t)layernorm_backward_shape<bf16>(dev, C).blocks * 3 * C * sizeof(float) : 0;
+// Refuses what backward would, before anything is allocated.
+template <typename X>
+int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
+    return dev->gpu ? (int64_t)layernorm_backward_shape<X>(dev, C).blocks * 3 * C * sizeof(float) : 0;
 }
 
 // Returns the rows that partial got. Its arguments are the kernel's.

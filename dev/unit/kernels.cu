@@ -11,6 +11,7 @@
 #include "../../kernels/global_norm.cuh"
 #include "../../kernels/layernorm.cuh"
 #include "../../kernels/matmul.cuh"
+#include "apart.h"
 #include "kernels.h"
 
 namespace {
@@ -445,7 +446,7 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
     Array<G> dweight = array_random<G>(dev, C, 5, 1.0f), dbias = array_random<G>(dev, C, 6, 1.0f);
     Array<float> mean = array_random<float>(dev, N, 7, 0.1f), rstd = array_random<float>(dev, N, 8, 0.5f);
     float *begin = floats(N * C), *begin_weight = floats(C), *begin_bias = floats(C);
-    float* scratch = (float*)device_alloc(dev, layernorm_backward_scratch_bytes(dev, C));
+    float* scratch = (float*)device_alloc(dev, layernorm_backward_scratch_bytes<X>(dev, C));
     memcpy(begin, dinp.host, N * C * sizeof(float));
     memcpy(begin_weight, dweight.host, C * sizeof(float));
     memcpy(begin_bias, dbias.host, C * sizeof(float));
@@ -500,6 +501,31 @@ TEST(layernorm_backward_gpu) {
     note_worst(test, worst);
 }
 
+// How a process ends, and what it says, that asks for the scratch of a layer norm's backward pass on a GPU of which a
+// block gets 100 KB of shared memory.
+template <typename X>
+static int layernorm_small_gpu(int C, char (&text)[512]) {
+    auto ask = [C] {
+        Device dev = {};
+        dev.gpu = true, dev.sm_count = 84, dev.shared_memory = 100 << 10;
+        if (layernorm_backward_scratch_bytes<X>(&dev, C) <= 0) abort();
+    };
+    return run_apart(ask, text, sizeof(text));
+}
+
+// A row that does not fit is refused in the plan, in the model's own type, with the way out that there is.
+TEST(layernorm_backward_refused) {
+    char text[512];
+    int code = layernorm_small_gpu<float>(8192, text);
+    expect(code == 0, "fp32, 8192 channels: %d, %s", code, text);
+    code = layernorm_small_gpu<float>(12288, text);
+    expect(code == 2 && strstr(text, "12288 channels in fp32") && strstr(text, "--matmul bf16"), "%d, %s", code, text);
+    code = layernorm_small_gpu<bf16>(12288, text);
+    expect(code == 0, "bf16, 12288 channels: %d, %s", code, text);
+    code = layernorm_small_gpu<bf16>(20480, text);
+    expect(code == 2 && strstr(text, "20480 channels in bf16") && !strstr(text, "--matmul"), "%d, %s", code, text);
+}
+
 // A row's place in shared memory is filled again as soon as all warps are past the barrier: were it too soon for one of
 // them, few runs of many would show it.
 TEST(layernorm_backward_again_gpu) {
@@ -512,7 +538,7 @@ TEST(layernorm_backward_again_gpu) {
         Array<bf16> dinp = array_random<bf16>(&dev, N * C, 4, 1.0f);
         Array<float> sums = array_random<float>(&dev, 3 * C, 5, 1.0f), mean = array_random<float>(&dev, N, 7, 0.1f);
         Array<float> rstd = array_random<float>(&dev, N, 8, 0.5f);
-        float* scratch = (float*)device_alloc(&dev, layernorm_backward_scratch_bytes(&dev, C));
+        float* scratch = (float*)device_alloc(&dev, layernorm_backward_scratch_bytes<bf16>(&dev, C));
         int64_t bytes = N * C * sizeof(bf16), sum_bytes = 3 * C * sizeof(float);
         char* got[2] = {(char*)malloc(bytes + sum_bytes), (char*)malloc(bytes + sum_bytes)};
         int differ = 0;
