@@ -4,7 +4,7 @@
 //
 // Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver copies it to its place and
-// raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every rank.
+// raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every other.
 #pragma once
 #include <cuda.h>
 #include <dlfcn.h>
@@ -21,7 +21,7 @@ struct PeerCounts {
 
 struct Peers {
     int rank, world;
-    char** mailbox;             // (world) as this rank sees them: counts, then slots (world, PEER_SLOTS, PEER_PART)
+    char** mailbox;             // (world) as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
     uint32_t *sent, *received;  // (world) parts that this rank has queued
     cudaStream_t out;           // what is sent; what is received is on the caller's stream
     cudaEvent_t event;
@@ -38,16 +38,17 @@ struct PeerCard {
 };
 
 inline int64_t peer_bytes(int world) {
-    return (int64_t)sizeof(PeerCounts) + world * PEER_SLOTS * PEER_PART;
+    return (int64_t)sizeof(PeerCounts) + (world - 1) * PEER_SLOTS * PEER_PART;
 }
 
 inline PeerCounts* peer_counts(const Peers* peers, int rank) {
     return (PeerCounts*)peers->mailbox[rank];
 }
 
-// Slot of the part `count` from rank `from` in the mailbox of rank `at`.
+// Slot of the part `count` from rank `from` in the mailbox of rank `at`, another.
 inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
-    return peers->mailbox[at] + sizeof(PeerCounts) + (from * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
+    int other = (from - at + peers->world) % peers->world - 1;
+    return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
 inline void peer_check(CUresult result, const char* what) {

@@ -365,6 +365,31 @@ TEST(exchange_peers_refused) {
     }
 }
 
+// A mailbox has two slots for each other rank, no two in one place, and no byte beyond them.
+TEST(exchange_peers_slots) {
+    for (int world : {2, 3, 8}) {
+        static char memory;
+        char* mailbox[8];
+        for (char*& each : mailbox) each = &memory;
+        Peers peers = {};
+        peers.world = world, peers.mailbox = mailbox;
+        for (int at = 0; at < world; at++) {
+            int taken[2 * 8] = {}, slots = PEER_SLOTS * (world - 1);
+            for (int from = 0; from < world; from++) {
+                for (uint32_t count = 4; count < 6 && from != at; count++) {
+                    int64_t offset = peer_slot(&peers, at, from, count) - mailbox[at] - (int64_t)sizeof(PeerCounts);
+                    bool inside = offset % PEER_PART == 0 && offset >= 0 && offset / PEER_PART < slots;
+                    expect(inside, "%d ranks: slot at %lld", world, (long long)offset);
+                    if (inside) taken[offset / PEER_PART]++;
+                }
+            }
+            for (int i = 0; i < slots; i++) expect(taken[i] == 1, "%d ranks: slot %d has %d parts", world, i, taken[i]);
+        }
+        int64_t bytes = (int64_t)sizeof(PeerCounts) + PEER_SLOTS * (world - 1) * PEER_PART;
+        expect(peer_bytes(world) == bytes, "%d ranks: %lld bytes", world, (long long)peer_bytes(world));
+    }
+}
+
 // A wait is for a count or one beyond it, and flushes the bytes that came before it where the GPU can.
 TEST(exchange_peers_flush) {
     Peers peers = {};
