@@ -9,11 +9,6 @@ __device__ inline float fast_log2(float x) {  // absolute error 2^-22 from 0.5 t
     return y;
 }
 
-__device__ inline uint32_t pack_bf16(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<uint32_t*>(&pair);
-}
-
 __device__ inline int load_acquire(const int* address) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -22,13 +17,6 @@ __device__ inline int load_acquire(const int* address) {
 
 __device__ inline void store_release(int* address, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
 }
 
 // c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and

@@ -310,7 +310,13 @@ __device__ inline Vec<T> round_vec(const float (&value)[Vec<T>::size]) {
     return vec;
 }
 
-// A pair of bf16 in a word, the first in its low half, as floats: a shift and a mask.
+// Two values rounded to a pair of bf16 in a word, the first in its low half.
+__device__ inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+// Such a pair as floats: a shift and a mask.
 __device__ inline float2 pair_floats(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
@@ -367,6 +373,15 @@ __device__ inline void copy_async_commit() {
 template <int pending>
 __device__ inline void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values from shared memory to registers: thread l gives the address of row l % 8 of matrix
+// l / 8 (16 bytes), register i gets the thread's part of matrix i as mma.sync wants its operands.
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 // Reductions. The order of the sums is fixed by the launch shape, so equal inputs give equal bits.

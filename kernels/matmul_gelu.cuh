@@ -21,7 +21,6 @@
 //
 // Deterministic: each sum runs over K in order, column sums over fixed rows (64, then column_sum.cuh).
 #pragma once
-#include "attention_parts.cuh"  // load_matrices
 #include "column_sum.cuh"
 #include "common.cuh"
 #include "gelu.cuh"
@@ -101,15 +100,6 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
     }
 }
 
-__device__ __forceinline__ uint32_t mg_pack(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ float2 mg_unpack(uint32_t pair) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
 __device__ __forceinline__ uint32_t mg_load_word(uint32_t from) {
     uint32_t word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
@@ -124,7 +114,7 @@ __device__ __forceinline__ void mg_store_word(uint32_t to, uint32_t word) {
 // the other, so that none waits for the result of the one before it.
 __device__ __forceinline__ void mg_sigmoids(float (&s)[8], float (&x)[8], const uint32_t (&word)[4]) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = i % 2 ? mg_unpack(word[i / 2]).y : mg_unpack(word[i / 2]).x;
+    for (int i = 0; i < 8; i++) x[i] = i % 2 ? pair_floats(word[i / 2]).y : pair_floats(word[i / 2]).x;
 #pragma unroll
     for (int i = 0; i < 8; i++) s[i] = gelu_sigmoid_fast(x[i]);
 }
@@ -133,7 +123,7 @@ __device__ __forceinline__ void mg_gelu(uint32_t (&y)[4], const uint32_t (&word)
     float x[8], s[8];
     mg_sigmoids(s, x, word);
 #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = mg_pack(x[2 * i] * s[2 * i], x[2 * i + 1] * s[2 * i + 1]);
+    for (int i = 0; i < 4; i++) y[i] = pack_bf16(x[2 * i] * s[2 * i], x[2 * i + 1] * s[2 * i + 1]);
 }
 
 // gelu' as fp16. 1 - s loses its digits where s is close to 1, and there it is small beside s.
@@ -260,7 +250,7 @@ __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
     for (int n = 4 * C; n < 4 * C + 4; n++) {
         if (n % 2 == 0)
             store_matrices(mg_matrices(w, n), w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1]);
-        float2 upper = mg_unpack(w.held[n][0]), lower = mg_unpack(w.held[n][1]);
+        float2 upper = pair_floats(w.held[n][0]), lower = pair_floats(w.held[n][1]);
         sum[n % 4 * 2] = upper.x + lower.x, sum[n % 4 * 2 + 1] = upper.y + lower.y;
     }
     uint32_t sums = w.extra + C % 2 * 512;                       // of 32 columns, a row for each of 4 warps
@@ -374,12 +364,12 @@ __device__ __forceinline__ void mg_finish(MatmulGeluWork& w) {
         if (BACKWARD) {
             float2 upper = __half22float2(*reinterpret_cast<__half2*>(&w.held[n][0]));
             float2 lower = __half22float2(*reinterpret_cast<__half2*>(&w.held[n][1]));
-            w.held[n][0] = mg_pack(c[0] * upper.x, c[1] * upper.y);
-            w.held[n][1] = mg_pack(c[2] * lower.x, c[3] * lower.y);
+            w.held[n][0] = pack_bf16(c[0] * upper.x, c[1] * upper.y);
+            w.held[n][1] = pack_bf16(c[2] * lower.x, c[3] * lower.y);
         } else {
-            float2 bias = mg_unpack(mg_load_word(w.extra + w.parity * 512 + n * 16 + w.lane % 4 * 4));
-            w.held[n][0] = mg_pack(c[0] + bias.x, c[1] + bias.y);
-            w.held[n][1] = mg_pack(c[2] + bias.x, c[3] + bias.y);
+            float2 bias = pair_floats(mg_load_word(w.extra + w.parity * 512 + n * 16 + w.lane % 4 * 4));
+            w.held[n][0] = pack_bf16(c[0] + bias.x, c[1] + bias.y);
+            w.held[n][1] = pack_bf16(c[2] + bias.x, c[3] + bias.y);
         }
     }
 }
