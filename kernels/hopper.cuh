@@ -298,13 +298,10 @@ struct Wgmma;
 // An asm statement spells out each register, so each N needs a text of its own.
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_32 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define REGISTERS_40 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define REGISTERS_48 REGISTERS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define REGISTERS_56 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define REGISTERS_64 REGISTERS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_48 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGISTERS_64 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define REGISTERS_80 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define REGISTERS_88 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define REGISTERS_96 REGISTERS_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGISTERS_96 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define REGISTERS_112 REGISTERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define REGISTERS_128 REGISTERS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define OPERANDS_8(n)                                                                                 \
@@ -312,13 +309,7 @@ struct Wgmma;
         "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
 #define OPERANDS_16(n) OPERANDS_8(n), OPERANDS_8(n + 2)
 #define OPERANDS_32(n) OPERANDS_16(n), OPERANDS_16(n + 4)
-#define OPERANDS_40(n) OPERANDS_32(n), OPERANDS_8(n + 8)
-#define OPERANDS_48(n) OPERANDS_32(n), OPERANDS_16(n + 8)
-#define OPERANDS_56(n) OPERANDS_48(n), OPERANDS_8(n + 12)
 #define OPERANDS_64(n) OPERANDS_32(n), OPERANDS_32(n + 8)
-#define OPERANDS_80(n) OPERANDS_64(n), OPERANDS_16(n + 16)
-#define OPERANDS_88(n) OPERANDS_80(n), OPERANDS_8(n + 20)
-#define OPERANDS_96(n) OPERANDS_64(n), OPERANDS_32(n + 16)
 #define OPERANDS_128(n) OPERANDS_64(n), OPERANDS_64(n + 16)
 // R = N / 2 registers, followed by the numbers R to R + 6 of the operands after them.
 #define WGMMA(N, R, r0, r1, r2, r3, r4, r5, r6)                                                                     \
@@ -341,36 +332,20 @@ struct Wgmma;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN));                \
         }                                                                                                           \
     };
-WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
-WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
 WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
-WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
-WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
 #undef OPERANDS_128
-#undef OPERANDS_96
-#undef OPERANDS_88
-#undef OPERANDS_80
 #undef OPERANDS_64
-#undef OPERANDS_56
-#undef OPERANDS_48
-#undef OPERANDS_40
 #undef OPERANDS_32
 #undef OPERANDS_16
 #undef OPERANDS_8
 #undef REGISTERS_128
 #undef REGISTERS_112
 #undef REGISTERS_96
-#undef REGISTERS_88
 #undef REGISTERS_80
 #undef REGISTERS_64
-#undef REGISTERS_56
 #undef REGISTERS_48
-#undef REGISTERS_40
 #undef REGISTERS_32
 #undef REGISTERS_16
