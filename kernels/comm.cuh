@@ -69,15 +69,24 @@ struct CommPiece {
     int64_t bytes;  // 0: nothing for, or from, this rank
 };
 
-// `comm` gives the library's own words.
-inline void nccl_check(const Comm* comm, ncclResult_t status, const char* expression, int line) {
-    if (status == ncclSuccess) return;
+// A call's result, with the communicator that has the library's own words for it.
+struct NcclStatus {
+    const Comm* comm;
+    ncclResult_t code;
+};
+
+inline NcclStatus nccl_status(const Comm* comm, ncclResult_t code) {
+    return {comm, code};
+}
+
+inline void check_status(NcclStatus status, const char* expression, const char* file, int line) {
+    if (status.code == ncclSuccess) return;
+    const NcclLibrary* nccl = &status.comm->nccl;
     char text[2048];
     snprintf(text, sizeof(text), "%s; %s (NCCL_DEBUG=WARN in the environment says more)",
-             comm->nccl.error_string(status), comm->nccl.last_error(comm->communicator));
-    check_failed("NCCL", "", text, expression, __FILE__, line);
+             nccl->error_string(status.code), nccl->last_error(status.comm->communicator));
+    check_failed("NCCL", "", text, expression, file, line);
 }
-#define check_nccl(expression) nccl_check(comm, expression, #expression, __LINE__)
 
 template <typename F>
 bool nccl_bind(void* library, const char* name, F* function) {
@@ -287,7 +296,7 @@ inline void comm_close(Comm* comm) {
     }
     check(cudaStreamSynchronize(comm->stream));
     if (comm->peers) peers_close(comm->peers, comm->launch);
-    if (!comm->peers) check_nccl(comm->nccl.destroy(comm->communicator));
+    if (!comm->peers) check(nccl_status(comm, comm->nccl.destroy(comm->communicator)));
     check(cudaEventDestroy(comm->event));
     check(cudaStreamDestroy(comm->stream));
 }
@@ -303,7 +312,7 @@ inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
         snprintf(text, bytes, "by copy engines, %.0f GB/s each way", 1e-9 * comm->rate);
         return;
     }
-    check_nccl(comm->nccl.get_version(&version));
+    check(nccl_status(comm, comm->nccl.get_version(&version)));
     snprintf(text, bytes, "NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100,
              1e-9 * comm->rate);
 }
@@ -332,20 +341,21 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
         peers_exchange(comm, sends, receives);
         return;
     }
-    check_nccl(comm->nccl.group_begin());
+    check(nccl_status(comm, comm->nccl.group_begin()));
     for (int i = 1; i < comm->world; i++) {
         // Each rank begins with another, so that no receiver has all senders at once.
         int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
         const CommPiece *out = &sends[to], *in = &receives[from];
         if (out->bytes > 0) {
-            check_nccl(comm->nccl.send(out->data, (size_t)out->bytes, ncclUint8, to, comm->communicator, comm->stream));
+            check(nccl_status(
+                comm, comm->nccl.send(out->data, (size_t)out->bytes, ncclUint8, to, comm->communicator, comm->stream)));
         }
         if (in->bytes > 0) {
-            check_nccl(
-                comm->nccl.receive(in->data, (size_t)in->bytes, ncclUint8, from, comm->communicator, comm->stream));
+            check(nccl_status(comm, comm->nccl.receive(in->data, (size_t)in->bytes, ncclUint8, from, comm->communicator,
+                                                       comm->stream)));
         }
     }
-    check_nccl(comm->nccl.group_end());
+    check(nccl_status(comm, comm->nccl.group_end()));
 }
 
 // The bytes at `from` on rank `root` to `to` on all, root included.
@@ -359,12 +369,14 @@ inline void comm_broadcast(const Comm* comm, const void* from, void* to, int64_t
         peers_broadcast(comm, from, to, bytes, root);
         return;
     }
-    check_nccl(comm->nccl.broadcast(from, to, (size_t)bytes, ncclUint8, root, comm->communicator, comm->stream));
+    check(nccl_status(
+        comm, comm->nccl.broadcast(from, to, (size_t)bytes, ncclUint8, root, comm->communicator, comm->stream)));
 }
 
 // Several broadcasts as one launch.
 inline void comm_group(const Comm* comm, bool begin) {
-    if (!comm->stand_in && !comm->peers) check_nccl(begin ? comm->nccl.group_begin() : comm->nccl.group_end());
+    if (!comm->stand_in && !comm->peers)
+        check(nccl_status(comm, begin ? comm->nccl.group_begin() : comm->nccl.group_end()));
 }
 
 // Opening.
@@ -461,9 +473,9 @@ inline void nccl_join(Comm* comm) {
     ncclUniqueId id = {};
     check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere
     nccl_open(&comm->nccl);
-    if (comm->rank == 0) check_nccl(comm->nccl.get_unique_id(&id));
+    if (comm->rank == 0) check(nccl_status(comm, comm->nccl.get_unique_id(&id)));
     launch_share(comm->launch, 0, &id, sizeof(id));
-    check_nccl(comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank));
+    check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
 // All ranks of `launch`, which have joined.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cublasLt.h>
+#include <cuda.h>  // types; the driver's functions are found at run time, so that nothing links with it
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <stdarg.h>
@@ -51,6 +52,13 @@ inline void check_status(cudaError_t status, const char* expression, const char*
 inline void check_status(cublasStatus_t status, const char* expression, const char* file, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
     check_failed("cuBLASLt", cublasLtGetStatusName(status), cublasLtGetStatusString(status), expression, file, line);
+}
+
+// The driver's codes are the runtime's.
+inline void check_status(CUresult status, const char* expression, const char* file, int line) {
+    if (status == CUDA_SUCCESS) return;
+    cudaError_t same = (cudaError_t)status;
+    check_failed("CUDA driver", cudaGetErrorName(same), cudaGetErrorString(same), expression, file, line);
 }
 
 // One check for every library: another library adds an overload of check_status beside its first use.
@@ -375,8 +383,8 @@ __device__ inline void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values from shared memory to registers: thread l gives the address of row l % 8 of matrix
-// l / 8 (16 bytes), register i gets the thread's part of matrix i as mma.sync wants its operands.
+// Four 8 x 8 matrices of 16-bit values from shared memory to registers: thread l gives the address of row l % 8 of
+// matrix l / 8 (16 bytes), register i gets the thread's part of matrix i as mma.sync wants its operands.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -13,8 +13,6 @@
 //   operand_mn_major   the product sums down the tile's rows                                      (v of p v)
 #pragma once
 
-#include <cuda.h>  // CUtensorMap; the functions come from the driver at run time, so nothing links with it
-
 #include "common.cuh"
 
 // Host: tensor maps.
@@ -47,14 +45,9 @@ inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows
     const cuuint64_t sizes[3] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)batches};
     const cuuint64_t strides[2] = {(cuuint64_t)columns * 2, (cuuint64_t)(rows * columns) * 2};  // bytes, of dim 1 and 2
     const cuuint32_t box[3] = {PANEL_COLUMNS, (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
-    CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address, sizes, strides, box, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        char number[16];
-        snprintf(number, sizeof(number), "%d", (int)result);
-        check_failed("CUDA driver", number, "no such tensor map", "cuTensorMapEncodeTiled", __FILE__, __LINE__);
-    }
+    check(encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address, sizes, strides, box, steps,
+                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
     return map;
 }
 

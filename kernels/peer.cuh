@@ -6,7 +6,6 @@
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver copies it to its place and
 // raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every other.
 #pragma once
-#include <cuda.h>
 #include <dlfcn.h>
 
 #include "common.cuh"
@@ -25,7 +24,7 @@ struct Peers {
     uint32_t *sent, *received;  // (world) parts that this rank has queued
     cudaStream_t out;           // what is sent; what is received is on the caller's stream
     cudaEvent_t event;
-    unsigned wait_flags;        // of wait_value
+    unsigned wait_flags;  // of wait_value
     CUresult (*wait_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 };
@@ -51,21 +50,14 @@ inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-inline void peer_check(CUresult result, const char* what) {
-    if (result == CUDA_SUCCESS) return;
-    char text[64];
-    snprintf(text, sizeof(text), "code %d", (int)result);
-    check_failed("CUDA driver", "", text, what, __FILE__, __LINE__);
-}
-
 // What comes after on the stream reads what the sender wrote before it raised the count, two remote writes: the wait
 // flushes where the GPU can; elsewhere it is the fence in the sender's write_value that orders them.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
-    peer_check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags), "cuStreamWaitValue32");
+    check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags));
 }
 
 inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t value) {
-    peer_check(peers->write_value(stream, (CUdeviceptr)count, value, 0), "cuStreamWriteValue32");
+    check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
 }
 
 // What is sent from here on comes after what the stream has been given, until peers_join, from which the stream goes on

@@ -2,6 +2,7 @@
 // and buckets; and of the loader's slices.
 #include "../../data/loader.h"
 #include "../../kernels/shard.cuh"
+#include "apart.h"
 #include "gpus.h"
 #include "ranks.h"
 
@@ -351,6 +352,24 @@ static CUresult driver_wait(CUstream, CUdeviceptr address, cuuint32_t value, uns
     driver_flags = flags;
     if (driver_answer[1] == CUDA_SUCCESS && *(uint32_t*)address != value) abort();
     return driver_answer[1];
+}
+
+// The one check: whose error, its name, in which call, at which line.
+TEST(exchange_check) {
+    char text[4096], line[64];
+    Comm broken = {}, *comm = &broken;
+    comm->nccl.error_string = [](ncclResult_t) -> const char* { return "its words"; };
+    comm->nccl.last_error = [](ncclComm_t) -> const char* { return "and more"; };
+    int code = run_apart([] { check(CUDA_SUCCESS); }, text, sizeof(text));
+    expect(code == 0 && !text[0], "%d, %s", code, text);
+    snprintf(line, sizeof(line), "exchange.cu:%d, ", __LINE__ + 1);
+    code = run_apart([] { check(CUDA_ERROR_NOT_SUPPORTED); }, text, sizeof(text));
+    expect(code == 1 && strstr(text, "CUDA driver error cudaErrorNotSupported") && strstr(text, line), "%d, %s", code,
+           text);
+    code = run_apart([comm] { check(nccl_status(comm, (ncclResult_t)3)); }, text, sizeof(text));
+    expect(code == 1 && strstr(text, "NCCL error") && strstr(text, "its words; and more"), "%d, %s", code, text);
+    code = run_apart([comm] { check(nccl_status(comm, ncclSuccess)); }, text, sizeof(text));
+    expect(code == 0 && !text[0], "%d, %s", code, text);
 }
 
 // Where streams cannot wait for counts NCCL is taken; it is no error.
