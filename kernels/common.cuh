@@ -64,6 +64,20 @@ inline void check_status(CUresult status, const char* expression, const char* fi
 // One check for every library: another library adds an overload of check_status beside its first use.
 #define check(expression) check_status((expression), #expression, __FILE__, __LINE__)
 
+// The driver's function of this name, as CUDA 12.0 has it; false where the driver has none.
+template <typename Function>
+bool driver_bind(const char* name, Function* function) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result));
+#else
+    check(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result));
+#endif
+    *function = (Function)found;
+    return found != nullptr;
+}
+
 // A user's mistake: one sentence on stderr, exit code 2.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void user_error(const char* format, ...) {
     char message[32768];

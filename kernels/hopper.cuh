@@ -25,15 +25,10 @@ using TensorMapEncode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32
 
 // The driver's cuTensorMapEncodeTiled (CUDA driver API, Tensor Map Object Management).
 inline TensorMapEncode tensor_map_encoder() {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-#else
-    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
-#endif
-    if (!function) user_error("the NVIDIA driver has no cuTensorMapEncodeTiled; install driver 525 or later");
-    return (TensorMapEncode)function;
+    TensorMapEncode encode;
+    if (!driver_bind("cuTensorMapEncodeTiled", &encode))
+        user_error("the NVIDIA driver has no cuTensorMapEncodeTiled; install driver 525 or later");
+    return encode;
 }
 
 // A map of (batches, rows, columns) bf16 with rows `columns` apart and batches rows * columns apart, for copies of one

@@ -6,8 +6,6 @@
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver copies it to its place and
 // raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every other.
 #pragma once
-#include <dlfcn.h>
-
 #include "common.cuh"
 
 constexpr int64_t PEER_PART = 16 << 20;  // bytes that are sent at a time
@@ -95,11 +93,8 @@ inline void peer_receive(const Peers* peers, cudaStream_t stream, void* data, in
 }
 
 inline bool peers_bind(Peers* peers) {
-    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // loaded already
-    if (!driver) return false;
-    *(void**)&peers->wait_value = dlsym(driver, "cuStreamWaitValue32_v2");
-    *(void**)&peers->write_value = dlsym(driver, "cuStreamWriteValue32_v2");
-    return peers->wait_value && peers->write_value;
+    return driver_bind("cuStreamWaitValue32", &peers->wait_value) &&
+           driver_bind("cuStreamWriteValue32", &peers->write_value);
 }
 
 // Whether a stream may write and wait for counts here: a driver may have the functions and refuse them (before CUDA 12

@@ -380,49 +380,33 @@ bool jit_get(const char* expression, const char* architecture, JitImage* image, 
     return true;
 }
 
-// The driver's calls, also by name: the trainer starts on machines without a driver.
-static const char* driver_error(void* library, int status) {
-    int (*error_name)(int status, const char** name);
-    const char* name = nullptr;
-    if (!bind(library, "cuGetErrorName", &error_name) || error_name(status, &name) != 0) return "unknown error";
-    return name;
-}
-
 bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
-    int (*module_load)(void** module, const void* image);
-    int (*module_function)(void** function, void* module, const char* name);
-    void* module = nullptr;
+    CUresult (*module_load)(CUmodule * module, const void* image);
+    CUresult (*module_function)(CUfunction * function, CUmodule module, const char* name);
+    CUmodule module = nullptr;
     check(cudaFree(nullptr));  // the runtime's context is current after this
     memset(kernel, 0, sizeof(*kernel));
-    kernel->driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!kernel->driver || !bind(kernel->driver, "cuModuleLoadData", &module_load) ||
-        !bind(kernel->driver, "cuModuleGetFunction", &module_function) ||
-        !bind(kernel->driver, "cuLaunchKernel", &kernel->launch)) {
-        snprintf(error, JIT_ERROR_BYTES, "libcuda.so.1, the driver's library, could not be opened");
+    if (!driver_bind("cuModuleLoadData", &module_load) || !driver_bind("cuModuleGetFunction", &module_function) ||
+        !driver_bind("cuLaunchKernel", &kernel->launch)) {
+        snprintf(error, JIT_ERROR_BYTES, "the NVIDIA driver lacks a call that loads a kernel; install 525 or later");
         return false;
     }
-    int status = module_load(&module, image->image);
-    if (status == 0) status = module_function(&kernel->function, module, image->symbol);
-    if (status == 0) return true;
+    CUresult status = module_load(&module, image->image);
+    if (status == CUDA_SUCCESS) status = module_function(&kernel->function, module, image->symbol);
+    if (status == CUDA_SUCCESS) return true;
     snprintf(error, JIT_ERROR_BYTES, "the driver refused the compiled kernel %s: %s", image->symbol,
-             driver_error(kernel->driver, status));
+             cudaGetErrorName((cudaError_t)status));
     return false;
 }
 
-static void driver_check(const JitKernel* kernel, int status, const char* call) {
-    if (status != 0) check_failed("CUDA driver", driver_error(kernel->driver, status), call, call, __FILE__, __LINE__);
-}
-
 void jit_shared_bytes(const JitKernel* kernel, int bytes) {
-    int (*set_attribute)(void* function, int attribute, int value);
-    const int max_dynamic_shared_size_bytes = 8;
-    if (!bind(kernel->driver, "cuFuncSetAttribute", &set_attribute)) user_error("libcuda has no cuFuncSetAttribute");
-    driver_check(kernel, set_attribute(kernel->function, max_dynamic_shared_size_bytes, bytes), "cuFuncSetAttribute");
+    CUresult (*set_attribute)(CUfunction function, CUfunction_attribute attribute, int value);
+    if (!driver_bind("cuFuncSetAttribute", &set_attribute)) user_error("libcuda has no cuFuncSetAttribute");
+    check(set_attribute(kernel->function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes));
 }
 
 void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,
                 cudaStream_t stream) {
-    int status = kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, (unsigned)shared_bytes,
-                                stream, arguments, nullptr);
-    driver_check(kernel, status, "cuLaunchKernel");
+    check(kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, (unsigned)shared_bytes, stream,
+                         arguments, nullptr));
 }

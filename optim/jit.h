@@ -12,6 +12,7 @@
 // A first use takes 0.1 to 0.6 s, nearly all of it in NVRTC's optimizer; the 90 KB of source are read in 0.03 s. From
 // the cache it is 7 ms, nearly all of which opens the library to ask for its version (tests: jit_times).
 #pragma once
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -57,10 +58,10 @@ bool jit_cache_path(const char* expression, const char* architecture, char* path
 
 // A kernel in the current device's memory.
 struct JitKernel {
-    void* driver;    // libcuda
-    void* function;  // NULL: there is none
-    int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                  unsigned block_z, unsigned shared_bytes, cudaStream_t stream, void** arguments, void** extra);
+    CUfunction function;  // NULL: there is none
+    CUresult (*launch)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                       unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments,
+                       void** extra);
 };
 
 // Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver

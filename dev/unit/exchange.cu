@@ -372,6 +372,18 @@ TEST(exchange_check) {
     expect(code == 0 && !text[0], "%d, %s", code, text);
 }
 
+// A function that the driver lacks is none, not an error.
+TEST(exchange_driver_bind_gpu) {
+    CUresult (*version)(int*);
+    CUresult (*none)();
+    int number = 0;
+    expect(driver_bind("cuDriverGetVersion", &version) && version(&number) == CUDA_SUCCESS && number >= 12000,
+           "version %d", number);
+    expect(!driver_bind("cuDriverGetVersionOfTomorrow", &none) && !none, "a function that nobody has");
+    Peers peers = {};
+    expect(peers_bind(&peers) && peers.wait_value && peers.write_value, "no stream memory operations");
+}
+
 // Where streams cannot wait for counts NCCL is taken; it is no error.
 TEST(exchange_peers_refused) {
     Peers peers = {};
