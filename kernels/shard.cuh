@@ -28,6 +28,7 @@
 // sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or
 // 2^-31 of the largest in its tile.
 #pragma once
+#include <assert.h>
 #include <cuda_fp8.h>
 
 #include "comm.cuh"
@@ -810,8 +811,9 @@ struct ShardArrays {
 // From what this rank has; alone, or where nothing is sharded, that is all. Launches stand in the arena's order, so an
 // array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
-    constexpr int most = 64;
-    ShardArray table[most];
+    constexpr int most = 64;  // an optimizer has some 40
+    assert(count <= most);
+    ShardArray table[most] = {};
     bool split = shard_splits(s, SHARD_STATES);
     ShardArrays all = {(ShardArray*)calloc(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr, nullptr};
     all.bytes = (int64_t*)calloc((size_t)most * all.ranks, sizeof(int64_t));
@@ -825,6 +827,7 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
         for (int i = 0; i < theirs; i++) {
             int at = 0;
             while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
+            assert(at < most);
             if (at == all.count) all.whole[all.count++] = table[i], all.whole[at].elements = 0;
             all.whole[at].elements += table[i].elements;
             all.bytes[at * all.ranks + r] = table[i].elements * table[i].element_bytes;

@@ -586,6 +586,54 @@ TEST(exchange_between_ranks) {
     }
 }
 
+// Ranks whose arrays have `each` names of their own and one that all have, `elements` of it.
+static void name_arrays(Launch* launch, int each) {
+    ShardArray own[80] = {};
+    Shard s = {};
+    s.mode = SHARD_STATES;
+    s.comm.launch = launch, s.comm.rank = launch->rank, s.comm.world = launch->world;
+    for (int i = 0; i <= each; i++) {
+        bool common = i == each;
+        snprintf(own[i].name, sizeof(own[i].name), "%d of %d", i, common ? -1 : launch->rank);
+        own[i].elements = 10 + launch->rank, own[i].element_bytes = 2, own[i].data = &own[i];
+    }
+    ShardArrays all = shard_arrays(&s, own, each + 1);
+    require(all.count == launch->world * each + 1);
+    for (int at = 0; at < all.count; at++) {
+        bool common = at == each;  // rank 0's last
+        require(all.whole[at].elements == (common ? 10 * launch->world + 1 : at < each ? 10 : 11));
+        require((all.own[at] != nullptr) == (common || (at < each) == (launch->rank == 0)));
+    }
+    shard_arrays_free(&all);
+}
+
+static void few_arrays_main(Launch* launch) {
+    name_arrays(launch, 31);  // 63 in all
+}
+
+static void many_arrays_main(Launch* launch) {
+    name_arrays(launch, 32);  // 65
+}
+
+// As many arrays as there is room for, and no more.
+TEST(exchange_arrays) {
+    char text[4096];
+    int code = run_ranks(2, few_arrays_main, text, sizeof(text));
+    expect(code == 0, "%d, %s", code, text);
+    code = run_ranks(2, many_arrays_main, text, sizeof(text));
+    expect(code != 0 && strstr(text, "at < most"), "%d, %s", code, text);
+    code = run_apart(
+        [] {
+            Shard s = {};
+            s.comm.world = 1;
+            ShardArray own[65] = {};
+            for (int i = 0; i < 65; i++) snprintf(own[i].name, sizeof(own[i].name), "%d", i);
+            shard_arrays(&s, own, 65);
+        },
+        text, sizeof(text));
+    expect(code != 0 && strstr(text, "count <= most"), "%d, %s", code, text);
+}
+
 // Micro-batches that take longer than a rank may be silent are no hang; ranks that stand still in shorter ones are.
 static void slow_main(Launch* launch) {
     Shard s = {};
