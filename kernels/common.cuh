@@ -106,10 +106,11 @@ inline void openmp_wait_asleep(char** argv) {
 
 struct MatmulPlan;
 
-// A table that grows; see matmul_plan in kernels/matmul.cuh.
+// A table that grows; see kernels/matmul_plan.cuh.
 struct MatmulPlans {
     MatmulPlan* plan;
     int count, capacity;
+    void (*close)(MatmulPlans* plans);  // set with the first plan
 };
 
 struct Device {
@@ -125,7 +126,7 @@ struct Device {
     bool rehearsal;             // no memory holds anything yet: what runs may overwrite its inputs
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
     int* ticket;                // device, 0: blocks of a kernel that draw work draw it here, and leave 0
-    MatmulPlans* matmul_plans;  // what kernels/matmul.cuh has chosen so far on this device
+    MatmulPlans* matmul_plans;  // what kernels/matmul_plan.cuh has chosen so far on this device
 };
 
 constexpr int64_t WORKSPACE_BYTES = 32 << 20;  // cuBLASLt's advice for Hopper; its best algorithms need it
@@ -168,7 +169,7 @@ inline void device_open(Device* dev, bool gpu, int index) {
 
 inline void device_close(Device* dev) {
     if (!dev->gpu) return;
-    free(dev->matmul_plans->plan);
+    if (dev->matmul_plans->close) dev->matmul_plans->close(dev->matmul_plans);
     free(dev->matmul_plans);
     check(cudaFree(dev->workspace));
     check(cudaFree(dev->ticket));

@@ -248,26 +248,40 @@ inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPoint
     check(cudaFree(trial.memory));
 }
 
+// cuBLASLt's descriptions of a shape.
+inline void matmul_describe(MatmulPlan* plan, const MatmulShape* shape) {
+    plan->shape = *shape;
+    bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
+    check(cublasLtMatmulDescCreate(&plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
+    matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
+    matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);
+    if (shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
+        shape->epilogue == CUBLASLT_EPILOGUE_DGELU)
+        matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, shape->m);
+    int64_t a_rows = transpose_a ? shape->k : shape->m, a_cols = transpose_a ? shape->m : shape->k;
+    int64_t b_rows = transpose_b ? shape->n : shape->k, b_cols = transpose_b ? shape->k : shape->n;
+    check(cublasLtMatrixLayoutCreate(&plan->a, shape->input, a_rows, a_cols, a_rows));
+    check(cublasLtMatrixLayoutCreate(&plan->b, shape->input, b_rows, b_cols, b_rows));
+    check(cublasLtMatrixLayoutCreate(&plan->d, shape->output, shape->m, shape->n, shape->m));
+}
+
 inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers,
                                      bool accumulate) {
     MatmulPlan plan = {};
-    plan.shape = *shape;
-    bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
-    check(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
-    matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);
-    if (shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
-        shape->epilogue == CUBLASLT_EPILOGUE_DGELU)
-        matmul_set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, shape->m);
-    int64_t a_rows = transpose_a ? shape->k : shape->m, a_cols = transpose_a ? shape->m : shape->k;
-    int64_t b_rows = transpose_b ? shape->n : shape->k, b_cols = transpose_b ? shape->k : shape->n;
-    check(cublasLtMatrixLayoutCreate(&plan.a, shape->input, a_rows, a_cols, a_rows));
-    check(cublasLtMatrixLayoutCreate(&plan.b, shape->input, b_rows, b_cols, b_rows));
-    check(cublasLtMatrixLayoutCreate(&plan.d, shape->output, shape->m, shape->n, shape->m));
+    matmul_describe(&plan, shape);
     matmul_point(&plan, pointers);
     matmul_choose(dev, &plan, pointers, accumulate);
     return plan;
+}
+
+inline void matmul_plans_close(MatmulPlans* plans) {
+    for (int i = 0; i < plans->count; i++) {
+        const MatmulPlan* plan = &plans->plan[i];
+        for (cublasLtMatrixLayout_t layout : {plan->a, plan->b, plan->d}) check(cublasLtMatrixLayoutDestroy(layout));
+        check(cublasLtMatmulDescDestroy(plan->desc));
+    }
+    free(plans->plan);
 }
 
 // The plan of a shape, from the table of those that were made: a training run has a few dozen.
@@ -281,6 +295,7 @@ inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, cons
         plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
         if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
     }
+    plans->close = matmul_plans_close;
     plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers, accumulate);
     return &plans->plan[plans->count++];
 }

@@ -5,6 +5,8 @@
 //   *_gpu       the kernels against the plain C version on the same (rounded) inputs, at odd shapes, with outputs full
 //               of NaN beforehand, guard elements behind them, and a second run that must give the same bits.
 // kernels.h has what they share.
+#include <malloc.h>
+
 #include "../../kernels/classifier.cuh"
 #include "../../kernels/embedding.cuh"
 #include "../../kernels/gelu.cuh"
@@ -499,6 +501,23 @@ TEST(layernorm_backward_gpu) {
     }
     device_close(&dev);
     note_worst(test, worst);
+}
+
+// What a device keeps of its products goes with it: many tables one after another take no more memory than a few.
+TEST(matmul_plans_close_leaves_nothing) {
+    MatmulShape shape;
+    memset(&shape, 0, sizeof(shape));
+    shape.m = 64, shape.n = 32, shape.k = 16, shape.op_a = CUBLAS_OP_T, shape.op_b = CUBLAS_OP_N;
+    shape.input = CUDA_R_16BF, shape.output = CUDA_R_32F, shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    size_t before = 0;
+    for (int round = 0; round < 40; round++) {
+        if (round == 20) before = mallinfo2().uordblks;
+        MatmulPlans plans = {(MatmulPlan*)calloc(50, sizeof(MatmulPlan)), 50, 50, nullptr};
+        for (int i = 0; i < 50; i++) matmul_describe(&plans.plan[i], &shape);
+        matmul_plans_close(&plans);
+    }
+    int64_t left = (int64_t)(mallinfo2().uordblks - before);
+    expect(left < 4096, "%lld bytes of 1000 plans are left", (long long)left);
 }
 
 // How a process ends, and what it says, that asks for the scratch of a layer norm's backward pass on a GPU of which a
