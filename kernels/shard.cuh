@@ -685,20 +685,28 @@ inline void shard_loss(Shard* s, float* scalars) {
 
 // Weights.
 
+// The weights of a run of the arena, element x to weights[x + shift], from those who keep them to all: one exchange, in
+// which every rank sends at the same time.
+inline void shard_gather_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+    int64_t size = s->weight_bytes, me = s->comm.rank;
+    Overlap mine = shard_overlap(begin, end, s->cut[me], s->cut[me + 1]);
+    const char* from = (const char*)s->kept_weights + (mine.begin - s->cut[me]) * size;
+    for (int r = 0; r < s->comm.world; r++) {
+        Overlap o = shard_overlap(begin, end, s->cut[r], s->cut[r + 1]);
+        s->sends[r] = {(void*)from, (mine.end - mine.begin) * size};
+        s->receives[r] = {(char*)s->weights + (o.begin + shift) * size, (o.end - o.begin) * size};
+    }
+    comm_copy(&s->comm, s->receives[me].data, from, s->sends[me].bytes);
+    comm_exchange(&s->comm, s->sends, s->receives);
+}
+
 // A bucket's weights from those who keep them to all, beside the device's stream.
 inline void shard_gather(Shard* s, int bucket) {
     const ShardBucket* b = &s->bucket[bucket];
-    int64_t size = s->weight_bytes, own = s->cut[s->comm.rank];
     comm_group(&s->comm, true);
     for (int i = 0; i < b->runs; i++) {
         const ShardRun* run = &b->run[i];
-        int64_t shift = s->mode >= SHARD_WEIGHTS ? run->at - run->begin : 0;
-        for (int r = 0; r < s->comm.world; r++) {
-            Overlap o = shard_overlap(run->begin, run->end, s->cut[r], s->cut[r + 1]);
-            const char* from = r == s->comm.rank ? (const char*)s->kept_weights + (o.begin - own) * size : nullptr;
-            char* to = (char*)s->weights + (o.begin + shift) * size;
-            comm_broadcast(&s->comm, from ? from : to, to, (o.end - o.begin) * size, r);
-        }
+        shard_gather_run(s, run->begin, run->end, s->mode >= SHARD_WEIGHTS ? run->at - run->begin : 0);
     }
     comm_group(&s->comm, false);
     if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
@@ -710,13 +718,7 @@ inline void shard_publish(Shard* s) {
     comm_after_device(&s->comm);
     s->held[0] = s->held[1] = -1;
     if (s->late && s->mode < SHARD_WEIGHTS) {
-        comm_group(&s->comm, true);
-        for (int r = 0; r < s->comm.world; r++) {
-            int64_t size = s->weight_bytes, begin = s->cut[r] * size, bytes = s->cut[r + 1] * size - begin;
-            char* to = (char*)s->weights + begin;
-            comm_broadcast(&s->comm, r == s->comm.rank ? s->kept_weights : to, to, bytes, r);
-        }
-        comm_group(&s->comm, false);
+        shard_gather_run(s, 0, s->cut[s->comm.world], 0);
         device_after_comm(&s->comm);
         return;
     }

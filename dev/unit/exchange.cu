@@ -253,8 +253,7 @@ static void require_bytes(const Device* dev, int from, int to, const void* devic
     free(host);
 }
 
-// Pieces of other sizes between all pairs, some empty and some of several slots; and a broadcast from each. `unit`: of
-// their bytes.
+// Pieces of other sizes between all pairs, some empty and some of several slots. `unit`: of their bytes.
 static void check_transport(Comm* comm, int64_t unit) {
     const Device* dev = comm->dev;
     int me = comm->rank;
@@ -272,15 +271,6 @@ static void check_transport(Comm* comm, int64_t unit) {
     for (int r = 0; r < comm->world; r++) {
         if (r != me) require_bytes(dev, r, me, receives[r].data, receives[r].bytes);
         device_free(dev, sends[r].data), device_free(dev, receives[r].data);
-    }
-    for (int root = 0; root < comm->world; root++) {
-        int64_t bytes = 3 * unit + 1;
-        char *from = bytes_on(dev, me, 0, bytes), *to = bytes_on(dev, 7, 7, bytes);
-        comm_after_device(comm);
-        comm_broadcast(comm, from, to, bytes, root);
-        device_after_comm(comm);
-        require_bytes(dev, root, 0, to, bytes);
-        device_free(dev, from), device_free(dev, to);
     }
 }
 
