@@ -4,8 +4,8 @@
 //     gelu'(x) = s + x s (1 - s) z',    z' = 2 sqrt(2/pi) (1 + 3 * 0.044715 x^2).
 //
 // Elementwise over n elements; any n, pointers 16-byte aligned. Bytes: forward reads n and writes n, backward reads 2 n
-// and writes n. In the trainer both usually ride in a matmul's epilogue (matmul.cuh); these run where there is none,
-// and when the activation is recomputed.
+// and writes n. In the trainer both usually ride in a matrix product, on Hopper our own (matmul_gelu.cuh), elsewhere in
+// cuBLASLt's epilogue (matmul.cuh); these run where there is none, and when the activation is recomputed.
 #pragma once
 #include <assert.h>
 

@@ -1,8 +1,9 @@
-// The instructions of sm_90a that the attention kernels, the classifier and the products next to GELU are made of:
-// barriers in shared memory (mbarrier), the copy engine's copies of tensors and of runs of bytes (TMA), the matrix
-// product of a warpgroup of 128 threads (wgmma), the register budget of a warpgroup (setmaxnreg) and barriers of some
-// of a block's warps. One function an instruction; what each does and which layout it wants is said at its declaration,
-// with the section of NVIDIA's PTX ISA that defines it (by title: the numbers move from one edition to the next).
+// The instructions of sm_90a that the attention kernels, the classifier, layer norm's backward pass and the products
+// next to GELU are made of: barriers in shared memory (mbarrier), the copy engine's copies of tensors and of runs of
+// bytes (TMA), the matrix product of a warpgroup of 128 threads (wgmma), the register budget of a warpgroup
+// (setmaxnreg) and barriers of some of a block's warps. One function an instruction; what each does and which layout it
+// wants is said at its declaration, with the section of NVIDIA's PTX ISA that defines it (by title: the numbers move
+// from one edition to the next).
 //
 // Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
 // after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
