@@ -135,8 +135,8 @@ __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// What this thread wrote to shared memory before is visible to the copy engine and to wgmma after; then comes a barrier
-// (PTX ISA, Memory Consistency Model: Proxies; membar/fence).
+// What this thread wrote to shared memory before is visible to the copy engine and to wgmma after, and what it read is
+// read before they write there; then comes a barrier (PTX ISA, Memory Consistency Model: Proxies; membar/fence).
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

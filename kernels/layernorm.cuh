@@ -378,6 +378,9 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         if (row + 1 < rows) next_mean = *mean, next_rstd = *rstd;
         layernorm_wait(barrier + stage, parity, stages);
         float2 sum = layernorm_backward_sums<X>(&total, norm, value, ring + stage * 3 * C, w, m, r, C);
+#if __CUDA_ARCH__ >= 900
+        fence_async();  // this thread's reads of the stage come before what the copy engine writes there next
+#endif
         sum = layernorm_block_sums(sum, sums[row % 2]);
         ask(stage, at + stages * stride, row + stages < rows);
         layernorm_backward_write(&total, dinp + at, norm, value, sum.x * inverse * r, sum.y * inverse * r, C);

@@ -291,6 +291,7 @@ __device__ __forceinline__ void mg_take_slopes(MatmulGeluWork& w) {
         w.held[n][0] = y[0], w.held[n][1] = y[1], w.held[n + 1][0] = y[2], w.held[n + 1][1] = y[3];
     }
     if (C % 2 == 0) return;
+    fence_async();  // the reads of this panel come before what the copy engine writes there next
     __syncwarp();
     if (w.lane == 0 && (C < MG_CHUNKS - 1 || w.more))
         mg_fetch_pre(w, C < MG_CHUNKS - 1 ? w.tile : w.next, C < MG_CHUNKS - 1 ? C / 2 + 1 : 0);
