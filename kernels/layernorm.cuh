@@ -15,9 +15,9 @@
 // row is worked on, the next is under way, asked for by one thread as three runs of bytes (sm_90; before, each thread
 // asks for its own vectors). A row needs its two sums before it can be written, one barrier; between the passes norm
 // and dinp + rstd * d stay in registers, so that nothing is read or converted twice: 11 arithmetic instructions and 4.5
-// conversions an element, 30 with those that a row costs. With 72 registers a thread, 24 warps of a multiprocessor, in
-// blocks as small as a row lets them be, wait for their barriers at different times. Each block leaves its partial sums
-// in scratch memory, and column_sum.cuh adds these up.
+// conversions an element, 30 with those that a row costs. With at most 80 registers a thread, of which it takes 72, 24
+// warps of a multiprocessor, in blocks as small as a row lets them be, wait for their barriers at different times. Each
+// block leaves its partial sums in scratch memory, and column_sum.cuh adds these up.
 //
 // The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
 // column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
 }
 
 // Of the backward kernel: channels a thread, threads of a block, blocks, stages of a block's ring, its bytes of shared
-// memory. As many blocks as find room at once at 80 registers a thread, where a thread has 8 channels.
+// memory. As many blocks as find room at once, where a thread has 8 channels.
 struct LayernormShape {
     int columns, threads, blocks, stages, bytes;
 };
