@@ -39,6 +39,7 @@
 #include "kernels/shard.cuh"        // Shard: gradients, states and weights over several ranks
 #include "optim/optim.h"            // Optim: weights, states and the step
 #include "train_options.h"          // Options, and the table of what can be typed
+#include "train_resume.h"           // resume_locate, resume_options, resume_rule; require_same: ranks begin alike
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
@@ -719,34 +720,6 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
     o->logit_rows = m->logit_rows;
 }
 
-static bool optim_config_try(const Options* o, OptimConfig* config, char* error, size_t error_bytes) {
-    *config = {o->preset,
-               o->rule,
-               o->weights,
-               o->grads,
-               o->m,
-               o->v,
-               (float)o->beta1,
-               (float)o->beta2,
-               (float)o->eps,
-               (float)o->weight_decay,
-               (uint64_t)o->seed,
-               o->decay_mode,
-               (float)o->lr,
-               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),  // of a run whose steps are not known yet
-               (float)o->alpha,
-               o->ramp,
-               o->overrides,
-               o->formats};
-    return optim_resolve(config, error, error_bytes);
-}
-
-static void optim_config_from(Options* o, OptimConfig* config) {
-    char error[DATA_ERROR_BYTES];
-    if (!optim_config_try(o, config, error, sizeof(error))) user_error("%s", error);
-    o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
-}
-
 // Steps and what depends on them.
 static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, bool warmup_typed) {
     int64_t sequences = o->tokens_per_step / o->seq;
@@ -1185,31 +1158,6 @@ static void checkpoint_save(Run* run) {
     say(run, "save %6lld  %s  %.1f s\n", (long long)run->step, path, seconds_now() - begin);
     if (!checkpoint_prune(run->folder, run->options->keep, run->step, error)) {
         fprintf(stderr, "train: notice: %s\n", error);
-    }
-}
-
-// A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.
-static void resume_usual_lr(Options* o, const bool* given, const char* rule, const Json* saved, char* changed,
-                            size_t changed_bytes) {
-    const char* before = json_string(saved, "rule", rule);
-    double old = optim_usual_lr(before, o->channels), usual = optim_usual_lr(rule, o->channels);
-    if (given[option_find(&TABLE, "lr") - OPTIONS] || old == usual || o->lr == usual) return;
-    size_t used = strlen(changed);
-    snprintf(changed + used, changed_bytes - used, " --lr %g, usual for %s (was %g, for %s)", usual, rule, o->lr,
-             before);
-    o->lr = usual;
-}
-
-// Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own.
-static void resume_rule(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
-    char error[DATA_ERROR_BYTES];
-    OptimConfig config;
-    Options trial = *o;
-    trial.grads = "fp32";
-    bool v_typed = given[option_find(&TABLE, "v") - OPTIONS];
-    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) trial.v = o->v = "";
-    if (optim_config_try(&trial, &config, error, sizeof(error))) {
-        resume_usual_lr(o, given, config.rule, saved, changed, changed_bytes);
     }
 }
 
@@ -1818,38 +1766,6 @@ static void model_begin(Run* run, const OptimConfig* config, const Json* state, 
     }
 }
 
-// The checkpoint to go on from into `folder`, and its state.json's tree: rank 0 chooses. NULL: begin anew.
-static Json* resume_locate(Options* o, const Launch* launch, char (&folder)[PATH_BYTES], bool* named_itself) {
-    char error[DATA_ERROR_BYTES];
-    Json* state = nullptr;
-    if (launch->rank == 0 &&
-        !checkpoint_locate(o->resume, o->run, folder, sizeof(folder), named_itself, &state, error)) {
-        user_error("%s", error);
-    }
-    if (!state) folder[0] = 0;
-    launch_share(launch, 0, folder, sizeof(folder));
-    if (launch->rank > 0 && folder[0]) state = checkpoint_state(folder, error);
-    if (folder[0] && !state) user_error("%s", error);
-    return state;
-}
-
-// Ranks that would not train the same are a mistake: other options, or data of another length.
-static void require_same(const Options* o, const Launch* launch, const Dataset* train, const Dataset* val) {
-    char* text = nullptr;
-    size_t length = 0;
-    Options same = *o;
-    same.run = same.resume = same.data = same.val = same.formats = "";
-    same.join_timeout = 0;
-    FILE* file = open_memstream(&text, &length);
-    options_json(&TABLE, &same, file);
-    fprintf(file, ", %lld tokens of --data, %lld of --val", (long long)train->tokens, (long long)val->tokens);
-    fclose(file);
-    uint32_t own = crc32c(0, text, (int64_t)length), first = own;
-    launch_share(launch, 0, &first, sizeof(first));
-    if (first != own) user_error("it has other options or other data than rank 0: %s; start all alike", text);
-    free(text);
-}
-
 // The run folder is rank 0's, and so is the tokenizer in it; all know whether there are samples.
 static void run_begin(Run* run, const Launch* launch, const char* tokenizer, const char* checkpoint, bool bytes,
                       bool resumed) {
@@ -1863,106 +1779,156 @@ static void run_begin(Run* run, const Launch* launch, const char* tokenizer, con
     launch_share(launch, 0, &run->options->sample_every, sizeof(run->options->sample_every));
 }
 
-static int train_main(Options* o, const bool* given, const Launch* launch) {
-    char folder[PATH_BYTES] = "", changed[16384] = "";
-    bool named_itself = false;
-    char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
-    Json* state = resume_locate(o, launch, folder, &named_itself);
-    const char* checkpoint = state ? folder : nullptr;
-    if (state) {
-        resume_options(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
-        resume_rule(o, given, json_get(state, "options"), changed, sizeof(changed) - 256);
-        if (!o->run[0]) o->run = strdup(folder_parent(checkpoint, parent, sizeof(parent)));
-        if (launch->rank == 0 && !checkpoint_continue(o->run, checkpoint, named_itself, !o->dry_run, error)) {
-            user_error("%s", error);
-        }
-    }
-    model_folder_resolve(o);
+// A run and all that it is made of, from its plan to its end.
+struct Training {
+    Options* options;
+    const bool* given;  // (OPTION_COUNT) which of them were typed
+    const Launch* launch;
+    Json* state;              // of the checkpoint that it goes on from; NULL: it begins anew
+    char folder[PATH_BYTES];  // of that checkpoint
+    char changed[16384];      // what is not as it was then, for the banner
     Device dev;
-    Model m = {};
-    Run run = {};
-    Shard shard = {};
+    Model model;
+    Shard shard;
+    Run run;
     Dataset train_data, val_data;
     OptimConfig config;
-    run.options = o;
-    run.model = &m;
-    run.quiet = launch->rank > 0;
-    run.text = open_memstream(&run.banner, &run.banner_bytes);
-    m.type = device_resolve(o, &dev, launch);
-    m.dev = &dev;
-    if (!dev.gpu && o->formats[0]) {
+    MemoryPlan plan;
+};
+
+static const char* training_checkpoint(const Training* t) {
+    return t->state ? t->folder : nullptr;
+}
+
+// The checkpoint to go on from, if any, and its options.
+static void training_resume(Training* t) {
+    Options* o = t->options;
+    bool named_itself = false;
+    char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
+    t->state = resume_locate(o, t->launch, t->folder, sizeof(t->folder), &named_itself);
+    if (!t->state) return;
+    const Json* saved = json_get(t->state, "options");
+    resume_options(o, t->given, saved, t->changed, sizeof(t->changed) - 256);
+    resume_rule(o, t->given, saved, t->changed, sizeof(t->changed) - 256);
+    if (!o->run[0]) o->run = strdup(folder_parent(t->folder, parent, sizeof(parent)));
+    if (t->launch->rank == 0 && !checkpoint_continue(o->run, t->folder, named_itself, !o->dry_run, error)) {
+        user_error("%s", error);
+    }
+}
+
+// The device, and what this rank shares with others.
+static void training_open(Training* t) {
+    Options* o = t->options;
+    Model* m = &t->model;
+    t->run.options = o;
+    t->run.model = m;
+    t->run.quiet = t->launch->rank > 0;
+    t->run.text = open_memstream(&t->run.banner, &t->run.banner_bytes);
+    m->type = device_resolve(o, &t->dev, t->launch);
+    m->dev = &t->dev;
+    if (!t->dev.gpu && o->formats[0]) {
         user_error(
             "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '' and "
             "a built-in one for --m and --v (--list-formats names them), or run on a GPU",
             o->formats);
     }
-    if (launch->world > 1) {
-        if (dev.gpu) comm_require_own_gpu(launch);
-        comm_open(&shard.comm, launch, &dev);
-        shard.mode = shard_mode_from(o->shard);
-        shard.late = !shard.comm.peers && shard.comm.rate > SHARD_LATE_RATE;
-        shard.format = comm_format_from(o->comm);
-        m.shard = &shard;
-    }
-    data_and_model_resolve(o, checkpoint, &train_data, &val_data, &m);
-    batch_and_optim_resolve(o, &m, &train_data, &config);
-    length_resolve(o, dataset_windows(&train_data, m.T), !o->data[0], dev.gpu,
-                   given[option_find(&TABLE, "warmup") - OPTIONS]);
-    optim_config_from(o, &config);  // with the steps and learning rate that are known by now
-    shard_part(&m, &config);
-    require_same(o, launch, &train_data, &val_data);
-    run.step = state ? json_int(state, "step", 0) : 0;
-    run.sequences = state ? json_int(state, "sequences", 0) : 0;
-    run.best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;
-    run.skipped = state ? json_int(state, "skipped", 0) : 0;
-    run.skipped_last = state ? json_int(state, "skipped_last", 0) : 0;
-    run.data_tokens = train_data.tokens;
-    int64_t tokens_before = state ? json_int(state, "data_tokens", train_data.tokens) : train_data.tokens;
-    if (tokens_before != train_data.tokens) {
-        sprintf(changed + strlen(changed), " the data: %lld tokens (were %lld), so the order from here on is another",
-                (long long)train_data.tokens, (long long)tokens_before);
-    }
+    if (t->launch->world == 1) return;
+    if (t->dev.gpu) comm_require_own_gpu(t->launch);
+    comm_open(&t->shard.comm, t->launch, &t->dev);
+    t->shard.mode = shard_mode_from(o->shard);
+    t->shard.late = !t->shard.comm.peers && t->shard.comm.rate > SHARD_LATE_RATE;
+    t->shard.format = comm_format_from(o->comm);
+    m->shard = &t->shard;
+}
 
-    MemoryPlan plan = memory_plan(&m, &config);
-    print_plan(&run, &config, &plan, &train_data, &val_data, changed);
-    if (state && run.step >= o->steps) {
-        say(&run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint, (long long)run.step,
-            (long long)o->steps);
-        return 0;
-    }
-    require_memory(o, &m, &config, &plan);
-    if (o->dry_run) return 0;
+// Data, model, batches, optimizer and length.
+static void training_resolve(Training* t) {
+    Options* o = t->options;
+    Model* m = &t->model;
+    data_and_model_resolve(o, training_checkpoint(t), &t->train_data, &t->val_data, m);
+    batch_and_optim_resolve(o, m, &t->train_data, &t->config);
+    length_resolve(o, dataset_windows(&t->train_data, m->T), !o->data[0], t->dev.gpu,
+                   t->given[option_find(&TABLE, "warmup") - OPTIONS]);
+    optim_config_from(o, &t->config);  // with the steps and learning rate that are known by now
+    shard_part(m, &t->config);
+    require_same(o, t->launch, &t->train_data, &t->val_data);
+}
 
-    // The weights come before the run folder: a bad model file leaves nothing behind.
-    model_allocate(&m, &config);
-    rehearse(&m, &dev);
-    model_begin(&run, &config, state, checkpoint);
-    if (m.shard) shard_publish(m.shard);
+// Where the run stands.
+static void training_count(Training* t) {
+    const Json* state = t->state;
+    Run* run = &t->run;
+    int64_t tokens = t->train_data.tokens, before = state ? json_int(state, "data_tokens", tokens) : tokens;
+    run->step = state ? json_int(state, "step", 0) : 0;
+    run->sequences = state ? json_int(state, "sequences", 0) : 0;
+    run->best_val = state ? json_number(state, "best_val", INFINITY) : INFINITY;
+    run->skipped = state ? json_int(state, "skipped", 0) : 0;
+    run->skipped_last = state ? json_int(state, "skipped_last", 0) : 0;
+    run->data_tokens = tokens;
+    if (before == tokens) return;
+    sprintf(t->changed + strlen(t->changed), " the data: %lld tokens (were %lld), so the order from here on is another",
+            (long long)tokens, (long long)before);
+}
+
+// The weights come before the run folder: a bad model file leaves nothing behind.
+static void training_begin(Training* t) {
+    Options* o = t->options;
+    Model* m = &t->model;
+    const char* checkpoint = training_checkpoint(t);
+    model_allocate(m, &t->config);
+    rehearse(m, &t->dev);
+    model_begin(&t->run, &t->config, t->state, checkpoint);
+    if (m->shard) shard_publish(m->shard);
     signals_catch();
     // Paths as they are found from any folder, so that the run can be resumed from anywhere.
     if (o->data[0]) o->data = path_absolute(o->data);
     if (o->val[0]) o->val = path_absolute(o->val);
     if (folder_exists(o->model)) o->model = path_absolute(o->model);
     if (o->formats[0]) o->formats = paths_absolute(o->formats);
-    run_begin(&run, launch, train_data.tokenizer, checkpoint ? checkpoint : "", train_data.bytes,
-              state != nullptr || strcmp(o->resume, "auto") == 0);
-    run.bytes_per_token = val_data.bytes_per_token;
-    run.started = seconds_now();
-    log_config(&run, dev.name);
-    if (state) log_line(&run, "resume", 0, nullptr, nullptr);
-    train(&run, &train_data, &val_data, plan.total);
-    if (stops(&m)) say(&run, "next     ./train --resume %s\n", run.folder);
-    if (!stops(&m)) say(&run, "next     ./train --sample \"...\" --model %s\n", run.last_checkpoint);
-    say(&run, "         .venv/bin/python dev/plot.py %s\n", run.folder);
+    run_begin(&t->run, t->launch, t->train_data.tokenizer, checkpoint ? checkpoint : "", t->train_data.bytes,
+              t->state != nullptr || strcmp(o->resume, "auto") == 0);
+    t->run.bytes_per_token = t->val_data.bytes_per_token;
+    t->run.started = seconds_now();
+    log_config(&t->run, t->dev.name);
+    if (t->state) log_line(&t->run, "resume", 0, nullptr, nullptr);
+}
 
-    if (run.log) fclose(run.log);
-    fclose(run.text);
-    json_free(state);
-    if (run.tokenizer) tokenizer_close(run.tokenizer);
-    dataset_close(&train_data);
-    dataset_close(&val_data);
-    model_free(&m);
-    device_close(&dev);
+static void training_end(Training* t) {
+    Run* run = &t->run;
+    if (run->log) fclose(run->log);
+    fclose(run->text);
+    json_free(t->state);
+    if (run->tokenizer) tokenizer_close(run->tokenizer);
+    dataset_close(&t->train_data);
+    dataset_close(&t->val_data);
+    model_free(&t->model);
+    device_close(&t->dev);
+}
+
+static int train_main(Options* o, const bool* given, const Launch* launch) {
+    Training t = {};
+    t.options = o, t.given = given, t.launch = launch;
+    training_resume(&t);
+    model_folder_resolve(o);
+    training_open(&t);
+    training_resolve(&t);
+    training_count(&t);
+    t.plan = memory_plan(&t.model, &t.config);
+    print_plan(&t.run, &t.config, &t.plan, &t.train_data, &t.val_data, t.changed);
+    if (t.state && t.run.step >= o->steps) {
+        say(&t.run, "done     %s is at step %lld of %lld; type --steps N to train on\n", t.folder,
+            (long long)t.run.step, (long long)o->steps);
+        return 0;
+    }
+    require_memory(o, &t.model, &t.config, &t.plan);
+    if (o->dry_run) return 0;
+
+    training_begin(&t);
+    train(&t.run, &t.train_data, &t.val_data, t.plan.total);
+    if (stops(&t.model)) say(&t.run, "next     ./train --resume %s\n", t.run.folder);
+    if (!stops(&t.model)) say(&t.run, "next     ./train --sample \"...\" --model %s\n", t.run.last_checkpoint);
+    say(&t.run, "         .venv/bin/python dev/plot.py %s\n", t.run.folder);
+    training_end(&t);
     return 0;
 }
 

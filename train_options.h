@@ -5,6 +5,7 @@
 
 #include "data/options.h"
 #include "kernels/common.cuh"  // user_error
+#include "optim/optim.h"       // OptimConfig
 
 constexpr int64_t AUTO = OPTION_AUTO;  // an option left to the program; the functions *_resolve replace it
 
@@ -150,50 +151,32 @@ static const Option OPTIONS[] = {
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
 static const OptionTable TABLE = {OPTIONS, OPTION_COUNT};
 
-// Resuming.
-
-// Options that belong to one start of the program and are not taken over from a checkpoint.
-static bool is_restored(const Option* option) {
-    static const char* const own[] = {"run", "resume", "device", "sample", "gpus", "join-timeout"};
-    for (const char* name : own) {
-        if (strcmp(option->name, name) == 0) return false;
-    }
-    return option->type != OPTION_FLAG;
+// The optimizer that the options ask for, with names for what they leave to the preset; false with a sentence where
+// there is none.
+static bool optim_config_try(const Options* o, OptimConfig* config, char* error, size_t error_bytes) {
+    *config = {o->preset,
+               o->rule,
+               o->weights,
+               o->grads,
+               o->m,
+               o->v,
+               (float)o->beta1,
+               (float)o->beta2,
+               (float)o->eps,
+               (float)o->weight_decay,
+               (uint64_t)o->seed,
+               o->decay_mode,
+               (float)o->lr,
+               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),  // of a run whose steps are not known yet
+               (float)o->alpha,
+               o->ramp,
+               o->overrides,
+               o->formats};
+    return optim_resolve(config, error, error_bytes);
 }
 
-// Whether an option that was not typed is left to another preset than the saved one, which was typed.
-static bool left_to_preset(const Options* o, const bool* given, const Json* saved, const char* name) {
-    static const char* const names[] = {"rule", "weights", "m", "v"};
-    const Option* preset = option_find(&TABLE, "preset");
-    if (!given[preset - OPTIONS] || strcmp(json_string(saved, preset->name, ""), o->preset) == 0) return false;
-    for (const char* its : names) {
-        if (strcmp(name, its) == 0) return true;
-    }
-    return false;
-}
-
-// Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
-// where the model's shape hangs on them.
-static void resume_options(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
-    static const char* const fixed[] = {"model", "layers", "channels", "heads", "seq"};
+static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
-    for (int i = 0; i < OPTION_COUNT; i++) {
-        const Option* option = &OPTIONS[i];
-        const char* text = json_string(saved, option->name, nullptr);
-        if (!is_restored(option) || !text) continue;
-        if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
-        // bf16 is what `auto` makes of one micro-batch a step, and with other ranks or tokens there may be several.
-        if (!given[i] && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) continue;
-        char now[4096];
-        option_text(option, o, now, sizeof(now));
-        if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
-        if (!given[i] || strcmp(now, text) == 0) continue;
-        for (const char* name : fixed) {
-            if (strcmp(option->name, name) != 0) continue;
-            user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or begin anew without --resume", name,
-                       now, text, name);
-        }
-        size_t used = strlen(changed);
-        snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
-    }
+    if (!optim_config_try(o, config, error, sizeof(error))) user_error("%s", error);
+    o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
 }
