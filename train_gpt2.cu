@@ -1516,6 +1516,48 @@ static void tell_end(Run* run, double counted, double seconds) {
     }
 }
 
+// The data cannot be read on: what there is is saved, and the rank with bad data ends all.
+[[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
+    const Shard* shard = run->model->shard;
+    if (!saved) checkpoint_save(run);
+    if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
+    user_error("--data: %s; the last checkpoint is %s", feeder->error, run->last_checkpoint);
+}
+
+// The time of steps from `from` on, which is moved when the first ten are done: they are slower.
+struct StepTimer {
+    int64_t first, from;
+    double since, seconds;  // the clock at `from`; spent in steps
+};
+
+// Step `step` is done, which began at `begin`: seconds that one takes.
+static double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
+    if (step - timer->first == 10) timer->from = step, timer->since = now, timer->seconds = 0;
+    timer->seconds += now - begin;
+    return step == timer->from ? now - begin : (now - timer->since) / (double)(step - timer->from);
+}
+
+// A step is done, with these scalars: counted, logged and told.
+static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer, int64_t memory) {
+    const Options* o = run->options;
+    run->step++;
+    run->sequences += o->tokens_per_step / o->seq;
+    bool skipped = !isfinite(scalars[SCALAR_FACTOR]);
+    run->skipped += skipped;
+    run->skipped_last = skipped ? run->skipped_last + 1 : 0;
+    double now = seconds_now(), loss = scalars[SCALAR_LOSS], norm = scalars[SCALAR_NORM];
+    if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
+    if (isnan(norm)) norm = fabs(norm);
+    double each = step_timed(timer, run->step, begin, now);
+    log_step(run, skipped ? NAN : loss, norm, lr, now - begin);
+    if (run->step == timer->first + 2) log_memory(run, memory);
+    if (skipped) {
+        step_skipped(run, loss, norm);
+    } else if (run->step % o->print_every == 0 || run->step == timer->first + 1 || run->step == o->steps) {
+        print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
+    }
+}
+
 // From run->step to the end, or to a signal.
 static void train(Run* run, const Dataset* train_data, const Dataset* val_data, int64_t memory) {
     Options* o = run->options;
@@ -1526,8 +1568,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     feeder_open(&feeder, m->dev, train_data, m->B, m->T, (uint64_t)o->seed, true,
                 run->sequences + rank_of(m) * slice.run, slice);
     float* scalars = (float*)(m->dev->gpu ? pinned_alloc : malloc)(SCALARS * sizeof(float));
-    int64_t first = run->step, timed_from = first;
-    double timed_since = seconds_now(), step_seconds = 0;
+    StepTimer timer = {run->step, run->step, seconds_now(), 0};
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
     bool due = false;  // a checkpoint
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
@@ -1539,37 +1580,14 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         bool fine = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, update);
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
         shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
-        if (!fine || scalars[SCALAR_BAD] > 0) {
-            if (run->step > saved_at) checkpoint_save(run);
-            // The rank with bad data ends all.
-            if (m->shard && !feeder.error[0]) launch_any(m->shard->comm.launch, false);
-            user_error("--data: %s; the last checkpoint is %s", feeder.error, run->last_checkpoint);
-        }
-        run->step++;
-        run->sequences += sequences;
-        bool skipped = !isfinite(scalars[2]);
-        run->skipped += skipped;
-        run->skipped_last = skipped ? run->skipped_last + 1 : 0;
-        double now = seconds_now(), loss = scalars[0], norm = scalars[1];
-        if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
-        if (isnan(norm)) norm = fabs(norm);
-        if (run->step - first == 10) timed_from = run->step, timed_since = now, step_seconds = 0;
-        step_seconds += now - begin;
-        double each = (now - timed_since) / (double)(run->step - timed_from > 0 ? run->step - timed_from : 1);
-        if (run->step == timed_from) each = now - begin;
-        log_step(run, skipped ? NAN : loss, norm, lr, now - begin);
-        if (run->step == first + 2) log_memory(run, memory);
-        if (skipped) {
-            step_skipped(run, loss, norm);
-        } else if (run->step % o->print_every == 0 || run->step == first + 1 || run->step == o->steps) {
-            print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
-        }
+        if (!fine || scalars[SCALAR_BAD] > 0) data_failed(run, &feeder, run->step <= saved_at);
+        step_done(run, scalars, lr, begin, &timer, memory);
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
         bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : save_asked(run);
         due = due || (o->save_every > 0 && run->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
-        if (asked || last || stops(m) || (due && !skipped)) {
+        if (asked || last || stops(m) || (due && run->skipped_last == 0)) {
             due = false;
             checkpoint_save(run);
             saved_at = run->step;
@@ -1577,7 +1595,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
     }
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
-    tell_end(run, (double)(run->step - timed_from), step_seconds);
+    tell_end(run, (double)(run->step - timer.from), timer.seconds);
     feeder_close(&feeder);
     (m->dev->gpu ? pinned_free : free)(scalars);
 }
