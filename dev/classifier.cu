@@ -57,15 +57,19 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
     extern __shared__ __align__(128) unsigned char twice_shared[];
     __shared__ ClassifierSum parts[32];
     bf16* row = (bf16*)twice_shared;
-    uint32_t barriers = shared_offset(twice_shared + Vp * sizeof(bf16)), parity = 0;
+    uint32_t barriers = shared_offset(twice_shared + Vp * sizeof(bf16)), done = barriers + CLASSIFIER_CHUNKS * 8;
+    uint32_t parity = 0;
     const int chunks = (Vp + CLASSIFIER_CHUNK - 1) / CLASSIFIER_CHUNK;
     if (threadIdx.x == 0) {
-        for (int q = 0; q < chunks; q++) barrier_init(barriers + q * 8, 1);
+        for (int q = 0; q < chunks; q++) {
+            barrier_init(barriers + q * 8, 1);
+            barrier_init(done + q * 8, CLASSIFIER_RESIDENT_THREADS);
+        }
         barrier_init_done();
     }
     __syncthreads();
     if (threadIdx.x >= CLASSIFIER_RESIDENT_THREADS) {
-        classifier_order(row, barriers, logits, true, N, Vp);
+        if (threadIdx.x == CLASSIFIER_RESIDENT_THREADS) classifier_order(row, barriers, done, logits, true, N, Vp);
         return;
     }
     for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
@@ -83,7 +87,7 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
             int begin = q * CLASSIFIER_CHUNK, end = q + 1 < chunks ? begin + CLASSIFIER_CHUNK : Vp;
             twice_give(row, begin, end, offset, dloss / own.sum, dloss, targets[i]);
             fence_async();
-            group_arrive(2 + q, CLASSIFIER_RESIDENT_THREADS + 32);
+            barrier_arrive(done + q * 8);
         }
     }
 #else
