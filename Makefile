@@ -102,6 +102,9 @@ test: train test_gpt2
 bench: build/dev/bench
 	./build/dev/bench $(BENCH)
 
+# Every benchmark in dev/, so that none stays behind when a kernel changes.
+benches: $(patsubst dev/%.cu,build/dev/%,$(wildcard dev/*.cu))
+
 # Memory errors in every GPU test; races in the shared memory of the kernels whose warps and copies go at their own pace,
 # in tests so small that the slow checker can take them and on so few multiprocessors that all memory is used again.
 sanitize: test_gpt2
@@ -131,6 +134,7 @@ help:
 	@echo "make              build ./train"
 	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
+	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
 	@echo "make venv         Python tools for data preparation and plots, in .venv"
 	@echo "make format       clang-format in place; make format-check only looks"
@@ -139,6 +143,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets"
 
 FORCE:
-.PHONY: all test bench sanitize venv format format-check loc clean help FORCE
+.PHONY: all test bench benches sanitize venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard build/*.d build/*/*.d)
