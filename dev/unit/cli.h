@@ -335,6 +335,18 @@ inline void make_model(const char* work, const char* name, const char* from, con
     free(config), free(changed), free(weights);
 }
 
+// A copy of a checkpoint in bf16 with one infinite weight, the last: every loss is NaN.
+inline void make_infinite_model(const char* work, const char* name, const char* from) {
+    char folder[PATH_MAX];
+    int64_t bytes;
+    make_model(work, name, from, "gelu_new", "gelu_new", 1);
+    snprintf(folder, sizeof(folder), "%s/%s", work, name);
+    char* weights = contents(folder, "model.safetensors", &bytes);
+    memcpy(weights + bytes - 2, "\x80\x7f", 2);
+    write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
+    free(weights);
+}
+
 // One sentence on stderr and exit code 2.
 inline void expect_error(Test* test, const Child* child, const char* what, const char* needle, const char* needle2) {
     const char* error = child->text[1];

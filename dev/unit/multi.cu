@@ -274,8 +274,8 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
 TEST(multi_losses) {
     check_losses(test, false, 0, DESCENT " --weights fp32", 0.01);
     check_losses(test, false, 0, "--preset fp32", 0.0003);
-    check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32", 0.01);
-    check_losses(test, false, ROUNDED, DESCENT " --weights fp32 --comm bf16", 0.01);
+    check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);
+    check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32 --comm bf16", 0.001);
 }
 
 TEST(multi_losses_gpu) {
@@ -283,7 +283,7 @@ TEST(multi_losses_gpu) {
     if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
     check_losses(test, true, 0, DESCENT " --weights fp32 --matmul fp32", 0.01);
     check_losses(test, true, 0, "--preset fp32 --matmul fp32", 0.0003);
-    check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32", 0.01);  // of 4 ranks gradients are bf16
+    check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);  // of 4 ranks gradients are bf16
 }
 
 // Saved on n ranks, resumed on m. What is saved does not depend on how it was sharded (multi_modes: one file, to the
@@ -722,12 +722,7 @@ TEST(multi_failures) {
     train_well("%s --data %s/text.txt --run %s/used --batch 1 --steps 2", SEVERAL, work, work);
     snprintf(from, sizeof(from), "%s/used/step_00000002", work);
     snprintf(bad, sizeof(bad), "%s/bad", work);
-    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
-    int64_t bytes;
-    char* weights = contents(bad, "model.safetensors", &bytes);
-    memcpy(weights + bytes - 2, "\x80\x7f", 2);  // bf16's infinity
-    write_bytes(bad, "model.safetensors", weights, (size_t)bytes);
-    free(weights);
+    make_infinite_model(work, "bad", from);
     Child nan = new_child();
     start_ranks(
         &nan, false, 2,

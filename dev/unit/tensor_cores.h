@@ -6,7 +6,8 @@
 // what fp32 does not hold: never to nearest, always towards zero. 16 and 25 on Hopper and Blackwell, 8 and 24 on Ampere
 // and Ada. NVIDIA does not say so; measured by Fasi et al., PeerJ Computer Science 7:e330 (2021), up to Ampere, and, as
 // models that have every bit of the instructions, by Khattak and Mikaitis, arXiv:2512.07004, and Xie et al.,
-// arXiv:2511.10909 (2025), up to Blackwell.
+// arXiv:2511.10909 (2025), up to Blackwell. What cuBLASLt makes of up to 3000 rows on an H200 has these bits
+// (dev/LOG.md).
 #pragma once
 #include "../../kernels/cpu_gemm.h"
 #include "kernels.h"
