@@ -224,14 +224,15 @@ constexpr double ROUNDED = 1.0 / 128;  // to bf16
 constexpr int LOSS_STEPS = 30, LOSS_BATCHES = 4;
 static const double PARAMETERS = 167488;  // of SEVERAL
 
-// The largest difference, of the bound.
+// The largest difference, of the bound; NaN where one is.
 static double losses_multiple(const Losses* one, const Losses* other, double rounded, bool divided) {
     double moved = 0, worst = 0, epsilon = (LOSS_BATCHES - 1) * ldexp(1.0, -23) + rounded;
     for (int step = 1; step <= LOSS_STEPS; step++) {
         double loss = atof(one->text[step]), mean = LOSS_BATCHES * ldexp(1.0, -23) * loss;
         double bound = mean + epsilon * sqrt(LOSS_BATCHES) * one->norm[step] * moved;
         double multiple = fabs(loss - atof(other->text[step])) / bound;
-        if (!(multiple <= worst)) worst = multiple;
+        if (isnan(multiple)) return multiple;
+        worst = fmax(worst, multiple);
         moved += one->lr[step] * (divided ? sqrt(PARAMETERS) : one->norm[step]);
     }
     return worst;
@@ -261,7 +262,7 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
             expect(multiple > 4, "%s: a wrong sum is at %.2f of the bound", rule, multiple);
         } else {
             expect(multiple <= 1, "%s: losses on %d ranks are at %.2f of the bound", rule, runs[i].ranks, multiple);
-            worst = multiple > worst ? multiple : worst;
+            worst = fmax(worst, multiple);
         }
     }
     size_t used = strlen(test->note);
