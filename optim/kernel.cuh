@@ -9,13 +9,15 @@
 // On the GPU groups of threads each walk through tiles of their own, a thread taking 16 consecutive elements (8 where
 // a moment has more than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all
 // arrays of a tile into one of a group's 2 to 4 stages while the group computes on another, the update writes in place,
-// and the copy engine takes the stage back. Four warps of the thread block, the couriers, give the engine its orders
-// for the groups; the others wait for memory as little as for each other, spend no registers on loads in flight and
-// compute no addresses, and every access to memory is whole lines. Elsewhere the same code reads and writes memory
-// directly. On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks that share a scale
-// are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile: the quantise step can reduce
-// over a thread's neighbours on the GPU, where all threads of a group always run together, and over its own array on
-// the CPU.
+// and the copy engine takes the stage back. A warp for each group, its courier, gives the engine its orders; the
+// others wait for memory as little as for each other, spend no registers on loads in flight and
+// compute no addresses, and every access to memory is whole lines. The next tile of the table goes to whichever group
+// has room for it: multiprocessors are not equally fast, and were each given its share beforehand, then the tiles under
+// way at a time would lie ever further apart, in ever more pages of memory, and the slowest would end alone. Elsewhere
+// the same code reads and writes memory directly. On the CPU one core takes a tile and calls the same function with
+// 2048 elements. Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie
+// in one tile: the quantise step can reduce over a thread's neighbours on the GPU, where all threads of a group always
+// run together, and over its own array on the CPU.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
@@ -40,7 +42,8 @@ struct StepArguments {
     Streams copy;             // of the weights, in the type that the matmuls read, where that is another
     const float* grad_scale;  // device scalar
     const Tile* tiles;        // (tile_count)
-    int64_t tile_count;
+    int64_t tile_count;       // below 2^31
+    uint32_t* next_tile;      // device scalar, 0 before a launch and after
     NoiseSeed seed;
     uint32_t step;
     Hyper group[STEP_GROUPS];
@@ -117,6 +120,13 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
 }
 #endif
 
+// Whether threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
+template <int COUNT, class Weights, class Grads, class M, class V>
+OPTIM_INLINE constexpr bool step_ordered() {
+    constexpr bool able = TAKES_ORDER<Weights> && TAKES_ORDER<Grads> && TAKES_ORDER<M> && TAKES_ORDER<V>;
+    return ON_GPU && COUNT == 16 && able && (CROWDS_BANKS<M> || CROWDS_BANKS<V>);
+}
+
 // One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena. `seen`, unless
 // null, receives the new weights as the model sees them, in pairs of bf16.
 template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
@@ -128,12 +138,14 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     const uint64_t seed = step.seed.seed;
     const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
     const float* roots = rule.adaptive ? root : nullptr;
-    const NoiseKey key[4] = {{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round},
-                             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round},
-                             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round},
-                             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round}};
+    constexpr bool ordered = step_ordered<MOST, Weights, Grads, M, V>();
+    const int order = ordered ? element_order(first) : 0;
+    const NoiseKey key[4] = {{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ordered, order},
+                             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ordered, order},
+                             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ordered, order},
+                             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ordered, order}};
     weights.load(tile.weights, first, p, n, key[0]);
-    grads.load(tile.grads, first, g, n, NoiseKey{});
+    grads.load(tile.grads, first, g, n, key[0]);
     state_m.load(tile.m, first, m, n, key[1]);
     state_v.load(tile.v, first, v, n, key[2]);
     if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key[3]);
@@ -172,7 +184,8 @@ struct StepShape {
     int elements;             // of a thread: 16 bytes of the narrower moment, where that is 8 bits
     int threads;              // of a group
     int groups;               // of a thread block, which is a multiprocessor's only one
-    int block_threads;        // theirs, and the couriers'
+    int couriers;             // warps: one for each group, and as many more as make their number a multiple of 4
+    int block_threads;        // of all these
     int stages;               // of a group
     int bytes[STEP_ARRAYS];   // of a tile; 0: there is no such array
     int offset[STEP_ARRAYS];  // in a stage
@@ -192,13 +205,26 @@ OPTIM_INLINE constexpr bool has_stages(int compute) {
 #define OPTIM_STAGES
 #endif
 
-constexpr int COURIERS = 4;              // warps
+constexpr int STAGE_LINE = 128;          // of shared memory, for the copy engine
 constexpr int SHARED_MOST = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
+
+// Arrays of whole lines first, so that each begins a line, as every stage does: the engine is slower where the lines of
+// memory and those of a stage are not the same ones.
+OPTIM_INLINE constexpr void stage_layout(StepShape* shape) {
+    for (int part = 0; part < 2; part++) {
+        for (int a = 0; a < STEP_ARRAYS; a++) {
+            if ((shape->bytes[a] % STAGE_LINE != 0) != (part == 1)) continue;
+            shape->offset[a] = shape->stage_bytes;
+            shape->stage_bytes += (shape->bytes[a] + 15) / 16 * 16;
+        }
+    }
+    shape->stage_bytes = (shape->stage_bytes + STAGE_LINE - 1) / STAGE_LINE * STAGE_LINE;
+}
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
     bool rank1 = false, waits = false;  // for another warp of the group
-    shape.table_bytes = (table_bytes + 127) / 128 * 128;
+    shape.table_bytes = (table_bytes + STAGE_LINE - 1) / STAGE_LINE * STAGE_LINE;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
     for (int a = 0; a < STEP_ARRAYS; a++) {
@@ -206,16 +232,15 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
         rank1 = rank1 || info.span == SPAN_RANK1;
         waits = waits || (info.bits > 0 && info.run > 32 * shape.elements);
         shape.bytes[a] = tile_bytes(info);
-        shape.offset[a] = shape.stage_bytes;
         if (shape.bytes[a] == 0) continue;
         const bool small = shape.bytes[a] % 16 != 0;
-        shape.stage_bytes += small ? 16 : shape.bytes[a];
         if (small) shape.small |= 1u << a;
         if (a != GRADS_ARRAY) shape.stored |= 1u << a;
         if (a == COPY_ARRAY || info.written_only) continue;
         shape.loaded |= 1u << a;
         if (!small) shape.load_bytes += shape.bytes[a];
     }
+    stage_layout(&shape);
     // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages and registers;
     // three stages each are better than a third or fourth group, and a fifth is of use where a group waits for itself,
     // measured on an H200.
@@ -226,7 +251,8 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = most / (shape.groups * shape.stage_bytes);
     shape.stages = stages > 4 ? 4 : stages;
-    shape.block_threads = shape.groups * shape.threads + 32 * COURIERS;
+    shape.couriers = (shape.groups + 3) / 4 * 4;
+    shape.block_threads = shape.groups * shape.threads + 32 * shape.couriers;
     return shape;
 }
 
@@ -441,7 +467,10 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
                            grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
     if constexpr (SEEN) {
-        store_value(streams.copy.codes, 2 * first, codes);
+        NoiseKey key = {};
+        key.ordered = step_ordered<COUNT, Weights, Grads, M, V>();
+        key.order = element_order(first);
+        store_ordered<COUNT>(streams.copy.codes, first, codes, key);
     } else if constexpr (COPIES) {
         // Scales come from neighbours.
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
@@ -455,6 +484,8 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
 
 #ifdef OPTIM_STAGES
 // What the courier and the groups share, beside the stages.
+constexpr uint32_t NO_TILE = 0xffffffffu;  // the index of what comes after a group's last tile
+
 template <int GROUPS, int STAGES>
 struct Couriers {
     uint64_t full[GROUPS][STAGES];  // a tile has arrived
@@ -469,61 +500,89 @@ struct Couriers {
     }
 };
 
-// By one thread, for every COURIERS-th group: fills their stages, then walks through the tiles as the groups compute
-// them, a tile of each group in turn: takes a stage back, and fills the one before it, whose way back began a turn ago,
-// with its group's next tile.
+// The orders for one group.
 template <class Layout, class Shared>
-__device__ __forceinline__ void courier(const StepArguments& step, Shared* shared, unsigned char* memory, int first) {
-    constexpr StepShape SHAPE = Layout::SHAPE;
-    constexpr int GROUPS = SHAPE.groups, STAGES = SHAPE.stages;
-    constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
+struct Courier {
+    static constexpr StepShape SHAPE = Layout::SHAPE;
+    static constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
+    const StepArguments& step;
+    Shared* shared;
+    unsigned char* stages;
+    int group;
     uint64_t small[STEP_ARRAYS];  // of the tile that comes
-    auto read = [&](const Tile& tile) {
+
+    // The next tile that no group has, or a number beyond the last. The first ones are given without asking. Each
+    // group asks until there are no more, so the count of questions is known, and after the last one it is 0 again.
+    __device__ __forceinline__ uint32_t next_tile() const {
+        const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
+        const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
+        return given + atomicInc(step.next_tile, left + groups - 1);
+    }
+
+    __device__ __forceinline__ void read(const Tile& tile) {
         Layout::each(step, tile, nullptr, SHAPE.loaded & SMALL,
                      [&](const void* from, void*, int bytes, int a) { small[a] = read_small(from, bytes); });
-    };
-    auto fill = [&](const Tile& tile, int group, int s) {
+    }
+
+    __device__ __forceinline__ void fill(const Tile& tile, int s) {
+        uint64_t* full = &shared->full[group][s];
+        unsigned char* stage = stages + s * SHAPE.stage_bytes;
         shared->tile[group][s] = tile;
-        unsigned char* stage = memory + (group * STAGES + s) * SHAPE.stage_bytes;
         Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
-        barrier_expect(&shared->full[group][s], SHAPE.load_bytes);
-        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
-            engine_load(from, to, bytes, &shared->full[group][s]);
-        });
-    };
-    const int64_t stride = (int64_t)gridDim.x * GROUPS;
-    for (int s = 0; s < STAGES; s++) {
-        for (int group = first; group < GROUPS; group += COURIERS) {
-            int64_t t = s * stride + group * (int64_t)gridDim.x + blockIdx.x;
-            if (t >= step.tile_count) continue;
-            read(step.tiles[t]);
-            fill(step.tiles[t], group, s);
-        }
+        barrier_expect(full, SHAPE.load_bytes);
+        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE,
+                     [&](const void* from, void* to, int bytes, int) { engine_load(from, to, bytes, full); });
     }
-    int last_group = 0, last_s = 0, s = 0;
+
+    __device__ __forceinline__ void end(int s) {
+        shared->tile[group][s].index = NO_TILE;
+        barrier_arrive(&shared->full[group][s]);
+    }
+
+    // Once the group has computed it.
+    __device__ __forceinline__ void take_back(int s, uint32_t parity) {
+        while (!barrier_passed(&shared->done[group][s], parity)) __nanosleep(100);  // looking costs the others slots
+        const Tile tile = shared->tile[group][s];
+        unsigned char* stage = stages + s * SHAPE.stage_bytes;
+        Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
+            write_small(to, bytes, read_small(from, bytes));
+        });
+        Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
+                     [&](void* to, const void* from, int bytes, int) { engine_store(to, from, bytes); });
+        engine_commit();
+    }
+};
+
+// By one thread: fills its group's stages, then, as the group computes them one after another, takes a stage back, and
+// fills the one before it, whose way back began a turn ago, with the next tile.
+template <class Layout, class Shared>
+__device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, unsigned char* memory,
+                                            int group) {
+    constexpr StepShape SHAPE = Layout::SHAPE;
+    constexpr int STAGES = SHAPE.stages;
+    Courier<Layout, Shared> courier = {step, shared, memory + group * (STAGES * SHAPE.stage_bytes), group, {}};
+    const uint32_t count = (uint32_t)step.tile_count;
+    uint32_t next = courier.next_tile(), first = group * gridDim.x + blockIdx.x;
+    int filled = 0;
+    for (; filled < STAGES && first < count; filled++, first += gridDim.x * SHAPE.groups) {
+        courier.read(step.tiles[first]);
+        courier.fill(step.tiles[first], filled);
+    }
+    bool more = filled == STAGES;
+    if (!more) courier.end(filled);
+    int before = -1, s = 0;
     uint32_t parity = 0;
-    int64_t next = step.tile_count;  // the tile for the stage before
-    for (int64_t base = blockIdx.x; base + first * (int64_t)gridDim.x < step.tile_count; base += stride) {
-        for (int group = first; group < GROUPS; group += COURIERS) {
-            int64_t t = base + group * (int64_t)gridDim.x;
-            if (t >= step.tile_count) break;
-            Tile coming = next < step.tile_count ? step.tiles[next] : Tile{};  // on its way during the wait
-            if (next < step.tile_count) read(coming);
-            while (!barrier_passed(&shared->done[group][s], parity))
-                __nanosleep(100);  // looking costs the others slots
-            Tile tile = shared->tile[group][s];
-            unsigned char* stage = memory + (group * STAGES + s) * SHAPE.stage_bytes;
-            Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
-                write_small(to, bytes, read_small(from, bytes));
-            });
-            Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
-                         [&](void* to, const void* from, int bytes, int) { engine_store(to, from, bytes); });
-            engine_commit();
-            engine_wait_read<1>();
-            if (next < step.tile_count) fill(coming, last_group, last_s);
-            next = t + STAGES * stride, last_group = group, last_s = s;
-        }
+    for (; filled > 0; filled--) {
+        const bool comes = before >= 0 && next < count;
+        const Tile coming = comes ? step.tiles[next] : Tile{};  // on its way during the wait, as is the next number
+        if (comes) next = courier.next_tile();
+        if (comes) courier.read(coming);
+        courier.take_back(s, parity);
+        engine_wait_read<1>();
+        if (comes) courier.fill(coming, before), filled++;
+        if (!comes && more && before >= 0) courier.end(before), more = false;
+        before = s;
         if (++s == STAGES) s = 0, parity ^= 1;
     }
     engine_wait_read<0>();
@@ -540,7 +599,7 @@ OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
 }
 
 OPTIM_INLINE constexpr int registers_of_groups(const StepShape& shape) {
-    int most = 32 * COURIERS * COURIER_REGISTERS;
+    int most = 32 * shape.couriers * COURIER_REGISTERS;
     most = (registers_at_start(shape) * shape.block_threads - most) / (shape.groups * shape.threads) / 8 * 8;
     return most > 128 ? 0 : most;  // enough as it is
 }
@@ -581,25 +640,26 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     constexpr bool exchanges = registers > registers_at_start(SHAPE);
     if (group >= SHAPE.groups) {
         if constexpr (exchanges) registers_set<COURIER_REGISTERS, false>();
-        if (is_elected()) {
-            courier<Layout>(step, &shared, step_memory + SHAPE.table_bytes,
-                            threadIdx.x / 32 - SHAPE.groups * SHAPE.threads / 32);
+        const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
+        if (warp < SHAPE.groups && is_elected()) {
+            courier_run<Layout>(step, &shared, step_memory + SHAPE.table_bytes, warp);
         }
         return;
     }
     if constexpr (exchanges) registers_set<registers, true>();
-    const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     const uint32_t own = register_kept(thread), tables = register_kept(shared_address(step_memory));
     const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
     uint32_t parity = 0, stage = memory, barrier = shared_address(&shared.full[group][0]);
     int s = 0, turn = 0;
-    for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride) {
+    for (;;) {
         uint64_t* full = (uint64_t*)shared_pointer(register_kept(barrier));
         while (!barrier_passed(full, parity)) {
         }
-        update_tile<Rule, Weights, M, V, Copy, Grads>(
-            step, shared.tile_of(full), (unsigned char*)shared_pointer(tables),
-            (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)own, turn);
+        const Tile& tile = shared.tile_of(full);
+        if (tile.index == NO_TILE) break;
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, tile, (unsigned char*)shared_pointer(tables),
+                                                      (unsigned char*)shared_pointer(register_kept(stage)), grad_scale,
+                                                      (int)own, turn);
         turn ^= 1;
         engine_fence();
         barrier_arrive(shared.done_of(full));

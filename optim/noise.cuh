@@ -46,6 +46,8 @@ struct NoiseKey {
     int turn = 0;                     // on a GPU: 0 and 1 in turns, from tile to tile of a group of threads
     uint32_t* seen = nullptr;         // on a GPU: receives what the model will see, in pairs of bf16 (GIVES_SEEN)
     const uint32_t* round = nullptr;  // on a GPU: the keys of the rounds, if they are at hand
+    bool ordered = false;             // on a GPU: x[i] is the element first + (i ^ order) (elementwise.cuh)
+    int order = 0;
 };
 
 struct Noise {
@@ -111,6 +113,11 @@ OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
     uint32_t mixed = noise.word[0] ^ noise.word[1] ^ noise.word[2] ^ noise.word[3];
     noise.shared = (mixed & 0xff00u) | NOISE_FLOAT << 24 | 0x80u;
     if (first % NOISE_ELEMENTS != 0) noise.word[0] = noise.word[2], noise.word[1] = noise.word[3];
+    if (key.ordered && key.order != 0) {
+        const uint32_t word[2] = {noise.word[0], noise.word[1]};
+        noise.word[0] = noise.word[2], noise.word[1] = noise.word[3];
+        noise.word[2] = word[0], noise.word[3] = word[1];
+    }
     return noise;
 }
 

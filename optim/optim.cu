@@ -440,6 +440,11 @@ static const FormatRow* step_copy(const FormatRow* weights, OptimType compute) {
     return compute == OPTIM_BF16 && !serves_directly(weights, compute) ? &compute_rows[OPTIM_BF16] : &none_row;
 }
 
+// The table of tiles and, of each launch, the number of its next one.
+static int64_t tiles_bytes(int64_t tiles) {
+    return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
+}
+
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Rows rows = config_rows(config);
     Plan* plan = plan_ranges(config, tensors, count);
@@ -450,7 +455,7 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
                         ? 0
                         : format_bytes(&compute_rows[compute], elements, plan->numbers);
     bytes.states = 0;
-    bytes.tables = allocated_bytes(elements / TILE_ELEMENTS * (int64_t)sizeof(Tile)) +
+    bytes.tables = allocated_bytes(tiles_bytes(elements / TILE_ELEMENTS)) +
                    format_table_bytes(&rows.weights->format, elements, plan->numbers);
     for (int i = 0; i < plan->launches; i++) {
         Rows launch = config_rows(&plan->launch[i].config);
@@ -484,6 +489,7 @@ struct Launch {
     Streams m, v, slow;
     const Tile* tiles;  // (tile_count)
     int64_t tile_count;
+    uint32_t* next_tile;
     int64_t grid;
     int threads, shared_bytes;
     const void* built_in;  // the step's kernel on a GPU: this one or jit
@@ -506,7 +512,7 @@ struct Optim {
     Launch launch[LAUNCHES];
     int launches;
     Settings group[STEP_GROUPS];
-    Tile* tiles;  // (tile_count), device memory; a launch after the other
+    Tile* tiles;  // (tile_count), device memory; a launch after the other, then a number for each launch
     int64_t tile_count;
     OptimBytes allocated;
     OptimStream stream[3 + 9 * LAUNCHES];  // the arrays of the weights, and of each launch's m, v and slow
@@ -602,13 +608,13 @@ static void free_streams(const Device* dev, Streams* streams) {
 
 static void tiles_create(Optim* optim, const Plan* plan) {
     optim->tile_count = optim->elements / TILE_ELEMENTS;
-    int64_t bytes = optim->tile_count * (int64_t)sizeof(Tile);
+    int64_t bytes = optim->tile_count * (int64_t)sizeof(Tile), t = 0;
     Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
-    int64_t t = 0;
-    optim->tiles = (Tile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
+    optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(optim->tile_count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
         optim->launch[l].tiles = optim->tiles + t;
         optim->launch[l].tile_count = plan->launch[l].tiles;
+        optim->launch[l].next_tile = (uint32_t*)(optim->tiles + optim->tile_count) + l;
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
             if (plan->launch_of[i] != l) continue;
@@ -880,6 +886,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     arguments->slow = from_begin(launch->rows.m, launch->slow, launch->begin);
     arguments->tiles = launch->tiles;
     arguments->tile_count = launch->tile_count;
+    arguments->next_tile = launch->next_tile;
     void* pointers[] = {arguments};
     if (!optim->dev->gpu) {
         const FormatRow* copy = &compute_rows[optim->compute];

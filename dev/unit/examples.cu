@@ -58,6 +58,7 @@ struct Arrays {
     char weights[4 * ELEMENTS], grads[4 * ELEMENTS], m[4 * ELEMENTS], m_scales[ELEMENTS], v[4 * ELEMENTS],
         v_scales[ELEMENTS];
     Tile tiles[TILES];
+    uint32_t next_tile;
     float grad_scale;
 };
 
@@ -77,7 +78,7 @@ static StepArguments step_arguments(Arrays* a, int step) {
     arguments.weights = {a->weights, nullptr}, arguments.grads = {a->grads, nullptr};
     arguments.m = {a->m, a->m_scales}, arguments.v = {a->v, a->v_scales};
     arguments.grad_scale = &a->grad_scale;
-    arguments.tiles = a->tiles, arguments.tile_count = TILES;
+    arguments.tiles = a->tiles, arguments.tile_count = TILES, arguments.next_tile = &a->next_tile;
     arguments.seed = config.seed, arguments.step = (uint32_t)step;
     arguments.group[0] = hyper_create(&config, &settings, 1e-2, step);
     return arguments;

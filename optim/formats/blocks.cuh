@@ -336,13 +336,13 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
         }
         if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
     }
-    store_value(streams.codes, first * Format::BITS / 8, packed);
+    store_ordered<COUNT>(streams.codes, first, packed, key);
 }
 
 template <class Format, int COUNT>
-OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x) {
+OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
     const auto* table = format_table<Format>(streams);
-    auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
+    auto packed = load_ordered<COUNT, Packed<Format::BITS, COUNT>>(streams.codes, first, key);
     if constexpr (TAKES_ALL<Format>) {
         Format::get_all(table, packed, scale, x);
     } else if constexpr (Format::HARDWARE) {
@@ -404,7 +404,7 @@ OPTIM_INLINE void part_get(int block, const Streams& streams, int first, float s
     if constexpr (ROUNDING == DITHER) {
         dither_get<Format, COUNT>(streams, first, scale, dither_draw(key, first & -block, scale), x);
     } else {
-        block_get<Format, COUNT>(streams, first, scale, x);
+        block_get<Format, COUNT>(streams, first, scale, x, key);
     }
 }
 
@@ -550,6 +550,7 @@ struct Blocks {
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
     static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
+    static constexpr bool TAKES_ORDER = !DITHERED, CROWDS_BANKS = ::CROWDS_BANKS<Format>;
     // Whether store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
     static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");

@@ -46,11 +46,11 @@ OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uin
 
 // On the CPU, for a run of whole tiles: not inlined, so that a row of the tables is cheap.
 template <class Format>
-OPTIM_HOST void double_load(int block, const Streams& streams, int first, float* x, int n) {
+OPTIM_HOST void double_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
         float second = ((const float*)streams.more)[(first + i) / TILE_ELEMENTS];
         float scale = double_decode<Format>(((const uint8_t*)streams.extra)[(first + i) / block], second);
-        block_get<Format, 8>(streams, first + i, scale, x + i);
+        block_get<Format, 8>(streams, first + i, scale, x + i, key);
     }
 }
 
@@ -118,6 +118,7 @@ struct DoubleBlocks {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
     static constexpr bool SIGNED = Format::SIGNED;
     static constexpr int TABLE_BYTES = Plain::TABLE_BYTES;
+    static constexpr bool TAKES_ORDER = Plain::TAKES_ORDER, CROWDS_BANKS = Plain::CROWDS_BANKS;
 
     static OPTIM_HOST void fill(void* table) { Plain::fill(table); }
 
@@ -127,17 +128,17 @@ struct DoubleBlocks {
     }
 #endif
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         float scale = double_decode<Format>(((const uint8_t*)streams.extra)[first / BLOCK],
                                             ((const float*)streams.more)[first / TILE_ELEMENTS]);
         if (n == 16) {
-            block_get<Format, 16>(streams, first, scale, x);
+            block_get<Format, 16>(streams, first, scale, x, key);
         } else {
-            block_get<Format, 8>(streams, first, scale, x);
+            block_get<Format, 8>(streams, first, scale, x, key);
         }
 #else
-        double_load<Format>(BLOCK, streams, first, x, n);
+        double_load<Format>(BLOCK, streams, first, x, n, key);
 #endif
     }
 

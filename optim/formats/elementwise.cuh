@@ -196,6 +196,60 @@ OPTIM_INLINE void store_value(void* base, int byte, const Value& value) {
 #endif
 }
 
+// Of a warp's threads with 16 consecutive elements each, those 4, 8 or 16 apart find the first halves of their codes of
+// 16, 8 or 4 bits in the same banks of shared memory. So that none wait for each other, every second one of them takes
+// its second half first: its x[i] is the element first + (i ^ order), with order 8, in all arrays.
+OPTIM_INLINE int element_order(int first) {
+    return (int)(((uint32_t)first >> 3 ^ (uint32_t)first >> 4 ^ (uint32_t)first >> 5) & 8u);
+}
+
+// Storages whose load() and store() go by key.order; set() and view() do not.
+template <class Storage, class = void>
+constexpr bool TAKES_ORDER = false;
+template <class Storage>
+constexpr bool TAKES_ORDER<Storage, decltype((void)Storage::TAKES_ORDER)> = Storage::TAKES_ORDER;
+
+// Storages whose look-ups keep shared memory so busy that this is worth its instructions.
+template <class Storage, class = void>
+constexpr bool CROWDS_BANKS = false;
+template <class Storage>
+constexpr bool CROWDS_BANKS<Storage, decltype((void)Storage::CROWDS_BANKS)> = Storage::CROWDS_BANKS;
+
+template <int BYTES>
+struct alignas(BYTES) Words {
+    uint32_t word[BYTES / 4];
+};
+
+// The codes of COUNT elements, all that a thread has, in its order.
+template <int COUNT, class Value>
+OPTIM_INLINE Value load_ordered(const void* base, int first, const NoiseKey& key) {
+    constexpr int BITS = 8 * (int)sizeof(Value) / COUNT, HALF = (int)sizeof(Value) / 2;
+    if constexpr (COUNT == 16 && ON_GPU) {
+        if (key.ordered) {
+            const uint32_t begin = (uint32_t)(first * BITS / 8), half = (uint32_t)(key.order * BITS / 8);
+            Value value;
+            ((Words<HALF>*)&value)[0] = *(const Words<HALF>*)((const char*)base + (begin + half));
+            ((Words<HALF>*)&value)[1] = *(const Words<HALF>*)((const char*)base + (begin + HALF - half));
+            return value;
+        }
+    }
+    return load_value<Value>(base, first * BITS / 8);
+}
+
+template <int COUNT, class Value>
+OPTIM_INLINE void store_ordered(void* base, int first, const Value& value, const NoiseKey& key) {
+    constexpr int BITS = 8 * (int)sizeof(Value) / COUNT, HALF = (int)sizeof(Value) / 2;
+    if constexpr (COUNT == 16 && ON_GPU) {
+        if (key.ordered) {
+            const uint32_t begin = (uint32_t)(first * BITS / 8), half = (uint32_t)(key.order * BITS / 8);
+            *(Words<HALF>*)((char*)base + (begin + half)) = ((const Words<HALF>*)&value)[0];
+            *(Words<HALF>*)((char*)base + (begin + HALF - half)) = ((const Words<HALF>*)&value)[1];
+            return;
+        }
+    }
+    store_value(base, first * BITS / 8, value);
+}
+
 // The least magnitude that does not become zero, for formats whose range is short enough for that to matter in v (see
 // blocks.cuh): Format::LEAST, or 0 when there is none.
 template <class Format, class = void>
@@ -213,17 +267,18 @@ template <class Format, Rounding ROUNDING>
 struct Elementwise {
     typedef typename Format::Code Code;
     static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}, {"", "", 0, 1}};
+    static constexpr bool TAKES_ORDER = true;
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             if constexpr (sizeof(Code) == 2) {
                 // By words: taking the upper half of one is then a single instruction.
-                auto packed = load_value<Packed<16, 8>>(streams.codes, 2 * (first + c));
+                auto packed = load_value<Packed<16, 8>>(streams.codes, 2 * (first + (c ^ key.order)));
                 OPTIM_UNROLL
                 for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)packed.get(i));
             } else {
-                Codes<Code> codes = load_codes<Code>(streams.codes, first + c);
+                Codes<Code> codes = load_codes<Code>(streams.codes, first + (c ^ key.order));
                 OPTIM_UNROLL
                 for (int i = 0; i < 8; i++) x[c + i] = Format::decode(codes.lane[i]);
             }
@@ -284,7 +339,7 @@ struct Elementwise {
                 float value[8];
                 OPTIM_UNROLL
                 for (int i = 0; i < 8; i++) value[i] = kept(x[c + i], key);
-                set(streams, first + c, value, 8);
+                set(streams, first + (c ^ key.order), value, 8);
             }
         } else {
             Noise noise = {};
@@ -306,7 +361,7 @@ struct Elementwise {
                         codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, lane + i));
                     }
                 }
-                store_codes(streams.codes, first + c, codes);
+                store_codes(streams.codes, first + (c ^ key.order), codes);
             }
         }
     }

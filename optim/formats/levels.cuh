@@ -93,6 +93,7 @@ struct Levels {
     static constexpr const char* DTYPE = Map::DTYPE;
     static constexpr float LARGEST = 1.0f, UNITS = 1.0f, MIDDLE = 6.0f;
     static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU;
+    static constexpr bool CROWDS_BANKS = !EVEN && BITS == 8;
     static constexpr uint32_t BIAS = 0;
     typedef StochasticLevels<Map> Stochastic;
 
@@ -220,6 +221,7 @@ struct StochasticLevels {
     static constexpr const char* DTYPE = Map::DTYPE;
     static constexpr float LARGEST = 1.0f, UNITS = 1.0f;
     static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU;
+    static constexpr bool CROWDS_BANKS = !Map::EVEN && BITS == 8;
     static constexpr uint32_t BIAS = 0;
     static constexpr int SHIFT = MIRRORED ? 0 : 1, LOW = 24 - BITS;
     static constexpr float BASE = (float)(MIRRORED ? COUNT / 2 : COUNT);

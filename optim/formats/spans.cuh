@@ -101,7 +101,7 @@ struct Spans {
         const SpanTile tile = *streams.span;
         const float* maxima = (const float*)streams.extra;
         if constexpr (SPAN == SPAN_TENSOR) {
-            block_get<Format, COUNT>(streams, first, span_scale<Format>(maxima[tile.at]).scale, x);
+            block_get<Format, COUNT>(streams, first, span_scale<Format>(maxima[tile.at]).scale, x, NoiseKey{});
         } else {
             const auto* table = format_table<Format>(streams);
             auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
