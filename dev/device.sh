@@ -5,7 +5,8 @@
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines and by NCCL, and launchers
+#   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
+#   dev/device.sh nccl       those of them over NCCL that start ./train
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun and by Slurm's variables; without
 #                            a GPU over the tests' stand-in for NCCL
 #   dev/device.sh scaling    the scaling table (SCALING=arguments of dev/scaling.py): of all sizes on 4 GPUs in more than ten
@@ -35,7 +36,7 @@ tests() {
     local log=$1 patterns=()
     shift
     for pattern in "$@"; do patterns+=(-k "$pattern"); done
-    ./test_gpt2 "${patterns[@]}" 2>&1 | tee "$OUT/$log" | grep -vE '^(ok|skip) ' || failed "$OUT/$log"
+    NIBBLE_TEST_SECONDS=500 ./test_gpt2 "${patterns[@]}" 2>&1 | tee "$OUT/$log" | grep -vE '^(ok|skip) ' || failed "$OUT/$log"
 }
 
 # What torchrun gives each of its processes, where there is no torchrun.
@@ -143,11 +144,12 @@ for step in "$@"; do
         ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
     multi)
         build train test_gpt2
-        tests multi.log multi exchange launch
-        # What is exchanged is the same by either (multi_transports_gpu): here that NCCL too ends, resumes and is planned.
-        NIBBLE_NCCL=${NIBBLE_NCCL:-libnccl.so.2} tests multi_nccl.log multi_modes_gpu multi_losses_gpu multi_resume_gpu \
-            multi_dead_ranks_gpu multi_memory_gpu
-        launchers ;;
+        nvidia-smi topo -m
+        tests multi.log multi exchange launch ;;
+    nccl)
+        build train test_gpt2
+        NIBBLE_NCCL=${NIBBLE_NCCL:-libnccl.so.2} tests nccl.log multi_modes_gpu multi_losses_gpu multi_goes_on_gpu \
+            multi_resume_gpu multi_dead_ranks_gpu multi_signals_gpu multi_bad_token_gpu multi_memory_gpu ;;
     launchers)
         build train
         launchers ;;
@@ -157,7 +159,7 @@ for step in "$@"; do
     sanitize)
         build test_gpt2
         make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
-    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, multi, launchers, scaling or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
 exit $status

@@ -7,8 +7,9 @@ d_s = loss of the configuration - loss of its baseline, its mean, and as standar
     sd(baseline) sqrt(2)              one pair: as if both runs scattered as the baseline's seeds do, independently
     sqrt(s^2 / n + sd(baseline)^2 / k)  no pair: n runs of spread s (the baseline's where n is 1), k of the baseline
 
-with sd over n - 1. It is missing where the baseline has a single seed and there is one pair. Pairs that move together
-scatter less than the second line says, so it is on the safe side.
+with sd over n - 1. A baseline of one seed, such as lion's own, is taken to scatter as the study's baseline does; where that
+too has one, only several pairs have an error. Pairs that move together scatter less than the second line says, so it is
+on the safe side.
 """
 
 import csv
@@ -88,11 +89,14 @@ class Row:
         return "; ".join(words) or "done"
 
 
-def difference(losses, others):
-    """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing."""
+def difference(losses, others, study=()):
+    """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing.
+
+    `study`: losses of the study's baseline.
+    """
     if not losses or not others:
         return None, None, 0
-    noise = statistics.stdev(others.values()) if len(others) > 1 else None
+    noise = next((statistics.stdev(each) for each in (others.values(), study) if len(each) > 1), None)
     pairs = [losses[seed] - others[seed] for seed in losses if seed in others]
     if len(pairs) > 1:
         return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)), len(pairs)
@@ -135,12 +139,12 @@ def rows(sweep, records):
         first = runs[0]
         result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items()))))
     by_name = {row.name: row for row in result}
+    base = by_name[sweep.baseline].losses()
     for row in result:
         its = by_name[row.baseline]
         if its is not row:
-            row.difference, row.error, row.pairs = difference(row.losses(), its.losses())
+            row.difference, row.error, row.pairs = difference(row.losses(), its.losses(), base.values())
             row.unasked = unasked(row, its)
-        base = by_name[sweep.baseline].losses()
         row.level, row.level_error, _ = difference(row.losses(), base) if base else (row.loss, None, 0)
         if row.name == sweep.baseline:
             row.level_error = None

@@ -391,6 +391,48 @@ def test_differences(case):
     mean, error, pairs = difference({7: 3.0, 8: 3.4}, base)
     assert pairs == 0 and math.isclose(mean, 0.1) and math.isclose(error, math.sqrt(0.08 / 2 + 0.01 / 3)), (mean, error)
     assert difference({1: 3.5}, {1: 3.0}) == (0.5, None, 1) and difference({}, base) == (None, None, 0)
+    # More seeds on one side than on the other: what both have is paired.
+    mean, error, pairs = difference({1: 3.1, 2: 3.2, 7: 9.0}, base)  # 0.1, 0
+    assert pairs == 2 and math.isclose(mean, 0.05) and math.isclose(error, 0.05), (mean, error)
+    # A baseline of one seed scatters as the study's does.
+    mean, error, pairs = difference({1: 3.5}, {1: 3.0}, base.values())
+    assert (mean, pairs) == (0.5, 1) and math.isclose(error, 0.1 * math.sqrt(2)), error
+    mean, error, pairs = difference({4: 3.5, 5: 3.7}, {1: 3.0}, base.values())
+    assert pairs == 0 and math.isclose(error, math.sqrt(0.02 / 2 + 0.01)), error
+    assert difference({1: 3.5}, {1: 3.0}, {1: 3.0}.values()) == (0.5, None, 1)
+
+
+def test_committed_reports(case):
+    """The tables and pictures that are in the repository are what the records beside them give."""
+    studies = sorted(path.parent for path in (COMPARE / "results").glob("*/runs"))
+    for study in studies:
+        out = case.folder / study.name
+        shutil.copytree(study / "runs", out / "runs")
+        case.run(COMPARE / "sweeps" / f"{study.name}.toml", "--report-only", "--out", out, "--trainer", "none")
+        for name in REPORT[:5]:
+            assert (study / name).read_bytes() == (out / name).read_bytes(), f"{study / name}: type --report-only"
+    assert studies, "no study is there"
+
+
+def test_progress(case):
+    """How far the whole sweep is, and what is left at the rate so far; half a minute later again, not before."""
+    import contextlib
+    import io
+    from types import SimpleNamespace
+
+    sys.path.insert(0, str(COMPARE))
+    from runner import Runner
+
+    plan = {"tokens_per_step": 10, "steps": 100}
+    (case.folder / "log.jsonl").write_text('{"type": "train", "step": 59}\n{"type": "train", "step": 60}\n')
+    at_work = Runner(None, None, case.folder, case.folder, 1, [], math.inf, "")
+    at_work.begin, at_work.shown, at_work.done_tokens = time.monotonic() - 100, -math.inf, 600
+    run = SimpleNamespace(plan=plan, label="a seed 1")
+    at_work.active = [SimpleNamespace(run=run, folder=case.folder, first=20)]  # 40 steps of this start
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        at_work.progress([run, run])  # 1000 tokens in 100 s; 400 of the run at work and 2000 of those that wait are left
+        at_work.progress([run, run])
+    assert out.getvalue() == "2 waiting, 1 running (a seed 1 60%)  10 tokens/s  eta 4m00s\n", out.getvalue()
 
 
 def test_ci_sweep(case):
