@@ -601,11 +601,11 @@ TEST(multi_refused_gpu) {
 
 // Three ranks that would train for long.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
-                       int count = 3) {
+                       int count = 3, const char* silence = "5") {
     char run[PATH_MAX];
     snprintf(run, sizeof(run), "%s/%s", work, name);
     *child = new_child();
-    setenv("NIBBLE_SILENCE", "5", 1);
+    setenv("NIBBLE_SILENCE", silence, 1);  // 0: as users have it
     start_ranks(child, gpu, count, "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step %d --steps 1000000",
                 SEVERAL, work, run, 16 * count);
     unsetenv("NIBBLE_SILENCE");
@@ -613,12 +613,13 @@ static void start_long(Test* test, Child* child, const char* work, const char* n
     expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
 }
 
-static void check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
-                        bool gpu = false, int count = 3) {
+// Seconds from the signal to the end.
+static double check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
+                          bool gpu = false, int count = 3, const char* silence = "5") {
     const char* work = work_folder();
     pid_t ranks[8] = {};
     Child child;
-    start_long(test, &child, work, name, ranks, gpu, count);
+    start_long(test, &child, work, name, ranks, gpu, count, silence);
     double begin = now();
     kill(rank < 0 ? child.pid : ranks[rank], signal);
     finish(&child);
@@ -629,6 +630,13 @@ static void check_death(Test* test, const char* name, int rank, int signal, cons
     expect(gone(ranks, count), "%s: a rank lives on", name);
     forget(&child);
     remove_tree(work);
+    return took;
+}
+
+// As users have it: all have ended within half a minute.
+TEST(multi_stopped_rank) {
+    double took = check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 20 s", false, 3, "0");
+    snprintf(test->note, sizeof(test->note), "%.1f s of 30", took);
 }
 
 TEST(multi_dead_ranks) {
