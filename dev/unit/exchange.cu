@@ -308,9 +308,21 @@ static void lost_main(Launch* launch) {
     sleep(30);
 }
 
+// The same before that, such as in NCCL's own rendezvous.
+static void unconnected_main(Launch* launch) {
+    Device dev;
+    Comm comm;
+    device_open(&dev, false, 0);
+    if (launch->rank == 0) comm_open(&comm, launch, &dev, 1);
+    launch_hurry(launch, "connecting", 1);
+    sleep(30);
+}
+
 TEST(exchange_lost) {
     char text[4096];
-    int code = run_ranks(2, lost_main, text, sizeof(text));
+    int code = run_ranks(2, unconnected_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "(connecting; NCCL_DEBUG=INFO says more)"), "%d, %s", code, text);
+    code = run_ranks(2, lost_main, text, sizeof(text));
     expect(code == 1 && strstr(text, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)"), "%d, %s", code,
            text);
 }
