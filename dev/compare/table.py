@@ -10,7 +10,7 @@ d_s = loss of the configuration - loss of its baseline, its mean, and as standar
 
 with sd over n - 1. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
 baseline says nothing about the others and is not pooled. A baseline of one seed, such as lion's own, is taken to scatter as
-the study's baseline does; where that too has one there is no error but for several pairs.
+the study's baseline does; where that too has one, only what is paired can have an error.
 """
 
 import csv

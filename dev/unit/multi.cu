@@ -774,7 +774,7 @@ static void check_bad_token(Test* test, bool gpu, int ranks) {
 }
 
 TEST(multi_bad_token) {
-    check_bad_token(test, false, 2);
+    for (int ranks : {2, 4}) check_bad_token(test, false, ranks);
 }
 
 TEST(multi_bad_token_gpu) {
