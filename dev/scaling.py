@@ -162,6 +162,7 @@ def table_rows(options, kept, folder, size):
         finally:
             for run in runs:
                 run.child.kill()
+                run.child.wait()
 
     try:
         alone = kept.get([*about, names, "alone"], each_alone)
