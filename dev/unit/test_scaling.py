@@ -10,10 +10,9 @@ says what the case wants. Without ./train all is skipped and the exit status is 
 import os
 import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
+
+from cases import run_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--seq 64 --steps 3 --skip 1 --device cpu --layers 1 --channels 64 --heads 1".split()
@@ -105,27 +104,5 @@ def test_gpus(case):
     assert sorted(seen.read_text().split()) == ["6", "6,7", "7"], seen.read_text()
 
 
-def main():
-    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
-    cases = [(name[5:], run) for name, run in globals().items() if name.startswith("test_") and picked in name]
-    missing = None if (ROOT / "train").exists() else "type `make`"
-    passed = failed = skipped = 0
-    for name, run in cases:
-        started, note = time.time(), f"skipped: {missing}" if missing else None
-        if not missing:
-            try:
-                with tempfile.TemporaryDirectory() as folder:
-                    run(Case(folder))
-            except Exception:  # an assertion, or whatever else went wrong in the case
-                traceback.print_exc(file=sys.stdout)
-                note = "FAILED"
-        failed += note == "FAILED"
-        skipped += bool(note) and note != "FAILED"
-        passed += not note
-        print(f"{name:40} {note or 'ok'} ({time.time() - started:.1f} s)", flush=True)
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return failed > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(globals(), Case, None if (ROOT / "train").exists() else "type `make`"))
