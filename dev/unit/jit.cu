@@ -14,6 +14,7 @@
 
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
+#include "../../kernels/text.h"
 #include "../../optim/table.cuh"
 #include "cache.h"
 #include "test.h"
@@ -602,8 +603,7 @@ TEST(jit_sample_of_all_combinations_compiles) {
     constexpr int DRAWN = 120, PRESETS = length(presets) * length(grads);
     char text[128];
     sample_seed(text, sizeof(text));
-    uint64_t seed = 14695981039346656037ull;
-    for (const char* c = text; *c; c++) seed = (seed ^ (unsigned char)*c) * 1099511628211ull;
+    const uint64_t seed = text_hash(text, (int64_t)strlen(text));
     constexpr size_t BYTES = (PRESETS + DRAWN) * sizeof(double);
     double* ms = (double*)mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int bad = in_processes(test, PRESETS + DRAWN, [&](int k) {
