@@ -836,6 +836,46 @@ TEST(optim_every_preset_equals_cpu_gpu) {
     device_close(&gpu);
 }
 
+// Nodes of the graph that a step is when it is captured.
+static int launches_of_step(const Device* gpu, const OptimConfig* config, Model model) {
+    optim_layout(model.tensor, model.count, config);
+    Optim* optim = make_optim(gpu, config, &model, OPTIM_BF16);
+    Gradients grads = gradients_create(gpu, &model);
+    device_sync(gpu);
+    cudaGraph_t graph;
+    size_t nodes = 0;
+    check(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
+    optim_step(optim, grads.arena, grads.scale, 1e-2f, 1);
+    check(cudaStreamEndCapture(gpu->stream, &graph));
+    check(cudaGraphGetNodes(graph, nullptr, &nodes));
+    check(cudaGraphDestroy(graph));
+    gradients_free(gpu, &grads);
+    optim_free(optim);
+    return (int)nodes;
+}
+
+// A step of all tensors is one launch, and nothing else that the device does; with other formats for some tensors two.
+TEST(optim_step_is_one_launch_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    Model model = make_model(mixed_lengths, MIXED);
+    model.tensor[3].name = "other";
+    for (const char* preset : preset_names) {
+        OptimConfig config = preset_config(preset, "bf16");
+        int launches = launches_of_step(&gpu, &config, model);
+        expect(launches == 1, "%s: %d", preset, launches);
+    }
+    OptimConfig config = preset_config("adamw32", "bf16");
+    config.overrides = "tensor: wd=0.3; other: lr=0.5";
+    int launches = launches_of_step(&gpu, &config, model);
+    expect(launches == 1, "with other settings %d", launches);
+    config.overrides = "other: m=bf16:sr v=bf16:sr";
+    config.weights = "bf16:sr";
+    if (jit_available()) launches = launches_of_step(&gpu, &config, model);
+    expect(!jit_available() || launches == 2, "with other formats %d", launches);
+    device_close(&gpu);
+}
+
 TEST(optim_built_in_equals_jit_gpu) {
     if (!jit_available()) skip("libnvrtc was not found");
     Device gpu;
