@@ -513,15 +513,6 @@ static Run run_steps(const Device* dev, const OptimConfig* config, int steps, bo
     return run;
 }
 
-// Whether a name may be given to --m.
-static bool has_sign(const char* name) {
-    const char* const unsigned_names[] = {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4", "log", "adalog8"};
-    for (const char* other : unsigned_names) {
-        if (strncmp(name, other, strlen(other)) == 0) return false;
-    }
-    return true;
-}
-
 TEST(formats_names_and_streams) {
     OptimConfig wrong = {};
     char error[4096];
@@ -680,7 +671,7 @@ TEST(formats_each_in_m_and_v_equals_cpu_gpu) {
     for (int i = 0; i < STATES; i++) {
         const char* name = all_states[i];
         if (!chosen[i]) continue;
-        bool m = has_sign(name);
+        bool m = serves_m(name);
         snprintf(noisy[i], sizeof(noisy[i]), "%s%s", name, strcmp(name, "fp32") == 0 ? "" : ":sr");
         configs[count++] = state_config("adamw", "bf16:sr", "bf16", m ? name : "bf16", noisy[i]);
         configs[count++] = state_config("adamw", "bf16:sr", "fp32", m ? noisy[i] : "de4", name);
@@ -822,7 +813,7 @@ TEST(formats_random_combinations_equal_cpu_gpu) {
     for (int k = 0; k < RANDOM_COMBINATIONS; k++) {
         int draw[5];
         for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, k * 5 + j)) * 1e6f);
-        while (!has_sign(all_states[draw[3] % STATES])) draw[3]++;
+        while (!serves_m(all_states[draw[3] % STATES])) draw[3]++;
         const char* rule = all_rules[draw[0] % (int)(sizeof(all_rules) / sizeof(all_rules[0]))];
         const char* weights = all_weights[draw[1] % (int)(sizeof(all_weights) / sizeof(all_weights[0]))];
         bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;

@@ -26,8 +26,22 @@ static const FormatRow* state_row(const char* name) {
     return place.format;
 }
 
-static bool has_sign(const char* name) {
-    return state_row(name)->has_sign;
+// What the second element of a tile of ones becomes; the others stay finite.
+static float becomes(Test* test, const FormatRow* format, uint32_t slot, float strange) {
+    static float codes[OPTIM_ALIGN], extra[OPTIM_ALIGN], more[OPTIM_ALIGN], x[OPTIM_ALIGN], back[OPTIM_ALIGN];
+    void* table = malloc((size_t)format->table_bytes + 1);
+    if (format->table_bytes) format->fill(table);
+    for (float& one : x) one = 1.0f;
+    x[1] = strange;
+    Streams streams = {codes, extra, table, more};
+    format->store(streams, 0, x, OPTIM_ALIGN, NoiseKey{5, 7, slot});
+    format->load(streams, 0, back, OPTIM_ALIGN, NoiseKey{5, 8, slot});
+    for (int i = 0; i < OPTIM_ALIGN; i++) {
+        expect(i == 1 || (isfinite(back[i]) && back[i] >= 0.0f), "%s: beside %g a one became %g", format->name,
+               (double)strange, (double)back[i]);
+    }
+    free(table);
+    return back[1];
 }
 
 // A matrix in which the arrays of every format in blocks are a multiple of 256 bytes: nothing is rounded up.
@@ -70,13 +84,27 @@ static bool says(double printed, double real, double more) {
     return real >= printed * (1.0 - 5e-4) && real <= printed * (1.0 + 5e-4) + more;
 }
 
+// What may be given to --m is what has negative levels.
+TEST(tables_signs) {
+    int signs = 0;
+    for (const char* name : state_names) {
+        const FormatRow* row = state_row(name);
+        expect(serves_m(name) == row->has_sign, "%s", name);
+        signs += row->has_sign;
+        if (in_spans(name) || strstr(name, ":dither")) continue;
+        float back = becomes(test, row, NOISE_M, -1.0f);
+        expect(row->has_sign ? back < -0.5f : back >= 0.0f, "%s: -1 becomes %g", name, (double)back);
+    }
+    expect(signs > 100 && signs < STATES - 100, "%d of %d", signs, STATES);
+}
+
 TEST(tables_banner_says_what_is_allocated) {
     int rows = 0;
     for (int i = 0; i < STATES; i++, rows++) {
         const char* name = state_names[i];
-        OptimConfig config = table_config("", "fp32", has_sign(name) ? name : "fp32", name);
+        OptimConfig config = table_config("", "fp32", serves_m(name) ? name : "fp32", name);
         Cost cost = cost_of(test, &config);
-        double more = more_of(name) * (has_sign(name) ? 2 : 1);
+        double more = more_of(name) * (serves_m(name) ? 2 : 1);
         expect(says(cost.banner, cost.weights + cost.states, more), "%s: %g bytes, allocated %g", name, cost.banner,
                cost.weights + cost.states);
     }
@@ -160,7 +188,7 @@ TEST(tables_list_of_formats) {
         expect(used > 0 && strlen(line + used) > 3, "%s: no line on when to use it", row.name);
         rows++;
         bool sign = false;
-        for (int i = 0; i < STATES; i++) sign = sign || (is(state_names[i], row.name) && has_sign(row.name));
+        for (int i = 0; i < STATES; i++) sign = sign || (is(state_names[i], row.name) && serves_m(row.name));
         if (section == 'g') continue;
         OptimConfig config = section == 'w' ? table_config("", row.name, "fp32", "fp32")
                                             : table_config("", "fp32", sign ? row.name : "fp32", row.name);
@@ -235,24 +263,6 @@ TEST(tables_list_of_presets) {
 
 // What is strange.
 
-// What the second element of a tile of ones becomes; the others stay finite.
-static float becomes(Test* test, const FormatRow* format, uint32_t slot, float strange) {
-    static float codes[OPTIM_ALIGN], extra[OPTIM_ALIGN], more[OPTIM_ALIGN], x[OPTIM_ALIGN], back[OPTIM_ALIGN];
-    void* table = malloc((size_t)format->table_bytes + 1);
-    if (format->table_bytes) format->fill(table);
-    for (float& one : x) one = 1.0f;
-    x[1] = strange;
-    Streams streams = {codes, extra, table, more};
-    format->store(streams, 0, x, OPTIM_ALIGN, NoiseKey{5, 7, slot});
-    format->load(streams, 0, back, OPTIM_ALIGN, NoiseKey{5, 8, slot});
-    for (int i = 0; i < OPTIM_ALIGN; i++) {
-        expect(i == 1 || (isfinite(back[i]) && back[i] >= 0.0f), "%s: beside %g a one became %g", format->name,
-               (double)strange, (double)back[i]);
-    }
-    free(table);
-    return back[1];
-}
-
 static const char* number(float x, char (&text)[32]) {
     snprintf(text, sizeof(text), "%.3g", fabs((double)x) == 0.0 ? 0.0 : isnan(x) ? (double)NAN : (double)x);
     return text;
@@ -314,7 +324,7 @@ TEST(tables_strange_is_the_same_in_every_block) {
         const FormatRow *row = state_row(name), *want = state_row(base);
         for (float strange : {0.0f, NAN, -NAN, INFINITY}) {
             for (uint32_t slot : {NOISE_M, NOISE_V}) {
-                if (slot == NOISE_M && !has_sign(name)) continue;
+                if (slot == NOISE_M && !serves_m(name)) continue;
                 double x = becomes(test, row, slot, strange), y = becomes(test, want, slot, strange);
                 bool same = isnan(y) ? isnan(x) : y == 0.0 ? x == 0.0 : x / y > 0.24 && x / y < 4.1;  // @e8m0 of roots
                 // What @fp16 holds ends at 65504 times the largest level.
