@@ -35,12 +35,7 @@ TEST(cli_nonfinite) {
     snprintf(from, sizeof(from), "%s/used/step_00000001", work);
     snprintf(bad, sizeof(bad), "%s/bad", work);
     snprintf(run, sizeof(run), "%s/run", work);
-    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
-    int64_t bytes;
-    char* weights = contents(bad, "model.safetensors", &bytes);
-    memcpy(weights + bytes - 2, "\x80\x7f", 2);  // bf16's infinity
-    write_bytes(bad, "model.safetensors", weights, (size_t)bytes);
-    free(weights);
+    make_infinite_model(work, "bad", from);
     const char* common = QUICK " --device cpu --seq 32";
     run_train(skips, "%s --data %s/text.txt --model %s --run %s --steps 3", common, work, bad, run);
     expect_code(skips, 0);
