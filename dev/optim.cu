@@ -58,6 +58,7 @@ static const char* const COMBINATIONS[] = {
     "bf16+16,bf16:sr,bf16:sr",
     "fp16:sr,bf16:sr,bf16:sr",
     "fp16:kahan,bf16:sr,bf16:sr",
+    "fp16+8:sr,soft8,sqrt8",
     "fp16+fp32,fp32,fp32",
     "e4m3+8:sr,soft8,sqrt8",
     "e4m3+fp32,fp32,fp32",
