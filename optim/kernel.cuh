@@ -9,15 +9,15 @@
 // On the GPU groups of threads each walk through tiles of their own, a thread taking 16 consecutive elements (8 where
 // a moment has more than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all
 // arrays of a tile into one of a group's 2 to 4 stages while the group computes on another, the update writes in place,
-// and the copy engine takes the stage back. A warp for each group, its courier, gives the engine its orders; the
-// others wait for memory as little as for each other, spend no registers on loads in flight and
-// compute no addresses, and every access to memory is whole lines. The next tile of the table goes to whichever group
-// has room for it: multiprocessors are not equally fast, and were each given its share beforehand, then the tiles under
-// way at a time would lie ever further apart, in ever more pages of memory, and the slowest would end alone. Elsewhere
-// the same code reads and writes memory directly. On the CPU one core takes a tile and calls the same function with
-// 2048 elements. Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie
-// in one tile: the quantise step can reduce over a thread's neighbours on the GPU, where all threads of a group always
-// run together, and over its own array on the CPU.
+// and the copy engine takes the stage back. A warp for each group, its courier, gives the engine its orders; the others
+// wait for memory as little as for each other, spend no registers on loads in flight and compute no addresses, and
+// every access to memory is whole lines. The next tile of the table goes to the group that has room for it first:
+// multiprocessors are not equally fast, and with shares of equal size what is under way at a time would lie ever
+// further apart in memory, which then answers more slowly, until the slowest end alone. Elsewhere the same code reads
+// and writes memory directly. On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks
+// that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile: the
+// quantise step can reduce over a thread's neighbours on the GPU, where all threads of a group always run together, and
+// over its own array on the CPU.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.

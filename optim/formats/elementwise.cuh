@@ -223,31 +223,33 @@ struct alignas(BYTES) Words {
 // The codes of COUNT elements, all that a thread has, in its order.
 template <int COUNT, class Value>
 OPTIM_INLINE Value load_ordered(const void* base, int first, const NoiseKey& key) {
-    constexpr int BITS = 8 * (int)sizeof(Value) / COUNT, HALF = (int)sizeof(Value) / 2;
+    constexpr uint32_t SIZE = sizeof(Value), HALF = SIZE / 2;
     if constexpr (COUNT == 16 && ON_GPU) {
         if (key.ordered) {
-            const uint32_t begin = (uint32_t)(first * BITS / 8), half = (uint32_t)(key.order * BITS / 8);
+            const char* at = (const char*)base + (uint32_t)first * SIZE / COUNT;
+            const uint32_t half = (uint32_t)key.order * SIZE / COUNT;
             Value value;
-            ((Words<HALF>*)&value)[0] = *(const Words<HALF>*)((const char*)base + (begin + half));
-            ((Words<HALF>*)&value)[1] = *(const Words<HALF>*)((const char*)base + (begin + HALF - half));
+            ((Words<HALF>*)&value)[0] = *(const Words<HALF>*)(at + half);
+            ((Words<HALF>*)&value)[1] = *(const Words<HALF>*)(at + (HALF - half));
             return value;
         }
     }
-    return load_value<Value>(base, first * BITS / 8);
+    return load_value<Value>(base, first * (8 * (int)SIZE / COUNT) / 8);
 }
 
 template <int COUNT, class Value>
 OPTIM_INLINE void store_ordered(void* base, int first, const Value& value, const NoiseKey& key) {
-    constexpr int BITS = 8 * (int)sizeof(Value) / COUNT, HALF = (int)sizeof(Value) / 2;
+    constexpr uint32_t SIZE = sizeof(Value), HALF = SIZE / 2;
     if constexpr (COUNT == 16 && ON_GPU) {
         if (key.ordered) {
-            const uint32_t begin = (uint32_t)(first * BITS / 8), half = (uint32_t)(key.order * BITS / 8);
-            *(Words<HALF>*)((char*)base + (begin + half)) = ((const Words<HALF>*)&value)[0];
-            *(Words<HALF>*)((char*)base + (begin + HALF - half)) = ((const Words<HALF>*)&value)[1];
+            char* at = (char*)base + (uint32_t)first * SIZE / COUNT;
+            const uint32_t half = (uint32_t)key.order * SIZE / COUNT;
+            *(Words<HALF>*)(at + half) = ((const Words<HALF>*)&value)[0];
+            *(Words<HALF>*)(at + (HALF - half)) = ((const Words<HALF>*)&value)[1];
             return;
         }
     }
-    store_value(base, first * BITS / 8, value);
+    store_value(base, first * (8 * (int)SIZE / COUNT) / 8, value);
 }
 
 // The least magnitude that does not become zero, for formats whose range is short enough for that to matter in v (see
