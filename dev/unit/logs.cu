@@ -194,7 +194,7 @@ static double check_counts(Test* test, const char* name) {
     double worst = 0.0;
     for (LogRange wanted : ranges) {
         LogRange range = Codes::OWN ? wanted : LogRange{-126.0f, wanted.high + 126.0f};
-        LogScale s = log_encoding<Codes, STOCHASTIC>(range, 1.0f);
+        LogScale s = log_encoding<Codes, STOCHASTIC>(range);
         int64_t least = Codes::FIRST, gaps = Codes::LAST - least;
         for (int part = 0; part < 40; part++) {
             int64_t code = least + (part == 39 ? gaps - 1 : part < 4 ? part : gaps * part / 40);
