@@ -340,6 +340,24 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
     }
 }
 
+// What all threads of a block need to store it.
+struct alignas(16) LogBlock {
+    float inverse, zero, offset;
+    uint32_t cut;
+    float rise[4], least;
+};
+
+// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
+// them up, for a third of the instructions. And one warp computes for all what the block's codes are computed with.
+// Room for the groups of threads of a thread block.
+constexpr int LOG_GROUPS = 8;
+
+template <class Codes>
+struct LogTable {
+    float level[LOG_GROUPS][Codes::LAST + 1];
+    LogBlock block[LOG_GROUPS];
+};
+
 #ifdef __CUDACC__
 // log_range for neighbouring threads of a block: one of two computes the lower end and one the upper, which are the
 // same operations with another sign.
@@ -352,6 +370,36 @@ __device__ __forceinline__ LogRange log_thread_range(LogEnds ends) {
     float other = __shfl_xor_sync(0xffffffffu, end, 1), low = lower ? end : other, high = lower ? -other : -end;
     if (ends.top == 0.0f) return {0.0f, 0.0f};
     return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
+}
+
+// The largest and the least bits of a block's elements, by bits: 0 and less than 0 stand for none.
+template <class Codes, Rounding ROUNDING>
+__device__ __forceinline__ LogBlock log_thread_block(const Streams& streams, int block, bool keeps, uint2 both) {
+    LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
+    LogRange range = log_thread_range<Codes>(ends);
+    if (keeps) log_keep<Codes>(streams, block, range);
+    LogScale s = log_encoding<Codes, ROUNDING>(range);
+    return {s.inverse, s.zero, s.offset, ends.cut, {s.rise[0], s.rise[1], s.rise[2], s.rise[3]}, ends.least};
+}
+
+// For a tile of one block.
+template <class Codes, Rounding ROUNDING, int THREADS>
+__device__ __forceinline__ LogBlock log_tile_block(const Streams& streams, int first, uint2 both, const NoiseKey& key) {
+    constexpr int WARPS = THREADS / 32;
+    uint2* part = warps_parts(key);
+    LogBlock* shared = &((LogTable<Codes>*)streams.table)->block[threadIdx.x / THREADS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    both = make_uint2(__reduce_max_sync(0xffffffffu, both.x), __reduce_min_sync(0xffffffffu, both.y));
+    if (lane == 0) part[warp] = both;
+    group_sync<THREADS>();
+    if (warp % WARPS == 0) {
+        both = part[warp + lane % WARPS];
+        both = make_uint2(__reduce_max_sync(0xffffffffu, both.x), __reduce_min_sync(0xffffffffu, both.y));
+        LogBlock block = log_thread_block<Codes, ROUNDING>(streams, 0, first == 0, both);
+        if (lane == 0) *shared = block;
+    }
+    group_sync<THREADS>();
+    return *shared;
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING, int COUNT>
@@ -379,22 +427,27 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
             least = bits - 1u < least ? bits - 1u : least;
         }
     }
-    uint2 both = neighbours_both<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(most, Codes::OWN ? least : 0u, key);
-    LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
-    LogRange range = log_thread_range<Codes>(ends);
-    if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
-    LogScale s = log_encoding<Codes, ROUNDING>(range);
+    constexpr int THREADS = TILE_ELEMENTS / COUNT;
+    uint2 both = make_uint2(most, Codes::OWN ? least : 0u);
+    LogBlock block;
+    if constexpr (BLOCK == TILE_ELEMENTS && Codes::BITS == 8) {
+        block = log_tile_block<Codes, ROUNDING, THREADS>(streams, first, both, key);
+    } else {
+        both = neighbours_both<BLOCK / COUNT, THREADS>(both.x, both.y, key);
+        block = log_thread_block<Codes, ROUNDING>(streams, first / BLOCK, first % BLOCK == 0, both);
+    }
+    LogScale s = {};
+    s.inverse = block.inverse, s.zero = block.zero, s.offset = block.offset;
+#pragma unroll
+    for (int i = 0; i < 4; i++) s.rise[i] = block.rise[i];
+    LogEnds ends = {block.least, 0.0f, block.cut != 0};
     log_put<Codes, ROUNDING, COUNT>(streams, first, value, ends, zeros, s, key);
 }
-
-// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
-// them up, for a third of the instructions. Room for the groups of threads of a thread block.
-constexpr int LOG_GROUPS = 8;
 
 template <class Codes, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    float* level = (float*)streams.table + threadIdx.x / THREADS * (Codes::LAST + 1);
+    float* level = ((LogTable<Codes>*)streams.table)->level[threadIdx.x / THREADS];
     // The last use of it is over: its tile has been stored, and its ends exchanged.
 #pragma unroll
     for (int code = 0; code <= Codes::LAST; code += THREADS) {
@@ -425,7 +478,7 @@ struct LogBlocks {
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false;
     static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
-    static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
+    static constexpr int TABLE_BYTES = SHARES ? (int)sizeof(LogTable<Codes>) : 0;
 
     // There are no constants: what TABLE_BYTES says is written by the kernel.
     static OPTIM_HOST void fill(void* table) {
