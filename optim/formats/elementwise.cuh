@@ -119,9 +119,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     OPTIM_INLINE void add(int i, uint32_t code) { word[i / EACH] += code << shift(i); }
 
     // 0 for code i if that is so.
-    OPTIM_INLINE void clear(int i, bool so) {
-        word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u;
-    }
+    OPTIM_INLINE void clear(int i, bool so) { word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u; }
 
     // What all codes that were added are too large by.
     OPTIM_INLINE void subtract(uint32_t bias) {

@@ -211,8 +211,8 @@ struct alignas(16) Line {
 
 // What is looked up is d, a number in [0, 1], to which the hardware cuts it at no cost (and NaN to 0):
 //     |y| where MIRRORED;  y / 2 + 1/2 where there is another sign;  y less the least level in formats of v
-// G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction, in
-// the noise's 65536ths, below.
+// G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
+// in the noise's 65536ths, below.
 template <class Map>
 struct StochasticLevels {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;

@@ -154,8 +154,8 @@ OPTIM_INLINE LogScale log_scale(LogRange range) {
     return s;
 }
 
-// (2^(u step) - 1) / (2^step - 1) for 0 <= u <= 1, 0 < step <= 1: the polynomial that has its values at u = 0, 1/4, .. 1,
-// those of a geometric series with the ratio 1 + d = 2^(step / 4), by its differences:
+// (2^(u step) - 1) / (2^step - 1) for 0 <= u <= 1, 0 < step <= 1: the polynomial that has its values at u = 0, 1/4, ..
+// 1, those of a geometric series with the ratio 1 + d = 2^(step / 4), by its differences:
 //     (t + d t (t - 1) / 2 + d^2 t (t - 1) (t - 2) / 6 + d^3 t (t - 1) (t - 2) (t - 3) / 24) / (4 + 6 d + 4 d^2 + d^3)
 // with t = 4 u.
 OPTIM_INLINE void log_rise(float step, float* rise) {
@@ -250,7 +250,10 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, Log
 #ifdef __CUDA_ARCH__
     uint32_t word[COUNT];
     OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) word[i] = log_word<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
+    for (int i = 0; i < COUNT; i++) {
+        word[i] = log_word<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
+        if (Codes::BITS == 16 && ROUNDING == STOCHASTIC) word[i] -= LOG_BIAS<Codes, ROUNDING>;  // in the code's byte
+    }
     packed.template gather_bytes<ROUNDING == STOCHASTIC ? 2 : 0>(word);
 #else
     OPTIM_UNROLL

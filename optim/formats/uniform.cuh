@@ -55,8 +55,8 @@ struct Uniform {
         return floor_part_bits<BITS>(t) + (uint32_t)lowest;
     }
 
-    // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly. With 4 bits a y above LAST
-    // by rounding errors does not reach 129 + LAST, and the whole part is in byte 2 of the sum's own bits.
+    // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly. With 4 bits a y above
+    // LAST by rounding errors does not reach 129 + LAST, and the whole part is in byte 2 of the sum's own bits.
     static OPTIM_INLINE float stochastic_sum(float x, float inverse, uint32_t noise_float, int lowest) {
         constexpr float first = 128.0f + (float)FIRST, end = 128.0f + (float)LAST + 0.5f;
         float t = exact_max(exact_fma(x, inverse, bits_float(noise_float)), first + (float)lowest);
