@@ -221,7 +221,8 @@ static double check_counts(Test* test, const char* name) {
             double want = ((double)x - low) / (high - low);
             int up = 0, wrong = 0;
             for (uint32_t noise = 0; noise < 65536; noise++) {
-                int64_t got = (int64_t)(log_code<Codes, STOCHASTIC>(x, s, noise) & 0xffffu);
+                uint32_t word = log_word<Codes, STOCHASTIC>(x, s, noise);
+                int64_t got = (word - LOG_BIAS<Codes, STOCHASTIC>) >> 16;
                 up += got == code + 1, wrong += got != code && got != code + 1;
             }
             double slack = place_slack<Codes>(range, (double)code);

@@ -145,7 +145,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         for (int w = 0; w < WORDS; w++) {
             const uint32_t* c = codes + w * EACH;
             if constexpr (BITS == 16) {
-                word[w] = __byte_perm(c[0], c[1], BYTE == 2 ? 0x7632 : 0x5410);
+                word[w] = __byte_perm(c[0], c[1], 0x5410 + BYTE * 0x1111);
             } else if constexpr (BITS == 8) {
                 word[w] = bytes<BYTE>(c[0], c[1], c[2], c[3]);
             } else {

@@ -394,11 +394,12 @@ struct StochasticLevels {
     }
 
 #ifdef __CUDACC__
-    // Bytes of the signs of four words.
-    static __device__ __forceinline__ uint32_t signs(const uint32_t* w) {
+    // Byte 2 of four words, or bytes of the sign of all four.
+    template <bool SIGN>
+    static __device__ __forceinline__ uint32_t bytes(const uint32_t* w) {
         uint32_t low, high;
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(w[0]), "r"(w[1]), "n"(0xfb));
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(w[2]), "r"(w[3]), "n"(0xfb));
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(w[0]), "r"(w[1]), "n"(SIGN ? 0xfb : 0x62));
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(w[2]), "r"(w[3]), "n"(SIGN ? 0xfb : 0x62));
         return __byte_perm(low, high, 0x5410);
     }
 
@@ -415,13 +416,18 @@ struct StochasticLevels {
             all[i] = word(table, x[i], inverse, noise[i], lowest);
             sign[i] = __float_as_uint(x[i]);
         }
-        packed->template gather_bytes<2>(all);
-        if constexpr (MIRRORED) {
+        if constexpr (BITS == 4) {
+            packed->template gather_bytes<2>(all);
+        } else {
 #pragma unroll
             for (int w = 0; w < N / 4; w++) {
-                uint32_t k = packed->word[w], negative = signs(sign + w * 4);
-                if constexpr (!Map::MINUS_ONE) k -= (k & negative & ~zero) >> (BITS - 1);
-                packed->word[w] = (k ^ (negative & zero)) + (~negative & zero);
+                uint32_t k = bytes<false>(all + w * 4);
+                if constexpr (MIRRORED) {
+                    uint32_t negative = bytes<true>(sign + w * 4);
+                    if constexpr (!Map::MINUS_ONE) k -= (k & negative & ~zero) >> (BITS - 1);
+                    k = (k ^ (negative & zero)) + (~negative & zero);
+                }
+                packed->word[w] = k;
             }
         }
     }

@@ -44,9 +44,11 @@ OPTIM_INLINE float exponent_number(float x) {
 #endif
 }
 
-// The mantissa, in [1, 2).
+// The mantissa, in [1, 2). With noise in one instruction; to nearest, where the compiler makes two, one was not faster.
+template <Rounding ROUNDING>
 OPTIM_INLINE float mantissa_number(float x) {
-    return bits_float(bits_chosen(0x7fffffu, float_bits(x), 0x3f800000u));
+    if constexpr (ROUNDING == STOCHASTIC) return bits_float(bits_chosen(0x7fffffu, float_bits(x), 0x3f800000u));
+    return bits_float((float_bits(x) & 0x7fffffu) | 0x3f800000u);
 }
 
 constexpr float EXPONENT_NUMBER = 8388608.0f + 127.0f;  // of 1
@@ -58,8 +60,9 @@ OPTIM_INLINE float log2_factor(float f) {
 }
 
 // log2(x) + EXPONENT_NUMBER - zero for a normal x > 0; that difference is a small integer.
+template <Rounding ROUNDING = NEAREST>
 OPTIM_INLINE float log2_from(float x, float zero) {
-    float f = exact_add(mantissa_number(x), -1.0f);
+    float f = exact_add(mantissa_number<ROUNDING>(x), -1.0f);
     return exact_fma(f, log2_factor(f), exact_add(exponent_number(x), -zero));
 }
 
@@ -67,7 +70,7 @@ OPTIM_INLINE float log2_from(float x, float zero) {
 OPTIM_INLINE float log2_fine(float x) {
     const float c[] = {1.4426949f,    -0.721337795f, 0.480722755f,   -0.359082758f, 0.280075788f,
                        -0.211591721f, 0.139265344f,  -0.0699670613f, 0.022664668f,  -0.00344407232f};
-    float f = exact_add(mantissa_number(x), -1.0f);
+    float f = exact_add(mantissa_number<NEAREST>(x), -1.0f);
     return exact_fma(f, polynomial(c, f), exact_add(exponent_number(x), -EXPONENT_NUMBER));
 }
 
@@ -216,7 +219,7 @@ constexpr uint32_t LOG_BIAS = ROUNDING == STOCHASTIC ? 0x43000000u : floor_part_
 
 template <class Codes, Rounding ROUNDING>
 OPTIM_INLINE uint32_t log_word(float value, const LogScale& s, uint32_t noise) {
-    float place = exact_saturated(log2_from(value, s.zero), s.inverse, s.offset);
+    float place = exact_saturated(log2_from<ROUNDING>(value, s.zero), s.inverse, s.offset);
     if constexpr (ROUNDING == NEAREST) return floor_part_bits<Codes::BITS>(place);
     float whole = floor_product(place, Codes::STEPS);
     float u = exact_fma(place, Codes::STEPS, -exact_add(whole, -8388608.0f));
@@ -224,12 +227,6 @@ OPTIM_INLINE uint32_t log_word(float value, const LogScale& s, uint32_t noise) {
     // 128 and more, the probability in 65536ths: the last level's is 0, so that nothing is carried out of it.
     rise = exact_fma(rise, u, 128.0f + (float)Codes::FIRST);
     return (float_bits(whole) << 16) + (float_bits(rise) + noise);
-}
-
-template <class Codes, Rounding ROUNDING>
-OPTIM_INLINE uint32_t log_code(float value, const LogScale& s, uint32_t noise) {
-    uint32_t code = log_word<Codes, ROUNDING>(value, s, noise) - LOG_BIAS<Codes, ROUNDING>;
-    return ROUNDING == STOCHASTIC ? code >> 16 : code;
 }
 
 // Codes of COUNT elements, none of them negative or NaN, of a block with these ends; `zeros`: there may be some.
@@ -247,18 +244,23 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, Log
         for (int i = 0; i < COUNT; i++)
             value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : x[i], LOG_MOST);
     }
+    if constexpr (ROUNDING == NEAREST) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) packed.add(i, log_word<Codes, NEAREST>(value[i], s, 0));
+        packed.subtract(LOG_BIAS<Codes, NEAREST>);
+    } else {
+        uint32_t word[COUNT];
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            word[i] = log_word<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
+            if (Codes::BITS == 16) word[i] -= LOG_BIAS<Codes, ROUNDING>;  // it lies within the code's 16 bits
+        }
 #ifdef __CUDA_ARCH__
-    uint32_t word[COUNT];
-    OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        word[i] = log_word<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
-        if (Codes::BITS == 16 && ROUNDING == STOCHASTIC) word[i] -= LOG_BIAS<Codes, ROUNDING>;  // in the code's byte
-    }
-    packed.template gather_bytes<ROUNDING == STOCHASTIC ? 2 : 0>(word);
+        packed.template gather_bytes<2>(word);
 #else
-    OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) packed.add(i, log_code<Codes, ROUNDING>(value[i], s, noise_lane(noise, i)));
+        for (int i = 0; i < COUNT; i++) packed.add(i, word[i] >> 16 & (uint32_t)Codes::LAST);
 #endif
+    }
     if (Codes::OWN && ROUNDING == STOCHASTIC && zeros) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) packed.clear(i, !(x[i] > 0.0f));
@@ -343,24 +345,6 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
     }
 }
 
-// What all threads of a block need to store it.
-struct alignas(16) LogBlock {
-    float inverse, zero, offset;
-    uint32_t cut;
-    float rise[4], least;
-};
-
-// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
-// them up, for a third of the instructions. And one warp computes for all what the block's codes are computed with.
-// Room for the groups of threads of a thread block.
-constexpr int LOG_GROUPS = 8;
-
-template <class Codes>
-struct LogTable {
-    float level[LOG_GROUPS][Codes::LAST + 1];
-    LogBlock block[LOG_GROUPS];
-};
-
 #ifdef __CUDACC__
 // log_range for neighbouring threads of a block: one of two computes the lower end and one the upper, which are the
 // same operations with another sign.
@@ -373,36 +357,6 @@ __device__ __forceinline__ LogRange log_thread_range(LogEnds ends) {
     float other = __shfl_xor_sync(0xffffffffu, end, 1), low = lower ? end : other, high = lower ? -other : -end;
     if (ends.top == 0.0f) return {0.0f, 0.0f};
     return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
-}
-
-// The largest and the least bits of a block's elements, by bits: 0 and less than 0 stand for none.
-template <class Codes, Rounding ROUNDING>
-__device__ __forceinline__ LogBlock log_thread_block(const Streams& streams, int block, bool keeps, uint2 both) {
-    LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
-    LogRange range = log_thread_range<Codes>(ends);
-    if (keeps) log_keep<Codes>(streams, block, range);
-    LogScale s = log_encoding<Codes, ROUNDING>(range);
-    return {s.inverse, s.zero, s.offset, ends.cut, {s.rise[0], s.rise[1], s.rise[2], s.rise[3]}, ends.least};
-}
-
-// For a tile of one block.
-template <class Codes, Rounding ROUNDING, int THREADS>
-__device__ __forceinline__ LogBlock log_tile_block(const Streams& streams, int first, uint2 both, const NoiseKey& key) {
-    constexpr int WARPS = THREADS / 32;
-    uint2* part = warps_parts(key);
-    LogBlock* shared = &((LogTable<Codes>*)streams.table)->block[threadIdx.x / THREADS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    both = make_uint2(__reduce_max_sync(0xffffffffu, both.x), __reduce_min_sync(0xffffffffu, both.y));
-    if (lane == 0) part[warp] = both;
-    group_sync<THREADS>();
-    if (warp % WARPS == 0) {
-        both = part[warp + lane % WARPS];
-        both = make_uint2(__reduce_max_sync(0xffffffffu, both.x), __reduce_min_sync(0xffffffffu, both.y));
-        LogBlock block = log_thread_block<Codes, ROUNDING>(streams, 0, first == 0, both);
-        if (lane == 0) *shared = block;
-    }
-    group_sync<THREADS>();
-    return *shared;
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING, int COUNT>
@@ -430,27 +384,22 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
             least = bits - 1u < least ? bits - 1u : least;
         }
     }
-    constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    uint2 both = make_uint2(most, Codes::OWN ? least : 0u);
-    LogBlock block;
-    if constexpr (BLOCK == TILE_ELEMENTS && Codes::BITS == 8) {
-        block = log_tile_block<Codes, ROUNDING, THREADS>(streams, first, both, key);
-    } else {
-        both = neighbours_both<BLOCK / COUNT, THREADS>(both.x, both.y, key);
-        block = log_thread_block<Codes, ROUNDING>(streams, first / BLOCK, first % BLOCK == 0, both);
-    }
-    LogScale s = {};
-    s.inverse = block.inverse, s.zero = block.zero, s.offset = block.offset;
-#pragma unroll
-    for (int i = 0; i < 4; i++) s.rise[i] = block.rise[i];
-    LogEnds ends = {block.least, 0.0f, block.cut != 0};
+    uint2 both = neighbours_both<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(most, Codes::OWN ? least : 0u, key);
+    LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
+    LogRange range = log_thread_range<Codes>(ends);
+    if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
+    LogScale s = log_encoding<Codes, ROUNDING>(range);
     log_put<Codes, ROUNDING, COUNT>(streams, first, value, ends, zeros, s, key);
 }
 
-template <class Codes, int COUNT>
+// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
+// them up, for a third of the instructions. Room for the groups of threads of a thread block.
+constexpr int LOG_GROUPS = 8;
+
+template <class Codes, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    float* level = ((LogTable<Codes>*)streams.table)->level[threadIdx.x / THREADS];
+    float* level = (float*)streams.table + threadIdx.x / THREADS * (Codes::LAST + 1);
     // The last use of it is over: its tile has been stored, and its ends exchanged.
 #pragma unroll
     for (int code = 0; code <= Codes::LAST; code += THREADS) {
@@ -459,11 +408,17 @@ __device__ __forceinline__ void log_thread_load(const Streams& streams, int firs
     }
     group_sync<THREADS>();
     auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
-    const uint32_t levels = table_address(level);
+    if constexpr (ROUNDING == NEAREST) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        // volatile: not before the barrier
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[i]) : "r"(table_at_byte<4>(levels, packed.word[i / 4], i % 4)));
+        for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
+    } else {
+        // 3 instructions fewer each, which is faster with noise alone.
+        const uint32_t levels = table_address(level);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            uint32_t at = table_at_byte<4>(levels, packed.word[i / 4], i % 4);
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[i]) : "r"(at) : "memory");  // not before the barrier
+        }
     }
 }
 #endif
@@ -481,7 +436,7 @@ struct LogBlocks {
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false;
     static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
-    static constexpr int TABLE_BYTES = SHARES ? (int)sizeof(LogTable<Codes>) : 0;
+    static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
 
     // There are no constants: what TABLE_BYTES says is written by the kernel.
     static OPTIM_HOST void fill(void* table) {
@@ -496,10 +451,10 @@ struct LogBlocks {
 #ifdef __CUDA_ARCH__
         LogScale s = log_scale<Codes>(log_load<Codes>(streams, first / BLOCK));
         if (n == 16) {
-            if constexpr (SHARES) log_thread_load<Codes, 16>(streams, first, s, x);
+            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 16>(streams, first, s, x);
             if constexpr (!SHARES) log_get<Codes, 16>(streams, first, s, x);
         } else {
-            if constexpr (SHARES) log_thread_load<Codes, 8>(streams, first, s, x);
+            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 8>(streams, first, s, x);
             if constexpr (!SHARES) log_get<Codes, 8>(streams, first, s, x);
         }
 #else

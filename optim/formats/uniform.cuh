@@ -77,14 +77,12 @@ struct Uniform {
         uint32_t word[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            float sum = stochastic_sum(x[i], inverse, noise_float(noise, i), lowest);
-            word[i] = BITS == 4 ? float_bits(sum) : floor_bits(sum);
+            word[i] = float_bits(stochastic_sum(x[i], inverse, noise_float(noise, i), lowest));
+            if (BITS == 8) packed->add(i, floor_bits(bits_float(word[i])));
         }
         if constexpr (BITS == 4) {
             packed->template gather_bytes<2, FIRST>(word);
         } else {
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) packed->add(i, word[i]);
             packed->subtract(STOCHASTIC_BIAS);
         }
 #endif
