@@ -1505,10 +1505,12 @@ static bool save_asked(const Run* run) {
 // `counted` steps took `seconds`.
 static void tell_end(Run* run, double counted, double seconds) {
     char rate[32];
-    format_count(counted * (double)run->options->tokens_per_step / seconds, rate, sizeof(rate));
+    const char* how = stops(run->model) ? "stopped" : "done   ";
     if (counted > 0) {
-        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", stops(run->model) ? "stopped" : "done   ",
-            1e3 * seconds / counted, rate);
+        format_count(counted * (double)run->options->tokens_per_step / seconds, rate, sizeof(rate));
+        say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", how, 1e3 * seconds / counted, rate);
+    } else {
+        say(run, "%s  at step %lld\n", how, (long long)run->step);
     }
     if (run->skipped > 0) {
         say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)run->skipped,

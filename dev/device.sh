@@ -1,26 +1,112 @@
 #!/usr/bin/env bash
-# What only a GPU can prove, in one call each; logs go to $OUT (default: build/device).
+# What only a GPU can prove; logs go to $OUT (default: build/device). The exit status is 1 where something failed.
 #   dev/device.sh test       build, make test
 #   dev/device.sh bench      make bench, attention's table
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh multi      on 2 or 4 GPUs: the tests of several ranks, torchrun's and Slurm's variables, the scaling table (SCALING=arguments)
+#   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
+#   dev/device.sh nccl       those of them over NCCL that start ./train
+#   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun and by Slurm's variables; without
+#                            a GPU over the tests' stand-in for NCCL
+#   dev/device.sh scaling    the scaling table (SCALING=arguments of dev/scaling.py): of all sizes on 4 GPUs in more than ten
+#                            minutes, so where it is cut short the next call goes on
 #   dev/device.sh sanitize   make sanitize
 # `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-build/device}
 mkdir -p "$OUT"
-nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
+status=0
+gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
+[ "$gpus" = 0 ] || nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
 
-build() { (time make -j16 "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }; tail -n 3 "$OUT/make.log"; }
+build() {
+    (time make -j"$(nproc)" "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }
+    tail -n 3 "$OUT/make.log"
+}
+
+failed() {
+    echo "FAILED: $*"
+    status=1
+}
+
+# tests LOG PATTERN...
+tests() {
+    local log=$1 patterns=()
+    shift
+    for pattern in "$@"; do patterns+=(-k "$pattern"); done
+    NIBBLE_TEST_SECONDS=500 ./test_gpt2 "${patterns[@]}" 2>&1 | tee "$OUT/$log" | grep -vE '^(ok|skip) ' || failed "$OUT/$log"
+}
+
+# What torchrun gives each of its processes, where there is no torchrun.
+by_variables() { # GROUP OPTIONS...
+    local group=$1
+    shift
+    for local in $(seq 0 $((half - 1))); do
+        RANK=$((group * half + local)) WORLD_SIZE=$ranks LOCAL_RANK=$local LOCAL_WORLD_SIZE=$half MASTER_ADDR=127.0.0.1 \
+            MASTER_PORT=29400 TORCHELASTIC_RUN_ID=none ./train "$@" &
+    done
+    wait
+}
+
+by_torchrun() { # GROUP OPTIONS...
+    local group=$1
+    shift
+    "${torchrun[@]}" --no-python --nnodes 2 --node-rank "$group" --nproc-per-node "$half" --master-addr 127.0.0.1 \
+        --master-port 29400 -- ./train "$@"
+}
+
+# As srun would start them: there is no Slurm on such a machine.
+by_slurm() { # GROUP OPTIONS...
+    local group=$1
+    shift
+    for local in $(seq 0 $((half - 1))); do
+        SLURM_JOB_ID=$$ SLURM_STEP_ID=0 SLURM_PROCID=$((group * half + local)) SLURM_LOCALID=$local \
+            SLURM_STEP_NUM_TASKS=$ranks SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost,localhost ./train "$@" &
+    done
+    wait
+}
+
+# Two groups of processes, each of which sees half of the GPUs, end with the weights of --gpus N.
+launchers() {
+    local ranks=$gpus steps=100 more=() torchrun=() by=by_torchrun
+    if [ "$gpus" = 0 ]; then
+        export NIBBLE_STAND_IN=1
+        ranks=4 steps=10 more=(--device cpu)
+    fi
+    local half=$((ranks / 2)) log=$OUT/launchers.log run=build/launchers
+    if command -v torchrun > /dev/null; then
+        torchrun=(torchrun)
+    elif python3 -c 'import torch.distributed.run' 2> /dev/null; then
+        torchrun=(python3 -m torch.distributed.run)
+    else
+        by=by_variables
+        echo "no torchrun here: its variables instead"
+    fi
+    [ "$half" -gt 0 ] || { failed "launchers: two groups need 2 GPUs"; return; }
+    more+=(--steps "$steps" --shard states --sample-every 0 --val-every 0 --join-timeout 60)
+    rm -rf "$run" && mkdir -p "$run"
+    ./train --gpus $((half * 2)) --run "$run/gpus" "${more[@]}" > "$log" 2>&1 || failed "--gpus: $log"
+    for launcher in $by by_slurm; do
+        for group in 0 1; do
+            CUDA_VISIBLE_DEVICES=$(seq -s, $((group * half)) $(((group + 1) * half - 1))) "$launcher" "$group" \
+                --run "$run/$launcher" "${more[@]}" > "$run/$launcher.$group" 2>&1 &
+        done
+        wait
+        (cd "$run" && tail -n +1 "$launcher.0" "$launcher.1") >> "$log"
+        grep '^ ranks ' "$run/$launcher.0" &&
+            cmp "$run/gpus/step_$(printf %08d "$steps")/model.safetensors" \
+                "$run/$launcher/step_$(printf %08d "$steps")/model.safetensors" &&
+            echo "$launcher, two groups of $half: the weights of --gpus $((half * 2))" || failed "$launcher: $log"
+    done
+}
 
 for step in "$@"; do
     case $step in
     test)
         build train test_gpt2
-        make test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' ;;
+        make test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
     bench)
         build train build/dev/bench build/dev/attention build/dev/optim
         ./build/dev/attention 2>&1 | tee "$OUT/attention.log"
@@ -58,31 +144,22 @@ for step in "$@"; do
         ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
     multi)
         build train test_gpt2
-        gpus=$(nvidia-smi -L | wc -l)
-        ./test_gpt2 -k multi -k exchange -k launch 2>&1 | tee "$OUT/multi.log" | grep -vE '^(ok|skip) '
-        # Two groups of processes, as two machines would have them.
-        rm -rf build/two_groups build/slurm
-        for group in 0 1; do
-            CUDA_VISIBLE_DEVICES=$(seq -s, $((group * gpus / 2)) $(((group + 1) * gpus / 2 - 1))) torchrun --no-python \
-                --nnodes 2 --node-rank $group --nproc-per-node $((gpus / 2)) --master-addr 127.0.0.1 --master-port 29400 \
-                -- ./train --run build/two_groups --steps 100 --shard states > "$OUT/torchrun_$group.log" 2>&1 &
-        done
-        wait
-        tail -n 25 "$OUT/torchrun_0.log"
-        # The same as srun would start them, by its variables: there is no Slurm on such a machine.
-        for task in $(seq 0 $((gpus - 1))); do
-            group=$((task / (gpus / 2)))
-            CUDA_VISIBLE_DEVICES=$(seq -s, $((group * gpus / 2)) $(((group + 1) * gpus / 2 - 1))) SLURM_JOB_ID=$$ SLURM_STEP_ID=0 \
-                SLURM_PROCID=$task SLURM_LOCALID=$((task % (gpus / 2))) SLURM_STEP_NUM_TASKS=$gpus SLURM_STEP_NUM_NODES=2 \
-                SLURM_STEP_NODELIST=localhost,localhost ./train --run build/slurm --steps 100 --shard states > "$OUT/slurm_$task.log" 2>&1 &
-        done
-        wait
-        grep ' ranks ' "$OUT/slurm_0.log" && cmp build/two_groups/step_00000100/model.safetensors build/slurm/step_00000100/model.safetensors &&
-            echo "Slurm's variables and torchrun: the same weights"
-        python3 dev/scaling.py ${SCALING:-} 2>&1 | tee "$OUT/scaling.md" ;;
+        nvidia-smi topo -m
+        tests multi.log multi exchange launch ;;
+    nccl)
+        build train test_gpt2
+        NIBBLE_NCCL=${NIBBLE_NCCL:-libnccl.so.2} tests nccl.log multi_modes_gpu multi_losses_gpu multi_goes_on_gpu \
+            multi_resume_gpu multi_dead_ranks_gpu multi_signals_gpu multi_bad_token_gpu multi_memory_gpu ;;
+    launchers)
+        build train
+        launchers ;;
+    scaling)
+        build train
+        python3 dev/scaling.py --keep build/scaling.jsonl ${SCALING:-} 2>&1 | tee "$OUT/scaling.md" || failed "$OUT/scaling.md" ;;
     sanitize)
         build test_gpt2
-        make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 ;;
-    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, multi or sanitize" >&2; exit 2 ;;
+        make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
+    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
+exit $status

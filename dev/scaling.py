@@ -7,10 +7,15 @@ A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same
 (Zipf-like); nothing is validated or sampled. A run ends when its steps are done, before it would save. ms is the median
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
 all at the same time, and ms of one GPU is their mean. GiB is the plan, and beside it the most that nvidia-smi has shown on
-the first GPU, less what was in use before the run, and the ratio of the two.
+the first GPU, less what was in use before the run, and the ratio of the two. A run that dies is a row with its last
+words; the others go on, and the exit status is 1.
+
+With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on four GPUs take
+longer than a machine that is lent for minutes runs one command. Options of ./train may follow.
 """
 import argparse
 import array
+import hashlib
 import json
 import os
 import random
@@ -18,10 +23,15 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Died(Exception):
+    """A run ended before its steps were done; its last words."""
 
 
 def write_tokens(path, tokens):
@@ -34,29 +44,33 @@ def write_tokens(path, tokens):
         file.write(array.array("H", (few * (tokens // len(few) + 1))[:tokens]).tobytes())
 
 
-def memory_in_use():
-    """GiB on the first visible GPU."""
-    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=" + first]
+def ask_gpus(what, *more):
+    """A line for each GPU."""
+    query = ["nvidia-smi", "--query-gpu=" + what, "--format=csv,noheader,nounits", *more]
     found = subprocess.run(query, capture_output=True, text=True)
     if found.returncode != 0:
         raise SystemExit("scaling: %s: %s" % (" ".join(query), found.stdout + found.stderr))
-    return int(found.stdout) / 1024
+    return found.stdout.split()
+
+
+def memory_in_use(gpu):
+    """GiB."""
+    return int(ask_gpus("memory.used", "--id=" + gpu)[0]) / 1024
 
 
 class Run:
     """One ./train on these GPUs, which is stopped once its log has `steps` steps."""
 
-    def __init__(self, folder, size, gpus, shard, steps, extra):
+    def __init__(self, options, folder, size, gpus, shard):
         model, batch, micro_batches = size
-        self.run, self.steps, self.before, self.seen = "%s/run_%s" % (folder, gpus[0]), steps, memory_in_use(), 0.0
+        self.run, self.steps, self.skip = "%s/run_%s" % (folder, gpus[0]), options.steps, options.skip
+        self.gpu, self.before, self.seen = gpus[0], memory_in_use(gpus[0]), 0.0
         shutil.rmtree(self.run, ignore_errors=True)
-        tokens = batch * 1024 * micro_batches * len(gpus)
-        command = [os.path.join(HERE, "train"), "--data", folder + "/tokens.bin", "--val", folder + "/tokens.bin",
-                   "--model", model, "--batch", str(batch), "--tokens-per-step", str(tokens), "--steps", "1000000",
-                   "--warmup", "2", "--val-every", "0", "--sample-every", "0", "--save-every", "0", "--run", self.run,
-                   "--gpus", str(len(gpus)), "--shard", shard] + extra
-        self.words = " ".join(command)
+        tokens = batch * options.seq * micro_batches * len(gpus)
+        command = [options.trainer, "--data", folder + "/tokens.bin", "--val", folder + "/tokens.bin",
+                   "--model", model, "--batch", str(batch), "--seq", str(options.seq), "--tokens-per-step", str(tokens),
+                   "--steps", "1000000", "--warmup", "2", "--val-every", "0", "--sample-every", "0", "--save-every",
+                   "0", "--run", self.run, "--gpus", str(len(gpus)), "--shard", shard] + options.more
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus))
         self.output = open(self.run + ".txt", "w+")
         self.child = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=environment)
@@ -68,57 +82,122 @@ class Run:
         except OSError:
             return []
 
-    def finish(self, skip):
+    def finish(self):
         """Median seconds of a step, GiB as planned and as seen, and the last loss."""
         while self.child.poll() is None and len(self.trained()) < self.steps:
             time.sleep(0.2)
-            self.seen = max(self.seen, memory_in_use() - self.before)
+            self.seen = max(self.seen, memory_in_use(self.gpu) - self.before)
         train = self.trained()[:self.steps]
         self.child.kill()  # ranks end with the process that made them
         self.child.wait()
         self.output.seek(0)
         output = self.output.read()
-        if len(train) < self.steps:
-            raise SystemExit(self.words + "\n" + output)
-        unit = re.search(r" = ([0-9.]+) (GiB|MiB) of", output)
-        plan = float(unit.group(1)) / (1 if unit.group(2) == "GiB" else 1024)
         end = time.monotonic() + 60
-        while memory_in_use() > self.before + 0.1:
+        while memory_in_use(self.gpu) > self.before + 0.1:
             if time.monotonic() > end:
                 raise SystemExit("scaling: memory of the first GPU is taken since the run began, by another program?")
             time.sleep(0.1)
-        return statistics.median(line["step_s"] for line in train[skip:]), plan, self.seen, train[-1]["loss"]
+        if len(train) < self.steps:
+            print(output, file=sys.stderr)
+            words = output.strip().split("\n")[-1].removeprefix("train: error: ").replace("|", "/")
+            raise Died(words or "ended without a word")
+        unit = re.search(r" = ([0-9.]+) (GiB|MiB) of", output)
+        plan = float(unit.group(1)) / (1 if unit.group(2) == "GiB" else 1024)
+        return statistics.median(line["step_s"] for line in train[self.skip:]), plan, self.seen, train[-1]["loss"]
 
 
-def main():
+class Kept:
+    """What was measured, in a file of a JSON list a line: what it is of, what was found. Whole or not at all."""
+
+    def __init__(self, path):
+        self.path, self.found = path, {}
+        if path and os.path.exists(path):
+            with open(path) as file:
+                self.found = {json.dumps(key): found for key, found in map(json.loads, file)}
+
+    def get(self, key, measure):
+        text = json.dumps(key)
+        if text not in self.found:
+            self.found[text] = measure()
+            if self.path:
+                with open(self.path + ".tmp", "w") as file:
+                    file.writelines("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items())
+                os.replace(self.path + ".tmp", self.path)
+        return self.found[text]
+
+
+def options_read():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4")
-    parser.add_argument("--gpus", default="1,2,4")
+    parser.add_argument("--gpus", help="default: those of 1, 2 and 4 that there are")
     parser.add_argument("--shard", default="none,states,grads,weights")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--skip", type=int, default=6)
-    options, extra = parser.parse_known_args()
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--keep", metavar="FILE")
+    parser.add_argument("--trainer", default=os.path.join(HERE, "train"))
+    options, options.more = parser.parse_known_args()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    options.names = visible.split(",") if visible else ask_gpus("index")
+    counts = [int(count) for count in (options.gpus or "1,2,4").split(",")]
+    options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
+    if max(options.counts) > len(options.names):
+        raise SystemExit("scaling: --gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
+    if options.skip >= options.steps:
+        raise SystemExit("scaling: --skip %d leaves none of --steps %d" % (options.skip, options.steps))
+    return options
+
+
+def table_rows(options, kept, folder, size):
+    """The rows of a size, as texts."""
+    with open(options.trainer, "rb") as file:
+        program = hashlib.sha256(file.read()).hexdigest()[:16]
+    about = [program, *size, options.seq, options.steps, options.skip, options.more]
+    names, start = options.names[:max(options.counts)], "| %s, %d x %d | %%d | %%s |" % size
+
+    def each_alone():
+        runs = [Run(options, folder, size, [name], "none") for name in names]
+        try:
+            return [run.finish() for run in runs]
+        finally:
+            for run in runs:
+                run.child.kill()
+                run.child.wait()
+
+    try:
+        alone = kept.get([*about, names, "alone"], each_alone)
+    except Died as died:
+        yield start % (1, "-") + " died: %s |" % died
+        return
+    for gpus in options.counts:
+        for shard in options.shard.split(",") if gpus > 1 else ["-"]:
+            try:
+                found = [statistics.mean(one[0] for one in alone), *alone[0][1:]] if gpus == 1 else kept.get(
+                    [*about, names[:gpus], shard], lambda: Run(options, folder, size, names[:gpus], shard).finish())
+            except Died as died:
+                yield start % (gpus, shard) + " died: %s |" % died
+                continue
+            seconds, plan, seen, loss = found
+            share = sum(1 / one[0] for one in alone[:gpus]) if gpus > 1 else 1 / seconds
+            yield start % (gpus, shard) + " %.1f | %.0f | %.1f %% | %.2f | %.2f | %.3f | %.4f |" % (
+                1e3 * seconds, size[1] * options.seq * size[2] * gpus / seconds, 100 * gpus / seconds / share,
+                plan, seen, seen / plan, loss)
+
+
+def main():
+    options = options_read()
+    kept, dead = Kept(options.keep), False
     print("| size, batch x micro-batches a GPU | GPUs | shard | ms | tokens/s | of N x | GiB planned | seen | ratio | loss |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    counts = list(map(int, options.gpus.split(",")))
-    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(counts))))).split(",")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         write_tokens(folder + "/tokens.bin", 1 << 22)
         for text in options.sizes.split(","):
-            size = (text.split(":")[0], *map(int, text.split(":")[1:]))
-            arguments = (options.steps, extra)
-            runs = [Run(folder, size, [name], "none", *arguments) for name in names[:max(counts)]]
-            alone = [run.finish(options.skip) for run in runs]
-            for gpus in counts:
-                for shard in options.shard.split(",") if gpus > 1 else ["-"]:
-                    found = Run(folder, size, names[:gpus], shard, *arguments).finish(options.skip) if gpus > 1 else (
-                        statistics.mean(one[0] for one in alone), *alone[0][1:])
-                    seconds, plan, seen, loss = found
-                    share = sum(1 / one[0] for one in alone[:gpus]) if gpus > 1 else 1 / seconds
-                    print("| %s, %d x %d | %d | %s | %.1f | %.0f | %.1f %% | %.2f | %.2f | %.3f | %.4f |" %
-                          (*size, gpus, shard, 1e3 * seconds, size[1] * 1024 * size[2] * gpus / seconds,
-                           100 * gpus / seconds / share, plan, seen, seen / plan, loss), flush=True)
+            model, batch, micro_batches = text.split(":")
+            for row in table_rows(options, kept, folder, (model, int(batch), int(micro_batches))):
+                dead = dead or " died: " in row
+                print(row, flush=True)
+    return 1 if dead else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -448,13 +448,14 @@ inline void nccl_join(Comm* comm) {
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
-// All ranks of `launch`, which have joined.
-inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
+// All ranks of `launch`, which have joined; a way between them that takes longer than `patience` seconds is none.
+inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, double patience = 120) {
     memset(comm, 0, sizeof(*comm));
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
+    launch_hurry(launch, "connecting; NCCL_DEBUG=INFO says more", patience);
     if (!dev->gpu) {
         comm->stand_in = stand_in_open(launch);
-        comm_try(comm, 120);
+        comm_try(comm, patience);
         return;
     }
     int64_t before = memory_used(dev);
@@ -465,7 +466,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev) {
     // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
     check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
     check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
-    comm_try(comm, 120);
+    comm_try(comm, patience);
     comm->rate = comm_rate(comm);
     comm->bytes = memory_used(dev) - before;
 }

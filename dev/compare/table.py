@@ -4,11 +4,13 @@ The difference is paired by seed where seeds match, as runs of one seed share in
 d_s = loss of the configuration - loss of its baseline, its mean, and as standard error
 
     sd(d_s) / sqrt(n)                 n >= 2 pairs
-    sd(baseline) sqrt(2)              one pair: as if both runs scattered as the baseline's seeds do, independently
+    pooled sd(d_s)                    one pair: over the configurations of the study that have several, by their n - 1
+    sd(baseline) sqrt(2)              one pair, and none has several: as if both runs scattered as the baseline's seeds do
     sqrt(s^2 / n + sd(baseline)^2 / k)  no pair: n runs of spread s (the baseline's where n is 1), k of the baseline
 
-with sd over n - 1. It is missing where the baseline has a single seed and there is one pair. Pairs that move together
-scatter less than the second line says, so it is on the safe side.
+with sd over n - 1. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
+baseline says nothing about the others and is not pooled. A baseline of one seed, such as lion's own, is taken to scatter as
+the study's baseline does; where that too has one, only what is paired can have an error.
 """
 
 import csv
@@ -88,16 +90,32 @@ class Row:
         return "; ".join(words) or "done"
 
 
-def difference(losses, others):
-    """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing."""
+def paired(losses, others):
+    """Differences of {seed: loss} to the baseline's, of the seeds that both have."""
+    return [losses[seed] - others[seed] for seed in losses if seed in others]
+
+
+def pair_scatter(rows_of_pairs):
+    """Standard deviation of a pair's difference, pooled over the lists of them; None where none has several."""
+    several = [pairs for pairs in rows_of_pairs if len(pairs) > 1 and any(pairs)]
+    degrees = sum(len(pairs) - 1 for pairs in several)
+    squares = math.fsum((len(pairs) - 1) * statistics.variance(pairs) for pairs in several)
+    return math.sqrt(squares / degrees) if degrees else None
+
+
+def difference(losses, others, study=(), scatter=None):
+    """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing.
+
+    `study`: losses of the study's baseline; `scatter`: what pair_scatter found in it.
+    """
     if not losses or not others:
         return None, None, 0
-    noise = statistics.stdev(others.values()) if len(others) > 1 else None
-    pairs = [losses[seed] - others[seed] for seed in losses if seed in others]
+    noise = next((statistics.stdev(each) for each in (others.values(), study) if len(each) > 1), None)
+    pairs = paired(losses, others)
     if len(pairs) > 1:
         return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)), len(pairs)
     if pairs:
-        return pairs[0], None if noise is None else noise * math.sqrt(2), 1
+        return pairs[0], scatter if scatter is not None or noise is None else noise * math.sqrt(2), 1
     mean = statistics.fmean(losses.values()) - statistics.fmean(others.values())
     own = statistics.stdev(losses.values()) if len(losses) > 1 else noise
     if own is None or noise is None:
@@ -135,13 +153,15 @@ def rows(sweep, records):
         first = runs[0]
         result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items()))))
     by_name = {row.name: row for row in result}
+    base = by_name[sweep.baseline].losses()
+    others = [row for row in result if row.baseline != row.name]
+    scatter = pair_scatter(paired(row.losses(), by_name[row.baseline].losses()) for row in others)
     for row in result:
         its = by_name[row.baseline]
         if its is not row:
-            row.difference, row.error, row.pairs = difference(row.losses(), its.losses())
+            row.difference, row.error, row.pairs = difference(row.losses(), its.losses(), base.values(), scatter)
             row.unasked = unasked(row, its)
-        base = by_name[sweep.baseline].losses()
-        row.level, row.level_error, _ = difference(row.losses(), base) if base else (row.loss, None, 0)
+        row.level, row.level_error, _ = difference(row.losses(), base, (), scatter) if base else (row.loss, None, 0)
         if row.name == sweep.baseline:
             row.level_error = None
     return result, stale

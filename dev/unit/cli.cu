@@ -46,6 +46,21 @@ TEST(cli_run) {
     remove_tree(work);
 }
 
+// Whatever their number: after the tenth the clock begins anew.
+TEST(cli_end_is_told) {
+    const char* work = work_folder();
+    for (int steps : {0, 1, 9, 10, 11}) {
+        run_train(
+            child,
+            "--layers 1 --channels 64 --seq 16 --batch 1 --sample-every 0 --data %s/text.txt --run %s/%d --steps %d",
+            work, work, steps, steps);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), "\ndone  "), "%d steps: %s", steps, OUT(child));
+        forget(&child);
+    }
+    remove_tree(work);
+}
+
 TEST(cli_builtin_text) {
     const char* work = work_folder();
     run_train(child, "%s %s --run %s/run --steps 2", SHAPE, QUICK, work);

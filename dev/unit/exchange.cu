@@ -308,9 +308,21 @@ static void lost_main(Launch* launch) {
     sleep(30);
 }
 
+// The same before that, such as in NCCL's own rendezvous.
+static void unconnected_main(Launch* launch) {
+    Device dev;
+    Comm comm;
+    device_open(&dev, false, 0);
+    if (launch->rank == 0) comm_open(&comm, launch, &dev, 1);
+    launch_hurry(launch, "connecting", 1);
+    sleep(30);
+}
+
 TEST(exchange_lost) {
     char text[4096];
-    int code = run_ranks(2, lost_main, text, sizeof(text));
+    int code = run_ranks(2, unconnected_main, text, sizeof(text));
+    expect(code == 1 && strstr(text, "(connecting; NCCL_DEBUG=INFO says more)"), "%d, %s", code, text);
+    code = run_ranks(2, lost_main, text, sizeof(text));
     expect(code == 1 && strstr(text, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)"), "%d, %s", code,
            text);
 }
@@ -462,9 +474,9 @@ TEST(exchange_own_card_gpu) {
 
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (!gpus_reach_each_other_asked_apart(3)) skip("these GPUs do not reach each other's memory");
+    if (!gpus_reach_each_other_asked_apart(4)) skip("these GPUs do not reach each other's memory");
     char text[4096];
-    for (int ranks : {2, 3}) {
+    for (int ranks : {2, 3, 4}) {
         int code = run_ranks(ranks, peers_main, text, sizeof(text));
         expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
     }
@@ -492,15 +504,19 @@ static float mini_sum(int world, int64_t i) {
     return sum;
 }
 
-// Two micro-batches: where gradients are split, the second adds to the first.
-static void mini_reduce(Shard* s, float* grads) {
+// Two micro-batches: where gradients are split, the second adds to the first. `bad`: an element of rank 1's gradients
+// that is not a number; -1: none.
+static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
     for (int micro_batch = 0; micro_batch < 2; micro_batch++) {
         shard_micro_batch(s, micro_batch == 0, micro_batch == 1);
         for (int b : {2, 1, 0, 3}) {
             for (int t = 0; t < MINI_TENSORS; t++) {
                 if (mini[t].layer != b) continue;
                 float* to = grads + (shard_is_packed(s, grads) ? s->place[t] : mini[t].offset);
-                for (int64_t i = 0; i < mini[t].elements; i++) to[i] = element_of(s->comm.rank, mini[t].offset + i);
+                for (int64_t i = 0; i < mini[t].elements; i++) {
+                    bool nan = s->comm.rank == 1 && mini[t].offset + i == bad;
+                    to[i] = nan ? NAN : element_of(s->comm.rank, mini[t].offset + i);
+                }
             }
             shard_reduce<float>(s, b);
         }
@@ -556,6 +572,46 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
     shard_close(&s);
     if (mode >= SHARD_STATES) free(weights);
     free(grads), free(own), free(whole), free(parts);
+}
+
+// One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
+static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommFormat format, int64_t bad) {
+    Shard s = {};
+    comm_open(&s.comm, launch, dev);
+    s.mode = mode, s.format = format, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
+    shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
+    int64_t part = shard_kept(&s);
+    float *grads = (float*)calloc(mode >= SHARD_GRADS ? s.packed + part : MINI, 4), *own = (float*)calloc(part, 4);
+    float* weights = (float*)shard_open(&s, grads, own);
+    double* parts = (double*)calloc(MINI / SHARD_TILE, sizeof(double));
+    for (bool nan : {false, true}) {
+        float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
+        mini_reduce(&s, grads, nan ? bad : -1);
+        shard_norm<float>(&s, scalars, parts, 1.0f);
+        require(isfinite(scalars[SCALAR_FACTOR]) == !nan && isnan(scalars[SCALAR_LOSS]) == (nan && bad < 0));
+        require(isfinite(scalars[SCALAR_NORM]) == !(nan && bad >= 0) && scalars[SCALAR_BAD] == 0);
+    }
+    shard_close(&s);
+    if (mode >= SHARD_STATES) free(weights);
+    free(grads), free(own), free(parts);
+}
+
+static void nan_main(Launch* launch) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
+        for (CommFormat format : {COMM_AS_IS, COMM_BF16, COMM_E5M2}) {
+            for (int64_t bad : {(int64_t)-1, (int64_t)5, MINI - 1}) mini_nan(launch, &dev, mode, format, bad);
+        }
+    }
+}
+
+TEST(exchange_nan_of_one_rank) {
+    char text[4096];
+    for (int ranks : {2, 4}) {
+        int code = run_ranks(ranks, nan_main, text, sizeof(text));
+        expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
+    }
 }
 
 static void modes_main(Launch* launch) {

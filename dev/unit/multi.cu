@@ -314,6 +314,34 @@ static void check_resume(Test* test, bool gpu, int from, int to, const char* mod
     remove_tree(work);
 }
 
+// On as many ranks as before, whatever is sharded: as if it had not been interrupted.
+static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, const char* after) {
+    const char* work = work_folder();
+    char run[2][PATH_MAX];
+    for (int i = 0; i < 2; i++) snprintf(run[i], sizeof(run[i]), "%s/%d", work, i);
+    train_ranks(gpu, ranks,
+                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 8 --save-every 4 --preset "
+                "adamw4 --shard %s",
+                SEVERAL, work, run[0], 32 * ranks, before);
+    train_ranks(gpu, ranks, "--resume %s/step_00000004 --run %s --shard %s", run[0], run[1], after);
+    expect_equal_runs_from(test, run[0], run[1], 5, 8);
+    remove_tree(work);
+}
+
+TEST(multi_goes_on) {
+    check_goes_on(test, false, 3, "none", "weights");
+    check_goes_on(test, false, 4, "grads", "states");
+}
+
+TEST(multi_goes_on_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    int ranks = gpu_count() < 4 ? 2 : 4;
+    check_goes_on(test, true, ranks, "none", "weights");
+    check_goes_on(test, true, ranks, "grads", "states");
+    snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
+}
+
 TEST(multi_resume) {
     check_resume(test, false, 4, 1, "states");
     check_resume(test, false, 1, 4, "weights");
@@ -598,11 +626,11 @@ TEST(multi_refused_gpu) {
 
 // Three ranks that would train for long.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
-                       int count = 3) {
+                       int count = 3, const char* silence = "5") {
     char run[PATH_MAX];
     snprintf(run, sizeof(run), "%s/%s", work, name);
     *child = new_child();
-    setenv("NIBBLE_SILENCE", "5", 1);
+    setenv("NIBBLE_SILENCE", silence, 1);  // 0: as users have it
     start_ranks(child, gpu, count, "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step %d --steps 1000000",
                 SEVERAL, work, run, 16 * count);
     unsetenv("NIBBLE_SILENCE");
@@ -610,12 +638,13 @@ static void start_long(Test* test, Child* child, const char* work, const char* n
     expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
 }
 
-static void check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
-                        bool gpu = false, int count = 3) {
+// Seconds from the signal to the end.
+static double check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
+                          bool gpu = false, int count = 3, const char* silence = "5") {
     const char* work = work_folder();
     pid_t ranks[8] = {};
     Child child;
-    start_long(test, &child, work, name, ranks, gpu, count);
+    start_long(test, &child, work, name, ranks, gpu, count, silence);
     double begin = now();
     kill(rank < 0 ? child.pid : ranks[rank], signal);
     finish(&child);
@@ -626,6 +655,13 @@ static void check_death(Test* test, const char* name, int rank, int signal, cons
     expect(gone(ranks, count), "%s: a rank lives on", name);
     forget(&child);
     remove_tree(work);
+    return took;
+}
+
+// As users have it: all have ended within half a minute.
+TEST(multi_stopped_rank) {
+    double took = check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 20 s", false, 3, "0");
+    snprintf(test->note, sizeof(test->note), "%.1f s of 30", took);
 }
 
 TEST(multi_dead_ranks) {
@@ -640,8 +676,14 @@ TEST(multi_dead_ranks) {
 TEST(multi_dead_ranks_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9", true, 2);
-    check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 5 s", true, 2);
+    int ranks = gpu_count() < 4 ? 2 : 4;
+    char killed[32], stopped[32];
+    snprintf(killed, sizeof(killed), "rank %d (process ", ranks - 1);
+    snprintf(stopped, sizeof(stopped), "rank %d on ", ranks - 1);
+    check_death(test, "killed", ranks - 1, SIGKILL, killed, "ended by signal 9", true, ranks);
+    check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9", true, ranks);
+    check_death(test, "stopped", ranks - 1, SIGSTOP, stopped, "has been silent for 5 s", true, ranks);
+    snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
 }
 
 // Of a launcher that does not watch them.
@@ -665,13 +707,13 @@ TEST(multi_dead_launched) {
 }
 
 // One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.
-TEST(multi_signals) {
+static void check_signals(Test* test, bool gpu, int count) {
     for (int which = 0; which < 3; which++) {
         const char* work = work_folder();
         char run[PATH_MAX];
-        pid_t ranks[3] = {};
+        pid_t ranks[8] = {};
         Child child;
-        start_long(test, &child, work, "run", ranks);
+        start_long(test, &child, work, "run", ranks, gpu, count);
         snprintf(run, sizeof(run), "%s/run", work);
         if (which == 2) {
             int64_t newest = -1;
@@ -679,19 +721,91 @@ TEST(multi_signals) {
             for (double begin = now(); checkpoints(run, &newest) == 0 && now() - begin < 20;) pump(&child, 10);
             expect(newest > 0, "SIGUSR1 saved nothing");
         }
-        kill(which == 0 ? child.pid : ranks[which], SIGTERM);
+        kill(which == 0 ? child.pid : ranks[which == 1 ? 1 : count - 1], SIGTERM);
         finish(&child);
         expect_code(child, 0);
         expect(strstr(OUT(child), "stopped") && strstr(OUT(child), "save"), "%d: %s", which, OUT(child));
         int64_t newest;
         expect(checkpoints(run, &newest) > 0, "%d: nothing is saved", which);
         Child again = new_child();
-        start_ranks(&again, false, 3, "--resume %s --steps %lld", run, (long long)newest + 2);
+        start_ranks(&again, gpu, count, "--resume %s --steps %lld", run, (long long)newest + 2);
         finish(&again);
         expect_code(again, 0);
         forget(&child), forget(&again);
         remove_tree(work);
     }
+}
+
+TEST(multi_signals) {
+    check_signals(test, false, 3);
+}
+
+TEST(multi_signals_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    check_signals(test, true, gpu_count() < 4 ? 2 : 4);
+}
+
+// One rank alone is told while all are at a validation, or a sample, that would take minutes.
+TEST(multi_signals_between_steps) {
+    for (const char* what : {"--val-every 1 --sample-every 0", "--val-every 0 --sample-every 1"}) {
+        bool sampling = what[12] == '0';
+        const char* work = work_folder();
+        char run[PATH_MAX];
+        pid_t ranks[3] = {};
+        Child child = new_child();
+        write_words(work, "long.txt", 100000);
+        snprintf(run, sizeof(run), "%s/run", work);
+        start_ranks(&child, false, 3,
+                    "--layers 1 --channels 64 --heads 1 --seq 16 %s --sample-tokens 65536 --val-tokens 4000000 "
+                    "--data %s/text.txt --val %s/long.txt --run %s --batch 1 --tokens-per-step 48 --steps 9",
+                    what, work, work, run);
+        bool begun = sampling ? wait_for_step(&child, run, 1) : false;
+        for (double begin = now(); !begun && now() - begin < 20; pump(&child, 10)) begun = exists(run, "log.jsonl");
+        expect(begun && ranks_of(&child, ranks, 3) == 3, "%s: not begun: %s", what, ERR(child));
+        for (double begin = now(); now() - begin < 1;) pump(&child, 10);
+        double begin = now();
+        kill(ranks[1], SIGTERM);
+        finish(&child);
+        int64_t newest = -1;
+        expect_code(child, 0);
+        expect(now() - begin < 15, "%s: it took %.1f s to end", what, now() - begin);
+        expect(checkpoints(run, &newest) == 1 && newest == (sampling ? 1 : 0), "%s: saved at step %lld", what,
+               (long long)newest);
+        expect(!strstr(OUT(child), "val "), "%s: a validation that was cut short counts: %s", what, OUT(child));
+        expect(gone(ranks, 3), "%s: a rank lives on", what);
+        forget(&child);
+        remove_tree(work);
+    }
+}
+
+// A bad token in what one rank reads: all save the good steps before it, then that rank tells.
+static void check_bad_token(Test* test, bool gpu, int ranks) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
+    snprintf(run, sizeof(run), "%s/token", work);
+    Child token = new_child();
+    start_ranks(&token, gpu, ranks,
+                "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
+                "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
+                work, work, run, 16 * ranks);
+    finish(&token);
+    expect_error(test, &token, "bad token", "holds token 60000", "last checkpoint is ");
+    int64_t newest = -1;
+    expect(checkpoints(run, &newest) == 1, "no checkpoint of the steps before the bad token");
+    forget(&token);
+    remove_tree(work);
+}
+
+TEST(multi_bad_token) {
+    for (int ranks : {2, 4}) check_bad_token(test, false, ranks);
+}
+
+TEST(multi_bad_token_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    check_bad_token(test, true, gpu_count() < 4 ? 2 : 4);
 }
 
 // What one rank finds first ends all, with one sentence and no deadlock.
@@ -706,19 +820,6 @@ TEST(multi_failures) {
                 work, work);
     finish(&disk);
     expect_error(test, &disk, "full disk", "checkpoint of step 3", "free space");
-    // A bad token in what one rank reads: all save the good steps before it, then that rank tells.
-    write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
-    Child token = new_child();
-    start_ranks(&token, false, 2,
-                "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
-                "%s/bad.bin --run %s/token --batch 1 --tokens-per-step 32 --steps 40 --logit-rows 16",
-                work, work, work);
-    finish(&token);
-    expect_error(test, &token, "bad token", "holds token 60000", "last checkpoint is ");
-    int64_t newest = -1;
-    char run[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/token", work);
-    expect(checkpoints(run, &newest) == 1, "no checkpoint of the steps before the bad token");
     // Weights that make every loss NaN.
     train_well("%s --data %s/text.txt --run %s/used --batch 1 --steps 2", SEVERAL, work, work);
     snprintf(from, sizeof(from), "%s/used/step_00000002", work);
@@ -732,7 +833,7 @@ TEST(multi_failures) {
         work, bad, work);
     finish(&nan);
     expect_error(test, &nan, "NaN", "10 steps in a row were skipped", "--lr");
-    forget(&disk), forget(&token), forget(&nan);
+    forget(&disk), forget(&nan);
     remove_tree(work);
 }
 

@@ -381,7 +381,7 @@ def test_report_of_nothing_and_of_a_part(case):
 def test_differences(case):
     """Of pairs, of one pair, and of runs without a common seed."""
     sys.path.insert(0, str(COMPARE))
-    from table import difference
+    from table import difference, pair_scatter
 
     base = {1: 3.0, 2: 3.2, 3: 3.1}
     mean, error, pairs = difference({1: 3.1, 2: 3.2, 3: 3.3}, base)  # 0.1, 0, 0.2
@@ -391,6 +391,80 @@ def test_differences(case):
     mean, error, pairs = difference({7: 3.0, 8: 3.4}, base)
     assert pairs == 0 and math.isclose(mean, 0.1) and math.isclose(error, math.sqrt(0.08 / 2 + 0.01 / 3)), (mean, error)
     assert difference({1: 3.5}, {1: 3.0}) == (0.5, None, 1) and difference({}, base) == (None, None, 0)
+    # More seeds on one side than on the other: what both have is paired.
+    mean, error, pairs = difference({1: 3.1, 2: 3.2, 7: 9.0}, base)  # 0.1, 0
+    assert pairs == 2 and math.isclose(mean, 0.05) and math.isclose(error, 0.05), (mean, error)
+    # A baseline of one seed scatters as the study's does.
+    mean, error, pairs = difference({1: 3.5}, {1: 3.0}, base.values())
+    assert (mean, pairs) == (0.5, 1) and math.isclose(error, 0.1 * math.sqrt(2)), error
+    mean, error, pairs = difference({4: 3.5, 5: 3.7}, {1: 3.0}, base.values())
+    assert pairs == 0 and math.isclose(error, math.sqrt(0.02 / 2 + 0.01)), error
+    assert difference({1: 3.5}, {1: 3.0}, {1: 3.0}.values()) == (0.5, None, 1)
+    # One pair among configurations that have several: variances 0.01 (3 pairs) and 0.04 (2 pairs), pooled by 2 and 1.
+    scatter = pair_scatter([[0.1, 0.0, 0.2], [0.2, 0.2 + 0.2 * math.sqrt(2)], [0.3], [], [0.0, 0.0]])
+    assert math.isclose(scatter, math.sqrt((2 * 0.01 + 0.04) / 3)), scatter
+    assert pair_scatter([[0.3], [0.0, 0.0]]) is None
+    for others in (base, {1: 3.0}):
+        assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
+    _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
+    assert math.isclose(error, 0.1 / math.sqrt(3)), "several pairs: their own"
+
+
+def test_errors_in_the_table(case):
+    """Of a sweep in which one configuration has three pairs, one has one, and one a baseline of its own."""
+    text = SWEEP.replace("steps = 4", "steps = 2")
+    for line in ('name = "a"\n', 'preset = "adamw8"\n'):
+        text = text.replace(line, line + "seed = [1, 2, 3]\n")
+    text += '[[run]]\nname = "c"\nm = "bf16"\n[[run]]\nname = "d"\nrule = "lion"\n'
+    text += '[[run]]\nname = "e"\nbaseline = "d"\nrule = "lion"\nm = "bf16"\n'
+    case.run(text)
+    slugs = "a_s1 a_s2 a_s3 b_s1 b_s2 b_s3 c_s1 d_s1 e_s1".split()
+    loss = {slug: case.record(slug)["final_loss"] for slug in slugs}
+    pairs = [loss[f"b_s{seed}"] - loss[f"a_s{seed}"] for seed in (1, 2, 3)]
+    rows = case.rows()
+    for name, difference, error in (
+        ("b", statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(3)),
+        ("c", loss["c_s1"] - loss["a_s1"], statistics.stdev(pairs)),
+        ("d", loss["d_s1"] - loss["a_s1"], statistics.stdev(pairs)),
+        ("e", loss["e_s1"] - loss["d_s1"], statistics.stdev(pairs)),
+    ):
+        row = rows[name]
+        assert abs(float(row["difference"]) - difference) < 1e-6, (name, row)
+        assert abs(float(row["standard_error"]) - error) < 1e-6 and error > 1e-5, (name, row, error)
+    assert rows["a"]["difference"] == rows["a"]["standard_error"] == ""
+
+
+def test_committed_reports(case):
+    """The tables and pictures that are in the repository are what the records beside them give."""
+    studies = sorted(path.parent for path in (COMPARE / "results").glob("*/runs"))
+    for study in studies:
+        out = case.folder / study.name
+        shutil.copytree(study / "runs", out / "runs")
+        case.run(COMPARE / "sweeps" / f"{study.name}.toml", "--report-only", "--out", out, "--trainer", "none")
+        for name in REPORT[:5]:
+            assert (study / name).read_bytes() == (out / name).read_bytes(), f"{study / name}: type --report-only"
+    assert studies, "no study is there"
+
+
+def test_progress(case):
+    """How far the whole sweep is, and what is left at the rate so far; half a minute later again, not before."""
+    import contextlib
+    import io
+    from types import SimpleNamespace
+
+    sys.path.insert(0, str(COMPARE))
+    from runner import Runner
+
+    plan = {"tokens_per_step": 10, "steps": 100}
+    (case.folder / "log.jsonl").write_text('{"type": "train", "step": 59}\n{"type": "train", "step": 60}\n')
+    at_work = Runner(None, None, case.folder, case.folder, 1, [], math.inf, "")
+    at_work.begin, at_work.shown, at_work.done_tokens = time.monotonic() - 100, -math.inf, 600
+    run = SimpleNamespace(plan=plan, label="a seed 1")
+    at_work.active = [SimpleNamespace(run=run, folder=case.folder, first=20)]  # 40 steps of this start
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        at_work.progress([run, run])  # 1000 tokens in 100 s; 400 of the run at work and 2000 of those that wait are left
+        at_work.progress([run, run])
+    assert out.getvalue() == "2 waiting, 1 running (a seed 1 60%)  10 tokens/s  eta 4m00s\n", out.getvalue()
 
 
 def test_ci_sweep(case):

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Tests of dev/scaling.py: one line a case, `N passed, N failed, N skipped` last; exit status 1 when a case fails.
+
+    python3 dev/unit/test_scaling.py [-k SUBSTRING]
+
+Each case is a table of a tiny model over the stand-in for NCCL on the CPU (kernels/comm.cuh), beside an nvidia-smi that
+says what the case wants. Without ./train all is skipped and the exit status is 0.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cases import run_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "--seq 64 --steps 3 --skip 1 --device cpu --layers 1 --channels 64 --heads 1".split()
+
+
+class Case:
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.program("nvidia-smi", 'case "$*" in *index*) printf "0\\n1\\n" ;; *) echo 1024 ;; esac')
+        self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NIBBLE_STAND_IN": "1"}
+        for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE"):
+            self.environment.pop(name, None)
+
+    def program(self, name, lines):
+        path = self.folder / name
+        path.write_text(f"#!/bin/bash\n{lines}\n")
+        path.chmod(0o755)
+        return path
+
+    def trainer(self, lines):
+        """A program that does something before it becomes ./train, or in its place."""
+        return self.program("trainer", f'{lines}\nexec {ROOT}/train "$@"')
+
+    def table(self, *more, status=0):
+        """([cells of each row], what went to stderr)."""
+        command = [sys.executable, str(ROOT / "dev/scaling.py"), *map(str, more), *TINY]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.split("\n")[2:-1]], done.stderr
+
+
+def test_table(case):
+    """Every count and mode once; the same bits whatever the mode where a rank has one micro-batch."""
+    rows, _ = case.table("--sizes", "nano:1:1,nano:2:2", "--shard", "none,weights")
+    assert [row[:3] for row in rows] == [
+        [size, count, shard]
+        for size in ("nano, 1 x 1", "nano, 2 x 2")
+        for count, shard in (("1", "-"), ("2", "none"), ("2", "weights"))
+    ], rows
+    for row in rows:
+        ms, rate, share, planned, seen, ratio, loss = (float(cell.split()[0]) for cell in row[3:])
+        tokens = 64 * int(row[1]) * (1 if "1 x 1" in row[0] else 4)
+        assert abs(rate - 1e3 * tokens / ms) <= 0.01 * rate + 1, row
+        assert 0 < share <= 250 and planned > 0 and seen == ratio == 0 and 9 < loss < 12, row
+    assert rows[1][9] == rows[2][9] and rows[0][5] == "100.0 %", rows
+
+
+def test_goes_on_after_a_kill(case):
+    """What was measured stays, to the digit; a dead run is tried again, and another program's figures are not taken."""
+    keep, seen = case.folder / "kept", case.folder / "seen"
+    count = f'echo "$*" >> {seen}'
+    trainer = case.trainer(f'{count}; case "$*" in *--shard?grads*) [ -e {case.folder}/mended ] || exit 3 ;; esac')
+    command = ["--sizes", "nano:1:1", "--shard", "none,grads", "--keep", keep, "--trainer", trainer]
+    first, _ = case.table(*command, status=1)
+    assert first[2] == ["nano, 1 x 1", "2", "grads", "died: ended without a word"], first
+    assert len(keep.read_text().split("\n")) == 3 and len(seen.read_text().split("\n")) == 5, seen.read_text()
+    (case.folder / "mended").touch()
+    (case.folder / "kept.tmp").write_text('[["cut sh')  # by a kill while it was written
+    second, _ = case.table(*command)
+    assert first[:2] == second[:2] and second[2][:3] == ["nano, 1 x 1", "2", "grads"] and len(second[2]) == 10, second
+    assert len(seen.read_text().split("\n")) == 6, "one run more"
+    assert case.table(*command)[0] == second and len(seen.read_text().split("\n")) == 6
+    case.trainer(count)
+    case.table(*command)
+    assert len(seen.read_text().split("\n")) == 10, "all runs again"
+
+
+def test_dead_runs_are_rows(case):
+    """With their last words; the others go on."""
+    trainer = case.trainer('case "$*" in *--shard?states*) echo "train: error: no more | apples"; exit 2 ;; esac')
+    rows, said = case.table("--sizes", "nano:1:1", "--shard", "states,none", "--trainer", trainer, status=1)
+    assert rows[1] == ["nano, 1 x 1", "2", "states", "died: no more / apples"] and len(rows[2]) == 10, rows
+    assert "no more | apples" in said, said
+    rows, _ = case.table("--sizes", "none:1:1,nano:1:1", "--gpus", "1", status=1)
+    assert rows[0][3].startswith("died: --model 'none' is neither") and len(rows[1]) == 10, rows
+
+
+def test_gpus(case):
+    """As many as there are, unless more are typed."""
+    for typed, words in ((["--gpus", "1,4"], "this machine shows 2"), (["--skip", "3"], "--skip 3 leaves none")):
+        command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *typed]
+        done = subprocess.run(command, env=case.environment, capture_output=True, text=True)
+        assert done.returncode == 1 and words in done.stderr and not done.stdout, done
+    seen = case.folder / "seen"
+    case.environment["CUDA_VISIBLE_DEVICES"] = "6,7,3"
+    trainer = case.trainer(f'echo "$CUDA_VISIBLE_DEVICES" >> {seen}')
+    rows, _ = case.table("--sizes", "nano:1:1", "--shard", "none", "--trainer", trainer)
+    assert [row[1] for row in rows] == ["1", "2"], rows
+    assert sorted(seen.read_text().split()) == ["6", "6,7", "7"], seen.read_text()
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases(globals(), Case, None if (ROOT / "train").exists() else "type `make`"))
