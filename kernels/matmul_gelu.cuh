@@ -224,23 +224,6 @@ __device__ __forceinline__ void mg_deliver_forward(MatmulGeluWork& w) {
     store_commit();
 }
 
-// sum[v] of a thread, over the 8 lanes with the same lane % 4: lane 4 v + t returns that of its v.
-__device__ __forceinline__ float mg_sum_lanes(const float (&sum)[8], int lane) {
-    float half[4], quarter[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float keep = lane & 16 ? sum[i + 4] : sum[i], send = lane & 16 ? sum[i] : sum[i + 4];
-        half[i] = keep + __shfl_xor_sync(0xffffffffu, send, 16);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float keep = lane & 8 ? half[i + 2] : half[i], send = lane & 8 ? half[i] : half[i + 2];
-        quarter[i] = keep + __shfl_xor_sync(0xffffffffu, send, 8);
-    }
-    float keep = lane & 4 ? quarter[1] : quarter[0], send = lane & 4 ? quarter[0] : quarter[1];
-    return keep + __shfl_xor_sync(0xffffffffu, send, 4);
-}
-
 // Backward, chunk C of the tile before: d into the slot, and every other chunk out; column sums.
 template <int C>
 __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
@@ -253,9 +236,8 @@ __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
         float2 upper = pair_floats(w.held[n][0]), lower = pair_floats(w.held[n][1]);
         sum[n % 4 * 2] = upper.x + lower.x, sum[n % 4 * 2 + 1] = upper.y + lower.y;
     }
-    uint32_t sums = w.extra + C % 2 * 512;                       // of 32 columns, a row for each of 4 warps
-    int own = w.lane / 8 * 8 + w.lane % 4 * 2 + w.lane / 4 % 2;  // the column whose sum this lane has
-    mg_store_word(sums + w.warp * 128 + own * 4, __float_as_uint(mg_sum_lanes(sum, w.lane)));
+    uint32_t sums = w.extra + C % 2 * 512;  // of 32 columns, a row for each of 4 warps
+    mg_store_word(sums + w.warp * 128 + lane_column(w.lane) * 4, __float_as_uint(sum_lanes(sum, w.lane)));
     if (C % 2 == 1) fence_async();
     group_sync(1 + w.group, 128);
     int row = w.before.row + w.group * 64, column = w.before.column + C * 32 + w.lane;
