@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "options.h"  // edit_distance
+#include "../kernels/text.h"
 #include "safetensors.h"
 
 static const Gpt2Name names[] = {
@@ -35,7 +35,7 @@ const Gpt2Name* gpt2_named(const char* name) {
 const char* gpt2_nearest(const char* name) {
     const char* nearest = names[0].name;
     for (int i = 1; i < NAMES; i++) {
-        if (edit_distance(name, names[i].name) < edit_distance(name, nearest)) nearest = names[i].name;
+        if (text_distance(name, names[i].name) < text_distance(name, nearest)) nearest = names[i].name;
     }
     return nearest;
 }

@@ -4,27 +4,11 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include "../kernels/text.h"
 
 static bool fail(char* error, const char* format, const char* a, const char* b, const char* c) {
     snprintf(error, DATA_ERROR_BYTES, format, a, b, c);
     return false;
-}
-
-int edit_distance(const char* a, const char* b) {
-    int row[64];
-    int m = (int)strnlen(a, 63), n = (int)strnlen(b, 63);
-    for (int j = 0; j <= n; j++) row[j] = j;
-    for (int i = 1; i <= m; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= n; j++) {
-            int replace = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            int shift = (row[j - 1] < row[j] ? row[j - 1] : row[j]) + 1;
-            row[j] = replace < shift ? replace : shift;
-        }
-    }
-    return row[n];
 }
 
 const Option* option_find(const OptionTable* table, const char* name) {
@@ -37,7 +21,7 @@ const Option* option_find(const OptionTable* table, const char* name) {
 static const char* nearest_name(const OptionTable* table, const char* name) {
     const char* nearest = table->option[0].name;
     for (int i = 1; i < table->count; i++) {
-        if (edit_distance(name, table->option[i].name) < edit_distance(name, nearest)) nearest = table->option[i].name;
+        if (text_distance(name, table->option[i].name) < text_distance(name, nearest)) nearest = table->option[i].name;
     }
     return nearest;
 }

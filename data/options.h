@@ -30,9 +30,6 @@ typedef struct {
     int count;
 } OptionTable;
 
-// Edits (insert, delete, replace) between two names, for suggestions.
-int edit_distance(const char* a, const char* b);
-
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);

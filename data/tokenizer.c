@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include "../kernels/text.h"
 #include "tokenizer.h"
 
 enum { VOCABULARY_MOST = 1 << 20 };
@@ -50,9 +51,7 @@ static uint64_t mix(uint64_t z) {
 }
 
 static uint64_t hash_bytes(const char* bytes, int64_t count) {
-    uint64_t hash = 0xCBF29CE484222325ull;
-    for (int64_t i = 0; i < count; i++) hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3ull;
-    return mix(hash);
+    return mix(text_hash(bytes, count));
 }
 
 // A power of two at least twice `count`.

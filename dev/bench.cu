@@ -9,22 +9,6 @@
 #include "../train_gpt2.cu"
 #include "timing.h"
 
-__global__ void fill_random_kernel(bf16* values, int64_t n, float scale) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint64_t z = (uint64_t)(i + 1) * 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z ^= z >> 27;
-    values[i] = from_float<bf16>(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
-}
-
-static bf16* random_values(const Device* dev, int64_t n, float scale) {
-    bf16* values = (bf16*)device_alloc(dev, n * 2);
-    fill_random_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale);
-    check_launch();
-    return values;
-}
-
 struct Ceilings {
     double copy;  // bytes/s, read + written
     double gemm;  // FLOP/s, bf16
@@ -33,10 +17,10 @@ struct Ceilings {
 static Ceilings measure_ceilings(const Device* dev) {
     Ceilings ceilings;
     int64_t bytes = 4ll << 30, n = 8192;
-    bf16* a = random_values(dev, bytes / 2, 1.0f);
-    bf16* b = random_values(dev, bytes / 2, 1.0f);
+    bf16* a = filled(dev, bytes / 2, 1.0f, 0);
+    bf16* b = filled(dev, bytes / 2, 1.0f, 0);
     ceilings.copy = copy_rate(dev, b, a, bytes);
-    bf16* c = random_values(dev, n * n, 1.0f);
+    bf16* c = filled(dev, n * n, 1.0f, 0);
     double ms = median_ms(dev, 10, [&] { matmul_forward<bf16>(dev, c, nullptr, a, b, nullptr, n, (int)n, (int)n); });
     ceilings.gemm = 2.0 * n * n * n / (1e-3 * ms);
     device_free(dev, a);

@@ -124,23 +124,12 @@ static const Variant VARIANTS[] = {{"two reads", run_two_reads, 2},
                                    {"prod", run_prod, 2},
                                    {"prod, losses alone", run_losses, 1}};
 
-__global__ void fill_kernel(bf16* values, int64_t n, uint32_t seed) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint32_t x = (uint32_t)i * 2654435761u + seed * 40503u + (uint32_t)(i >> 32);
-    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
-    values[i] = __float2bfloat16(((float)x / 2147483648.0f - 1.0f) * 8.0f);
-}
-
 static Arrays arrays_open(const Device* dev, int64_t N) {
-    Arrays a = {N, (float*)device_alloc(dev, N * 4), (bf16*)device_alloc(dev, N * Vp * 2),
-                (int*)device_alloc(dev, N * 4)};
+    Arrays a = {N, (float*)device_alloc(dev, N * 4), filled(dev, N * Vp, 8.0f, 1), (int*)device_alloc(dev, N * 4)};
     int* targets = (int*)malloc(N * 4);
     for (int64_t i = 0; i < N; i++) targets[i] = (int)(i * 7919 % V);
     copy_to_device(dev, a.targets, targets, N * 4);
     free(targets);
-    fill_kernel<<<(unsigned)ceil_div(N * Vp, 256), 256, 0, dev->stream>>>(a.logits, N * Vp, 1);
-    check_launch();
     return a;
 }
 
@@ -180,8 +169,7 @@ int main() {
     bool right = true;
     for (const Variant& v : VARIANTS) right = is_right(&dev, &v) && right;
     Arrays a = arrays_open(&dev, 16384), b = arrays_open(&dev, 16384);
-    double rate = copy_rate(&dev, b.logits, a.logits, a.N * Vp * 2);
-    printf("%s: copy %.0f GB/s\n", dev.name, rate * 1e-9);
+    double rate = print_copy_rate(&dev, a.N * Vp * 2);
     const int n = 8192;
     bf16 *x = b.logits, *weight = x + n * n, *out = weight + n * n;
     auto product = [&] { matmul_forward<bf16>(&dev, out, nullptr, x, weight, nullptr, n, n, n); };

@@ -122,27 +122,12 @@ static const Variant VARIANTS[] = {
     {"bias of 3C", run_bias_qkv, 3},       {"bias of 4C", run_bias_fc, 4},
 };
 
-__global__ void fill_kernel(bf16* values, int64_t n, uint32_t seed) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint32_t x = (uint32_t)i * 2654435761u + seed * 40503u + (uint32_t)(i >> 32);
-    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
-    values[i] = __float2bfloat16((float)x / 2147483648.0f - 1.0f);
-}
-
-static bf16* filled(const Device* dev, int64_t n, uint32_t seed) {
-    bf16* values = (bf16*)device_alloc(dev, n * 2);
-    fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, seed);
-    check_launch();
-    return values;
-}
-
 static Arrays arrays_open(const Device* dev, int64_t N, int C) {
     Arrays a;
     a.N = N, a.C = C;
-    a.dinp = filled(dev, N * C, 1), a.dout = filled(dev, N * C, 2), a.inp = filled(dev, N * C, 3);
-    a.weight = filled(dev, C, 4), a.out = filled(dev, N * C, 5), a.sum = filled(dev, N * C, 6);
-    a.wide = filled(dev, 4 * N * C, 7);
+    a.dinp = filled(dev, N * C, 1.0f, 1), a.dout = filled(dev, N * C, 1.0f, 2), a.inp = filled(dev, N * C, 1.0f, 3);
+    a.weight = filled(dev, C, 1.0f, 4), a.out = filled(dev, N * C, 1.0f, 5), a.sum = filled(dev, N * C, 1.0f, 6);
+    a.wide = filled(dev, 4 * N * C, 1.0f, 7);
     a.dweight = (float*)device_alloc(dev, C * 4), a.dcolumns = (float*)device_alloc(dev, C * 4);
     a.dbias = (float*)device_alloc(dev, 4 * C * 4);
     a.mean = (float*)device_alloc(dev, N * 4), a.rstd = (float*)device_alloc(dev, N * 4);
@@ -194,11 +179,7 @@ int main() {
     for (int C : {768, 1600})
         for (const Variant& v : VARIANTS)
             if (v.run == run_prod || v.run == run_registers) right = is_right(&dev, &v, C) && right;
-    int64_t bytes = 2ll << 30;
-    bf16 *from = filled(&dev, bytes / 2, 1), *to = filled(&dev, bytes / 2, 2);
-    double rate = copy_rate(&dev, to, from, bytes);
-    device_free(&dev, from), device_free(&dev, to);
-    printf("%s: copy %.0f GB/s\n", dev.name, rate * 1e-9);
+    double rate = print_copy_rate(&dev, 2ll << 30);
     const int64_t shapes[][2] = {{65536, 384}, {65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
     for (auto& s : shapes) {
         Arrays a = arrays_open(&dev, s[0], (int)s[1]);

@@ -116,14 +116,12 @@ static void run_model(const Device* dev, const char* name, int64_t N, int64_t ro
     printf("%s: %lld rows, C %lld\n", name, (long long)N, (long long)C);
     for (const Product& p : products) {
         int64_t elements[3] = {p.m * p.k, p.k * p.n, p.m * p.n};
-        Arrays arrays = {(bf16*)device_alloc(dev, elements[0] * 2), (bf16*)device_alloc(dev, elements[1] * 2),
-                         (bf16*)device_alloc(dev, elements[2] * 4), (bf16*)device_alloc(dev, elements[2] * 2),
-                         (bf16*)device_alloc(dev, p.m * 2),         (unsigned long long*)device_alloc(dev, 8)};
-        matmul_fill_kernel<<<(unsigned)ceil_div(elements[0], 256), 256, 0, dev->stream>>>(arrays.a, elements[0]);
-        matmul_fill_kernel<<<(unsigned)ceil_div(elements[1], 256), 256, 0, dev->stream>>>(arrays.b, elements[1]);
-        matmul_fill_kernel<<<(unsigned)ceil_div(elements[2], 256), 256, 0, dev->stream>>>(arrays.aux, elements[2]);
-        matmul_fill_kernel<<<(unsigned)ceil_div(p.m, 256), 256, 0, dev->stream>>>(arrays.bias, p.m);
-        check_launch();
+        Arrays arrays = {filled(dev, elements[0], 1.0f, 0),
+                         filled(dev, elements[1], 1.0f, 0),
+                         (bf16*)device_alloc(dev, elements[2] * 4),
+                         filled(dev, elements[2], 1.0f, 0),
+                         filled(dev, p.m, 1.0f, 0),
+                         (unsigned long long*)device_alloc(dev, 8)};
         run_product(dev, &p, &arrays, all);
         device_free(dev, arrays.a), device_free(dev, arrays.b), device_free(dev, arrays.d);
         device_free(dev, arrays.aux), device_free(dev, arrays.bias), device_free(dev, arrays.hash);

@@ -14,23 +14,6 @@ struct Arrays {
     float *dbias, *scratch;
 };
 
-// Uniform in [-scale, scale). Grid ceil(n / 256), block 256.
-__global__ void fill_kernel(bf16* values, int64_t n, float scale, uint32_t seed) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z ^= z >> 27;
-    values[i] = __float2bfloat16(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
-}
-
-static bf16* filled(const Device* dev, int64_t n, float scale, uint32_t seed) {
-    bf16* values = (bf16*)device_alloc(dev, n * 2);
-    fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale, seed);
-    check_launch();
-    return values;
-}
-
 static Arrays arrays_open(const Device* dev, int64_t N, int C, int OC) {
     float scale = 2.0f / sqrtf((float)C);
     Arrays a;

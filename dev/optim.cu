@@ -58,6 +58,7 @@ static const char* const COMBINATIONS[] = {
     "bf16+16,bf16:sr,bf16:sr",
     "fp16:sr,bf16:sr,bf16:sr",
     "fp16:kahan,bf16:sr,bf16:sr",
+    "fp16+8:sr,soft8,sqrt8",
     "fp16+fp32,fp32,fp32",
     "e4m3+8:sr,soft8,sqrt8",
     "e4m3+fp32,fp32,fp32",
@@ -74,17 +75,6 @@ __global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
     // Magnitudes over four decades, as gradients have.
     float magnitude = exp2f(-14.0f * (float)(z >> 40 & 0xffff) / 65536.0f);
     values[i] = from_float<bf16>((z & 1 ? -1.0f : 1.0f) * magnitude * 1e-2f);
-}
-
-static double measure_copy(const Device* dev) {
-    int64_t bytes = 4ll << 30;
-    bf16 *a = (bf16*)device_alloc(dev, bytes), *b = (bf16*)device_alloc(dev, bytes);
-    fill_kernel<<<(unsigned)(bytes / 2 / 256), 256, 0, dev->stream>>>(a, bytes / 2, 1);
-    check_launch();
-    double rate = copy_rate(dev, b, a, bytes);
-    device_free(dev, a);
-    device_free(dev, b);
-    return rate;
 }
 
 // "adamw8", "bf16:sr,dyn8/256,udyn8/256" or "lion,bf16:sr,dyn8/256,none" to a resolved configuration.
@@ -199,8 +189,7 @@ int main(int argc, char** argv) {
     o.matmul = "bf16";
     Device dev;
     device_resolve(&o, &dev);
-    double copy = measure_copy(&dev);
-    printf("%s: copy %.0f GB/s\n", dev.name, copy * 1e-9);
+    double copy = print_copy_rate(&dev, 4ll << 30);
     FILE* csv = csv_path ? fopen(csv_path, "w") : nullptr;
     if (csv_path && !csv) user_error("--csv %s cannot be written: %s", csv_path, strerror(errno));
     if (csv)

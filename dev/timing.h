@@ -1,6 +1,6 @@
-// Times of work on a GPU's stream, and checks of its results, for the programs in dev/.
+// Times of work on a GPU's stream, its operands, and checks of its results, for the programs in dev/.
 #pragma once
-#include "../kernels/common.cuh"
+#include "../kernels/matmul_plan.cuh"
 
 // Median milliseconds of `run()` on the stream, of `times` (at most 64) after two for warm-up, by CUDA events, each
 // after an untimed `before()`. `spread`: half of what lies between the first and the last tenth, as a share of the
@@ -62,6 +62,22 @@ inline double copy_rate(const Device* dev, void* to, const void* from, int64_t b
     double ms =
         median_ms(dev, 10, [&] { check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev->stream)); });
     return 2.0 * (double)bytes / (1e-3 * ms);
+}
+
+// n values on the device, uniform in [-scale, scale); device_free gives them back.
+inline bf16* filled(const Device* dev, int64_t n, float scale, uint32_t seed) {
+    bf16* values = (bf16*)device_alloc(dev, n * 2);
+    matmul_fill(dev, values, n, scale, seed);
+    return values;
+}
+
+// The copy rate of arrays of so many bytes, told with the GPU's name.
+inline double print_copy_rate(const Device* dev, int64_t bytes) {
+    bf16 *from = filled(dev, bytes / 2, 1.0f, 1), *to = filled(dev, bytes / 2, 1.0f, 2);
+    double rate = copy_rate(dev, to, from, bytes);
+    device_free(dev, from), device_free(dev, to);
+    printf("%s: copy %.0f GB/s\n", dev->name, rate * 1e-9);
+    return rate;
 }
 
 // What device memory holds, as floats; the caller frees them.

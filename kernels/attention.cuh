@@ -123,16 +123,6 @@ __device__ inline void copy_4_async(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
-__device__ inline void copy_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Returns when at most N of this thread's groups of copies are still under way.
-template <int N>
-__device__ inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
 __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -344,20 +334,20 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     tile_load<BM, HS, THREADS>(q_tile, q, stride, tile * BM, T);
     tile_load<BN, HS, THREADS>(kv_tiles, q + C, stride, 0, T);
     tile_load<BN, HS, THREADS>(kv_tiles + Shape::KV_BYTES, q + 2 * C, stride, 0, T);
-    copy_commit();
+    copy_async_commit();
     LeftOperand<MT, HS, Shape::Q_IN_REGISTERS> left;
     float o[MT][HS / 8][4] = {}, largest[MT][2], sum[MT][2] = {};
     for (int m = 0; m < MT; m++) largest[m][0] = largest[m][1] = -INFINITY;
     for (int j = 0; j < tiles; j++) {
         const uint32_t k_tile = kv_tiles + (j % 2) * 2 * Shape::KV_BYTES, v_tile = k_tile + Shape::KV_BYTES;
-        copy_wait<0>();
+        copy_async_wait<0>();
         __syncthreads();  // tile j is there, and everybody is done with tile j - 1
         if (j == 0) left_open(left, q_tile + warp * 16 * MT * HS * 2);
         if (j + 1 < tiles) {
             const uint32_t next = kv_tiles + ((j + 1) % 2) * 2 * Shape::KV_BYTES;
             tile_load<BN, HS, THREADS>(next, q + C, stride, (j + 1) * BN, T);
             tile_load<BN, HS, THREADS>(next + Shape::KV_BYTES, q + 2 * C, stride, (j + 1) * BN, T);
-            copy_commit();
+            copy_async_commit();
         }
         if (j * BN > row0 + 16 * MT - 1) continue;  // every key lies after this warp's queries
         float s[MT][BN / 8][4] = {};
@@ -564,10 +554,10 @@ __device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)
     tile_load<BN, HS, Shape::THREADS>(shared, work.q + work.C, 3 * work.C, key0, work.T);
     tile_load<BN, HS, Shape::THREADS>(shared + Shape::V, work.q + 2 * work.C, 3 * work.C, key0, work.T);
     backward_load<Shape>(shared, work, tile0);
-    copy_commit();
+    copy_async_commit();
     if (tile0 + 1 < tiles) backward_load<Shape>(shared, work, tile0 + 1);
-    copy_commit();
-    copy_wait<1>();
+    copy_async_commit();
+    copy_async_wait<1>();
     __syncthreads();
     LeftOperand<1, HS, Shape::IN_REGISTERS> k, v;
     left_open(k, shared + warp * 16 * HS * 2);
@@ -600,12 +590,12 @@ __device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)
             multiply_columns<BM, HS>(dv, p, dout_tile);
             multiply_columns<BM, HS>(dk, ds, q_tile);
         }
-        copy_wait<0>();
+        copy_async_wait<0>();
         __syncthreads();
         if (threadIdx.x == 0 && m > tile0 && work.key_tile > 0)
             store_release(work.flags + m - 1, (m - 1) * BM / BN - work.key_tile + 1);
         if (m + 2 < tiles) backward_load<Shape>(shared, work, m + 2);
-        copy_commit();
+        copy_async_commit();
         backward_dq_add<Shape>(ds_tile, shared, work, m, before == 0);
     }
     __syncthreads();

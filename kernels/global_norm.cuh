@@ -12,11 +12,13 @@
 constexpr int GLOBAL_NORM_CPU_PARTS = 1024;  // fixed, so that the result does not depend on the number of threads
 constexpr int GLOBAL_NORM_THREADS = 512;
 
-inline void global_norm_result(float norm[2], double sum, float clip, const float* loss) {
+// norm: (2): the norm and the factor; loss: a scalar, or null
+__host__ __device__ inline void global_norm_result(float* norm, double sum, float clip, const float* loss) {
     double length = sqrt(sum);
-    norm[0] = (float)length;
-    bool finite = isfinite(norm[0]) && (!loss || isfinite(*loss));
-    norm[1] = !finite ? NAN : clip > 0.0f && norm[0] > clip ? (float)(clip / length) : 1.0f;
+    float value = (float)length;
+    bool finite = isfinite(value) && (!loss || isfinite(*loss));
+    norm[0] = value;
+    norm[1] = !finite ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
 }
 
 // norm: (2); parts: (GLOBAL_NORM_CPU_PARTS); grads: (n); loss: a scalar, or null
@@ -73,12 +75,7 @@ __global__ static void __launch_bounds__(GLOBAL_NORM_THREADS)
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += GLOBAL_NORM_THREADS) sum += parts[i];
     sum = global_norm_block_sum(sum);
-    if (threadIdx.x != 0) return;
-    double length = sqrt(sum);
-    float value = (float)length;
-    bool finite = isfinite(value) && (!loss || isfinite(*loss));
-    norm[0] = value;
-    norm[1] = !finite ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
+    if (threadIdx.x == 0) global_norm_result(norm, sum, clip, loss);
 }
 
 inline int global_norm_blocks(const Device* dev) {

@@ -88,13 +88,13 @@ inline void matmul_run(const Device* dev, const MatmulPlan* plan, const MatmulPo
                          dev->stream));
 }
 
-// Uniform in [-1, 1). Grid ceil(n / 256), block 256.
-__global__ static void matmul_fill_kernel(bf16* values, int64_t n) {
+// Uniform in [-scale, scale), others for each seed. Grid ceil(n / 256), block 256.
+__global__ static void matmul_fill_kernel(bf16* values, int64_t n, float scale, uint32_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    uint64_t z = (uint64_t)(i + 1) * 0x9E3779B97F4A7C15ull;
+    uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    values[i] = __float2bfloat16((float)(z >> 40) / 8388608.0f - 1.0f);
+    values[i] = __float2bfloat16(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
 }
 
 // sum += a hash of every word and its place. Integers: the order does not matter. Grid any, block 256.
@@ -127,8 +127,8 @@ inline bool matmul_writes_aux(cublasLtEpilogue_t epilogue) {
     return epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
 }
 
-inline void matmul_fill(const Device* dev, void* values, int64_t bytes) {
-    matmul_fill_kernel<<<(unsigned)ceil_div(bytes / 2, 256), 256, 0, dev->stream>>>((bf16*)values, bytes / 2);
+inline void matmul_fill(const Device* dev, bf16* values, int64_t n, float scale, uint32_t seed) {
+    matmul_fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale, seed);
     check_launch();
 }
 
@@ -157,7 +157,7 @@ inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const M
     }
     for (int i = 0; i < 5; i++) {
         if (size[i] > 0 && (i == 2 ? own_output : own)) pointer[i] = trial->memory + at[i];
-        if (size[i] > 0 && i != 2) matmul_fill(dev, (void*)pointer[i], size[i]);
+        if (size[i] > 0 && i != 2) matmul_fill(dev, (bf16*)pointer[i], size[i] / 2, 1.0f, 0);
     }
     trial->hash = (unsigned long long*)trial->memory;
     trial->output_bytes = outputs * element;

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdio.h>
 #include <string.h>
+#include "../kernels/text.h"
 
 // The presets, which resolve.cu has.
 struct PresetRow {
@@ -29,24 +30,6 @@ const Row* find_row(const Row* rows, int count, const char* name) {
         if (name_is_short_for(row_name(rows[i]), name)) return &rows[i];
     }
     return nullptr;
-}
-
-// Changes of a letter that make one of the first letters of a those of b; of b 63 at most.
-inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
-    int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
-    for (int j = 0; j <= length; j++) row[j] = j;
-    for (int i = 1; i <= (int)a_letters; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= length; j++) {
-            int change = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            if (row[j] + 1 < change) change = row[j] + 1;
-            if (row[j - 1] + 1 < change) change = row[j - 1] + 1;
-            row[j] = change;
-        }
-    }
-    return row[length];
 }
 
 // How far what was typed is from a row's name: the names before block, scale and rounding count first, since those of

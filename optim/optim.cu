@@ -960,9 +960,17 @@ void optim_list_formats(FILE* file, const char* formats) {
         if (row.note[0]) list_row(file, &row);
     }
     for (int i = 0; user && i < user->count; i++) list_row(file, &user->storage[i]);
-    fprintf(file,
-            "  and NAME/32 to NAME/2048, NAME:sr, NAME/BLOCK:sr of those in blocks; NAME alone takes the block above\n"
-            "  not log16 and adalog8, whose block is 2048, nor log8, whose block is 2048 or 256\n");
+    fprintf(
+        file,
+        "  NAME alone takes the block above; of those in blocks there are NAME/32 to NAME/2048 too (of log8 256 and\n"
+        "  2048, of log16 and adalog8 2048), and NAME@bf16, NAME@fp16 and NAME@e8m0, which say how scales are stored;\n"
+        "  NAME:sr is any but fp32 and :dither with stochastic rounding. With 8-bit scales of scales:");
+    int doubled = 0;
+    for (const FormatRow& row : state_rows) {
+        if (!strstr(row.name, "@dq8") || strchr(row.name, ':')) continue;
+        fprintf(file, "%s%s", doubled++ % 8 ? ", " : "\n  ", row.name);
+    }
+    fprintf(file, "\n");
     for (const FormatRow& row : import_rows) {
         if (row.note[0]) fprintf(file, "  %s, %s, is read from checkpoints, and converted\n", row.name, row.note);
     }

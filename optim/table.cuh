@@ -11,6 +11,7 @@
 #include "formats/doubleblocks.cuh"
 #include "formats/dyn8.cuh"
 #include "formats/fp16.cuh"
+#include "formats/fp16split.cuh"
 #include "formats/kahan.cuh"
 #include "formats/log.cuh"
 #include "formats/master.cuh"
@@ -49,6 +50,8 @@
     ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)         \
     ROW("fp16:sr", "likewise, keeping small updates alive", Elementwise<Fp16, STOCHASTIC>)                          \
     ROW("fp16:kahan", "with what was rounded off in bf16", Kahan<Fp16>)                                             \
+    ROW("fp16+8", "fp16 and 8 bits more: 19 significant bits in 3 bytes, above 2^-14", Fp16Split<NEAREST>)          \
+    ROW("fp16+8:sr", "the same, never stalling; noise of 1/256 of fp16:sr's", Fp16Split<STOCHASTIC>)                \
     ROW("fp16+fp32", "with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                                 \
     ROW("e4m3", "fp8, a power of two as scale every 128; stands still below 2^-5 of a weight",                      \
         Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                      \

@@ -24,13 +24,10 @@ static bool ends_comment(const char* at, bool line) {
     return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
 }
 
-// FNV-1a of a text of C++ in which a comment counts as a space, and spaces in a row as one of them, or as one end of a
-// line where there is such among them.
-static uint64_t text_sum(const char* text) {
-    const uint64_t start = 0xcbf29ce484222325ull;
-    uint64_t sum = start;
-    char space = 0;
-    auto add = [&](char c) { sum = (sum ^ (unsigned char)c) * 0x100000001b3ull; };
+// Takes out of a text of C++ what does not count: a comment is a space, and spaces in a row are one of them, or one end
+// of a line where there is such among them; none at the ends. Returns its length.
+static int64_t squeeze(char* text) {
+    char *to = text, space = 0;
     for (const char* at = text; *at;) {
         if (at[0] == '/' && (at[1] == '/' || at[1] == '*')) {
             bool line = at[1] == '/';
@@ -41,16 +38,24 @@ static uint64_t text_sum(const char* text) {
             space = *at++ == '\n' || space == '\n' ? '\n' : ' ';
         } else {
             char quote = *at == '"' || *at == '\'' ? *at : 0;
-            if (space && sum != start) add(space);
+            if (space && to != text) *to++ = space;
             space = 0;
-            add(*at++);
+            *to++ = *at++;
             for (bool open = quote != 0; open && *at; at++) {
                 open = *at != quote && *at != '\n';
-                add(*at);
-                if (*at == '\\' && at[1]) add(*++at);
+                *to++ = *at;
+                if (*at == '\\' && at[1]) *to++ = *++at;
             }
         }
     }
+    return to - text;
+}
+
+// A file's checksum, which comments and white space do not change.
+static uint64_t text_sum(const char* text) {
+    char* copy = strdup(text);
+    uint64_t sum = text_hash(copy, squeeze(copy));
+    free(copy);
     return sum;
 }
 

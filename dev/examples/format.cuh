@@ -22,10 +22,10 @@ struct My8 {
         return (uint32_t)exact_max(exact_fma(x, inverse, 127.5f), (float)lowest);
     }
 
-    // floor(y + r) with r uniform in (0, 1): one of the two neighbours, right on average.
+    // floor(y + r) with r uniform in [0, 1): one of the two neighbours, right on average. 128 more makes it positive.
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        float t = exact_fma(x, inverse, exact_add(noise_uniform(noise), 127.0f));
-        return (uint32_t)exact_min(exact_max(t, (float)lowest), 254.5f);
+        float r = exact_mul((float)noise, 1.0f / 65536.0f), t = exact_fma(x, inverse, exact_add(r, 128.0f));
+        return (uint32_t)exact_min(exact_max(t, (float)lowest + 1.0f), 255.5f) - 1u;
     }
 };
 

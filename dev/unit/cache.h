@@ -1,5 +1,5 @@
 // What the tests of the run-time compiler and those that compare its kernels share: a cache of their own, variables of
-// the environment, processes that compile, and ./train.
+// the environment, processes that compile, ./train, and which formats are for m.
 #pragma once
 #include <dirent.h>
 #include <omp.h>
@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../../optim/optim.h"
 #include "test.h"
 
 // Sets a variable of the environment for as long as a case runs.
@@ -98,4 +99,13 @@ int in_processes(Test* test, int count, Body body) {
     for (int status, i = bad; i < processes; i++) bad += wait(&status) < 0 || status != 0;
     munmap(next, sizeof(int));
     return bad;
+}
+
+// Whether a format of states may be given to --m.
+inline bool serves_m(const char* name) {
+    OptimConfig config = {"", "adamw", "fp32", "fp32", name, "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    char error[4096] = "";
+    bool serves = optim_resolve(&config, error, sizeof(error));
+    if (!serves && !strstr(error, "holds no negative numbers")) printf("    %s\n", error), exit(1);
+    return serves;
 }

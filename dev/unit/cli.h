@@ -237,10 +237,12 @@ inline void expect_equal_files(Test* test, const char* a, const char* b, const c
     free(a_text), free(b_text);
 }
 
-// The training loss of every step as the log spells it; of a step done twice the last. Every line must be JSON.
+// The training loss of every step as the log spells it, the gradient's norm and the learning rate; of a step done twice
+// the last. Every line must be JSON.
 constexpr int MOST_STEPS = 4000;
 struct Losses {
     char text[MOST_STEPS][32];
+    double norm[MOST_STEPS], lr[MOST_STEPS];
     int last;   // largest step
     int lines;  // of training
 };
@@ -260,6 +262,7 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
         int64_t step = json_int(json, "step", -1);
         if (loss && strcmp(json_string(json, "type", ""), "train") == 0 && step >= 0 && step < MOST_STEPS) {
             snprintf(losses->text[step], sizeof(losses->text[step]), "%s", loss->text ? loss->text : "null");
+            losses->norm[step] = json_number(json, "norm", NAN), losses->lr[step] = json_number(json, "lr", NAN);
             if (step > losses->last) losses->last = (int)step;
             losses->lines++;
         }
@@ -330,6 +333,18 @@ inline void make_model(const char* work, const char* name, const char* from, con
     char* weights = contents(from, "model.safetensors", &bytes);
     if (share > 0) write_bytes(folder, "model.safetensors", weights, (size_t)((double)bytes * share));
     free(config), free(changed), free(weights);
+}
+
+// A copy of a checkpoint in bf16 with one infinite weight, the last: every loss is NaN.
+inline void make_infinite_model(const char* work, const char* name, const char* from) {
+    char folder[PATH_MAX];
+    int64_t bytes;
+    make_model(work, name, from, "gelu_new", "gelu_new", 1);
+    snprintf(folder, sizeof(folder), "%s/%s", work, name);
+    char* weights = contents(folder, "model.safetensors", &bytes);
+    memcpy(weights + bytes - 2, "\x80\x7f", 2);
+    write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
+    free(weights);
 }
 
 // One sentence on stderr and exit code 2.

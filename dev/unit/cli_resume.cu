@@ -35,12 +35,7 @@ TEST(cli_nonfinite) {
     snprintf(from, sizeof(from), "%s/used/step_00000001", work);
     snprintf(bad, sizeof(bad), "%s/bad", work);
     snprintf(run, sizeof(run), "%s/run", work);
-    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
-    int64_t bytes;
-    char* weights = contents(bad, "model.safetensors", &bytes);
-    memcpy(weights + bytes - 2, "\x80\x7f", 2);  // bf16's infinity
-    write_bytes(bad, "model.safetensors", weights, (size_t)bytes);
-    free(weights);
+    make_infinite_model(work, "bad", from);
     const char* common = QUICK " --device cpu --seq 32";
     run_train(skips, "%s --data %s/text.txt --model %s --run %s --steps 3", common, work, bad, run);
     expect_code(skips, 0);
@@ -157,8 +152,8 @@ TEST(cli_resume_checkpoint) {
 }
 
 // Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
-TEST(cli_resume_presets) {
-    const char* work = work_folder();
+static void check_resume_presets(Test* test, bool gpu) {
+    const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
     char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX], name[32];
     int presets = 0, used = 0;
     run_train(list, "--list-presets");
@@ -167,20 +162,35 @@ TEST(cli_resume_presets) {
         if (sscanf(line, " %31s%n", name, &used) != 1 || name[0] == '-') continue;
         snprintf(whole, sizeof(whole), "%s/whole_%s", work, name);
         snprintf(again, sizeof(again), "%s/again_%s", work, name);
-        train_well("%s %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 --preset %s", SHAPE, QUICK,
-                   work, whole, name);
-        run_train(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
-        expect_code(child, 0);
-        expect(!strstr(OUT(child), " notice "), "%s: %s", name, OUT(child));
+        Child child[2];
+        for (Child& c : child) c = new_child(), c.gpu = gpu;
+        start(&child[0], "%s %s --device %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 --preset %s",
+              SHAPE, QUICK, device, work, whole, name);
+        finish(&child[0]);
+        expect_code(child[0], 0);
+        start(&child[1], "--resume %s/step_00000004 --run %s --device %s", whole, again, device);
+        finish(&child[1]);
+        expect_code(child[1], 0);
+        expect(!strstr(OUT(child[1]), " notice "), "%s: %s", name, OUT(child[1]));
         checkpoint_name(whole, 8, ends[0], sizeof(ends[0])), checkpoint_name(again, 8, ends[1], sizeof(ends[1]));
         expect_equal_files(test, ends[0], ends[1], "model.safetensors");
         expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
-        forget(&child), presets++;
+        for (Child& c : child) forget(&c);
+        presets++;
     }
     expect(presets >= 10, "--list-presets lists %d", presets);
     snprintf(test->note, sizeof(test->note), "%d presets", presets);
     forget(&list);
     remove_tree(work);
+}
+
+TEST(cli_resume_presets) {
+    check_resume_presets(test, false);
+}
+
+TEST(cli_resume_presets_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    check_resume_presets(test, true);
 }
 
 // The same of formats whose scales are of whole tensors, of rows and columns, and of an fp8 copy of the weights.

@@ -197,13 +197,6 @@ static void expect_converted(Test* test, const Fixture* to, const Fixture* from,
     }
 }
 
-static bool has_sign(const char* name) {
-    for (const char* other : {"udyn8", "ulin8", "sqrt8", "lin4", "sqrt4", "log", "adalog8"}) {
-        if (strncmp(name, other, strlen(other)) == 0) return false;
-    }
-    return true;
-}
-
 static OptimConfig states_config(const char* m, const char* v) {
     OptimConfig config = {"", "adamw", "bf16+fp32", "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
     char error[4096];
@@ -240,7 +233,7 @@ TEST(convert_states) {
     fixture_train(&exact, 3);
     for (const char* name : all_states) {
         if (in_spans(name)) continue;
-        OptimConfig config = states_config(has_sign(name) ? name : "bf16", name);
+        OptimConfig config = states_config(serves_m(name) ? name : "bf16", name);
         Fixture narrow, back, again;
         fixture_open(&narrow, &config, 3000, false);
         fixture_open(&back, &wide, 3000, false);

@@ -1,17 +1,21 @@
 // Tests of dev/examples, the format, the rule and the preset that optim/README.md shows: it shows them as they are, and
-// they work in the way that it says (the format's way, --format, is tested in user.cu). The rule is an ordinary file of
-// optim/rules, so this unit includes it where table.cuh would, and NVRTC gets its text behind the optimizer's own.
+// they work in the ways that it says (one of the format's, --format, is tested in user.cu). Format and rule are
+// ordinary files of optim/formats and optim/rules, so this unit includes them where table.cuh would and makes of them
+// the rows that README adds there; NVRTC gets the rule's text behind the optimizer's own.
 #include "../../optim/constants.h"
 #include "../../optim/jit.h"
 #include "../../optim/table.cuh"
 #include "../../optim/kernel.cuh"
+#include "../../optim/user.cuh"
 #include "cache.h"
 #include "rules.h"
 
 // A name of its own, so that a copy among the rules of table.cuh is another.
 namespace example {
+#include "../examples/format.cuh"
 #include "../examples/rule.cuh"
-}
+typedef My8 Mine8;
+}  // namespace example
 
 struct PresetExample {
     const char *name, *rule, *weights, *m, *v, *note;
@@ -49,6 +53,82 @@ TEST(examples_stand_in_the_readme) {
         free(text), free(block);
     }
     free(readme);
+}
+
+// The lines that README adds to table.cuh, here and there the same.
+#define FORMAT_LINE OPTIM_BLOCKS(ROW, "mine8", "for m: when to use it", Mine8, 64)
+#define RULE_LINE ROW("nadamw", "adamw with Nesterov's momentum", 1, NAdamW)
+
+struct BlocksRow {
+    const char* name;
+    void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
+    void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
+};
+
+struct RuleRow {
+    const char *name, *note;
+    int slower;
+    bool keeps_v, decoupled;
+};
+
+namespace example {
+#define ROW(NAME, NOTE, ...) {NAME, __VA_ARGS__::store, __VA_ARGS__::load},
+static const BlocksRow format_rows[] = {FORMAT_LINE};
+static const BlocksRow same_rows[] = {OPTIM_BLOCKS(ROW, "lin8", "", Lin8, 64)};
+#undef ROW
+#define ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, SLOWER, TYPE::KEEPS_V, TYPE::DECOUPLED},
+static const RuleRow rule_rows[] = {RULE_LINE};
+#undef ROW
+}  // namespace example
+
+TEST(examples_lines_stand_in_the_readme) {
+    char* readme = read_text(test, "optim/README.md");
+    // Not expanded: as they stand in this file.
+    char* here = read_text(test, "dev/unit/examples.cu");
+    for (const char* name : {"#define FORMAT_LINE ", "#define RULE_LINE "}) {
+        char line[256] = "";
+        const char* at = strstr(here, name);
+        if (at) snprintf(line, sizeof(line), "%.*s", (int)strcspn(at + strlen(name), "\n"), at + strlen(name));
+        expect(*line && strstr(readme, line), "optim/README.md does not say %s", line);
+    }
+    const RuleRow* row = example::rule_rows;
+    expect(is(row->name, "nadamw") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
+    free(readme), free(here);
+}
+
+// What a tile becomes in a row's arrays and out of them again, as m and as v.
+static void store_row(const BlocksRow* row, uint32_t slot, unsigned char* codes, unsigned char* scales, float* back) {
+    static float x[TILE_ELEMENTS];
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        float value = ldexpf(test_uniform(6, i), i / 64 % 9 - i % 7);
+        x[i] = i / 64 == 3 ? 0.0f : slot == NOISE_V ? fabsf(value) : value;
+    }
+    memset(codes, 0, TILE_ELEMENTS), memset(scales, 0, TILE_ELEMENTS);
+    row->store({codes, scales}, 0, x, TILE_ELEMENTS, NoiseKey{3, 4, slot});
+    row->load({codes, scales}, 0, back, TILE_ELEMENTS, NoiseKey{3, 5, slot});
+}
+
+// In every block and with every scale that the line makes, to nearest and with noise: the bits of lin8, as it says.
+TEST(examples_format_built_in) {
+    constexpr int ROWS = sizeof(example::format_rows) / sizeof(BlocksRow);
+    static unsigned char codes[2][TILE_ELEMENTS], scales[2][TILE_ELEMENTS];
+    static float back[2][TILE_ELEMENTS];
+    for (int i = 0; i < ROWS; i++) {
+        const BlocksRow *mine = &example::format_rows[i], *same = &example::same_rows[i];
+        expect(is(strchr(mine->name, '/'), strchr(same->name, '/')), "%s and %s", mine->name, same->name);
+        for (uint32_t slot : {NOISE_M, NOISE_V}) {
+            store_row(mine, slot, codes[0], scales[0], back[0]);
+            store_row(same, slot, codes[1], scales[1], back[1]);
+            int moved = 0;
+            for (float x : back[0]) moved += x != 0.0f;
+            expect(memcmp(codes[0], codes[1], sizeof(codes[0])) == 0 &&
+                       memcmp(scales[0], scales[1], sizeof(scales[0])) == 0 &&
+                       memcmp(back[0], back[1], sizeof(back[0])) == 0,
+                   "%s is not %s", mine->name, same->name);
+            expect(moved > TILE_ELEMENTS / 4, "%s: %d elements are not zero", mine->name, moved);
+        }
+    }
+    snprintf(test->note, sizeof(test->note), "%d rows", ROWS);
 }
 
 // The arrays of a step in host memory, over tiles of one tensor with decay.

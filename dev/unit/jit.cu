@@ -14,6 +14,7 @@
 
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
+#include "../../kernels/text.h"
 #include "../../optim/table.cuh"
 #include "cache.h"
 #include "test.h"
@@ -569,16 +570,11 @@ static void sample_seed(char* seed, size_t bytes) {
     if (!*seed) snprintf(seed, bytes, "%s", key);
 }
 
-static bool is_unsigned(const char* state) {
-    return strncmp(state, "udyn8", 5) == 0 || strncmp(state, "sqrt", 4) == 0 || strncmp(state, "lin4", 4) == 0 ||
-           strncmp(state, "ulin8", 5) == 0 || strncmp(state, "log", 3) == 0 || strncmp(state, "adalog8", 7) == 0;
-}
-
 // One of all combinations of the tables, each as likely as another but for m's, which has both signs.
 static OptimConfig draw_config(uint64_t seed, int64_t index) {
     int draw[5];
     for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, index * 5 + j)) * 1e6f);
-    while (is_unsigned(states[draw[3] % length(states)])) draw[3]++;
+    while (!serves_m(states[draw[3] % length(states)])) draw[3]++;
     const char* rule = rules[draw[0] % length(rules)];
     bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;
     OptimConfig config = {"",
@@ -602,8 +598,7 @@ TEST(jit_sample_of_all_combinations_compiles) {
     constexpr int DRAWN = 120, PRESETS = length(presets) * length(grads);
     char text[128];
     sample_seed(text, sizeof(text));
-    uint64_t seed = 14695981039346656037ull;
-    for (const char* c = text; *c; c++) seed = (seed ^ (unsigned char)*c) * 1099511628211ull;
+    const uint64_t seed = text_hash(text, (int64_t)strlen(text));
     constexpr size_t BYTES = (PRESETS + DRAWN) * sizeof(double);
     double* ms = (double*)mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int bad = in_processes(test, PRESETS + DRAWN, [&](int k) {

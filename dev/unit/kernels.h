@@ -24,6 +24,15 @@ inline void close_to(Test* test, double* worst, const char* what, const float* g
     if (!(multiple <= *worst)) *worst = multiple;
 }
 
+// Of n elements those that are off by more, or NaN, as a share.
+inline double share_beyond(const float* got, const float* want, int64_t n, double absolute,
+                           double relative = 5 * EPS32) {
+    int64_t beyond = 0;
+    for (int64_t i = 0; i < n; i++)
+        beyond += !(fabs((double)got[i] - want[i]) <= absolute + relative * fabs((double)want[i]));
+    return (double)beyond / n;
+}
+
 inline void note_worst(Test* test, double worst) {
     snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
 }
@@ -148,4 +157,19 @@ void check_output(Test* test, double* worst, const Device* dev, const char* what
         if (guard[i] != 0xff) break;
     }
     free(values), free(got[0]), free(got[1]);
+}
+
+// What of the output of a damaged run check_output would refuse, as a share.
+template <typename T, typename Run>
+double output_share_beyond(const Device* dev, Array<T>* out, const float* before, const float* want, double absolute,
+                           Run run) {
+    T* got = (T*)malloc(out->n * sizeof(T));
+    float* values = floats(out->n);
+    array_set(dev, out, before);
+    run();
+    copy_to_host(dev, got, out->device, out->n * sizeof(T));
+    for (int64_t i = 0; i < out->n; i++) values[i] = to_float(got[i]);
+    double share = share_beyond(values, want, out->n, absolute, epsilon<T>() + 4 * EPS32);
+    free(got), free(values);
+    return share;
 }

@@ -14,7 +14,9 @@
 static const char* const weights_names[] = {"fp32", "bf16:sr", "bf16+fp32"};
 static const char* const grads_names[] = {"fp32", "bf16"};
 static const char* const state_names[] = {"fp32", "bf16", "bf16:sr"};
-static const char* const preset_names[] = {"adamw32", "adamw16", "fp32"};
+#define PRESET_NAME(NAME, ...) NAME,
+static const char* const preset_names[] = {OPTIM_PRESETS(PRESET_NAME)};
+constexpr int PRESETS = sizeof(preset_names) / sizeof(preset_names[0]);
 constexpr int COMBINATIONS = 3 * 2 * 3 * 3;
 
 static OptimConfig make_config(const char* weights, const char* grads, const char* m, const char* v) {
@@ -31,6 +33,7 @@ static OptimConfig combination(int index) {
 
 static OptimConfig preset_config(const char* preset, const char* grads) {
     OptimConfig config = {preset, "", "", grads, "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 42};
+    config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9;
     char error[512];
     if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
     return config;
@@ -326,22 +329,23 @@ TEST(optim_noise_of_a_step_is_independent) {
     // is the noise alone. Standard error of a correlation of independent samples: 1 / sqrt(n).
     Device dev = cpu_device();
     const int n = 65536;
-    const int64_t length = n;
-    Model model = make_model(&length, 1);
+    const int64_t lengths[] = {n, n};
+    Model model = make_model(lengths, 2);
     OptimConfig config = make_config("bf16:sr", "fp32", "bf16:sr", "bf16:sr");
     config.beta1 = config.beta2 = 0.0f;
-    Optim* optim = optim_create(&dev, &config, model.tensor, 1, OPTIM_BF16);
+    Optim* optim = optim_create(&dev, &config, model.tensor, 2, OPTIM_BF16);
     Gradients grads = gradients_create(&dev, &model);
-    for (int i = 0; i < n; i++) ((float*)grads.arena)[i] = 1.0033f;
+    for (int i = 0; i < 2 * n; i++) ((float*)grads.arena)[i] = 1.0033f;
     *grads.scale = 1.0f;
-    static uint16_t kept[2][3][n];  // after each of two steps: weights, m, v
+    static uint16_t kept[2][3][2 * n];  // after each of two steps: weights, m, v, a tensor behind the other
     for (int step = 1; step <= 2; step++) {
         optim_step(optim, grads.arena, grads.scale, 1.0033f, step);
-        for (int s = 0; s < 3; s++) memcpy(kept[step - 1][s], optim_stream(optim, s).data, n * 2);
+        for (int s = 0; s < 3; s++) memcpy(kept[step - 1][s], optim_stream(optim, s).data, sizeof(kept[0][s]));
     }
     const uint16_t *p = kept[0][0], *m = kept[0][1], *v = kept[0][2];
     const uint16_t* const pairs[][2] = {{p, m},          {p, v},     {m, v},     {m, kept[1][1]},
-                                        {v, kept[1][2]}, {p, p + 1}, {m, m + 8}, {v, v + 1}};
+                                        {v, kept[1][2]}, {p, p + 1}, {m, m + 8}, {v, v + 1},
+                                        {p, p + n},      {m, m + n}, {v, v + n}};
     double worst = 0.0;
     for (const auto& pair : pairs) {
         double errors = fabs(correlation(pair[0], pair[1], n - 8)) * sqrt(n);
@@ -622,7 +626,7 @@ TEST(optim_resume_and_seed) {
         expect(same(&whole, &resumed), "%s: resumed differs from uninterrupted", preset);
         config.seed++;
         Snapshot other = run_to_snapshot(&dev, &config, &model, OPTIM_FP32, 8, true);
-        bool noisy = strcmp(preset, "adamw16") == 0;
+        bool noisy = strstr(config.weights, ":sr") || strstr(config.m, ":sr") || strstr(config.v, ":sr");
         expect(same(&whole, &other) != noisy, "%s: another seed", preset);
         optim_free(first);
         optim_free(second);
@@ -794,21 +798,81 @@ TEST(optim_race_gpu) {
     device_close(&gpu);
 }
 
+// Every preset. The last length, which no tile, block or group of threads divides, keeps every multiprocessor's stages
+// going round.
 TEST(optim_every_length_equals_cpu_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);
     const int64_t lengths[] = {1, 31, 33, 255, 257, 4095, 4097, 1000003};
     for (int64_t length : lengths) {
         Model model = make_model(&length, 1);
-        for (const char* preset : preset_names) {
+        bool large = length > 5000;
+        for (int preset = 0; preset < PRESETS; preset++) {
             for (int compute = 0; compute < 2; compute++) {
-                OptimConfig config = preset_config(preset, length % 4 == 1 ? "bf16" : "fp32");
+                if (large && compute != preset % 2) continue;
+                OptimConfig config = preset_config(preset_names[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32");
                 char what[64];
                 snprintf(what, sizeof(what), "length %lld compute %d", (long long)length, compute);
-                compare_with_cpu(test, &gpu, &config, &model, (OptimType)compute, length < 5000 ? 20 : 3, what);
+                compare_with_cpu(test, &gpu, &config, &model, (OptimType)compute, large ? 3 : 20, what);
             }
         }
     }
+    snprintf(test->note, sizeof(test->note), "%d presets", PRESETS);
+    device_close(&gpu);
+}
+
+// Every preset over tensors of all these lengths, as one launch.
+TEST(optim_every_preset_equals_cpu_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    Model model = make_model(mixed_lengths, MIXED);
+    for (const char* preset : preset_names) {
+        for (const char* grads : grads_names) {
+            OptimConfig config = preset_config(preset, grads);
+            compare_with_cpu(test, &gpu, &config, &model, OPTIM_BF16, 20, "mixed lengths");
+        }
+    }
+    snprintf(test->note, sizeof(test->note), "%d presets x 2 kinds of gradients x 20 steps", PRESETS);
+    device_close(&gpu);
+}
+
+// Nodes of the graph that a step is when it is captured.
+static int launches_of_step(const Device* gpu, const OptimConfig* config, Model model) {
+    optim_layout(model.tensor, model.count, config);
+    Optim* optim = make_optim(gpu, config, &model, OPTIM_BF16);
+    Gradients grads = gradients_create(gpu, &model);
+    device_sync(gpu);
+    cudaGraph_t graph;
+    size_t nodes = 0;
+    check(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
+    optim_step(optim, grads.arena, grads.scale, 1e-2f, 1);
+    check(cudaStreamEndCapture(gpu->stream, &graph));
+    check(cudaGraphGetNodes(graph, nullptr, &nodes));
+    check(cudaGraphDestroy(graph));
+    gradients_free(gpu, &grads);
+    optim_free(optim);
+    return (int)nodes;
+}
+
+// A step of all tensors is one launch, and nothing else that the device does; with other formats for some tensors two.
+TEST(optim_step_is_one_launch_gpu) {
+    Device gpu;
+    device_open(&gpu, true, 0);
+    Model model = make_model(mixed_lengths, MIXED);
+    model.tensor[3].name = "other";
+    for (const char* preset : preset_names) {
+        OptimConfig config = preset_config(preset, "bf16");
+        int launches = launches_of_step(&gpu, &config, model);
+        expect(launches == 1, "%s: %d", preset, launches);
+    }
+    OptimConfig config = preset_config("adamw32", "bf16");
+    config.overrides = "tensor: wd=0.3; other: lr=0.5";
+    int launches = launches_of_step(&gpu, &config, model);
+    expect(launches == 1, "with other settings %d", launches);
+    config.overrides = "other: m=bf16:sr v=bf16:sr";
+    config.weights = "bf16:sr";
+    if (jit_available()) launches = launches_of_step(&gpu, &config, model);
+    expect(!jit_available() || launches == 2, "with other formats %d", launches);
     device_close(&gpu);
 }
 

@@ -393,6 +393,68 @@ TEST(rules_fp16_codes_survive_and_nearest_is_the_nearest) {
     expect(Fp16::encode(0x1p-37f, 0xfff8) == 1 && Fp16::encode(0x1p-37f, 0xfff7) == 0, "a 2^-13th of a step");
 }
 
+// Every code of fp16+8 is a level of its own, above the one before; between it and the next x goes to the nearer, the
+// even one of two equally near, and over all 32 noises up as often as the fraction cut off says. All exact in fp32.
+TEST(rules_fp16_split_levels) {
+    typedef Fp16Split<STOCHASTIC> Storage;
+    int64_t wrong = 0;
+    for (uint32_t m = 0; m < Storage::MOST; m++) {
+        float here = Storage::decode(m), next = Storage::decode(m + 1), minus = Storage::decode(m | 0x800000u);
+        bool kept = Storage::nearest(here) == m && Storage::stochastic(here, 31) == m && next > here;
+        kept =
+            kept && float_bits(minus) == (float_bits(here) | 0x80000000u) && Storage::nearest(minus) == (m | 0x800000);
+        if (m % 61 == 0) {
+            uint32_t up = 0, half = Storage::nearest(here + 0.5f * (next - here));
+            float x = here + 0.28125f * (next - here);
+            for (uint32_t noise = 0; noise < 32; noise++) up += Storage::stochastic(x, noise) == m + 1;
+            kept = kept && up == 9 && Storage::nearest(x) == m && half == m + m % 2;
+            kept = kept && Storage::nearest(here + 0.53125f * (next - here)) == m + 1;
+        }
+        wrong += !kept;
+        if (!kept) expect(wrong > 5, "code %06x, %a, is not kept or its neighbourhood is not", m, here);
+    }
+    expect(Storage::decode(Storage::MOST) == 65504.0f + 127.0f / 8.0f, "%a", Storage::decode(Storage::MOST));
+    expect(Storage::nearest(1e6f) == Storage::MOST && Storage::stochastic(-1e6f, 31) == (Storage::MOST | 0x800000u),
+           "it does not saturate");
+    for (float x : {INFINITY, -INFINITY, 0.0f, -0.0f}) {
+        expect(float_bits(Storage::decode(Storage::nearest(x))) == float_bits(x), "%a", x);
+        expect(float_bits(Storage::decode(Storage::stochastic(x, 31))) == float_bits(x), "%a with noise", x);
+    }
+    expect(isnan(Storage::decode(Storage::nearest(NAN))), "NaN");
+    snprintf(test->note, sizeof(test->note), "all %u codes", Storage::MOST + 1);
+}
+
+// What is stored is within half a 256th of a step of fp16, and what the model sees is the nearest fp16.
+TEST(rules_fp16_split_is_within_its_bound) {
+    float x[8], back[8], seen[8];
+    alignas(16) uint16_t high[8];
+    alignas(8) int8_t low[8];
+    Streams streams = {high, low};
+    double worst = 0.0;
+    for (int64_t at = 0; at < PATTERNS; at += 8) {
+        for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
+        Fp16Split<NEAREST>::set(streams, 0, x, 8);
+        Fp16Split<NEAREST>::load(streams, 0, back, 8, NoiseKey{});
+        Fp16Split<NEAREST>::view(streams, 0, seen, 8);
+        for (int i = 0; i < 8; i++) {
+            double value = x[i], most = 65504.0 + 127.0 / 8.0;
+            if (!isfinite(x[i])) expect(isnan(x[i]) ? isnan(back[i]) : back[i] == x[i], "%a becomes %a", x[i], back[i]);
+            if (!isfinite(x[i])) continue;
+            if (fabs(value) > most) value = copysign(most, value);
+            int exponent = exponent_of(x[i]) < -14 ? -14 : exponent_of((float)value);
+            // Of subnormals 1/64 more, since they are first rounded to a 32nd.
+            double unit = ldexp(1.0, exponent - 18), bound = unit * (exponent == -14 ? 0.5 + 1.0 / 64.0 : 0.5);
+            double error = fabs((double)back[i] - value), off = fabs((double)seen[i] - value);
+            if (!(error / bound <= worst)) worst = error / bound;
+            double whole = 256.0 * unit;
+            expect(off <= 0.5 * whole + bound, "%a is seen as %a", x[i], seen[i]);
+            expect(float_bits(back[i]) >> 31 == float_bits(x[i]) >> 31, "%a becomes %a", x[i], back[i]);
+        }
+    }
+    snprintf(test->note, sizeof(test->note), "%.3f of half a 256th of a step", worst);
+    expect(worst <= 1.0 && worst > 0.95, "%g", worst);
+}
+
 // Blocks of weights over 30 powers of two, some of them zero; every block has another size.
 constexpr int BLOCK_TEST = 16 * 128;
 
@@ -539,6 +601,13 @@ TEST(rules_small_updates_survive) {
     double step = ldexp(1.0, -16), f = (double)small / step, standard = step * sqrt(200 * f * (1.0 - f) / 2048);
     expect(drift("bf16+8", small, Split<int8_t, NEAREST>::load).moved == 0.0, "bf16+8 moved");
     Drift noisy = drift("bf16+8:sr", small, Split<int8_t, STOCHASTIC>::load);
+    // 2^-20 is half a step of fp16+8.
+    Drift half = drift("fp16+8", small, Fp16Split<NEAREST>::load);
+    Drift half_noisy = drift("fp16+8:sr", small, Fp16Split<STOCHASTIC>::load);
+    double part = (double)small * ldexp(1.0, 19), half_error = ldexp(1.0, -19) * sqrt(200 * part * (1.0 - part) / 2048);
+    expect(half.worst <= 200 * ldexp(1.0, -20) + fp32 && half.moved > 100 * (double)small, "fp16+8 is off by %g",
+           half.worst);
+    expect(fabs(half_noisy.mean) <= 4.0 * half_error + fp32, "fp16+8:sr is off by %g", half_noisy.mean);
     // In place in fp8: a step is a power of two from 2^-4 down, and the update a small share of it.
     Drift fp8 = drift("e4m3:sr", lr, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>::load);
     expect(drift("e4m3", lr, Blocks<E4m3, 128, ScaleE8m0, NEAREST>::load).moved == 0.0, "e4m3 moved");
@@ -593,6 +662,8 @@ TEST(rules_weights_cost_what_they_say) {
                   {"fp16", 2},
                   {"fp16:sr", 2},
                   {"fp16:kahan", 4},
+                  {"fp16+8", 3},
+                  {"fp16+8:sr", 3},
                   {"fp16+fp32", 6},
                   {"e4m3", 1 + 1 / 128.0},
                   {"e4m3:sr", 1 + 1 / 128.0},

@@ -741,7 +741,7 @@ TEST(spans_compile_at_run_time) {
     for (const char* name : state_names) {
         if (!in_spans(name)) continue;
         OptimConfig config = spans_config(rows % 3 ? "adamw" : "lion", rows % 2 ? "bf16:sr" : "e4m3:sr", "fp32", name);
-        bool is_m = strncmp(name, "u", 1) != 0 && strncmp(name, "lin4", 4) != 0 && strncmp(name, "sqrt4", 5) != 0;
+        bool is_m = serves_m(name);
         if (is_m) config.m = name;
         if (!is_m) config = spans_config("adamw", "bf16:sr", "fp32", name);
         compiles(test, &config, rows % 2 ? "sm_80" : "sm_90"), rows++;
@@ -780,7 +780,7 @@ static void equal_devices(Test* test) {
     int pairs = 0;
     for (const char* name : state_names) {
         if (!in_spans(name)) continue;
-        bool is_m = strncmp(name, "u", 1) != 0 && strncmp(name, "lin4", 4) != 0 && strncmp(name, "sqrt4", 5) != 0;
+        bool is_m = serves_m(name);
         OptimConfig config = spans_config("adamw", "bf16:sr", is_m ? name : "bf16:sr", name);
         expect_equal_devices(test, &config, OPTIM_BF16, 20, false);
         expect_equal_devices(test, &config, OPTIM_BF16, 4, true), pairs++;

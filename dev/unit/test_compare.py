@@ -17,10 +17,10 @@ import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from pathlib import Path
+
+from cases import run_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARE = ROOT / "dev" / "compare"
@@ -438,29 +438,5 @@ def missing_tools():
     return None
 
 
-def main():
-    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
-    cases = [(name[5:], run) for name, run in globals().items() if name.startswith("test_") and picked in name]
-    missing = missing_tools()
-    passed = failed = skipped = 0
-    for name, run in cases:
-        started, note = time.time(), None
-        if missing:
-            note = f"skipped: {missing}"
-        else:
-            try:
-                with tempfile.TemporaryDirectory() as folder:
-                    run(Case(folder))
-            except Exception:  # an assertion, or whatever else went wrong in the case
-                traceback.print_exc(file=sys.stdout)
-                note = "FAILED"
-        failed += note == "FAILED"
-        skipped += bool(note) and note != "FAILED"
-        passed += not note
-        print(f"{name:40} {note or 'ok'} ({time.time() - started:.1f} s)", flush=True)
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return failed > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(globals(), Case, missing_tools()))

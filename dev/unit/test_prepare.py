@@ -15,10 +15,9 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
+
+from cases import run_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -346,29 +345,8 @@ def test_gpt2_vocabulary(case):
         assert corpus.documents("train") == [text.read_text("utf-8")]
 
 
-def main():
-    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
-    cases = [(name[5:], run) for name, run in globals().items() if name.startswith("test_") and picked in name]
-    missing = subprocess.run([sys.executable, "-c", "import numpy, tiktoken, tqdm"], capture_output=True).returncode
-    passed = failed = skipped = 0
-    for name, run in cases:
-        started, note = time.time(), None
-        if missing:
-            note = "skipped: type `pip install -r data/requirements.txt`"
-        else:
-            try:
-                with tempfile.TemporaryDirectory() as folder:
-                    note = run(Case(folder))
-            except Exception:  # an assertion, or whatever else went wrong in the case
-                traceback.print_exc(file=sys.stdout)
-                note = "FAILED"
-        failed += note == "FAILED"
-        skipped += bool(note) and note != "FAILED"
-        passed += not note
-        print(f"{name:40} {note or 'ok'} ({time.time() - started:.1f} s)")
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return failed > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    tools = [sys.executable, "-c", "import numpy, tiktoken, tqdm"]
+    missing = subprocess.run(tools, capture_output=True).returncode != 0
+    hint = "type `pip install -r data/requirements.txt`" if missing else ""
+    sys.exit(run_cases(globals(), Case, hint))

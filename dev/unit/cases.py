@@ -1,0 +1,31 @@
+"""Runs the cases of test_prepare.py and test_compare.py: one line each, `N passed, N failed, N skipped` last."""
+
+import sys
+import tempfile
+import time
+import traceback
+
+
+def run_cases(functions, case, missing):
+    """Calls those of `functions`, a module's globals, that are named test_..., with case(a temporary folder), and
+    returns the exit status. A case that returns a note is skipped; all are when `missing` says what is not there. In
+    the command line, -k SUBSTRING picks."""
+    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
+    passed = failed = skipped = 0
+    for name, run in functions.items():
+        if not name.startswith("test_") or picked not in name:
+            continue
+        started, note = time.time(), missing and f"skipped: {missing}"
+        if not missing:
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    note = run(case(folder))
+            except Exception:  # an assertion, or whatever else went wrong in the case
+                traceback.print_exc(file=sys.stdout)
+                note = "FAILED"
+        failed += note == "FAILED"
+        skipped += bool(note) and note != "FAILED"
+        passed += not note
+        print(f"{name[5:]:40} {note or 'ok'} ({time.time() - started:.1f} s)", flush=True)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return failed > 0

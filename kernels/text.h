@@ -1,0 +1,34 @@
+// What the C and the C++ parts share of texts: how far two names are from each other, for suggestions, and a checksum.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+// Edits (insert, delete, replace a letter) that make one of the first letters of a those of b; of b 63 at most.
+static inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
+    int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
+    for (int j = 0; j <= length; j++) row[j] = j;
+    for (size_t i = 1; i <= a_letters; i++) {
+        int diagonal = row[0];
+        row[0] = (int)i;
+        for (int j = 1; j <= length; j++) {
+            int change = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            if (row[j] + 1 < change) change = row[j] + 1;
+            if (row[j - 1] + 1 < change) change = row[j - 1] + 1;
+            row[j] = change;
+        }
+    }
+    return row[length];
+}
+
+// The same of whole texts.
+static inline int text_distance(const char* a, const char* b) {
+    return edit_distance(a, strlen(a), b, strlen(b));
+}
+
+// FNV-1a in 64 bits. Checkpoints hold it: it stays as it is.
+static inline uint64_t text_hash(const char* text, int64_t bytes) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (int64_t i = 0; i < bytes; i++) hash = (hash ^ (unsigned char)text[i]) * 0x100000001b3u;
+    return hash;
+}
