@@ -371,10 +371,10 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
 
     matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, N, C, C);
     matmul_backward_weight<X, G>(dev, g->attprojw, a->dresidual, b->attention, N, C, C, accumulate);
-    attention_backward<X>(dev, a->dwide, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C, m->config.NH);
+    attention_backward_bias(dev, a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C,
+                            m->config.NH, accumulate);
     matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
     matmul_backward_weight<X, G>(dev, g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
-    matmul_backward_bias<X, G>(dev, g->qkvb, scratch, a->dwide, N, 3 * C, accumulate);
     G* below = l > 0 ? d->block[l - 1].fcprojb : nullptr;
     if (below) shard_grads_free(m->shard, l - 1);
     layernorm_backward<X, G>(dev, a->dresidual, g->ln1w, g->ln1b, below, scratch, a->dbranch, a->residual[l], p->ln1w,

@@ -30,11 +30,12 @@ static void backward_mma(const Device* dev, bf16* dqkv, void* scratch, const bf1
 // The direction that production does not take.
 static void backward_other_way(const Device* dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* qkv,
                                const bf16* out, const float* lse, int B, int T, int C, int NH) {
+    char* memory = (char*)scratch;
     if (C == NH * 64)
-        return attention_hopper_backward<HopperBackwardShape<64, 128, false>>(dev, dqkv, (char*)scratch, dout, qkv, out,
-                                                                              lse, B, T, NH);
-    attention_hopper_backward<HopperBackwardShape<128, 64, true>>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T,
-                                                                  NH);
+        attention_hopper_backward<HopperBackwardShape<64, 128, false>>(dev, dqkv, memory, dout, qkv, out, lse, B, T,
+                                                                       NH);
+    else
+        attention_hopper_backward<HopperBackwardShape<128, 64, true>>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH);
 }
 
 // The shapes for heads of 64 and of 128.

@@ -179,7 +179,8 @@ static void account_attention_backward(Operands<G>* x, Account* a) {
         matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, sizeof(G) == 4);
     });
     account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
-        attention_backward<bf16>(dev, act.dwide, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T, C, NH);
+        attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T,
+                                C, NH, false);
     });
     account(a, "d qkv input", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
@@ -200,8 +201,6 @@ static void account_sums(Operands<G>* x, Account* a, int buckets) {
     BlockParameters<bf16>* p = &x->w.block[0];
     BlockParameters<G>* q = &x->d.block[0];
     float* scratch = (float*)act.scratch;
-    account(a, "d bias, 3C channels", mb * L, 0, 3 * NC * 2,
-            [&] { matmul_backward_bias<bf16, G>(dev, q->qkvb, scratch, act.dwide, N, 3 * C, false); });
     account(a, "layernorm backward", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
         layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
                                     b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false);

@@ -20,6 +20,7 @@
 #include "attention_hopper_forward.cuh"
 #include "attention_parts.cuh"
 #include "common.cuh"
+#include "matmul.cuh"
 
 // Sum of a[i] * b[i] in 16 interleaved partial sums (one vector register's worth), added pairwise: a fixed order.
 inline float attention_dot_cpu(const float* a /*(n)*/, const float* b /*(n)*/, int n) {
@@ -932,17 +933,37 @@ inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char
     }
 }
 
+// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL.
 template <typename X, int HS>
-inline void attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
-                                      const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
-                                      const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
+inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch,
+                                        const X* dout /*(B,T,C)*/, const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
+                                        const float* lse /*(B,NH,T)*/, int B, int T, int NH, bool columns) {
     if constexpr (std::is_same_v<X, bf16>) {
         using Hopper = HopperBackward<HS>;
         static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
         if (dev->compute == 90 && built)
-            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH, columns);
     }
     attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+    return nullptr;
+}
+
+template <typename X>
+float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, const X* dout, const X* qkv, const X* out,
+                                  const float* lse, int B, int T, int C, int NH, bool columns) {
+    if (!dev->gpu) {
+        if constexpr (std::is_same_v<X, float>) {
+            attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
+            return nullptr;
+        }
+        user_error("attention on the CPU computes in fp32; type --matmul fp32");
+    }
+    char* memory = (char*)scratch;
+    if (C == NH * 64)
+        return attention_backward_launch<X, 64>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns);
+    if (C == NH * 128)
+        return attention_backward_launch<X, 128>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns);
+    user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
 
 // Writes every element of dqkv. `scratch` has attention_backward_scratch_bytes, 256-byte aligned, contents irrelevant.
@@ -951,12 +972,18 @@ void attention_backward(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, void* scra
                         const X* qkv /*(B,T,3,NH,HS)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B,
                         int T, int C, int NH) {
     if (B == 0 || T == 0) return;
-    if (!dev->gpu) {
-        if constexpr (std::is_same_v<X, float>) return attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
-        user_error("attention on the CPU computes in fp32; type --matmul fp32");
-    }
-    if (C == NH * 64) return attention_backward_launch<X, 64>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T, NH);
-    if (C == NH * 128)
-        return attention_backward_launch<X, 128>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T, NH);
-    user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
+    attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, false);
+}
+
+// The same, and dbias (3C) (+)= the column sums of dqkv, which the Hopper kernel takes from its registers. `scratch`
+// has room for matmul_backward_bias too. B and T at least 1.
+template <typename X, typename G>
+void attention_backward_bias(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* dbias, void* scratch, const X* dout,
+                             const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH,
+                             bool accumulate) {
+    float* sums = attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, true);
+    if (sums)
+        column_sum(dev, &dbias, 1, sums, (int)hopper_backward_strips(B, T), 3 * C, accumulate);
+    else
+        matmul_backward_bias(dev, dbias, (float*)scratch, dqkv, (int64_t)B * T, 3 * C, accumulate);
 }

@@ -26,6 +26,9 @@
 // take turns among a group of heads, so that the one before has a start and there is little to wait for; the group's
 // q, dout and sums fit in the L2 cache. Two directions are possible, see HopperBackwardShape.
 //
+// The linear layer below wants the column sums of dqkv for its bias. A warp takes those of its 16 rows from registers,
+// as the rows leave, and writes 64 floats beside 16 x 64 results; a kernel of its own would read all of dqkv again.
+//
 // Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where dp
 // was; heads of 128, in tiles of 64 queries: 32, 32, 64, 64, 32.
 #pragma once
@@ -73,6 +76,7 @@ struct HopperBackwardArguments {
     int* flags;         // (B*NH, tiles of queries, 2): how many tiles of keys have added their share, by group
     int* ticket;        // (1)
     const float* rows;  // (B*NH, tiles of queries, {lse * log2(e), D}, BM)
+    float* sums;        // (B, strips of 16 tokens, 3C): column sums of dqkv; or NULL
     int T, NH, heads /*B*NH*/, group /*of heads*/, key_tiles, query_tiles;
     float scale;
 };
@@ -328,23 +332,38 @@ struct HopperBackwardExit {
     int turn;
 };
 
-// A warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 to dqkv. Rows past T are not written.
-template <int COLUMNS>
-__device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, const float (&c)[COLUMNS / 8][4],
-                                                      float factor, int column, int row, int batch) {
+// A warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 to dqkv, and their column sums. Rows past T are zero
+// and not written.
+template <typename Shape, int COLUMNS>
+__device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, const HopperBackwardArguments& a,
+                                                      const float (&c)[COLUMNS / 8][4], float factor, int column,
+                                                      int row, int batch) {
     const int lane = threadIdx.x % 32;
+    const int64_t strip = (int64_t)batch * ((a.T + 15) / 16) + row / 16;
+    float* sums = a.sums + strip * (3 * a.NH * Shape::HS) + column + lane_column(lane);
 #pragma unroll
     for (int panel = 0; panel < COLUMNS / 64; panel++) {
         const uint32_t place = out.place + out.turn * 16 * PANEL_ROW_BYTES;
         if (lane == 0) store_wait_read<1>();  // what left from here the last time
         __syncwarp();
+        float sum[8];  // of the thread's columns among 32
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const float(&left)[4] = c[panel * 8 + k * 2], (&right)[4] = c[panel * 8 + k * 2 + 1];
-            store_matrices(place + panel_offset(lane % 16, k * 2 + lane / 16),
-                           pack_bf16(left[0] * factor, left[1] * factor), pack_bf16(left[2] * factor, left[3] * factor),
-                           pack_bf16(right[0] * factor, right[1] * factor),
-                           pack_bf16(right[2] * factor, right[3] * factor));
+            uint32_t word[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* pair = c[panel * 8 + k * 2 + i / 2] + i % 2 * 2;
+                word[i] = pack_bf16(pair[0] * factor, pair[1] * factor);
+            }
+            store_matrices(place + panel_offset(lane % 16, k * 2 + lane / 16), word[0], word[1], word[2], word[3]);
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const float2 upper = pair_floats(word[i]), lower = pair_floats(word[i + 1]);
+                sum[k % 2 * 4 + i] = upper.x + lower.x, sum[k % 2 * 4 + i + 1] = upper.y + lower.y;
+            }
+            if (k % 2 == 0 || !a.sums) continue;
+            const float total = sum_lanes(sum, lane);
+            if (row < a.T) sums[panel * 64 + k / 2 * 32] = total;
         }
         fence_async();
         __syncwarp();
@@ -385,7 +404,7 @@ __device__ __forceinline__ void hopper_backward_dq_out(float (&dq)[Shape::DQ_COL
             dq[n][0] += before[n].x, dq[n][1] += before[n].y, dq[n][2] += before[n].z, dq[n][3] += before[n].w;
         const int row = tile.query_tile * BM + (BM == 128 ? group * 64 : 0) + threadIdx.x / 32 % 4 * 16;
         const int column = tile.head * HS + (BM == 128 ? 0 : group * Shape::DQ_COLUMNS);
-        hopper_backward_store<Shape::DQ_COLUMNS>(out, dq, a.scale, column, row, tile.batch);
+        hopper_backward_store<Shape, Shape::DQ_COLUMNS>(out, a, dq, a.scale, column, row, tile.batch);
     }
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
@@ -397,8 +416,8 @@ __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape
                                                          const HopperBackwardTile& tile, int group) {
     const int key = tile.key_tile * Shape::BN + group * 64 + threadIdx.x / 32 % 4 * 16;
     const int column = (a.NH + tile.head) * Shape::HS;
-    hopper_backward_store<Shape::HS>(out, dk, a.scale, column, key, tile.batch);
-    hopper_backward_store<Shape::HS>(out, dv, 1.0f, column + a.NH * Shape::HS, key, tile.batch);
+    hopper_backward_store<Shape, Shape::HS>(out, a, dk, a.scale, column, key, tile.batch);
+    hopper_backward_store<Shape, Shape::HS>(out, a, dv, 1.0f, column + a.NH * Shape::HS, key, tile.batch);
 }
 
 // ds of a tile into shared memory, where the other group is done with the tile before the last.
@@ -614,17 +633,23 @@ __global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t fl
     to[BM] = mine;
 }
 
-// Bytes of scratch: {ticket, flags}, rows, dq_sum.
+// Bytes of scratch: {ticket, flags}, rows, dq_sum, column sums.
 struct HopperBackwardScratch {
-    int64_t flags, rows, bytes;  // bytes: of all
+    int64_t flags, rows, dq_sum, bytes;  // bytes: of all
 };
+
+// Of 16 tokens, rows of column sums.
+inline int64_t hopper_backward_strips(int B, int T) {
+    return B * ceil_div(T, 16);
+}
 
 inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int HS) {
     const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 128) * 128;
     HopperBackwardScratch scratch;
     scratch.flags = 256 + ceil_div(heads * (padded / 64) * 2 * 4, 256) * 256;
     scratch.rows = heads * padded * 2 * 4;
-    scratch.bytes = scratch.flags + scratch.rows + heads * padded * HS * 4;
+    scratch.dq_sum = heads * padded * HS * 4;
+    scratch.bytes = scratch.flags + scratch.rows + scratch.dq_sum + hopper_backward_strips(B, T) * 3 * NH * HS * 4;
     return scratch;
 }
 
@@ -639,17 +664,19 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
 }
 
 // Writes every element of dqkv; C = NH * HS. `scratch` has hopper_backward_scratch's bytes, contents irrelevant.
+// With `columns`, returns the column sums of dqkv: (hopper_backward_strips, 3C), in scratch; otherwise NULL.
 template <typename Shape>
-inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
-                                      const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
-                                      const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
-                                      int NH) {
+inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
+                                        const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
+                                        const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
+                                        int NH, bool columns = false) {
     constexpr int TOGETHER = 4 << 20;  // values of q of a group of heads: with dout and dq_sum 32 MiB of L2 cache
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperBackwardArguments a;
     a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
     a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
+    a.sums = columns ? a.dq_sum + sizes.dq_sum / 4 : nullptr;
     a.T = T, a.NH = NH, a.heads = B * NH;
     const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
     a.group = (int)(group < 1 ? 1 : group > a.heads ? a.heads : group);
@@ -660,4 +687,5 @@ inline void attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/
     attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
         tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16), a);
     check_launch();
+    return a.sums;
 }

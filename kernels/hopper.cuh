@@ -216,6 +216,28 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, uint32_t 
                  : "memory");
 }
 
+// sum[v] of a thread, over the 8 lanes with the same lane % 4: lane 4 v + t returns that of its v. With sum[2 n + e] of
+// accumulators' column 8 n + 2 t + e (below), that is the sum of 32 columns, of which a lane has lane_column's.
+__device__ __forceinline__ float sum_lanes(const float (&sum)[8], int lane) {
+    float half[4], quarter[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float keep = lane & 16 ? sum[i + 4] : sum[i], send = lane & 16 ? sum[i] : sum[i + 4];
+        half[i] = keep + __shfl_xor_sync(0xffffffffu, send, 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float keep = lane & 8 ? half[i + 2] : half[i], send = lane & 8 ? half[i] : half[i + 2];
+        quarter[i] = keep + __shfl_xor_sync(0xffffffffu, send, 8);
+    }
+    float keep = lane & 4 ? quarter[1] : quarter[0], send = lane & 4 ? quarter[0] : quarter[1];
+    return keep + __shfl_xor_sync(0xffffffffu, send, 4);
+}
+
+__device__ __forceinline__ int lane_column(int lane) {
+    return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+}
+
 // wgmma (PTX ISA, Asynchronous Warpgroup Level Matrix Instructions).
 //
 // The order of events: wgmma_fence, products, wgmma_commit, wgmma_wait<N>, wgmma_hold. Until the wait, nobody touches

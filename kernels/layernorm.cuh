@@ -15,7 +15,7 @@
 // row is worked on, the next is under way, asked for by one thread as three runs of bytes (sm_90; before, each thread
 // asks for its own vectors). A row needs its two sums before it can be written, one barrier; between the passes norm
 // and dinp + rstd * d stay in registers, so that nothing is read or converted twice: 11 arithmetic instructions and 4.5
-// conversions an element, 30 with those that a row costs. With at most 80 registers a thread, of which it takes 72, 24
+// conversions an element, 29 with those that a row costs. With at most 80 registers a thread, of which it takes 72, 24
 // warps of a multiprocessor, in blocks as small as a row lets them be, wait for their barriers at different times. Each
 // block leaves its partial sums in scratch memory, and column_sum.cuh adds these up.
 //
@@ -256,23 +256,22 @@ __device__ inline void layernorm_wait(uint64_t* barrier, uint32_t parity, int st
 #endif
 }
 
-// Sums of x and of y over the block, the same in every thread. `partial` has a place for each warp, an even number of
-// them, and is not that of the call just before, as a slow thread may still be reading it. Half a warp adds x, half y.
-__device__ inline float2 layernorm_block_sums(float2 value, float2* partial) {
+// Sums of x and of y over the block, the same in every thread. `partial` has two places for each of 16 warps, those of
+// warps that are not there zero, and is not that of the call just before, as a slow thread may still be reading it.
+// Half a warp adds x, half y; then every warp adds up all warps' sums, with a lane for each.
+__device__ inline float2 layernorm_block_sums(float2 value, float* partial) {
     bool upper = threadIdx.x & 16;
     float own = upper ? value.y : value.x;
     own += __shfl_xor_sync(0xffffffffu, upper ? value.x : value.y, 16);
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2) own += __shfl_xor_sync(0xffffffffu, own, offset);
-    if (threadIdx.x % 16 == 0) ((float*)partial)[threadIdx.x / 16] = own;
+    if (threadIdx.x % 16 == 0) partial[threadIdx.x / 16] = own;
     __syncthreads();
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-    for (int i = 0; i < (blockDim.x + 32) / 64; i++) {
-        float4 pair = ((const float4*)partial)[i];
-        sum.x += pair.x, sum.y += pair.y, sum.z += pair.z, sum.w += pair.w;
-    }
-    return make_float2(sum.x + sum.z, sum.y + sum.w);
+    own = partial[threadIdx.x % 32];
+#pragma unroll
+    for (int offset = 16; offset > 1; offset /= 2) own += __shfl_xor_sync(0xffffffffu, own, offset);
+    float other = __shfl_xor_sync(0xffffffffu, own, 1);
+    return threadIdx.x % 2 ? make_float2(other, own) : make_float2(own, other);
 }
 
 // A thread's sums over rows, for each of its channels.
@@ -344,7 +343,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
                               const float* rstd, int64_t N, int C, int stages) {
     constexpr int size = Vec<X>::size, VECS = COLUMNS / size;
     extern __shared__ __align__(128) unsigned char layernorm_shared[];
-    __shared__ __align__(16) float2 sums[2][12];
+    __shared__ float sums[2][32];
     __shared__ uint64_t barrier[2];
     X* ring = (X*)layernorm_shared;
 #if __CUDA_ARCH__ >= 900
@@ -353,7 +352,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         barrier_init_done();
     }
 #endif
-    if (threadIdx.x < 24) sums[0][threadIdx.x] = make_float2(0.0f, 0.0f);
+    if (threadIdx.x < 32) sums[0][threadIdx.x] = sums[1][threadIdx.x] = 0.0f;
     __syncthreads();
     float w[COLUMNS], inverse = 1.0f / C;
 #pragma unroll

@@ -202,7 +202,7 @@ __device__ __forceinline__ void mg_open_slots(const MatmulGeluWork& w) {
     __syncwarp();
 }
 
-// Forward, chunk C of the tile before: pre and gelu(pre) into the slots, and every other chunk out.
+// Forward, chunk C of the tile before: pre and gelu(pre) into the slots.
 template <int C>
 __device__ __forceinline__ void mg_deliver_forward(MatmulGeluWork& w) {
     if (C % 2 == 0) mg_open_slots(w);
@@ -214,31 +214,18 @@ __device__ __forceinline__ void mg_deliver_forward(MatmulGeluWork& w) {
         mg_gelu(y, x);
         store_matrices(mg_matrices(w, n) + MG_SLOT_BYTES, y[0], y[1], y[2], y[3]);
     }
-    if (C % 2 == 0) return;
+}
+
+// Forward: panel P of the tile before, two chunks, leaves the slots.
+template <int P>
+__device__ __forceinline__ void mg_send_forward(const MatmulGeluWork& w) {
     fence_async();
     __syncwarp();
     if (w.lane != 0 || !w.full) return;
-    int row = w.before.row + w.group * 64 + w.warp * 16, column = w.before.column + C / 2 * 64;
+    int row = w.before.row + w.group * 64 + w.warp * 16, column = w.before.column + P * 64;
     tensor_store(&w.maps->pre, w.slots, column, row, 0);
     tensor_store(&w.maps->out, w.slots + MG_SLOT_BYTES, column, row, 0);
     store_commit();
-}
-
-// sum[v] of a thread, over the 8 lanes with the same lane % 4: lane 4 v + t returns that of its v.
-__device__ __forceinline__ float mg_sum_lanes(const float (&sum)[8], int lane) {
-    float half[4], quarter[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float keep = lane & 16 ? sum[i + 4] : sum[i], send = lane & 16 ? sum[i] : sum[i + 4];
-        half[i] = keep + __shfl_xor_sync(0xffffffffu, send, 16);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float keep = lane & 8 ? half[i + 2] : half[i], send = lane & 8 ? half[i] : half[i + 2];
-        quarter[i] = keep + __shfl_xor_sync(0xffffffffu, send, 8);
-    }
-    float keep = lane & 4 ? quarter[1] : quarter[0], send = lane & 4 ? quarter[0] : quarter[1];
-    return keep + __shfl_xor_sync(0xffffffffu, send, 4);
 }
 
 // Backward, chunk C of the tile before: d into the slot, and every other chunk out; column sums.
@@ -253,9 +240,8 @@ __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
         float2 upper = pair_floats(w.held[n][0]), lower = pair_floats(w.held[n][1]);
         sum[n % 4 * 2] = upper.x + lower.x, sum[n % 4 * 2 + 1] = upper.y + lower.y;
     }
-    uint32_t sums = w.extra + C % 2 * 512;                       // of 32 columns, a row for each of 4 warps
-    int own = w.lane / 8 * 8 + w.lane % 4 * 2 + w.lane / 4 % 2;  // the column whose sum this lane has
-    mg_store_word(sums + w.warp * 128 + own * 4, __float_as_uint(mg_sum_lanes(sum, w.lane)));
+    uint32_t sums = w.extra + C % 2 * 512;  // of 32 columns, a row for each of 4 warps
+    mg_store_word(sums + w.warp * 128 + lane_column(w.lane) * 4, __float_as_uint(sum_lanes(sum, w.lane)));
     if (C % 2 == 1) fence_async();
     group_sync(1 + w.group, 128);
     int row = w.before.row + w.group * 64, column = w.before.column + C * 32 + w.lane;
@@ -316,27 +302,34 @@ __device__ __forceinline__ void mg_look_ahead(MatmulGeluWork& w) {
     w.next = w.more ? mg_tile(index, w.shape) : w.tile;
 }
 
-// The steps of a tile's product from chunk C on: one with each chunk, the others after every second. Forward, a chunk
-// begins when the step before its own has ended and its stage is given back. Backward, where a chunk is twice as long,
-// it begins at once, with two steps under way (dev/LOG.md has both times).
+// The next step of the tile's product, and the end of the one before.
+template <bool BACKWARD>
+__device__ __forceinline__ void mg_step(MatmulGeluWork& w) {
+    mg_start_step<BACKWARD>(w);
+    mg_end_step(w);
+}
+
+// The steps of a tile's product from chunk C on: one before each chunk, which goes on beside it, and the others where
+// they pay most (dev/LOG.md has the times): forward after every second chunk, the first of them before its panel is
+// sent; backward after a chunk's results, the first of them before its slopes are taken.
 template <bool BACKWARD, int C>
 __device__ __forceinline__ void mg_multiply(MatmulGeluWork& w, int steps) {
     if constexpr (C < MG_CHUNKS) {
+        const int until = BACKWARD || C % 2 == 1 ? (C + 1) * steps / MG_CHUNKS : 0;
         mg_start_step<BACKWARD>(w);
         if (C == 4) mg_look_ahead(w);
-        if constexpr (BACKWARD) {
+        mg_end_step(w);
+        if constexpr (BACKWARD)
             mg_deliver_backward<C>(w);
-            mg_take_slopes<C>(w);
-            mg_end_step(w);
-        } else {
-            mg_end_step(w);
+        else
             mg_deliver_forward<C>(w);
-            if (C == 2) mg_place_bias(w);
-        }
-        while (C % 2 == 1 && w.k < (C + 1) * steps / MG_CHUNKS) {
-            mg_start_step<BACKWARD>(w);
-            mg_end_step(w);
-        }
+        if (!BACKWARD && C == 2) mg_place_bias(w);
+        if (w.k < until) mg_step<BACKWARD>(w);
+        if constexpr (BACKWARD)
+            mg_take_slopes<C>(w);
+        else if (C % 2 == 1)
+            mg_send_forward<C / 2>(w);
+        while (w.k < until) mg_step<BACKWARD>(w);
         mg_multiply<BACKWARD, C + 1>(w, steps);
     }
 }
@@ -349,6 +342,7 @@ __device__ __forceinline__ void mg_deliver_last(MatmulGeluWork& w) {
             mg_deliver_backward<C>(w);
         else
             mg_deliver_forward<C>(w);
+        if constexpr (!BACKWARD && C % 2 == 1) mg_send_forward<C / 2>(w);
         mg_deliver_last<BACKWARD, C + 1>(w);
     }
 }

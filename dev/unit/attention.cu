@@ -230,6 +230,38 @@ static void forward_by_mma(const Device* dev, bf16* out, float* lse, const bf16*
     attention_forward_mma<128>(dev, out, lse, qkv, B, T, NH);
 }
 
+// With the bias gradient, dqkv has the same bits, and dbias, added to, is the column sums of what is stored.
+template <typename X>
+static void check_bias(Test* test, const GpuCase<X>* c, const Device* dev, X* d_dqkv, const X* bits,
+                       const float* dqkv) {
+    const int64_t N = (int64_t)c->B * c->T, columns = 3 * c->C;
+    int64_t bytes = attention_backward_scratch_bytes(dev, c->B, c->T, c->C, c->NH);
+    const int64_t other = matmul_backward_bias_scratch_bytes(dev, (int)columns);
+    bytes = bytes > other ? bytes : other;
+    void* scratch = device_alloc(dev, bytes);
+    float *d_bias = (float*)device_alloc(dev, columns * 4), *bias = (float*)malloc(columns * 4);
+    for (int64_t i = 0; i < columns; i++) bias[i] = test_uniform(9, i);
+    copy_to_device(dev, d_bias, bias, columns * 4);
+    check(cudaMemsetAsync(scratch, 0xff, bytes, dev->stream));
+    check(cudaMemsetAsync(d_dqkv, 0xff, 3 * c->n * sizeof(X), dev->stream));
+    attention_backward_bias(dev, d_dqkv, d_bias, scratch, c->d_dout, c->d_qkv, c->d_out, c->d_lse, c->B, c->T, c->C,
+                            c->NH, true);
+    X* again;
+    free(to_host(dev, d_dqkv, 3 * c->n, &again));
+    expect(memcmp(bits, again, 3 * c->n * sizeof(X)) == 0, "T %d: dqkv differs where the bias gradient is wanted",
+           c->T);
+    copy_to_host(dev, bias, d_bias, columns * 4);
+    for (int64_t i = 0; i < columns; i++) {
+        double want = test_uniform(9, i), size = fabs(want);
+        for (int64_t n = 0; n < N; n++) want += dqkv[n * columns + i], size += fabs(dqkv[n * columns + i]);
+        const double bound = 1.2e-7 * 32 * size;  // an addition's error, once for each of the longest chain's levels
+        expect(fabs(bias[i] - want) <= bound, "T %d: bias gradient %lld is %.9g, not %.9g: off by %.3g times the bound",
+               c->T, (long long)i, bias[i], want, fabs(bias[i] - want) / bound);
+    }
+    free(bias), free(again);
+    device_free(dev, d_bias), device_free(dev, scratch);
+}
+
 // From the plain C version's out and lse, so that the backward pass is tested by itself.
 template <typename X>
 static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double eps) {
@@ -249,6 +281,7 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
     expect(memcmp(bits[0], bits[1], 3 * c->n * sizeof(X)) == 0, "T %d: two backward runs differ", c->T);
     attention_backward_cpu(want, c->dout, c->qkv, c->out, c->lse, c->B, c->T, c->C, c->NH);
     double worst = worst_gradient(c, got[0], want, eps);
+    check_bias(test, c, dev, d_dqkv, bits[0], got[0]);
     free(got[0]), free(got[1]), free(bits[0]), free(bits[1]), free(want);
     device_free(dev, scratch), device_free(dev, d_dqkv);
     return worst;

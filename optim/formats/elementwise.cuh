@@ -118,6 +118,9 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & ((1u << BITS) - 1u); }
     OPTIM_INLINE void add(int i, uint32_t code) { word[i / EACH] += code << shift(i); }
 
+    // 0 for code i if that is so.
+    OPTIM_INLINE void clear(int i, bool so) { word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u; }
+
     // What all codes that were added are too large by.
     OPTIM_INLINE void subtract(uint32_t bias) {
         uint32_t all = 0;
@@ -128,13 +131,37 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     }
 
 #ifdef __CUDACC__
+    // Byte BYTE of four words.
+    template <int BYTE>
+    static __device__ __forceinline__ uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+        constexpr unsigned pick = (BYTE + 4) << 4 | BYTE;
+        return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
+    }
+
+    // Sets all from words that have the code from byte BYTE on, of 4 bits less FIRST.
+    template <int BYTE, uint32_t FIRST = 0>
+    __device__ __forceinline__ void gather_bytes(const uint32_t* codes) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            const uint32_t* c = codes + w * EACH;
+            if constexpr (BITS == 16) {
+                word[w] = __byte_perm(c[0], c[1], 0x5410 + BYTE * 0x1111);
+            } else if constexpr (BITS == 8) {
+                word[w] = bytes<BYTE>(c[0], c[1], c[2], c[3]);
+            } else {
+                uint32_t upper = bytes<BYTE>(c[0], c[2], c[4], c[6]), lower = bytes<BYTE>(c[1], c[3], c[5], c[7]);
+                word[w] = (upper << 4) + lower - FIRST * 0x11111111u;
+            }
+        }
+    }
+
     // Sets all from words whose upper bits are the codes.
     __device__ __forceinline__ void gather(const uint32_t* codes) {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
             const uint32_t* c = codes + w * EACH;
             if constexpr (BITS == 8) {
-                word[w] = __byte_perm(__byte_perm(c[0], c[1], 0x73), __byte_perm(c[2], c[3], 0x73), 0x5410);
+                word[w] = bytes<3>(c[0], c[1], c[2], c[3]);
             } else {
                 uint32_t all = 0;
 #pragma unroll

@@ -212,8 +212,8 @@ struct alignas(16) Line {
 
 // What is looked up is d, a number in [0, 1], to which the hardware cuts it at no cost (and NaN to 0):
 //     |y| where MIRRORED;  y / 2 + 1/2 where there is another sign;  y less the least level in formats of v
-// G is kept as a float in [BASE, 2 BASE], whose mantissa's upper bits are then its integer and the lower ones, LOW of
-// them once shifted, its fraction.
+// G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
+// in the noise's 65536ths, below.
 template <class Map>
 struct StochasticLevels {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
@@ -223,8 +223,8 @@ struct StochasticLevels {
     static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !Map::EVEN && BITS == 8;
     static constexpr uint32_t BIAS = 0;
-    static constexpr int SHIFT = MIRRORED ? 0 : 1, LOW = 24 - BITS;
-    static constexpr float BASE = (float)(MIRRORED ? COUNT / 2 : COUNT);
+    static constexpr int SHIFT = MIRRORED || BITS == 4 ? 0 : 1;
+    static constexpr float BASE = SHIFT == 0 ? 128.0f : 256.0f;
     static constexpr float UNIT = SIGNED && !MIRRORED ? 0.5f : 1.0f;
     static constexpr float ORIGIN = MIRRORED ? 0.0f : SIGNED ? 0.5f : -Map::LEAST;
     static constexpr int FIRST_CODE = MIRRORED ? ZERO : 0;
@@ -248,6 +248,10 @@ struct StochasticLevels {
     static OPTIM_HOST void find_bends(Bends* bends) {
         bends->count = 0;
         double before = -1.0;
+        if (d_of(FIRST_CODE) > 0.0 && SIGNED) {  // what is below the lowest level takes that
+            bends->code[0] = FIRST_CODE, bends->at[0] = 0.0, bends->slope[0] = before = 0.0;
+            bends->count = 1;
+        }
         for (int code = FIRST_CODE; code < COUNT; code++) {
             bool last = Map::level(code) == 1.0;
             double slope = last ? 0.0 : 1.0 / (d_of(code + 1) - d_of(code));
@@ -268,11 +272,16 @@ struct StochasticLevels {
         return exact_fma(line.bend, exact_saturated(d, 1.0f, -line.from), exact_fma(line.slope, d, line.start));
     }
 
-    // What a line is to be: start + slope d from `low` to `high`; and there `is` at d = `pinned`, or at least that.
+    // What a line is to be: start + slope d from `low` to `high`; that to the last bit at d = `pinned`, and at least
+    // that at d = `least`, unless these are below 0.
     struct Wanted {
-        double slope, start, low, high, pinned;
-        bool at_least;
+        double slope, start, low, high, pinned, least;
     };
+
+    // What a line exceeds it by.
+    static OPTIM_HOST double excess(const Line& line, const Wanted& wanted, double d) {
+        return (double)line_at(line, (float)d) - (wanted.slope * d + wanted.start);
+    }
 
     // Of lines with about that slope and start the nearest.
     static OPTIM_HOST Line best_line(Line line, const Wanted& wanted) {
@@ -286,11 +295,8 @@ struct StochasticLevels {
                 line.start = bits_float(float_bits(first) + (uint32_t)j);
                 double at = (double)line.start - wanted.start;
                 double error = fmax(fabs(off * wanted.low + at), fabs(off * wanted.high + at));
-                if (wanted.pinned >= 0.0) {
-                    double excess =
-                        (double)line_at(line, (float)wanted.pinned) - (wanted.slope * wanted.pinned + wanted.start);
-                    if (excess < -1e-9 || (excess > 1e-9 && !wanted.at_least)) error += 1.0;
-                }
+                if (wanted.pinned >= 0.0 && fabs(excess(line, wanted, wanted.pinned)) > 1e-9) error += 1.0;
+                if (wanted.least >= 0.0 && excess(line, wanted, wanted.least) < -1e-9) error += 1.0;
                 if (error < least) least = error, best = line;
             }
         }
@@ -309,17 +315,12 @@ struct StochasticLevels {
         while (i + 1 < bends->count && bends->at[i + 1] <= low + 1e-12) i++;
         bool bent = i + 1 < bends->count && bends->at[i + 1] < high - 1e-12;
         double end = bent ? bends->at[i + 1] : high, zero = (double)ORIGIN, largest = d_of(COUNT - 1);
-        // Half of the last place of the noise, where G has more.
-        double half = LOW > 16 ? 0.5 / 65536.0 : 0.0;
-        Wanted wanted = {bends->slope[i], 0.0, fmax(low, 0.0), fmax(low, end), -1.0, false};
-        wanted.start = (double)BASE + bends->code[i] - FIRST_CODE + half - wanted.slope * bends->at[i];
-        if (SIGNED && wanted.low <= zero && zero <= end) {
-            wanted.pinned = zero;
-        } else if (wanted.low <= d_of(ZERO + 1) && d_of(ZERO + 1) <= end) {
-            wanted.pinned = d_of(ZERO + 1), wanted.at_least = true;
-        } else if (wanted.low <= largest && largest <= end) {
-            wanted.pinned = largest;
-        }
+        Wanted wanted = {bends->slope[i], 0.0, fmax(low, 0.0), fmax(low, end), -1.0, -1.0};
+        wanted.start = (double)BASE + bends->code[i] - FIRST_CODE - wanted.slope * bends->at[i];
+        double least = d_of(ZERO + 1);
+        if (SIGNED && wanted.low <= zero && zero <= end) wanted.pinned = zero;
+        if (wanted.low <= largest && largest <= end) wanted.pinned = largest;
+        if (wanted.low <= least && least <= end) wanted.least = least;
         Line line = {2.0f, 0.0f, 0.0f, 0.0f};
         if (bent) line.from = (float)end;
         line = best_line(line, wanted);
@@ -384,11 +385,11 @@ struct StochasticLevels {
 #else
         const Line line = table->line[(cell - Cells::FIRST) * 8];
 #endif
-        return (float_bits(line_at(line, d)) << SHIFT) + (noise << (LOW - 16));
+        return (float_bits(line_at(line, d)) << SHIFT) + noise;
     }
 
     static OPTIM_INLINE uint32_t stochastic(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
-        uint32_t k = word(table, x, inverse, noise, lowest) >> LOW & (uint32_t)(COUNT - 1);
+        uint32_t k = word(table, x, inverse, noise, lowest) >> 16 & (uint32_t)(COUNT - 1);
         if (!MIRRORED) return k;
         if (sign_bits(x) == 0) return (uint32_t)ZERO + k;
         return (uint32_t)ZERO - (k > (uint32_t)ZERO ? (uint32_t)ZERO : k);
@@ -397,19 +398,11 @@ struct StochasticLevels {
 #ifdef __CUDACC__
     // Byte 2 of four words, or bytes of the sign of all four.
     template <bool SIGN>
-    static __device__ __forceinline__ uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    static __device__ __forceinline__ uint32_t bytes(const uint32_t* w) {
         uint32_t low, high;
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(a), "r"(b), "n"(SIGN ? 0xfb : 0x62));
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(c), "r"(d), "n"(SIGN ? 0xfb : 0x62));
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(w[0]), "r"(w[1]), "n"(SIGN ? 0xfb : 0x62));
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(w[2]), "r"(w[3]), "n"(SIGN ? 0xfb : 0x62));
         return __byte_perm(low, high, 0x5410);
-    }
-
-    // Those of a word of codes: of 4 bits, the first of two is in the upper half of a byte.
-    template <bool SIGN>
-    static __device__ __forceinline__ uint32_t gather(const uint32_t* w) {
-        if constexpr (BITS == 8) return bytes<SIGN>(w[0], w[1], w[2], w[3]);
-        uint32_t first = bytes<SIGN>(w[0], w[2], w[4], w[6]), second = bytes<SIGN>(w[1], w[3], w[5], w[7]);
-        return (first & 0xf0f0f0f0u) | ((SIGN ? second : second >> 4) & 0x0f0f0f0fu);
     }
 
     // ZERO + k or ZERO - k, the latter not below 0: all bits of ZERO but the highest are set, so nothing carries out of
@@ -417,23 +410,27 @@ struct StochasticLevels {
     template <int N>
     static __device__ __forceinline__ void put_all(const Table* table, const float* x, float inverse,
                                                    const uint32_t* noise, int lowest, Packed<BITS, N>* packed) {
-        constexpr int EACH = 32 / BITS;
-        constexpr uint32_t zero = BITS == 8 ? 0x7f7f7f7fu : 0x77777777u;
+        static_assert(!MIRRORED || BITS == 8, "4 bits have room for the cells of both signs");
+        constexpr uint32_t zero = 0x7f7f7f7fu;
         uint32_t all[N], sign[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
             all[i] = word(table, x[i], inverse, noise[i], lowest);
             sign[i] = __float_as_uint(x[i]);
         }
+        if constexpr (BITS == 4) {
+            packed->template gather_bytes<2>(all);
+        } else {
 #pragma unroll
-        for (int w = 0; w < N / EACH; w++) {
-            uint32_t k = gather<false>(all + w * EACH);
-            if constexpr (MIRRORED) {
-                uint32_t negative = gather<true>(sign + w * EACH);
-                if constexpr (!Map::MINUS_ONE) k -= (k & negative & ~zero) >> (BITS - 1);
-                k = (k ^ (negative & zero)) + (~negative & zero);
+            for (int w = 0; w < N / 4; w++) {
+                uint32_t k = bytes<false>(all + w * 4);
+                if constexpr (MIRRORED) {
+                    uint32_t negative = bytes<true>(sign + w * 4);
+                    if constexpr (!Map::MINUS_ONE) k -= (k & negative & ~zero) >> (BITS - 1);
+                    k = (k ^ (negative & zero)) + (~negative & zero);
+                }
+                packed->word[w] = k;
             }
-            packed->word[w] = k;
         }
     }
 #endif

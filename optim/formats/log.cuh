@@ -10,8 +10,8 @@
 // decoded is stored again as it was (adalog8's scale may move by its last bit); where the block's range is too short
 // for the least step, high is raised. To nearest is nearest in log2 (as the peer's), the middle going up; stochastic is
 // linear in value:
-//     x = level 2^u, 0 <= u < step, goes up with probability (2^u - 1) / (2^step - 1),
-// that is when u > log2(1 + r (2^step - 1)) with r uniform: the noise is bent instead of two levels being computed.
+//     x = level 2^(u step), 0 <= u < 1, goes up with probability (2^(u step) - 1) / (2^step - 1),
+// a polynomial of u whose coefficients are the block's, within 1e-5 for a step of 1 and 2e-8 for 0.1.
 // log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
 // the rounding of its sum with the exponent, 2^-24 of the range; 2^x within 2^-20 of itself. So code and level survive
 // each other, and a code differs from the exact one only where x is that near to a bound.
@@ -44,6 +44,13 @@ OPTIM_INLINE float exponent_number(float x) {
 #endif
 }
 
+// The mantissa, in [1, 2). With noise in one instruction; to nearest, where the compiler makes two, one was not faster.
+template <Rounding ROUNDING>
+OPTIM_INLINE float mantissa_number(float x) {
+    if constexpr (ROUNDING == STOCHASTIC) return bits_float(bits_chosen(0x7fffffu, float_bits(x), 0x3f800000u));
+    return bits_float((float_bits(x) & 0x7fffffu) | 0x3f800000u);
+}
+
 constexpr float EXPONENT_NUMBER = 8388608.0f + 127.0f;  // of 1
 
 // log2(1 + f) for 0 <= f < 1 is f times this; exact at both ends, so that powers of two have exact logarithms.
@@ -53,8 +60,9 @@ OPTIM_INLINE float log2_factor(float f) {
 }
 
 // log2(x) + EXPONENT_NUMBER - zero for a normal x > 0; that difference is a small integer.
+template <Rounding ROUNDING = NEAREST>
 OPTIM_INLINE float log2_from(float x, float zero) {
-    float f = exact_add(bits_float((float_bits(x) & 0x7fffffu) | 0x3f800000u), -1.0f);
+    float f = exact_add(mantissa_number<ROUNDING>(x), -1.0f);
     return exact_fma(f, log2_factor(f), exact_add(exponent_number(x), -zero));
 }
 
@@ -62,7 +70,7 @@ OPTIM_INLINE float log2_from(float x, float zero) {
 OPTIM_INLINE float log2_fine(float x) {
     const float c[] = {1.4426949f,    -0.721337795f, 0.480722755f,   -0.359082758f, 0.280075788f,
                        -0.211591721f, 0.139265344f,  -0.0699670613f, 0.022664668f,  -0.00344407232f};
-    float f = exact_add(bits_float((float_bits(x) & 0x7fffffu) | 0x3f800000u), -1.0f);
+    float f = exact_add(mantissa_number<NEAREST>(x), -1.0f);
     return exact_fma(f, polynomial(c, f), exact_add(exponent_number(x), -EXPONENT_NUMBER));
 }
 
@@ -128,8 +136,7 @@ OPTIM_INLINE LogRange log_range(LogEnds ends) {
 struct LogScale {
     float step, part, magic;      // of decoding
     float inverse, zero, offset;  // of encoding: 1 / step; the place of a logarithm of `zero` is offset
-    float floor;                  // with noise: what is below it is taken for it
-    float bend, unbend;           // of the noise: 2^step - 1, and 1 over its logarithm as log2_factor has it
+    float rise[4];                // with noise: of u, u^2, .. in the probability of the upper level
 };
 
 // From the first level to the last; a block of zeros counts as the shortest, as the peer has it too.
@@ -150,21 +157,36 @@ OPTIM_INLINE LogScale log_scale(LogRange range) {
     return s;
 }
 
+// (2^(u step) - 1) / (2^step - 1) for 0 <= u <= 1, 0 < step <= 1: the polynomial that has its values at u = 0, 1/4, ..
+// 1, those of a geometric series with the ratio 1 + d = 2^(step / 4), by its differences:
+//     (t + d t (t - 1) / 2 + d^2 t (t - 1) (t - 2) / 6 + d^3 t (t - 1) (t - 2) (t - 3) / 24) / (4 + 6 d + 4 d^2 + d^3)
+// with t = 4 u.
+OPTIM_INLINE void log_rise(float step, float* rise) {
+    const float two[] = {0.173286795f, 0.0150141575f, 0.000867248792f, 3.75702577e-05f};
+    const float sum[] = {4.0f, 6.0f, 4.0f, 1.0f}, first[] = {4.0f, -2.0f, 4.0f / 3, -1.0f};
+    const float second[] = {8.0f, -8.0f, 22.0f / 3};
+    float d = exact_mul(polynomial(two, step), step), of_sum = exact_reciprocal(polynomial(sum, d));
+    float scaled = exact_mul(d, of_sum), square = exact_mul(d, scaled);
+    rise[0] = exact_mul(polynomial(first, d), of_sum);
+    rise[1] = exact_mul(polynomial(second, d), scaled);
+    rise[2] = exact_mul(exact_fma(d, -16.0f, 32.0f / 3), square);
+    rise[3] = exact_mul(exact_mul(d, 32.0f / 3), square);
+}
+
 // To nearest, places are counted in 2^BITS; those of zeros and of what is below the first level's are cut to code 0.
-// With noise zeros are told apart.
+// With noise they are counted in steps from the first level to the last, all over their number.
 template <class Codes, Rounding ROUNDING>
-OPTIM_INLINE LogScale log_encoding(LogRange range, float least) {
+OPTIM_INLINE LogScale log_encoding(LogRange range) {
     LogScale s = log_scale<Codes>(range);
-    s.inverse = exact_mul(exact_reciprocal(log_span<Codes>(range)), Codes::STEPS);
-    s.offset = exact_fma(-s.part, s.inverse, (float)Codes::FIRST + (ROUNDING == NEAREST ? 0.5f : 1.0f));
-    s.floor = Codes::OWN ? least : LOG_LEAST;
+    s.inverse = exact_reciprocal(log_span<Codes>(range));
     if constexpr (ROUNDING == NEAREST) {
+        s.inverse = exact_mul(s.inverse, Codes::STEPS);
+        s.offset = exact_fma(-s.part, s.inverse, (float)Codes::FIRST + 0.5f);
         s.inverse = exact_mul(s.inverse, 1.0f / (float)(Codes::LAST + 1));
         s.offset = exact_mul(s.offset, 1.0f / (float)(Codes::LAST + 1));
-    }
-    if constexpr (ROUNDING == STOCHASTIC) {
-        s.bend = exact_max(exact_add(exp2_scaled(s.step, EXP2_MAGIC), -1.0f), 1e-12f);
-        s.unbend = exact_reciprocal(exact_mul(s.bend, log2_factor(s.bend)));
+    } else {
+        s.offset = exact_mul(-s.part, s.inverse);
+        log_rise(s.step, s.rise);
     }
     return s;
 }
@@ -180,46 +202,69 @@ OPTIM_INLINE float code_number(const Packed<BITS, COUNT>& packed, int i) {
 #endif
 }
 
-// The code of a value, LOG_BIAS larger; `noise`: 16 random bits, unless to nearest. With noise the value is within the
-// block's range; to nearest it may also be zero or below.
-template <class Codes, Rounding ROUNDING>
-constexpr uint32_t LOG_BIAS = ROUNDING == STOCHASTIC ? 0x4b000000u : floor_part_bias<Codes::BITS>();
-
-template <class Codes, Rounding ROUNDING>
-OPTIM_INLINE uint32_t log_code(float value, const LogScale& s, uint32_t noise) {
-    float log = log2_from(value, s.zero);
-    if constexpr (ROUNDING == STOCHASTIC) {
-        float f = exact_fma(noise_above_one(noise), s.bend, -s.bend);
-        float place = exact_fma(-exact_mul(f, log2_factor(f)), s.unbend, exact_fma(log, s.inverse, s.offset));
-        return floor_bits(exact_min(exact_max(place, (float)Codes::FIRST), (float)Codes::LAST + 0.5f));
-    } else {
-        return floor_part_bits<Codes::BITS>(exact_saturated(log, s.inverse, s.offset));
-    }
+// 2^23 + floor(a * b) for 0 <= a <= 1 and a whole 0 < b < 65536.
+OPTIM_INLINE float floor_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmaf_rd(a, b, 8388608.0f);
+#else
+    return bits_float(0x4b000000u + (uint32_t)((double)a * (double)b));
+#endif
 }
 
-// Codes of COUNT elements, none of them negative or NaN, of a block with these ends.
+// A word with the code of a value. To nearest the value may also be zero or below, and the code is in the lower bits,
+// LOG_BIAS larger. With noise, 16 random bits, it is in the upper 16, as is LOG_BIAS, above the sum of noise and
+// probability; what is below the first level takes that.
+template <class Codes, Rounding ROUNDING>
+constexpr uint32_t LOG_BIAS = ROUNDING == STOCHASTIC ? 0x43000000u : floor_part_bias<Codes::BITS>();
+
+template <class Codes, Rounding ROUNDING>
+OPTIM_INLINE uint32_t log_word(float value, const LogScale& s, uint32_t noise) {
+    float place = exact_saturated(log2_from<ROUNDING>(value, s.zero), s.inverse, s.offset);
+    if constexpr (ROUNDING == NEAREST) return floor_part_bits<Codes::BITS>(place);
+    float whole = floor_product(place, Codes::STEPS);
+    float u = exact_fma(place, Codes::STEPS, -exact_add(whole, -8388608.0f));
+    float rise = exact_fma(exact_fma(exact_fma(s.rise[3], u, s.rise[2]), u, s.rise[1]), u, s.rise[0]);
+    // 128 and more, the probability in 65536ths: the last level's is 0, so that nothing is carried out of it.
+    rise = exact_fma(rise, u, 128.0f + (float)Codes::FIRST);
+    return (float_bits(whole) << 16) + (float_bits(rise) + noise);
+}
+
+// Codes of COUNT elements, none of them negative or NaN, of a block with these ends; `zeros`: there may be some.
 template <class Codes, Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, LogEnds ends, const LogScale& s,
-                          const NoiseKey& key) {
-    constexpr uint32_t BIAS = LOG_BIAS<Codes, ROUNDING>;
+OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, LogEnds ends, bool zeros,
+                          const LogScale& s, const NoiseKey& key) {
     Packed<Codes::BITS, COUNT> packed = {};
     float value[COUNT];
     Noise noise = {};
     if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
     OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) value[i] = ROUNDING == STOCHASTIC ? exact_max(x[i], s.floor) : x[i];
+    for (int i = 0; i < COUNT; i++) value[i] = x[i];
     if (ends.cut) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++)
-            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : value[i], LOG_MOST);
+            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : x[i], LOG_MOST);
     }
-    OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        uint32_t bits = log_code<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
-        if (Codes::OWN && ROUNDING == STOCHASTIC) bits = x[i] > 0.0f ? bits : BIAS;
-        packed.add(i, bits);
+    if constexpr (ROUNDING == NEAREST) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) packed.add(i, log_word<Codes, NEAREST>(value[i], s, 0));
+        packed.subtract(LOG_BIAS<Codes, NEAREST>);
+    } else {
+        uint32_t word[COUNT];
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            word[i] = log_word<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
+            if (Codes::BITS == 16) word[i] -= LOG_BIAS<Codes, ROUNDING>;  // it lies within the code's 16 bits
+        }
+#ifdef __CUDA_ARCH__
+        packed.template gather_bytes<2>(word);
+#else
+        for (int i = 0; i < COUNT; i++) packed.add(i, word[i] >> 16 & (uint32_t)Codes::LAST);
+#endif
     }
-    packed.subtract(BIAS);
+    if (Codes::OWN && ROUNDING == STOCHASTIC && zeros) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) packed.clear(i, !(x[i] > 0.0f));
+    }
     store_value(streams.codes, first * Codes::BITS / 8, packed);
 }
 
@@ -291,11 +336,11 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
         LogEnds ends = log_ends<Codes>(turned, top);
         LogRange range = log_range<Codes>(ends);
         log_keep<Codes>(streams, (first + b) / block, range);
-        LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
+        LogScale s = log_encoding<Codes, ROUNDING>(range);
         for (int c = b; c < b + block; c += 8) {
             float value[8];
             for (int i = 0; i < 8; i++) value[i] = log_value(x[c + i]);
-            log_put<Codes, ROUNDING, 8>(streams, first + c, value, ends, s, key);
+            log_put<Codes, ROUNDING, 8>(streams, first + c, value, ends, true, s, key);
         }
     }
 }
@@ -327,8 +372,9 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
         most = bits > most ? bits : most;
         least = bits < least ? bits : least;
     }
+    const bool zeros = least == 0 || most > 0x7f800000u;
     least -= 1u;  // 0 is no least
-    if (least == 0xffffffffu || most > 0x7f800000u) {
+    if (zeros) {
         most = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -342,15 +388,15 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
     LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
     LogRange range = log_thread_range<Codes>(ends);
     if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
-    LogScale s = log_encoding<Codes, ROUNDING>(range, ends.least);
-    log_put<Codes, ROUNDING, COUNT>(streams, first, value, ends, s, key);
+    LogScale s = log_encoding<Codes, ROUNDING>(range);
+    log_put<Codes, ROUNDING, COUNT>(streams, first, value, ends, zeros, s, key);
 }
 
 // A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
 // them up, for a third of the instructions. Room for the groups of threads of a thread block.
 constexpr int LOG_GROUPS = 8;
 
-template <class Codes, int COUNT>
+template <class Codes, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
     float* level = (float*)streams.table + threadIdx.x / THREADS * (Codes::LAST + 1);
@@ -362,8 +408,18 @@ __device__ __forceinline__ void log_thread_load(const Streams& streams, int firs
     }
     group_sync<THREADS>();
     auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
+    if constexpr (ROUNDING == NEAREST) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
+        for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
+    } else {
+        // 3 instructions fewer each, which is faster with noise alone.
+        const uint32_t levels = table_address(level);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            uint32_t at = table_at_byte<4>(levels, packed.word[i / 4], i % 4);
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[i]) : "r"(at) : "memory");  // not before the barrier
+        }
+    }
 }
 #endif
 
@@ -395,10 +451,10 @@ struct LogBlocks {
 #ifdef __CUDA_ARCH__
         LogScale s = log_scale<Codes>(log_load<Codes>(streams, first / BLOCK));
         if (n == 16) {
-            if constexpr (SHARES) log_thread_load<Codes, 16>(streams, first, s, x);
+            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 16>(streams, first, s, x);
             if constexpr (!SHARES) log_get<Codes, 16>(streams, first, s, x);
         } else {
-            if constexpr (SHARES) log_thread_load<Codes, 8>(streams, first, s, x);
+            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 8>(streams, first, s, x);
             if constexpr (!SHARES) log_get<Codes, 8>(streams, first, s, x);
         }
 #else

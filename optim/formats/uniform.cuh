@@ -55,26 +55,37 @@ struct Uniform {
         return floor_part_bits<BITS>(t) + (uint32_t)lowest;
     }
 
-    // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly.
-    static OPTIM_INLINE uint32_t stochastic_floor(float x, float inverse, uint32_t noise_float, int lowest) {
+    // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly. With 4 bits a y above
+    // LAST by rounding errors does not reach 129 + LAST, and the whole part is in byte 2 of the sum's own bits.
+    static OPTIM_INLINE float stochastic_sum(float x, float inverse, uint32_t noise_float, int lowest) {
         constexpr float first = 128.0f + (float)FIRST, end = 128.0f + (float)LAST + 0.5f;
-        float t = exact_fma(x, inverse, bits_float(noise_float));
-        return floor_bits(exact_min(exact_max(t, first + (float)lowest), end));
+        float t = exact_max(exact_fma(x, inverse, bits_float(noise_float)), first + (float)lowest);
+        return BITS == 4 ? t : exact_min(t, end);
     }
 
     static constexpr bool PACKS_NOISE = true;
     static constexpr uint32_t STOCHASTIC_BIAS = 0x4b000000u + 128u + (uint32_t)FIRST;
 
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        return stochastic_floor(x, inverse, NOISE_FLOAT << 24 | noise, lowest) - STOCHASTIC_BIAS + BIAS;
+        return floor_bits(stochastic_sum(x, inverse, NOISE_FLOAT << 24 | noise, lowest)) - STOCHASTIC_BIAS + BIAS;
     }
 
     template <int COUNT>
     static OPTIM_INLINE void stochastic_pack(const float* x, float inverse, const Noise& noise, int lowest,
                                              Packed<BITS, COUNT>* packed, uint32_t*) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) packed->add(i, stochastic_floor(x[i], inverse, noise_float(noise, i), lowest));
-        packed->subtract(STOCHASTIC_BIAS);
+#ifdef __CUDA_ARCH__
+        uint32_t word[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            word[i] = float_bits(stochastic_sum(x[i], inverse, noise_float(noise, i), lowest));
+            if (BITS == 8) packed->add(i, floor_bits(bits_float(word[i])));
+        }
+        if constexpr (BITS == 4) {
+            packed->template gather_bytes<2, FIRST>(word);
+        } else {
+            packed->subtract(STOCHASTIC_BIAS);
+        }
+#endif
     }
 
     // What is zero in a format with two signs has the code after the last level's.
