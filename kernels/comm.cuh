@@ -153,7 +153,10 @@ inline StandIn* stand_in_open(const Launch* launch) {
     char name[64];
     int64_t bytes = (int64_t)sizeof(StandIn) + launch->world * STAND_IN_SLOT;
     if (launch->world > 64) user_error("the stand-in for NCCL has room for 64 ranks, not %d", launch->world);
-    snprintf(name, sizeof(name), "/nibble_%d", (int)getpid());
+    // With the time: a rank killed before it unlinks leaves its name to the next process of its number.
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    snprintf(name, sizeof(name), "/nibble_%d_%lld_%ld", (int)getpid(), (long long)now.tv_sec, now.tv_nsec);
     launch_share(launch, 0, name, sizeof(name));
     bool first = launch->rank == 0;
     int file = first ? shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600) : -1;
