@@ -132,7 +132,7 @@ static bool row_check(const UserRow* row, const char* path, char* error, size_t 
         }
     }
     // Two of them and stages for a group of threads fit into the shared memory of any GPU that is served.
-    const int most = 40 * 1024;
+    const int most = 44 * 1024;
     if (row->table_bytes > most) {
         return refuse(error, bytes, "--format: %s: the table of \"%s\" has %d bytes and may have %d", path, row->name,
                       row->table_bytes, most);

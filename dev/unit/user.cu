@@ -28,6 +28,30 @@ static bool resolve(Test* test, OptimConfig* config) {
     return good;
 }
 
+// Built-in formats with tables, under names of their own.
+static const char BUILT_IN_TABLES[] =
+    "OPTIM_FORMAT(\"a\", \"\", Blocks<Dyn8, 256, ScaleFp32, NEAREST>)\n"
+    "OPTIM_FORMAT(\"b\", \"\", Blocks<Udyn8, 128, ScaleFp32, STOCHASTIC>)\n"
+    "OPTIM_FORMAT(\"c\", \"\", Blocks<De4, 128, ScaleFp32, STOCHASTIC>)\n"
+    "OPTIM_FORMAT(\"d\", \"\", Blocks<Nf4, 64, ScaleBf16, NEAREST>)\n"
+    "OPTIM_FORMAT(\"e\", \"\", Blocks<Soft8, 32, ScaleFp32, NEAREST>)\n"
+    "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
+    "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n";
+
+TEST(user_format_may_have_built_in_tables) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
+    const char* moments[][2] = {{"a", "b"}, {"c", "fp32"}, {"e", "b"}, {"d", "fp32"}, {"f", "g"}};
+    for (auto& moment : moments) {
+        OptimConfig config = asked(in(folder, "tables.cuh"), moment[0], moment[1]);
+        resolve(test, &config);
+    }
+    folder_end(test, folder);
+    cache_leave(&cache);
+}
+
 TEST(user_format_example) {
     if (!jit_available()) skip("libnvrtc was not found");
     CacheFolder folder = cache_enter();
@@ -417,14 +441,7 @@ TEST(user_format_equals_built_in_gpu) {
     expect_equal_runs(test, &gpu, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
     expect_equal_runs(test, &gpu, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
     // Tables that a thread of the GPU fills, against those that the host fills: 8 bits and 4, to nearest and not.
-    put_text(test, in(folder, "tables.cuh"),
-             "OPTIM_FORMAT(\"a\", \"\", Blocks<Dyn8, 256, ScaleFp32, NEAREST>)\n"
-             "OPTIM_FORMAT(\"b\", \"\", Blocks<Udyn8, 128, ScaleFp32, STOCHASTIC>)\n"
-             "OPTIM_FORMAT(\"c\", \"\", Blocks<De4, 128, ScaleFp32, STOCHASTIC>)\n"
-             "OPTIM_FORMAT(\"d\", \"\", Blocks<Nf4, 64, ScaleBf16, NEAREST>)\n"
-             "OPTIM_FORMAT(\"e\", \"\", Blocks<Soft8, 32, ScaleFp32, NEAREST>)\n"
-             "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
-             "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n");
+    put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
     const char* tables = in(folder, "tables.cuh");
     expect_equal_runs(test, &gpu, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
     expect_equal_runs(test, &gpu, tables, "c", "fp32", "de4/128:sr", "fp32");
