@@ -627,6 +627,21 @@ static void expect_shares(Test* test, const float* logits, int V, double tempera
     }
 }
 
+// The first ten steps are slow; what lies between two steps is in what is left to wait, not in the steps' own time.
+TEST(step_timer) {
+    StepTimer timer = {100, 100, 0, 0};
+    double clock = 0;
+    for (int64_t step = 101; step <= 130; step++) {
+        double takes = step <= 110 ? 8 : 2, each = step_timed(&timer, step, clock, clock + takes);
+        if (step == 105) expect(each == 8 + 4 * 1 / 5.0, "the first five: %g s a step", each);
+        if (step == 110) expect(each == 8, "the tenth: %g s", each);
+        if (step == 130) expect(each == 3, "the twenty after it: %g s a step", each);
+        clock += takes + 1;
+    }
+    expect(timer.from == 110 && timer.seconds == 40, "%g s in the steps after step %lld", timer.seconds,
+           (long long)timer.from);
+}
+
 TEST(draw_token) {
     const float logits[] = {logf(2), logf(1), logf(4), logf(1), logf(8)};
     const double all[] = {2 / 16.0, 1 / 16.0, 4 / 16.0, 1 / 16.0, 8 / 16.0}, top2[] = {0, 0, 1 / 3.0, 0, 2 / 3.0};
@@ -864,7 +879,8 @@ TEST(model_file_names) {
 }
 
 // For `make sanitize`, whose race checker is slow: attention alone, several tiles, a ragged last one, on a GPU that is
-// said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again.
+// said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again. The
+// second run takes the bias gradient along.
 template <typename X>
 static void attention_twice(Test* test, const Device* dev, int T, int C, int NH) {
     int64_t n = (int64_t)2 * T * C;
@@ -872,14 +888,18 @@ static void attention_twice(Test* test, const Device* dev, int T, int C, int NH)
     for (int64_t i = 0; i < 3 * n; i++) host[i] = from_float<X>(test_uniform(6, i));
     X *qkv = (X*)device_alloc(dev, 3 * n * sizeof(X)), *dqkv = (X*)device_alloc(dev, 3 * n * sizeof(X));
     X *out = (X*)device_alloc(dev, n * sizeof(X)), *dout = (X*)device_alloc(dev, n * sizeof(X));
+    X* dbias = (X*)device_alloc(dev, 3 * C * sizeof(X));
     float* lse = (float*)device_alloc(dev, (int64_t)2 * NH * T * 4);
-    void* scratch = device_alloc(dev, attention_backward_scratch_bytes(dev, 2, T, C, NH));
+    int64_t bytes = attention_backward_scratch_bytes(dev, 2, T, C, NH);
+    const int64_t other = matmul_backward_bias_scratch_bytes(dev, 3 * C);
+    void* scratch = device_alloc(dev, bytes > other ? bytes : other);
     copy_to_device(dev, qkv, host, 3 * n * sizeof(X));
     copy_to_device(dev, dout, host, n * sizeof(X));
     X* result[2];
     for (int run = 0; run < 2; run++) {
         attention_forward<X>(dev, out, lse, qkv, 2, T, C, NH);
-        attention_backward<X>(dev, dqkv, scratch, dout, qkv, out, lse, 2, T, C, NH);
+        if (run == 0) attention_backward<X>(dev, dqkv, scratch, dout, qkv, out, lse, 2, T, C, NH);
+        if (run == 1) attention_backward_bias(dev, dqkv, dbias, scratch, dout, qkv, out, lse, 2, T, C, NH, false);
         result[run] = (X*)malloc(4 * n * sizeof(X));
         copy_to_host(dev, result[run], dqkv, 3 * n * sizeof(X));
         copy_to_host(dev, result[run] + 3 * n, out, n * sizeof(X));
@@ -891,7 +911,8 @@ static void attention_twice(Test* test, const Device* dev, int T, int C, int NH)
             break;
         }
     }
-    for (void* block : {(void*)qkv, (void*)dqkv, (void*)out, (void*)dout, (void*)lse, scratch}) device_free(dev, block);
+    for (void* block : {(void*)qkv, (void*)dqkv, (void*)out, (void*)dout, (void*)dbias, (void*)lse, scratch})
+        device_free(dev, block);
     free(host), free(result[0]), free(result[1]);
 }
 

@@ -1526,16 +1526,16 @@ static void tell_end(Run* run, double counted, double seconds) {
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run->last_checkpoint);
 }
 
-// The time of steps from `from` on, which is moved when the first ten are done: they are slower.
+// The time of the steps after `from`, which is moved when the first ten are done: they are slower.
 struct StepTimer {
     int64_t first, from;
-    double since, seconds;  // the clock at `from`; spent in steps
+    double since, seconds;  // the clock when `from` was done; spent in the steps after it
 };
 
-// Step `step` is done, which began at `begin`: seconds that one takes.
+// Step `step` is done, which began at `begin`: seconds that one takes, with what lies between them.
 static double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
-    if (step - timer->first == 10) timer->from = step, timer->since = now, timer->seconds = 0;
     timer->seconds += now - begin;
+    if (step - timer->first == 10) timer->from = step, timer->since = now, timer->seconds = 0;
     return step == timer->from ? now - begin : (now - timer->since) / (double)(step - timer->from);
 }
 

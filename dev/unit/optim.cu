@@ -798,11 +798,12 @@ TEST(optim_race_gpu) {
     device_close(&gpu);
 }
 
-// Every preset. The last length, which no tile, block or group of threads divides, keeps every multiprocessor's stages
-// going round.
+// Every preset, on a GPU that is said to have seven multiprocessors: of the last length, which no tile, block or group
+// of threads divides, all of them draw tiles in turn and their stages go round.
 TEST(optim_every_length_equals_cpu_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);
+    gpu.sm_count = 7;
     const int64_t lengths[] = {1, 31, 33, 255, 257, 4095, 4097, 1000003};
     for (int64_t length : lengths) {
         Model model = make_model(&length, 1);

@@ -247,11 +247,6 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 #endif
 }
 
-// 16 random bits as a number in (1, 2): their middle, so that the mean is 3/2.
-OPTIM_INLINE float noise_above_one(uint32_t bits) {
-    return bits_float(0x3f800040u + (bits << 7));
-}
-
 // What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the most that a narrow
 // scale holds.
 template <class Format, class Scale>
