@@ -374,7 +374,7 @@ inline int64_t shard_staging_bytes(const Shard* s) {
 // Device memory that shard_open takes.
 inline int64_t shard_bytes(const Shard* s) {
     return shard_staging_bytes(s) * (s->format == COMM_AS_IS ? 1 : 2) +
-           s->comm.world * SCALARS * (int64_t)sizeof(float) + s->comm.bytes;
+           s->comm.world * SCALARS * (int64_t)sizeof(float);
 }
 
 struct ShardTensor {
