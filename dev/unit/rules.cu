@@ -400,13 +400,13 @@ TEST(rules_fp16_split_levels) {
     int64_t wrong = 0;
     for (uint32_t m = 0; m < Storage::MOST; m++) {
         float here = Storage::decode(m), next = Storage::decode(m + 1), minus = Storage::decode(m | 0x800000u);
-        bool kept = Storage::nearest(here) == m && Storage::stochastic(here, 31) == m && next > here;
+        bool kept = Storage::nearest(here) == m && Storage::cut(here, 31) == m && next > here;
         kept =
             kept && float_bits(minus) == (float_bits(here) | 0x80000000u) && Storage::nearest(minus) == (m | 0x800000);
         if (m % 61 == 0) {
             uint32_t up = 0, half = Storage::nearest(here + 0.5f * (next - here));
             float x = here + 0.28125f * (next - here);
-            for (uint32_t noise = 0; noise < 32; noise++) up += Storage::stochastic(x, noise) == m + 1;
+            for (uint32_t noise = 0; noise < 32; noise++) up += Storage::cut(x, noise) == m + 1;
             kept = kept && up == 9 && Storage::nearest(x) == m && half == m + m % 2;
             kept = kept && Storage::nearest(here + 0.53125f * (next - here)) == m + 1;
         }
@@ -414,11 +414,11 @@ TEST(rules_fp16_split_levels) {
         if (!kept) expect(wrong > 5, "code %06x, %a, is not kept or its neighbourhood is not", m, here);
     }
     expect(Storage::decode(Storage::MOST) == 65504.0f + 127.0f / 8.0f, "%a", Storage::decode(Storage::MOST));
-    expect(Storage::nearest(1e6f) == Storage::MOST && Storage::stochastic(-1e6f, 31) == (Storage::MOST | 0x800000u),
+    expect(Storage::nearest(1e6f) == Storage::MOST && Storage::cut(-1e6f, 31) == (Storage::MOST | 0x800000u),
            "it does not saturate");
     for (float x : {INFINITY, -INFINITY, 0.0f, -0.0f}) {
         expect(float_bits(Storage::decode(Storage::nearest(x))) == float_bits(x), "%a", x);
-        expect(float_bits(Storage::decode(Storage::stochastic(x, 31))) == float_bits(x), "%a with noise", x);
+        expect(float_bits(Storage::decode(Storage::cut(x, 31))) == float_bits(x), "%a with noise", x);
     }
     expect(isnan(Storage::decode(Storage::nearest(NAN))), "NaN");
     snprintf(test->note, sizeof(test->note), "all %u codes", Storage::MOST + 1);

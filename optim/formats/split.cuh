@@ -21,22 +21,24 @@ struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
     Code lane[COUNT];
 };
 
-// Low: int16_t or int8_t.
-template <class Low, Rounding ROUNDING>
-struct Split {
-    static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = 16 - LOW_BITS;
-    static constexpr StreamInfo STREAM[2] = {{"", "BF16", 16, 1}, {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
+// What such storages share, bf16's here and fp16's in fp16split.cuh: all but view(). Number says how a value becomes an
+// integer and back:
+//     DTYPE           of the upper 16 bits, which the model sees
+//     Low             int16_t or int8_t: of the bits below them
+//     CUT_BITS        how many bits of fp32's mantissa are cut off
+//     whole(x)        of a finite x, the integer and below it the bits that are cut off
+//     cut(x, noise)   the integer, `noise` having been added to whole(x): CUT_BITS random bits, or half a step
+//     decode(bits)    its value
+template <class Number, Rounding ROUNDING>
+struct SplitOf : Number {
+    typedef typename Number::Low Low;
+    static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = Number::CUT_BITS;
+    static constexpr StreamInfo STREAM[2] = {{"", Number::DTYPE, 16, 1},
+                                             {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
 
-    // The value as an integer of 16 + LOW_BITS bits. noise: CUT_BITS random bits, or half a step for nearest.
-    static OPTIM_INLINE uint32_t cut(float x, uint32_t noise) {
-        uint32_t bits = float_bits(x);
-        if (CUT_BITS == 0) return float_bits(canonical(x));
-        if (!is_finite(x)) return (is_nan(x) ? 0x7fc00000u : bits) >> CUT_BITS;
-        return (bits + noise) >> CUT_BITS;
-    }
-
+    // Ties to even.
     static OPTIM_INLINE uint32_t nearest(float x) {
-        return cut(x, ((1u << CUT_BITS) - 1) / 2 + (float_bits(x) >> CUT_BITS & 1u));
+        return Number::cut(x, ((1u << CUT_BITS) - 1) / 2 + (Number::whole(x) >> CUT_BITS & 1u));
     }
 
     // COUNT elements of one thread, 8 or 16; `bits` as cut() gives them.
@@ -46,8 +48,7 @@ struct Split {
         auto low = load_value<Lanes<Low, COUNT>>(streams.extra, (int)sizeof(Low) * first);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            uint32_t bits = ((uint32_t)high.lane[i] << LOW_BITS) + (uint32_t)(int)low.lane[i];
-            x[i] = bits_float(bits << CUT_BITS);
+            x[i] = Number::decode(((uint32_t)high.lane[i] << LOW_BITS) + (uint32_t)(int)low.lane[i]);
         }
     }
 
@@ -78,7 +79,7 @@ struct Split {
         Noise noise = noise_draw(key, first);
         uint32_t bits[COUNT];
         OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) bits[i] = cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
+        for (int i = 0; i < COUNT; i++) bits[i] = Number::cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
         put<COUNT>(streams, first, bits);
     }
 
@@ -107,7 +108,30 @@ struct Split {
             if (c < n) put_noisy<8>(streams, first + c, x + c, key);
         }
     }
+};
 
+// The upper bits of an fp32; its lowest are cut off.
+template <class LowBits>
+struct Bf16Number {
+    typedef LowBits Low;
+    static constexpr const char* DTYPE = "BF16";
+    static constexpr int CUT_BITS = 16 - 8 * (int)sizeof(Low);
+
+    static OPTIM_INLINE uint32_t whole(float x) { return float_bits(x); }
+
+    static OPTIM_INLINE uint32_t cut(float x, uint32_t noise) {
+        uint32_t bits = float_bits(x);
+        if (CUT_BITS == 0) return float_bits(canonical(x));
+        if (!is_finite(x)) return (is_nan(x) ? 0x7fc00000u : bits) >> CUT_BITS;
+        return (bits + noise) >> CUT_BITS;
+    }
+
+    static OPTIM_INLINE float decode(uint32_t bits) { return bits_float(bits << CUT_BITS); }
+};
+
+// Low: int16_t or int8_t.
+template <class Low, Rounding ROUNDING>
+struct Split : SplitOf<Bf16Number<Low>, ROUNDING> {
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
