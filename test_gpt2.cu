@@ -695,6 +695,30 @@ TEST(memory_plan) {
     }
 }
 
+// What the exchange between ranks takes for itself is in the plan once, on any GPU.
+TEST(memory_plan_of_ranks) {
+    const Setup setup = {
+        {3, 128, 2, 64, 300, 384}, 4, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
+    Device cpu, gpu;
+    device_open(&cpu, false, 0);
+    Model m;
+    model_open(&m, &cpu, &setup);
+    OptimConfig config = setup_optim(&setup);
+    gpu = cpu;
+    gpu.gpu = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
+    int64_t cut[] = {0, m.elements, m.elements}, total[2];
+    Shard shard = {};
+    shard.comm.world = 2, shard.cut = cut, shard.gradient_bytes = 4;
+    Model on_gpu = m;
+    on_gpu.dev = &gpu, on_gpu.shard = &shard;
+    for (int i = 0; i < 2; i++) {
+        shard.comm.bytes = i * 12345;
+        total[i] = memory_plan(&on_gpu, &config).total;
+    }
+    expect(total[1] - total[0] == 12345, "the plan grows by %lld bytes", (long long)(total[1] - total[0]));
+    model_free(&m);
+}
+
 TEST_ALONE(memory_plan_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer pads allocations");
     Device dev;

@@ -547,6 +547,7 @@ static void rehearse(Model* m, Device* dev) {
     shard_micro_batch(m->shard, true, true);
     micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, m->T, true, true, 1.0f);
     if (m->shard) device_after_comm(&m->shard->comm);
+    shard_rest(m->shard);
     dev->rehearsal = false;
     device_zero(dev, m->grads, grads_bytes(m));
 }
@@ -690,7 +691,8 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
     int64_t most = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < most) most = windows;
     // Of the whole memory, not of what happens to be free: the same command takes the same batch.
-    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) : INT64_MAX;
+    int64_t exchange = m->shard ? m->shard->comm.bytes : 0;
+    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
     int64_t fits = shard_least(m->shard, o->batch == AUTO ? largest_batch(o, *m, optim, most, usable) : 0);
     if (o->batch == AUTO) {
         int64_t batch = 1;

@@ -89,8 +89,10 @@ static bool from_torchrun(Launch* launch) {
     snprintf(launch->source, sizeof(launch->source), "%s", elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...");
     launch->rank = rank, launch->world = world, launch->local_rank = local;
     launch->local_world = variable("LOCAL_WORLD_SIZE");
-    snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s", text_variable("TORCHELASTIC_RUN_ID"),
-             text_variable("TORCHELASTIC_RESTART_COUNT"));
+    // The port too: without --rdzv-id all jobs have one id, and those at ports beside each other look for rank 0 at the
+    // same.
+    snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s %d", text_variable("TORCHELASTIC_RUN_ID"),
+             text_variable("TORCHELASTIC_RESTART_COUNT"), variable("MASTER_PORT"));
     set_address(launch, "");
     launch->port += elastic;  // torchrun itself listens at MASTER_PORT
     return true;
@@ -130,6 +132,16 @@ static bool from_slurm(Launch* launch) {
     return true;
 }
 
+// A launcher that has made several processes and whose variables say too little for them to find each other, or NULL.
+static const char* incomplete_set(void) {
+    if (variable("OMPI_COMM_WORLD_SIZE") > 1) return "Open MPI's OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK";
+    if (variable("SLURM_STEP_NUM_TASKS") > 1 || variable("SLURM_PROCID") > 0)
+        return "Slurm's SLURM_PROCID, _LOCALID, _STEP_ID and _STEP_NUM_TASKS";
+    if (variable("PMI_SIZE") > 1)
+        return "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (PMI's are not read)";
+    return NULL;
+}
+
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     *launch = (Launch){.world = 1, .listener = -1};
     bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
@@ -141,6 +153,11 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             "RANK is '%s', WORLD_SIZE is '%s', and these two, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are "
             "not all set to what can be; set them, or unset RANK and WORLD_SIZE and type --gpus N",
             rank, world);
+    }
+    if (!found && incomplete_set()) {
+        return data_error(
+            error, "a launcher has made several processes, but not all of %s are set; set them, or type --gpus N",
+            incomplete_set());
     }
     if (launch->world > 1 && launch->port + PORTS > 65536) {
         return data_error(error, "MASTER_PORT is %s; set it to one from 1024 to %d", text_variable("MASTER_PORT"),

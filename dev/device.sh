@@ -149,7 +149,8 @@ for step in "$@"; do
     nccl)
         build train test_gpt2
         NIBBLE_NCCL=${NIBBLE_NCCL:-libnccl.so.2} tests nccl.log multi_modes_gpu multi_losses_gpu multi_goes_on_gpu \
-            multi_resume_gpu multi_dead_ranks_gpu multi_signals_gpu multi_bad_token_gpu multi_memory_gpu ;;
+            multi_resume_gpu multi_dead_ranks_gpu multi_signals_gpu multi_bad_token_gpu multi_memory_gpu multi_presets_gpu \
+            multi_comm_gpu ;;
     launchers)
         build train
         launchers ;;

@@ -23,6 +23,7 @@ static const char* const COMBINATIONS[] = {
     "adamw4s",
     "flash24",
     "fp8w8",
+    "int8w8",
     "fp8w4",
     "lion8",
     "lion16",

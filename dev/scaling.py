@@ -152,7 +152,8 @@ def table_rows(options, kept, folder, size):
     """The rows of a size, as texts."""
     with open(options.trainer, "rb") as file:
         program = hashlib.sha256(file.read()).hexdigest()[:16]
-    about = [program, *size, options.seq, options.steps, options.skip, options.more]
+    way = [os.environ.get(name, "") for name in ("NIBBLE_NCCL", "NCCL_P2P_DISABLE")]
+    about = [program, *size, options.seq, options.steps, options.skip, options.more, *way]
     names, start = options.names[:max(options.counts)], "| %s, %d x %d | %%d | %%s |" % size
 
     def each_alone():

@@ -552,9 +552,10 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 }
 
 // This rank must get on from here. The host is at most three micro-batches ahead of the device, so it is back here, or
-// at shard_rest, within less than six of the last one's time.
+// at shard_rest, within less than six of the last one's time; in the first step, whose kernels are loaded or compiled,
+// within ten minutes.
 inline void shard_hurry(const Shard* s, const char* what) {
-    if (s && s->micro_batch_seconds > 0) launch_hurry(s->comm.launch, what, 6 * s->micro_batch_seconds);
+    if (s) launch_hurry(s->comm.launch, what, s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600);
 }
 
 inline void shard_rest(const Shard* s) {

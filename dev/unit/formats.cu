@@ -430,6 +430,46 @@ TEST(formats_narrow_scales) {
     expect(ScaleBf16::encode(0.0f) == 0 && ScaleE8m0::encode(0.0f) == 0 && ScaleE8m0::decode(0) == 0.0f, "zero");
 }
 
+// Weights on a grid of a power of two: the mean over many steps' noise is what was to be stored, up to the block's
+// largest, which lies at, next to and between the multiples of the grid at which the scale changes.
+TEST(formats_linear_weights_are_unbiased) {
+    typedef Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC> Weights;
+    constexpr int DRAWS = 256;
+    const float tops[] = {
+        127.0f, nextafterf(127.0f, 0.0f), nextafterf(127.0f, 128.0f), 126.3f, 63.5f, nextafterf(63.5f, 64.0f), 64.0f,
+        100.7f};
+    static uint8_t codes[TILE_ELEMENTS], scales[TILE_ELEMENTS / 32];
+    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    static double sum[TILE_ELEMENTS];
+    Streams streams = {codes, scales};
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        float top = ldexpf(tops[i / 32 % 8], i / 32 - 40);
+        x[i] = i % 32 == 9 ? top : i % 32 == 20 ? -top : top * test_uniform(31, i);
+        sum[i] = 0.0;
+    }
+    for (int draw = 0; draw < DRAWS; draw++) {
+        Weights::store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, (uint32_t)draw, NOISE_WEIGHTS});
+        Weights::load(streams, 0, back, TILE_ELEMENTS, NoiseKey{});
+        for (int i = 0; i < TILE_ELEMENTS; i++) {
+            expect(codes[i] <= 254, "%a is stored as %d", (double)x[i], codes[i]);
+            sum[i] += (double)back[i];
+        }
+    }
+    double mean = 0.0, worst = 0.0;
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        // Over 127 what lies 2^-17 above it rounds to one, and so keeps that scale.
+        double scale = ScaleE8m0::decode(scales[i / 32]), top = fabs((double)x[i / 32 * 32 + 9]);
+        expect(top < 127.0001 * scale && top > 63.4999 * scale, "a largest of %a has the scale %a", top, scale);
+        double error = (sum[i] / DRAWS - (double)x[i]) / scale;
+        mean += error / TILE_ELEMENTS;
+        if (!(fabs(error) <= worst)) worst = fabs(error);
+    }
+    // A draw's error has a standard deviation of at most half a step.
+    double standard = 0.5 / sqrt(DRAWS);
+    expect(worst <= 5.0 * standard, "an element is off by %g steps", worst);
+    expect(fabs(mean) <= 4.0 * standard / sqrt(TILE_ELEMENTS), "all are off by %g steps", mean);
+}
+
 // Whole steps through optim.h.
 
 #define STATE_NAME(NAME, NOTE, ...) NAME,
@@ -704,11 +744,11 @@ TEST(formats_dithered_equal_cpu_gpu) {
     device_close(&gpu);
 }
 
-TEST(formats_fp8_weights_equal_cpu_gpu) {
+TEST(formats_8_bit_weights_equal_cpu_gpu) {
     if (!jit_available()) skip("libnvrtc was not found");
     Device gpu;
     device_open(&gpu, true, 0);
-    for (const char* weights : {"e4m3:sr", "e5m2:sr", "e4m3+8", "e4m3+8:sr", "e5m2+8:sr", "e4m3"}) {
+    for (const char* weights : {"e4m3:sr", "e5m2:sr", "e4m3+8", "e4m3+8:sr", "e5m2+8:sr", "e4m3", "lin8:sr"}) {
         OptimConfig config = state_config("adamw", weights, "bf16", "soft8", "sqrt8");
         compare(test, &gpu, &config, 20, false);
         compare(test, &gpu, &config, 4, true);

@@ -96,6 +96,9 @@ TEST(launch_environment) {
         {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE is '0'", 1},
         {"RANK=0 WORLD_SIZE=four LOCAL_RANK=0 MASTER_ADDR=gpu1 MASTER_PORT=29500", "WORLD_SIZE is 'four'", 1},
         {"RANK=1 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=70000", "MASTER_PORT is 70000", 1},
+        {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", "not all of Open MPI's", 1},
+        {"SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_STEP_ID=0", "not all of Slurm's", 1},
+        {"PMI_RANK=1 PMI_SIZE=4", "PMI's are not read", 1},
         {OPEN_MPI, "set MASTER_ADDR", 1},
         {SLURM, "set MASTER_ADDR", 1},
     };

@@ -1,5 +1,6 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
-// the stand-in of kernels/comm.cuh; the cases that end in _gpu are the same over NCCL, for as many GPUs as are there.
+// the stand-in of kernels/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
+// NIBBLE_NCCL says so, for as many GPUs as are there.
 #include <arpa/inet.h>
 #include <cuda_runtime.h>
 #include <netinet/in.h>
@@ -359,13 +360,13 @@ TEST(multi_resume_gpu) {
 }
 
 // What is sent rounded trains nearly as well, and differs from what is not.
-TEST(multi_comm) {
+static void check_comm(Test* test, bool gpu) {
     static Losses exact, rounded;
     const char* work = work_folder();
     char run[PATH_MAX];
     for (const char* format : {"grads", "bf16", "e5m2"}) {
         snprintf(run, sizeof(run), "%s/%s", work, format);
-        train_ranks(false, 2, "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --comm %s",
+        train_ranks(gpu, 2, "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --comm %s",
                     SEVERAL, work, run, format);
         read_losses(test, run, &rounded);
         if (format[0] == 'g') exact = rounded;
@@ -382,6 +383,16 @@ TEST(multi_comm) {
                  used ? ", " : "loss of the last 20 steps: ", format, difference);
     }
     remove_tree(work);
+}
+
+TEST(multi_comm) {
+    check_comm(test, false);
+}
+
+TEST(multi_comm_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    check_comm(test, true);
 }
 
 // Launchers.

@@ -466,12 +466,13 @@ static void block_values(float* x) {
     memset(x + 128, 0, 128 * sizeof(float));
 }
 
-TEST(rules_fp8_weights_that_rest_do_not_change) {
+TEST(rules_8_bit_weights_that_rest_do_not_change) {
     // The scale is a power of two, so what was stored is stored again as it was, noise or not.
     static float x[BLOCK_TEST], once[BLOCK_TEST], twice[BLOCK_TEST];
-    static uint8_t codes[BLOCK_TEST], scales[16];
+    static uint8_t codes[BLOCK_TEST], scales[BLOCK_TEST / 32];
     static int8_t low[BLOCK_TEST];
     typedef Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC> InPlace;
+    typedef Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC> Linear;
     typedef BlockSplit<E4m3, 3, -6, 128, STOCHASTIC> Wide;
     Streams streams = {codes, scales, nullptr, low};
     block_values(x);
@@ -486,6 +487,12 @@ TEST(rules_fp8_weights_that_rest_do_not_change) {
     Wide::store(streams, 0, once, BLOCK_TEST, NoiseKey{1, 2, NOISE_WEIGHTS});
     Wide::load(streams, 0, twice, BLOCK_TEST, NoiseKey{});
     expect(memcmp(once, twice, sizeof(once)) == 0, "e4m3+8:sr");
+    Linear::store(streams, 0, x, BLOCK_TEST, NoiseKey{1, 1, NOISE_WEIGHTS});
+    Linear::load(streams, 0, once, BLOCK_TEST, NoiseKey{});
+    Linear::store(streams, 0, once, BLOCK_TEST, NoiseKey{1, 2, NOISE_WEIGHTS});
+    Linear::load(streams, 0, twice, BLOCK_TEST, NoiseKey{});
+    expect(memcmp(once, twice, sizeof(once)) == 0, "lin8:sr");
+    expect(memcmp(once, x, sizeof(once)) != 0, "lin8:sr rounded nothing");
 }
 
 template <class Format, int MANTISSA, int LEAST>
@@ -557,7 +564,9 @@ static Drift drift(const char* weights, float lr, void (*load)(const Streams&, i
     static float first[N], grads[N], last[N];
     for (int i = 0; i < N; i++) {
         float value = 0.8f + 0.18f * start(i);  // on the format's grid, so that to set it rounds nothing
-        first[i] = *weights == 'e' ? roundf(value * 16) / 16 : Bf16::decode(Bf16::encode(value));
+        first[i] = *weights == 'e'   ? roundf(value * 16) / 16
+                   : *weights == 'l' ? roundf(value * 0.9f * 128) / 128  // far from 127 steps of 1/128
+                                     : Bf16::decode(Bf16::encode(value));
         grads[i] = 1.0f;
     }
     float one = 1.0f;
@@ -616,6 +625,12 @@ TEST(rules_small_updates_survive) {
     expect(fabs(fp8.mean) <= 4.0 * error8, "e4m3:sr is off by %g, %g standard errors", fp8.mean,
            fabs(fp8.mean) / error8);
     expect(fp8.moved > 0.5 * moved, "e4m3:sr stands still: %g", fp8.moved);
+    Drift linear = drift("lin8:sr", lr, Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC>::load);
+    double step_linear = ldexp(1.0, -7), share_linear = (double)lr / step_linear;
+    double error_linear = step_linear * sqrt(200 * share_linear * (1.0 - share_linear) / 2048);
+    expect(fabs(linear.mean) <= 4.0 * error_linear, "lin8:sr is off by %g, %g standard errors", linear.mean,
+           fabs(linear.mean) / error_linear);
+    expect(linear.moved > 0.5 * moved, "lin8:sr stands still: %g", linear.moved);
     snprintf(test->note, sizeof(test->note), "kahan %.1e, bf16+8 %.1e of %.1e; bf16+8:sr %.1f of 4 standard errors",
              kahan.worst, split8.worst, moved, fabs(noisy.mean) / standard);
     expect(fabs(noisy.mean) <= 4.0 * standard + fp32, "bf16+8:sr is off by %g", noisy.mean);
@@ -675,6 +690,7 @@ TEST(rules_weights_cost_what_they_say) {
                   {"e5m2+8", 2 + 1 / 128.0},
                   {"e5m2+8:sr", 2 + 1 / 128.0},
                   {"e5m2+fp32", 5 + 1 / 128.0},
+                  {"lin8:sr", 1 + 1 / 32.0},
                   {"e4m3/tensor+fp32", 5},
                   {"e5m2/tensor+fp32", 5}};
     static_assert(sizeof(wanted) / sizeof(wanted[0]) == sizeof(weights_names) / sizeof(weights_names[0]),
@@ -752,11 +768,12 @@ TEST(rules_every_pair_leaves_padding_zero) {
             for (int s = 0; s < optim_stream_count(run.optim); s++) {
                 OptimStream stream = optim_stream(run.optim, s);
                 if (stream.elements != run.elements) continue;  // scales of blocks
+                int zero = is(weights, "lin8:sr") && is(stream.name, "weights") ? Lin8::ZERO : 0;
                 for (int64_t i = 0; i < run.elements; i++) {
                     if (!is_padding(&run, i)) continue;
                     const char* bytes = (const char*)stream.data + i * stream.element_bytes;
                     for (int b = 0; b < stream.element_bytes; b++) {
-                        expect(bytes[b] == 0, "%s, %s: stream %s element %lld", rule, weights, stream.name,
+                        expect(bytes[b] == zero, "%s, %s: stream %s element %lld", rule, weights, stream.name,
                                (long long)i);
                     }
                 }
