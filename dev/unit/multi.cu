@@ -366,7 +366,8 @@ static void check_comm(Test* test, bool gpu) {
     char run[PATH_MAX];
     for (const char* format : {"grads", "bf16", "e5m2"}) {
         snprintf(run, sizeof(run), "%s/%s", work, format);
-        train_ranks(gpu, 2, "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --comm %s",
+        train_ranks(gpu, 2,
+                    "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --grads fp32 --comm %s",
                     SEVERAL, work, run, format);
         read_losses(test, run, &rounded);
         if (format[0] == 'g') exact = rounded;
