@@ -5,6 +5,8 @@
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
+#   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds (480), one a
+#                            GPU: $OUT/$SWEEP.tgz holds all records, for dev/compare/results/$SWEEP
 #   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
 #   dev/device.sh nccl       those of them over NCCL that start ./train
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun and by Slurm's variables; without
@@ -12,7 +14,7 @@
 #   dev/device.sh scaling    the scaling table (SCALING=arguments of dev/scaling.py): of all sizes on 4 GPUs in more than ten
 #                            minutes, so where it is cut short the next call goes on
 #   dev/device.sh sanitize   make sanitize
-# `train` wants .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
+# `train` and `study` want .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-build/device}
@@ -29,6 +31,11 @@ build() {
 failed() {
     echo "FAILED: $*"
     status=1
+}
+
+corpus() {
+    [ -d build/wiki ] || python3 data/prepare.py .carry/wiki_train_a.txt.xz --val .carry/wiki_val.txt.xz \
+        --vocab .carry/tokenizer --out build/wiki 2>&1 | tail -n 5
 }
 
 # tests LOG PATTERN...
@@ -124,8 +131,7 @@ for step in "$@"; do
         rm -rf build/default && ./train --run build/default 2>&1 | tee "$OUT/default.log" | tail -n 40 ;;
     train)
         build train
-        [ -d build/wiki ] || python3 data/prepare.py .carry/wiki_train_a.txt.xz --val .carry/wiki_val.txt.xz \
-            --vocab .carry/tokenizer --out build/wiki 2>&1 | tail -n 5
+        corpus
         rm -rf build/gpt2
         ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --val-tokens 655360 --save-every 250 --keep 3 \
             --print-every 10 --prompt "The city of" --run build/gpt2 2>&1 | tee "$OUT/train.log"
@@ -142,6 +148,16 @@ for step in "$@"; do
         python3 dev/reference/check_export.py build/gpt2/step_00000300 --tokens build/wiki/val_000000.bin --windows 640 \
             --batch 16 --expect "$ours" --tolerance 0.01 2>&1 | tail -n 3 | tee -a "$OUT/export.log"
         ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
+    study)
+        build train
+        corpus
+        sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
+        mkdir -p "$records"
+        cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet"
+        python3 dev/compare/run.py "dev/compare/sweeps/$sweep.toml" --out "$records" --budget "${BUDGET:-480}" --no-check \
+            --no-report ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
+        tail -n 2 "$OUT/study.log"
+        tar -C "$records" -czf "$OUT/$sweep.tgz" runs ;;
     multi)
         build train test_gpt2
         nvidia-smi topo -m
@@ -160,7 +176,7 @@ for step in "$@"; do
     sanitize)
         build test_gpt2
         make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
-    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, study, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
 exit $status

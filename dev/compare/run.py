@@ -44,6 +44,13 @@ def options_read(arguments):
         "--jobs", type=int, default=1, metavar="N", help="runs at once on a GPU or the CPU (default: 1)"
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that would not end in time")
+    parser.add_argument(
+        "--silence",
+        type=float,
+        default=1800,
+        metavar="SECONDS",
+        help="a run whose log stands still for so long is killed and counts as dead (default: 1800)",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
     parser.add_argument("--commit", metavar="TEXT", help="what to record where git cannot be asked")
@@ -131,6 +138,7 @@ def run_sweep(options):
         options.jobs,
         gpus,
         options.until,
+        options.silence,
         options.commit or commit_now(),
     )
     whole = at_work.go(todo)

@@ -8,6 +8,7 @@ Children end with this process, however it ends, so that no two write to one fol
 import ctypes
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -59,12 +60,21 @@ class Job:
     process: subprocess.Popen
     first: int  # step at which it began
     started: float
+    hung: bool = False
+
+    def silence(self):
+        """Seconds since it last wrote to its log, or began."""
+        try:
+            written = time.time() - (self.folder / "log.jsonl").stat().st_mtime
+        except OSError:
+            written = math.inf
+        return min(written, time.monotonic() - self.started)
 
 
 class Runner:
-    def __init__(self, sweep, trainer, work, records, jobs, gpus, until, commit):
+    def __init__(self, sweep, trainer, work, records, jobs, gpus, until, silence, commit):
         self.sweep, self.trainer, self.work, self.records = sweep, trainer, work, records
-        self.jobs, self.commit = jobs, commit
+        self.jobs, self.silence, self.commit = jobs, silence, commit
         self.free, self.slots = slots(gpus, jobs), len(slots(gpus, jobs))
         self.begin, self.until = time.monotonic(), until
         self.active, self.stopping = [], False
@@ -114,6 +124,9 @@ class Runner:
         result = record.make(job.run, job.folder, job.process.returncode, words, self.trainer.weights)
         if self.stopping and result["status"] == "died":
             return
+        if job.hung and result["status"] == "died":
+            reached = record.last_step(job.folder)
+            result["reason"] = f"hung: nothing in its log for {duration(self.silence)} at step {reached} of {result['steps']}"
         steps = max(0, record.last_step(job.folder) - job.first)
         tokens = steps * result["tokens_per_step"]
         self.done_tokens += tokens
@@ -217,6 +230,10 @@ class Runner:
                         break
                     for job in [job for job in self.active if job.process.poll() is not None]:
                         self.finish(job)
+                    for job in self.active:
+                        if job.silence() > self.silence:
+                            job.hung = True
+                            job.process.kill()
                     self.progress(waiting)
                     time.sleep(0.05)
             except KeyboardInterrupt:

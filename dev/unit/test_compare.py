@@ -349,6 +349,15 @@ def test_diverged_and_dead_runs(case):
     assert case.rows()["dead"]["status"] == "done"
 
 
+def test_hung_run(case):
+    """It is killed and stands in the table; what comes after it is run."""
+    text = SWEEP + '[[run]]\nname = "hung"\nseed = 13\nturn = 0\n'
+    trainer = case.wrapper('case "$*" in *--dry-run*) ;; *--seed=13*) exec sleep 600 ;; esac')
+    said = case.run(text, "--trainer", trainer, "--silence", "10")
+    assert "2 done, 1 died" in said, said
+    assert case.rows()["hung"]["status"] == "died: hung: nothing in its log for 10 s at step 0 of 4", case.rows()["hung"]
+
+
 def test_report_twice_is_the_same(case):
     """The same bytes from copied records, without ./train and without a GPU; the page asks no network."""
     text = SWEEP.replace('name = "a"\n', 'name = "a"\nseed = [1, 2]\n')
