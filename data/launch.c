@@ -89,8 +89,8 @@ static bool from_torchrun(Launch* launch) {
     snprintf(launch->source, sizeof(launch->source), "%s", elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...");
     launch->rank = rank, launch->world = world, launch->local_rank = local;
     launch->local_world = variable("LOCAL_WORLD_SIZE");
-    // The port too: without --rdzv-id all jobs have one id, and those at ports beside each other look for rank 0 at the
-    // same.
+    // The port too: without --rdzv-id all jobs have one id, and one whose port is less than PORTS from another's could
+    // take that one's rank 0 for its own.
     snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s %d", text_variable("TORCHELASTIC_RUN_ID"),
              text_variable("TORCHELASTIC_RESTART_COUNT"), variable("MASTER_PORT"));
     set_address(launch, "");
@@ -155,9 +155,10 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             rank, world);
     }
     if (!found && incomplete_set()) {
-        return data_error(
-            error, "a launcher has made several processes, but not all of %s are set; set them, or type --gpus N",
-            incomplete_set());
+        return data_error(error,
+                          "a launcher has made several processes, but not all of %s are set; set them, or start "
+                          "without it, with --gpus N",
+                          incomplete_set());
     }
     if (launch->world > 1 && launch->port + PORTS > 65536) {
         return data_error(error, "MASTER_PORT is %s; set it to one from 1024 to %d", text_variable("MASTER_PORT"),

@@ -6,7 +6,8 @@
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds (480), one a
-#                            GPU: $OUT/$SWEEP.tgz holds all records, for dev/compare/results/$SWEEP
+#                            GPU: $OUT/$SWEEP.tgz holds all records, for dev/compare/results/$SWEEP (COMMIT: what they record where git
+#                            cannot be asked)
 #   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
 #   dev/device.sh nccl       those of them over NCCL that start ./train
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun and by Slurm's variables; without
@@ -150,12 +151,12 @@ for step in "$@"; do
         ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
     study)
         build train
-        corpus
+        corpus || { failed corpus; continue; }
         sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
         mkdir -p "$records"
         cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet"
         python3 dev/compare/run.py "dev/compare/sweeps/$sweep.toml" --out "$records" --budget "${BUDGET:-480}" --no-check \
-            --no-report ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
+            --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"
         tar -C "$records" -czf "$OUT/$sweep.tgz" runs ;;
     multi)
