@@ -466,7 +466,7 @@ def test_progress(case):
 
     plan = {"tokens_per_step": 10, "steps": 100}
     (case.folder / "log.jsonl").write_text('{"type": "train", "step": 59}\n{"type": "train", "step": 60}\n')
-    at_work = Runner(None, None, case.folder, case.folder, 1, [], math.inf, "")
+    at_work = Runner(None, None, case.folder, case.folder, 1, [], math.inf, math.inf, "")
     at_work.begin, at_work.shown, at_work.done_tokens = time.monotonic() - 100, -math.inf, 600
     run = SimpleNamespace(plan=plan, label="a seed 1")
     at_work.active = [SimpleNamespace(run=run, folder=case.folder, first=20)]  # 40 steps of this start
