@@ -154,11 +154,12 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             "not all set to what can be; set them, or unset RANK and WORLD_SIZE and type --gpus N",
             rank, world);
     }
-    if (!found && incomplete_set()) {
+    const char* set = found ? NULL : incomplete_set();
+    if (set) {
         return data_error(error,
                           "a launcher has made several processes, but not all of %s are set; set them, or start "
                           "without it, with --gpus N",
-                          incomplete_set());
+                          set);
     }
     if (launch->world > 1 && launch->port + PORTS > 65536) {
         return data_error(error, "MASTER_PORT is %s; set it to one from 1024 to %d", text_variable("MASTER_PORT"),
