@@ -904,7 +904,7 @@ TEST(model_file_names) {
 
 // For `make sanitize`, whose race checker is slow: attention alone, several tiles, a ragged last one, on a GPU that is
 // said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again. The
-// second run takes the bias gradient along.
+// second run takes the bias gradient along, which is the sum of dqkv's rows but for the rounding of each.
 template <typename X>
 static void attention_twice(Test* test, const Device* dev, int T, int C, int NH) {
     int64_t n = (int64_t)2 * T * C;
@@ -928,6 +928,18 @@ static void attention_twice(Test* test, const Device* dev, int T, int C, int NH)
         copy_to_host(dev, result[run], dqkv, 3 * n * sizeof(X));
         copy_to_host(dev, result[run] + 3 * n, out, n * sizeof(X));
     }
+    X* bias = (X*)malloc(3 * C * sizeof(X));
+    copy_to_host(dev, bias, dbias, 3 * C * sizeof(X));
+    for (int64_t c = 0; c < 3 * C; c++) {
+        double sum = 0.0, size = 0.0, unit = sizeof(X) == 2 ? 0x1p-8 : 0x1p-16;
+        for (int64_t t = 0; t < 2 * T; t++) {
+            sum += to_float(result[1][t * 3 * C + c]);
+            size += fabs(to_float(result[1][t * 3 * C + c]));
+        }
+        // The key's bias has no gradient: all that is left of it is rounding, and the bound is of the terms.
+        expect(fabs(to_float(bias[c]) - sum) <= unit * size, "T %d: bias %lld is %g, not %g", T, (long long)c,
+               to_float(bias[c]), sum);
+    }
     expect(memcmp(result[0], result[1], 4 * n * sizeof(X)) == 0, "T %d, heads of %d: other bits", T, C / NH);
     for (int64_t i = 0; i < 4 * n; i++) {
         if (!isfinite(to_float(result[0][i]))) {
@@ -937,7 +949,7 @@ static void attention_twice(Test* test, const Device* dev, int T, int C, int NH)
     }
     for (void* block : {(void*)qkv, (void*)dqkv, (void*)out, (void*)dout, (void*)dbias, (void*)lse, scratch})
         device_free(dev, block);
-    free(host), free(result[0]), free(result[1]);
+    free(host), free(bias), free(result[0]), free(result[1]);
 }
 
 TEST(attention_race_gpu) {

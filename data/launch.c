@@ -435,12 +435,13 @@ static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error
     return fine;
 }
 
-// A connection within a second, or -1.
-static int connect_to(const char* host, int port) {
+// A connection within a second, or -1; *unknown is what getaddrinfo says of the host, 0 when it has an address.
+static int connect_to(const char* host, int port, int* unknown) {
     char service[16];
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
     snprintf(service, sizeof(service), "%d", port);
-    if (getaddrinfo(host, service, &hints, &found) != 0) return -1;
+    *unknown = getaddrinfo(host, service, &hints, &found);
+    if (*unknown != 0) return -1;
     int made = -1;
     for (struct addrinfo* at = found; at && made < 0; at = at->ai_next) {
         made = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -455,12 +456,12 @@ static int connect_to(const char* host, int port) {
 }
 
 // One channel to rank 0; false: try again, or with a sentence never.
-static bool knock(const Launch* launch, int port, int channel, Peer* first, char* error) {
+static bool knock(const Launch* launch, int port, int channel, Peer* first, int* unknown, char* error) {
     Hello hello = {.magic = MAGIC, .rank = launch->rank, .world = launch->world, .channel = channel, .pid = getpid()};
     Welcome welcome;
     memcpy(hello.job, launch->job, sizeof(hello.job));
     gethostname(hello.host, sizeof(hello.host) - 1);
-    int socket = connect_to(launch->host, port);
+    int socket = connect_to(launch->host, port, unknown);
     if (socket < 0) return false;
     set_time_limit(socket, 5);
     bool answered = send_all(socket, &hello, sizeof(hello)) && receive_all(socket, &welcome, sizeof(welcome));
@@ -476,13 +477,18 @@ static bool knock(const Launch* launch, int port, int channel, Peer* first, char
 
 static bool reach_first(Launch* launch, Peer* first, int64_t limit, char* error) {
     double deadline = seconds() + (double)limit;
-    int ports = strcmp(launch->source, "--gpus") == 0 ? 1 : PORTS;
+    int ports = strcmp(launch->source, "--gpus") == 0 ? 1 : PORTS, unknown = 0;
     error[0] = 0;
     for (int at = 0;; at++) {
         int port = launch->port + at % ports;
-        bool in = knock(launch, port, TALK, first, error) && knock(launch, port, CONTROL, first, error);
+        bool in =
+            knock(launch, port, TALK, first, &unknown, error) && knock(launch, port, CONTROL, first, &unknown, error);
         if (in || error[0]) break;
         if (first->socket[TALK] >= 0) close(first->socket[TALK]), first->socket[TALK] = -1;
+        if (seconds() > deadline && unknown != 0) {
+            return data_error(error, "rank %d knows no host %s (%s); set MASTER_ADDR to rank 0's host", launch->rank,
+                              launch->host, gai_strerror(unknown));
+        }
         if (seconds() > deadline) {
             return data_error(
                 error,

@@ -50,6 +50,8 @@ static const char* const COMBINATIONS[] = {
     "bf16:sr,nf4:sr,sqrt4:sr",
     "bf16:sr,e2m1:sr,e2m1:sr",
     "bf16:sr,soft8:sr,log8:sr",
+    "bf16:sr,soft8:sr,adalog8:sr",
+    "bf16:sr,bf16:sr,log16:sr",
     "bf16:sr,lin8:dither,sqrt8:dither",
     "bf16:sr,lin8:dither,sqrt4:dither",
     // Storages of weights that no preset has.

@@ -98,7 +98,7 @@ struct Shard {
     float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD; the host's
     bool late;                    // gradients are exchanged after the backward pass, not beside it
     bool first, last;             // micro-batch of the step
-    double micro_batch_seconds;   // of the last step; 0 before it: then standing still is no suspicion yet
+    double micro_batch_seconds;   // of the last step; 0 before it: then patience is 600 s
     bool stop;                    // all ranks have agreed to end
     int held[2];                  // which layers' weights are in packed memory; -1: none
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed

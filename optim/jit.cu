@@ -187,9 +187,12 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     // With what only Hopper has, which the kernel asks for where it may (kernel.cuh).
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
     snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s%s", architecture, hopper);
-    const char* options[JIT_OPTIONS + 1];
+    const char* options[JIT_OPTIONS + 2];
     memcpy(options, jit_options, sizeof(jit_options));
-    options[JIT_OPTIONS] = option_arch;
+    int major = 0, minor = 0, count = JIT_OPTIONS;
+    options[count++] = option_arch;
+    // From 13 on NVRTC has a cache of its own, and starts the driver to find it: more time than it could save.
+    if (nvrtc.version(&major, &minor) == 0 && major >= 13) options[count++] = "--no-cache";
 
     NvrtcProgram program = nullptr;
     const char* symbol = "";
@@ -197,7 +200,7 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     size_t bytes = 0;
     int status = nvrtc.create(&program, source, "optim.cu", 0, nullptr, nullptr);
     if (status == 0 && *expression) status = nvrtc.add_name(program, expression);
-    if (status == 0) status = nvrtc.compile(program, JIT_OPTIONS + 1, options);
+    if (status == 0) status = nvrtc.compile(program, count, options);
     if (status == 0 && *expression) status = nvrtc.lowered_name(program, expression, &symbol);
     if (status == 0) status = ptx ? nvrtc.ptx_size(program, &bytes) : nvrtc.cubin_size(program, &bytes);
     if (status == 0) {

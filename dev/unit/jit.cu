@@ -2,7 +2,6 @@
 // all that can happen to a file (damage, truncation, a folder that is read-only or full, a process killed as it writes,
 // eight at once), what happens without NVRTC, how long it takes, and a sample of all combinations that changes with the
 // commit.
-#include <cuda_runtime.h>
 #include <errno.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
@@ -508,9 +507,6 @@ static void measure_first_call(Test* test, const char* path) {
     static char error[JIT_ERROR_BYTES];
     const char* expression = getenv("NIBBLE_TEST_JIT_EXPRESSION");
     JitImage image;
-    // libnvrtc opens the driver, which ./train has open by then.
-    int gpus = 0;
-    if (cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0) expect(cudaFree(nullptr) == cudaSuccess, "no context");
     double begin = cpu_ms();
     bool good = jit_get(expression ? expression : "", "sm_90", &image, error);
     double ms = cpu_ms() - begin;

@@ -534,6 +534,15 @@ TEST(multi_missing) {
     finish(&child[1]);
     expect_error(test, &child[1], "rank 1", "no answer from rank 0 at localhost:", "MASTER_ADDR");
     for (int rank : {0, 1, 2}) forget(&child[rank]);
+    Variable nowhere[sizeof(torchrun) / sizeof(torchrun[0])];
+    memcpy(nowhere, torchrun, sizeof(torchrun));
+    for (Variable& one : nowhere) {
+        if (strcmp(one.name, "MASTER_ADDR") == 0) one.value = "nowhere.invalid";
+    }
+    start_launched(&child[1], VARIABLES(nowhere), 1, 4, own_port(5), words);
+    finish(&child[1]);
+    expect_error(test, &child[1], "no such host", "knows no host nowhere.invalid (", "MASTER_ADDR");
+    forget(&child[1]);
     // Ranks that were not started alike.
     char other[2 * PATH_MAX];
     snprintf(other, sizeof(other), "%s --lr 0.5", words);
@@ -588,6 +597,37 @@ TEST(multi_strangers) {
     for (int rank : {0, 1}) expect(child[rank].code == 0, "rank %d: %d, %s", rank, child[rank].code, ERR(child[rank]));
     for (int rank : {0, 1}) forget(&child[rank]);
     for (int one : stranger) close(one);
+    remove_tree(work);
+}
+
+// Two runs that torchrun started on one machine, a port apart, the first pushed on to the ports of the second.
+TEST(multi_neighbours) {
+    const char* work = work_folder();
+    char words[2 * PATH_MAX];
+    Child child[2][2];
+    int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, port = own_port(11) + 1;
+    struct sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)port);
+    setsockopt(taken, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+    bool held = bind(taken, (const struct sockaddr*)&address, sizeof(address)) == 0 && listen(taken, 8) == 0;
+    expect(held, "port %d: %s", port, strerror(errno));
+    for (int rank : {1, 0}) {
+        for (int run : {0, 1}) {
+            snprintf(words, sizeof(words),
+                     "%s --data %s/text.txt --run %s/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d",
+                     SEVERAL, work, work, run, run + 1);
+            start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
+        }
+    }
+    for (int run : {0, 1}) {
+        for (Child& c : child[run]) {
+            finish(&c);
+            expect(c.code == 0, "run %d: %d, %s", run, c.code, ERR(c));
+            forget(&c);
+        }
+    }
+    close(taken);
     remove_tree(work);
 }
 

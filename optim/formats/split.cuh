@@ -27,7 +27,8 @@ struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
 //     Low             int16_t or int8_t: of the bits below them
 //     CUT_BITS        how many bits of fp32's mantissa are cut off
 //     whole(x)        of a finite x, the integer and below it the bits that are cut off
-//     cut(x, noise)   the integer, `noise` having been added to whole(x): CUT_BITS random bits, or half a step
+//     cut(x, noise)   the integer, `noise` having been added to whole(x): CUT_BITS random bits, or half a step;
+//                     without bits to cut there is nothing to round, and noise is not looked at
 //     decode(bits)    its value
 template <class Number, Rounding ROUNDING>
 struct SplitOf : Number {

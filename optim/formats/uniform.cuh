@@ -1,7 +1,8 @@
 // Formats whose levels are equally far apart: x = (code + FIRST) * scale, or the square of that where the root of x is
 // what is stored (with 4 bits the product of the squares). Pure arithmetic: to nearest, floor(y + 1/2), a y in the
 // middle going up; stochastic, floor(y + r) with r uniform in [0, 1).
-//     lin8    m, -127 .. 127 times absmax / 127       steps of 1/127 of the block's largest: small elements become 0
+//     lin8    m, -127 .. 127 times absmax / 127       steps of 1/127 of the block's largest: small elements become 0;
+//             and weights, block 32, scales of e8m0   whose noise is a third of e4m3's
 //     ulin8   v, 0 .. 255 times absmax / 255          for comparison: its floor inflates small v (0 is never used)
 //     lin4    v, 1 .. 16 times absmax / 16            lpmm's and torchao's map for v: linear without zero, block 128
 //     sqrt8   v, squares of 0 .. 255 times max sqrt(v) / 255       FlashOptim's, block 32
