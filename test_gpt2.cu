@@ -346,6 +346,11 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
         Setup rows = setup;
         rows.logit_rows = 7;
         check_against(test, "7 rows", dev, &rows, want, loss, bound);
+        for (int B = SMALL_B; B >= 1 && type == OPTIM_BF16; B /= 2) {
+            Setup rounded = setup;
+            rounded.B = B, rounded.grads_bf16 = true;
+            check_against(test, "bf16 gradients", dev, &rounded, want, loss, bound);
+        }
         model_free(&shape);
         free(want);
     }

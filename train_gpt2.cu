@@ -382,8 +382,8 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
 }
 
 // Every gradient from dbranch (that of lnf). The first micro-batch of a step overwrites, later ones add. Each sum over
-// rows is fp32 and is rounded to G once; G is float wherever a step has several micro-batches, so accumulation loses no
-// more than one fp32 addition a micro-batch.
+// rows is fp32 and is rounded to G once a micro-batch; unless --grads bf16 asks for less memory, G is float wherever a
+// step has several.
 template <typename X, typename G>
 static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
                           bool first) {
@@ -1753,7 +1753,8 @@ static void shard_resolve(Model* m, OptimConfig* config) {
     free(tensors);
 }
 
-// Batches and the optimizer's formats: gradients are bf16 where a step has one micro-batch of bf16 and fp32 elsewhere.
+// Batches and the optimizer's formats: gradients are bf16 where a step has one micro-batch of bf16, which rounds them
+// once, and fp32 elsewhere, unless the user wants otherwise.
 static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, OptimConfig* config) {
     bool automatic = strcmp(o->grads, "auto") == 0;
     if (automatic) o->grads = "fp32";
@@ -1764,13 +1765,10 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
     batch_resolve(o, m, config, train->bytes, dataset_windows(train, m->T));
     int64_t micro_batches = o->tokens_per_step / (o->batch * o->seq * ranks_of(m));
     if (automatic && micro_batches == 1 && m->type == OPTIM_BF16) o->grads = "bf16";
-    if (strcmp(o->grads, "bf16") == 0 && (micro_batches > 1 || m->type == OPTIM_FP32)) {
-        user_error(
-            "--grads bf16 goes with --matmul bf16 and one micro-batch a step (now %s and %lld): several would be "
-            "rounded at every addition; type --grads fp32",
-            o->matmul, (long long)micro_batches);
-    }
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    if (m->grads_bf16 && m->type == OPTIM_FP32) {
+        user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
+    }
     if (m->shard) m->shard->gradient_bytes = m->grads_bf16 ? 2 : 4;
 }
 

@@ -75,7 +75,7 @@ static const Option OPTIONS[] = {
     {"weights", OPTION_TEXT, FIELD(weights), "", 0, 0, "FORMAT", "optimizer",
      "storage of the weights: see --list-formats"},
     {"grads", OPTION_TEXT, FIELD(grads), "auto", 0, 0, "FORMAT", "optimizer",
-     "fp32, or bf16 (rounded once; needs a single micro-batch a step)"},
+     "fp32, or bf16, half the memory: rounded once a micro-batch; auto: bf16 where a step has one"},
     {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
     {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
     {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",

@@ -4,7 +4,10 @@
 // an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data. The ceilings are those of a
 // cool card; in the steps it is at its power limit, and the clock printed beside them says how far below.
 //
-//   ./build/dev/bench [MODEL BATCH TOKENS_PER_STEP]...    default: gpt2 64 524288  gpt2-xl 16 262144
+//   ./build/dev/bench [--grads fp32|bf16] [MODEL BATCH TOKENS_PER_STEP]...
+//
+// Without models: gpt2 64 524288  gpt2-xl 16 262144. Without --grads, as ./train: fp32 where there are several
+// micro-batches.
 #define TESTING
 #include "../train_gpt2.cu"
 #include "timing.h"
@@ -233,8 +236,8 @@ static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* co
     config_resolve(o, dev, 50257, false, nullptr, &m->config);
     m->T = (int)o->seq;
     config_tensors(m);
-    m->grads_bf16 = o->tokens_per_step == o->batch * m->T;
-    o->grads = m->grads_bf16 ? "bf16" : "fp32";
+    if (strcmp(o->grads, "auto") == 0) o->grads = o->tokens_per_step == o->batch * m->T ? "bf16" : "fp32";
+    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
     optim_config_from(o, config);
     batch_resolve(o, m, config, false, 1 << 20);
     model_allocate(m, config);
@@ -278,7 +281,8 @@ static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config,
            100 * a->sum_ms / a->step_ms, a->floor_ms, 100 * a->floor_ms / a->step_ms);
 }
 
-static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_t batch, int64_t tokens_per_step) {
+static void bench(const Device* dev, Ceilings ceilings, const char* grads, const char* name, int64_t batch,
+                  int64_t tokens_per_step) {
     Options o = {};
     char error[DATA_ERROR_BYTES], path[] = "/tmp/nibble_bench_XXXXXX.bin";
     if (!options_defaults(&TABLE, &o, error)) user_error("%s", error);
@@ -286,6 +290,7 @@ static void bench(const Device* dev, Ceilings ceilings, const char* name, int64_
     o.batch = batch;
     o.tokens_per_step = tokens_per_step;
     o.matmul = "bf16";
+    o.grads = grads;
     Model m = {};
     OptimConfig config;
     bench_model(dev, &o, &m, &config);
@@ -328,11 +333,17 @@ int main(int argc, char** argv) {
     Ceilings ceilings = measure_ceilings(&dev);
     printf("%s: copy %.0f GB/s, bf16 matrix product %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
            1e-12 * ceilings.gemm);
-    if (argc > 1 && (argc - 1) % 3 != 0) user_error("bench takes MODEL BATCH TOKENS_PER_STEP, each time all three");
-    for (int i = 1; i + 2 < argc; i += 3) bench(&dev, ceilings, argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]));
-    if (argc == 1) {
-        bench(&dev, ceilings, "gpt2", 64, 524288);
-        bench(&dev, ceilings, "gpt2-xl", 16, 262144);
+    bool given = argc > 2 && strcmp(argv[1], "--grads") == 0;
+    const char* grads = given ? argv[2] : "auto";
+    int first = given ? 3 : 1;
+    if ((argc - first) % 3 != 0 || (given && strcmp(grads, "fp32") != 0 && strcmp(grads, "bf16") != 0))
+        user_error("bench takes --grads fp32 or bf16, and MODEL BATCH TOKENS_PER_STEP, each time all three");
+    for (int i = first; i + 2 < argc; i += 3) {
+        bench(&dev, ceilings, grads, argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]));
+    }
+    if (argc == first) {
+        bench(&dev, ceilings, grads, "gpt2", 64, 524288);
+        bench(&dev, ceilings, grads, "gpt2-xl", 16, 262144);
     }
     device_close(&dev);
     return 0;

@@ -1,9 +1,9 @@
 // Token and position embedding: out[b][t][c] = wte[tokens[b][t]][c] + wpe[t][c].
 //
-// Backward: dwpe[t] (+)= sum over b of dout[b][t], and dwte[v] = dwte_sum[v] + sum of dout over the positions that hold
-// token v. The table is tied to the head, whose gradient is already in dwte_sum, always the running fp32 sum over the
-// micro-batches. When G is float, dwte is dwte_sum itself and only rows that occur are touched; when G is bf16, every
-// row is written, rounded once from fp32.
+// Backward: dwpe[t] (+)= sum over b of dout[b][t], and dwte_sum[v] += sum of dout over the positions that hold token v.
+// The table is tied to the head, whose gradient is already in dwte_sum, always the running fp32 sum over the
+// micro-batches. When G is float, dwte is dwte_sum itself; when G is bf16, all of it is rounded to dwte once more, so
+// of several micro-batches the last one's counts.
 //
 // The scatter is turned round, so that it needs no atomics and has one result: the loader sorts the positions by token
 // (`order`), and `bucket` says where each token's run of them begins. A bucket's positions are summed in a fixed order.
@@ -30,10 +30,9 @@ inline void embedding_forward_cpu(float* out, const int* tokens, const float* wt
     }
 }
 
-// dwte, dwte_sum: (Vp, C), the same memory; dwpe: (T, C); dout: (B, T, C); order: (B * T); bucket: (buckets + 1, 2)
-inline void embedding_backward_cpu(float* dwte, float* dwpe, const float* dwte_sum, const float* dout, const int* order,
-                                   const int* bucket, int buckets, int B, int T, int C, int Vp, bool accumulate) {
-    if (dwte != dwte_sum) memcpy(dwte, dwte_sum, (int64_t)Vp * C * sizeof(float));
+// dwte: (Vp, C); dwpe: (T, C); dout: (B, T, C); order: (B * T); bucket: (buckets + 1, 2)
+inline void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, const int* order, const int* bucket,
+                                   int buckets, int B, int T, int C, bool accumulate) {
 #pragma omp parallel for schedule(dynamic)
     for (int i = 0; i < buckets; i++) {
         float* row = dwte + (int64_t)bucket[2 * i] * C;
@@ -103,20 +102,20 @@ __device__ inline void embedding_sum(float sum[Vec<X>::size], const X* dout, con
         for (int j = 0; j < Vec<X>::size; j++) sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], offset);
 }
 
-template <typename G, int size>
-__device__ inline void embedding_write(G* dwte, const float* dwte_sum, const float sum[size]) {
-    EmbeddingPack<float, size> base = *(const EmbeddingPack<float, size>*)dwte_sum;
-    EmbeddingPack<G, size> pack;
-    for (int j = 0; j < size; j++) pack.lane[j] = from_float<G>(base.lane[j] + sum[j]);
-    *(EmbeddingPack<G, size>*)dwte = pack;
+template <int size>
+__device__ inline void embedding_add(float* row, const float sum[size]) {
+    typedef EmbeddingPack<float, size> Pack;
+    Pack pack = *(const Pack*)row;
+    for (int j = 0; j < size; j++) pack.lane[j] += sum[j];
+    *(Pack*)row = pack;
 }
 
 // Grid (ceil(buckets / 8), ceil(C / (8 vectors))), block 256, C a multiple of 8. Warp w of block x takes the bucket
 // x + w * gridDim.x if it is small; then the block takes its large ones in turn. Deterministic.
-template <typename X, typename G>
+template <typename X>
 __global__ void __launch_bounds__(32 * EMBEDDING_WARPS)
-    embedding_backward_token_kernel(G* dwte, const float* dwte_sum, const X* dout, const int* order, const int* bucket,
-                                    int buckets, int C) {
+    embedding_backward_token_kernel(float* dwte_sum, const X* dout, const int* order, const int* bucket, int buckets,
+                                    int C) {
     constexpr int size = Vec<X>::size, groups = 32 / EMBEDDING_LANES;
     __shared__ float partial[EMBEDDING_WARPS][EMBEDDING_LANES][size];
     int warp = threadIdx.x / 32, lane = threadIdx.x % EMBEDDING_LANES, group = threadIdx.x % 32 / EMBEDDING_LANES;
@@ -126,8 +125,7 @@ __global__ void __launch_bounds__(32 * EMBEDDING_WARPS)
     int i = blockIdx.x + warp * gridDim.x;
     if (i < buckets && bucket[2 * i + 3] - bucket[2 * i + 1] <= EMBEDDING_SMALL) {
         embedding_sum(sum, dout, order, bucket[2 * i + 1] + group, bucket[2 * i + 3], groups, channel, C);
-        int64_t element = (int64_t)bucket[2 * i] * C + channel;
-        if (writer) embedding_write<G, size>(dwte + element, dwte_sum + element, sum);
+        if (writer) embedding_add<size>(dwte_sum + (int64_t)bucket[2 * i] * C + channel, sum);
     }
     for (i = blockIdx.x; i < buckets; i += gridDim.x) {
         int first = bucket[2 * i + 1], last = bucket[2 * i + 3];
@@ -140,8 +138,7 @@ __global__ void __launch_bounds__(32 * EMBEDDING_WARPS)
         if (warp != 0 || !writer) continue;
         for (int w = 1; w < EMBEDDING_WARPS; w++)
             for (int j = 0; j < size; j++) sum[j] += partial[w][lane][j];
-        int64_t element = (int64_t)bucket[2 * i] * C + channel;
-        embedding_write<G, size>(dwte + element, dwte_sum + element, sum);
+        embedding_add<size>(dwte_sum + (int64_t)bucket[2 * i] * C + channel, sum);
     }
 }
 
@@ -149,8 +146,8 @@ __global__ void __launch_bounds__(32 * EMBEDDING_WARPS)
 __global__ static void embedding_round_kernel(bf16* dwte, const float* dwte_sum, int64_t n) {
     int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (i >= n) return;
-    float zero[8] = {};
-    embedding_write<bf16, 8>(dwte + i, dwte_sum + i, zero);
+    EmbeddingPack<float, 8> sum = *(const EmbeddingPack<float, 8>*)(dwte_sum + i);
+    store_vec(dwte + i, round_vec<bf16>(sum.lane));
 }
 
 // out: (B, T, C); tokens: (B, T); wte: (Vp, C); wpe: (maxT, C)
@@ -171,28 +168,27 @@ void embedding_forward(const Device* dev, X* out, const int* tokens, const X* wt
 // dwte: (Vp, C); dwpe: (T, C); dwte_sum: (Vp, C); dout: (B, T, C); order: (B * T) positions sorted by token;
 // bucket: (buckets + 1, 2) [token, first index into order], the last row [-1, B * T]. `accumulate` is about dwpe.
 template <typename X, typename G>
-void embedding_backward(const Device* dev, G* dwte, G* dwpe, const float* dwte_sum, const X* dout, const int* order,
+void embedding_backward(const Device* dev, G* dwte, G* dwpe, float* dwte_sum, const X* dout, const int* order,
                         const int* bucket, int buckets, int B, int T, int C, int Vp, bool accumulate) {
     assert(C % 8 == 0);
+    assert(sizeof(G) == sizeof(bf16) || (const void*)dwte == (const void*)dwte_sum);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        embedding_backward_cpu((float*)dwte, (float*)dwpe, dwte_sum, (const float*)dout, order, bucket, buckets, B, T,
-                               C, Vp, accumulate);
+        embedding_backward_cpu((float*)dwte, (float*)dwpe, (const float*)dout, order, bucket, buckets, B, T, C,
+                               accumulate);
         return;
     }
     int64_t positions = (int64_t)T * C;
     embedding_backward_position_kernel<<<ceil_div(positions, 256 * Vec<X>::size), 256, 0, dev->stream>>>(
         dwpe, dout, B, positions, accumulate);
     check_launch();
+    dim3 grid(ceil_div(buckets, EMBEDDING_WARPS), ceil_div(C, EMBEDDING_LANES * Vec<X>::size));
+    embedding_backward_token_kernel<<<grid, 32 * EMBEDDING_WARPS, 0, dev->stream>>>(dwte_sum, dout, order, bucket,
+                                                                                    buckets, C);
+    check_launch();
     if constexpr (std::is_same_v<G, bf16>) {
         int64_t n = (int64_t)Vp * C;
         embedding_round_kernel<<<ceil_div(n, 256 * 8), 256, 0, dev->stream>>>(dwte, dwte_sum, n);
         check_launch();
-    } else {
-        assert((const void*)dwte == (const void*)dwte_sum);
     }
-    dim3 grid(ceil_div(buckets, EMBEDDING_WARPS), ceil_div(C, EMBEDDING_LANES * Vec<X>::size));
-    embedding_backward_token_kernel<<<grid, 32 * EMBEDDING_WARPS, 0, dev->stream>>>(dwte, dwte_sum, dout, order, bucket,
-                                                                                    buckets, C);
-    check_launch();
 }

@@ -151,7 +151,7 @@ void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* w
 }
 
 // dweight: (OC, C) (+)= dout^T inp. dout: (N, OC); inp: (N, C). Adding to float loses one fp32 rounding; adding to bf16
-// rounds the product and the sum, which is why the trainer accumulates in float only.
+// rounds the sum, and with some of cuBLASLt's algorithms the product before it.
 template <typename X, typename G>
 void matmul_backward_weight(const Device* dev, G* dweight, const X* dout, const X* inp, int64_t N, int C, int OC,
                             bool accumulate) {

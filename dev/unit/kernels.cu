@@ -837,21 +837,23 @@ void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int
     check_output(test, worst, dev, "out", &out, nullptr, want, EPS32,
                  [&] { embedding_forward(dev, out.device, tokens, wte.device, wpe.device, B, T, C); });
     const bool tied = std::is_same_v<G, float>;
-    const float* base = tied ? (const float*)dwte.device : sum.device;
+    float* dwte_sum = tied ? (float*)dwte.device : sum.device;
     memcpy(begin, dwpe.host, places * sizeof(float));
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         memcpy(want_token, sum.host, table * sizeof(float));
         memcpy(want_place, begin, places * sizeof(float));
-        embedding_backward_cpu(want_token, want_place, want_token, d.host, p.order, p.bucket, p.buckets, B, T, C, Vp,
-                               accumulate);
+        embedding_backward_cpu(want_token, want_place, d.host, p.order, p.bucket, p.buckets, B, T, C, accumulate);
         auto run = [&] {
-            embedding_backward(dev, dwte.device, dwpe.device, base, d.device, order, bucket, p.buckets, B, T, C, Vp,
+            if (!tied) copy_to_device(dev, sum.device, sum.host, table * sizeof(float));
+            embedding_backward(dev, dwte.device, dwpe.device, dwte_sum, d.device, order, bucket, p.buckets, B, T, C, Vp,
                                (bool)accumulate);
         };
         check_output(test, worst, dev, "dwpe", &dwpe, accumulate ? begin : nullptr, want_place, product_bound(B, 1.0),
                      run);
         check_output(test, worst, dev, "dwte", &dwte, tied ? sum.host : nullptr, want_token,
                      product_bound(p.largest, 1.0), run);
+        if (!tied)
+            check_output(test, worst, dev, "dwte_sum", &sum, sum.host, want_token, product_bound(p.largest, 1.0), run);
     }
     free(want), free(want_token), free(want_place), free(begin);
     array_free(dev, &wte), array_free(dev, &wpe), array_free(dev, &out), array_free(dev, &d), array_free(dev, &sum);

@@ -286,6 +286,9 @@ TEST(multi_losses_gpu) {
     check_losses(test, true, 0, DESCENT " --weights fp32 --matmul fp32", 0.01);
     check_losses(test, true, 0, "--preset fp32 --matmul fp32", 0.0003);
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);  // of 4 ranks gradients are bf16
+    // Each of up to LOSS_BATCHES sums and terms rounded by up to 2^-9 of it.
+    check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32 --grads bf16", 0.001);
+    check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32 --grads bf16 --shard weights", 0.001);
 }
 
 // Saved on n ranks, resumed on m. What is saved does not depend on how it was sharded (multi_modes: one file, to the
