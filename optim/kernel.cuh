@@ -81,42 +81,32 @@ __device__ __forceinline__ bool is_rare(float top) {
     return false;
 }
 
-template <int COUNT, bool RARE, class Storage>
+template <int COUNT, class Storage>
 __device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
-                                            float top, const NoiseKey& key) {
+                                            float top, bool rare, const NoiseKey& key) {
     if constexpr (HAS_TOP<Storage>) {
-        Storage::template store_top<COUNT, RARE>(streams, first, x, top, key);
+        Storage::template store_top<COUNT>(streams, first, x, top, rare, key);
     } else {
         storage.store(streams, first, x, COUNT, key);
     }
 }
 
-// x, tops and keys: of weights, m, v and, unless null, slow.
-template <int COUNT, bool RARE, class Weights, class M, class V>
-__device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
-                                          const TileStreams& tile, int first, const float* const* x, const float* top,
-                                          const NoiseKey* key) {
-    store_known<COUNT, RARE>(weights, tile.weights, first, x[0], top[0], key[0]);
-    store_known<COUNT, RARE>(state_m, tile.m, first, x[1], top[1], key[1]);
-    store_known<COUNT, RARE>(state_v, tile.v, first, x[2], top[2], key[2]);
-    if (x[3]) store_known<COUNT, RARE>(state_m, tile.slow, first, x[3], top[3], key[3]);
-}
-
 // First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
-// takes the longer way of an array, for all arrays and a whole warp.
+// takes the longer way of an array, for all arrays and a whole warp. x and keys: of weights, m, v and, unless null,
+// slow.
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
                                              const TileStreams& tile, int first, const float* const* x,
                                              const NoiseKey* key) {
     const float top[4] = {thread_top_of<Weights, COUNT>(x[0], key[0]), thread_top_of<M, COUNT>(x[1], key[1]),
                           thread_top_of<V, COUNT>(x[2], key[2]), x[3] ? thread_top_of<M, COUNT>(x[3], key[3]) : 0.0f};
-    const bool rare = is_rare<Weights>(top[0]) || is_rare<M>(top[1]) || is_rare<V>(top[2]) || is_rare<M>(top[3]);
+    const bool own = is_rare<Weights>(top[0]) || is_rare<M>(top[1]) || is_rare<V>(top[2]) || is_rare<M>(top[3]);
     constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
-    if (some && __any_sync(0xffffffffu, rare)) {
-        store_all<COUNT, true>(weights, state_m, state_v, tile, first, x, top, key);
-    } else {
-        store_all<COUNT, false>(weights, state_m, state_v, tile, first, x, top, key);
-    }
+    const bool rare = some && __any_sync(0xffffffffu, own);
+    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], rare, key[0]);
+    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], rare, key[1]);
+    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], rare, key[2]);
+    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], rare, key[3]);
 }
 #endif
 

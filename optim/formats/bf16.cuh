@@ -27,9 +27,13 @@ struct Bf16 {
 #endif
     }
 
+    // What noise may be added to: the lower bits of infinity and of this NaN are zero, so nothing carries out of them.
+    static OPTIM_INLINE float storable(float x) {
+        return one_nan(x, 0x7fff0000u);
+    }
+
     static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
-        // The lower bits of infinity and of this NaN are zero: no noise carries out of them.
-        return (uint16_t)((float_bits(one_nan(x, 0x7fff0000u)) + noise) >> 16);
+        return (uint16_t)((float_bits(storable(x)) + noise) >> 16);
     }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -43,7 +47,7 @@ struct Bf16 {
     // Two infinities are right without MAY_BE_NAN too.
     template <bool MAY_BE_NAN>
     static __device__ __forceinline__ uint32_t encode2(float first, float second, uint32_t noise, uint32_t noise2) {
-        if (MAY_BE_NAN) first = one_nan(first, 0x7fff0000u), second = one_nan(second, 0x7fff0000u);
+        if (MAY_BE_NAN) first = storable(first), second = storable(second);
         return __byte_perm(float_bits(first) + noise, float_bits(second) + noise2, 0x7632);
     }
 #endif

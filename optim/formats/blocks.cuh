@@ -508,8 +508,8 @@ __device__ __forceinline__ void thread_values(const float* x, const NoiseKey& ke
     for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
 }
 
-// A thread's store in two parts: the largest of its block, and, given that, all the rest, where only RARE ones take
-// care of a top above block_usual. So the exchanges of several arrays wait at the same time and one branch serves for
+// A thread's store in two parts: the largest of its block, and, given that, all the rest, which is told whether a
+// top above block_usual is possible. So the exchanges of several arrays wait at the same time and one test serves for
 // all.
 template <class Format, int BLOCK, int COUNT>
 __device__ __forceinline__ float thread_top(const float* x, const NoiseKey& key) {
@@ -519,18 +519,18 @@ __device__ __forceinline__ float thread_top(const float* x, const NoiseKey& key)
         thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
 }
 
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT, bool RARE>
-__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, float top,
+template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
+__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, float top, bool rare,
                                              const NoiseKey& key) {
     float value[COUNT];
     thread_values<Format, COUNT>(x, key, value);
     typename Scale::Code code;
     BlockScale s = block_scale<Format, Scale>(top, &code);
-    if (RARE) s.inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
+    if (rare) s.inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
     part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
     if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
-        if (key.seen) Format::template seen_scaled<COUNT, RARE>(code, key.seen);
+        if (key.seen) Format::template seen_scaled<COUNT>(code, rare, key.seen);
     }
 }
 #endif
@@ -569,10 +569,10 @@ struct Blocks {
         return thread_top<Format, BLOCK, COUNT>(x, key);
     }
 
-    template <int COUNT, bool RARE>
+    template <int COUNT>
     static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* x, float top,
-                                                     const NoiseKey& key) {
-        thread_store<Format, BLOCK, Scale, ROUNDING, COUNT, RARE>(streams, first, x, top, key);
+                                                     bool rare, const NoiseKey& key) {
+        thread_store<Format, BLOCK, Scale, ROUNDING, COUNT>(streams, first, x, top, rare, key);
     }
 #endif
 
@@ -592,9 +592,9 @@ struct Blocks {
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
-            store_top<16, true>(streams, first, x, top<16>(x, key), key);
+            store_top<16>(streams, first, x, top<16>(x, key), true, key);
         } else {
-            store_top<8, true>(streams, first, x, top<8>(x, key), key);
+            store_top<8>(streams, first, x, top<8>(x, key), true, key);
         }
 #else
         blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);

@@ -112,7 +112,7 @@ struct BlockSplit {
         put<COUNT>(streams, first, value, s.inverse, key);
 #ifdef __CUDA_ARCH__
         if constexpr (GIVES_SEEN) {
-            if (key.seen) Format::template seen_scaled<COUNT>(code, key.seen);
+            if (key.seen) Format::template seen_scaled<COUNT>(code, true, key.seen);
         }
 #endif
     }

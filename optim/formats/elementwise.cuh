@@ -340,10 +340,10 @@ struct Elementwise {
     }
 
 #ifdef __CUDACC__
-    // Whether a store has two parts (blocks.cuh): here RARE are values with NaN among them, which is the largest of all
+    // Whether a store has two parts (blocks.cuh): here rare are values with NaN among them, which is the largest of all
     // bits, so that one comparison sees two of them.
     static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && HAS_ENCODE2<Format>;
-    static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is RARE too
+    static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is rare too
 
     template <int COUNT>
     static __device__ __forceinline__ float top(const float* x, const NoiseKey&) {
@@ -353,14 +353,21 @@ struct Elementwise {
         return __int_as_float(most);
     }
 
-    template <int COUNT, bool RARE>
+    template <int COUNT>
     static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* x, float,
-                                                     const NoiseKey& key) {
-        store_part<RARE>(streams, first, x, COUNT, key);
+                                                     bool rare, const NoiseKey& key) {
+        float value[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = x[i];
+        if (rare) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) value[i] = Format::storable(x[i]);
+        }
+        store_part<false>(streams, first, value, COUNT, key);
     }
 #endif
 
-    template <bool RARE>
+    template <bool MAY_BE_NAN>
     static OPTIM_INLINE void store_part(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         if constexpr (ROUNDING == NEAREST) {
             OPTIM_UNROLL
@@ -381,8 +388,8 @@ struct Elementwise {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i += 2) {
                         float a = kept(x[c + i], key), b = kept(x[c + i + 1], key);
-                        ((uint32_t*)&codes)[i / 2] = Format::template encode2<RARE>(a, b, noise_lane(noise, lane + i),
-                                                                                    noise_lane(noise, lane + i + 1));
+                        ((uint32_t*)&codes)[i / 2] = Format::template encode2<MAY_BE_NAN>(
+                            a, b, noise_lane(noise, lane + i), noise_lane(noise, lane + i + 1));
                     }
                 } else {
                     OPTIM_UNROLL

@@ -186,16 +186,16 @@ struct Minifloat {
     }
 
     // stochastic_pack's tiny numbers times scale / LOWER, a power of two: bf16 holds them as fp32 would, rounded where
-    // they are subnormal. `scale`: its exponent, which is small enough for one factor unless the block is RARE.
-    template <int COUNT, bool RARE = true>
-    static __device__ __forceinline__ void seen_scaled(uint32_t scale, uint32_t* seen) {
+    // they are subnormal. `scale`: its exponent, which is small enough for one factor unless the block may be `rare`.
+    template <int COUNT>
+    static __device__ __forceinline__ void seen_scaled(uint32_t scale, bool rare, uint32_t* seen) {
         const uint32_t exponent = scale + (uint32_t)(126 + LEAST), most = 254;
-        if (RARE && exponent > most) {  // no weights are so large
+        if (rare && exponent > most) {  // no weights are so large
 #pragma unroll
             for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent - most + 127);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], !RARE || exponent < most ? exponent : most);
+        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent < most ? exponent : most);
     }
 #endif
 };
