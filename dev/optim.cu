@@ -63,6 +63,8 @@ static const char* const COMBINATIONS[] = {
     "fp16:kahan,bf16:sr,bf16:sr",
     "fp16+8:sr,soft8,sqrt8",
     "fp16+fp32,fp32,fp32",
+    "bf16:ef,e4m3:sr,udyn8",
+    "e4m3:ef,e4m3:sr,sqrt8",
     "e4m3+8:sr,soft8,sqrt8",
     "e4m3+fp32,fp32,fp32",
     "e5m2:sr,soft8,sqrt8",

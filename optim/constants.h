@@ -70,5 +70,9 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
+    // lr / bias1 of the next steps, as a whole, if the learning rate rises from 0 in proportion; later it is as good as
+    // lr's.
+    double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step));
+    hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
     return hyper;
 }

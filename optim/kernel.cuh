@@ -23,6 +23,7 @@
 // CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
 #pragma once
 #include "formats/bf16.cuh"
+#include "formats/feedback.cuh"
 #include "formats/none.cuh"
 #include "formats/spans.cuh"
 #include "rules/hyper.cuh"
@@ -117,6 +118,26 @@ OPTIM_INLINE constexpr bool step_ordered() {
     return ON_GPU && COUNT == 16 && able && (CROWDS_BANKS<M> || CROWDS_BANKS<V>);
 }
 
+// Stores new weights p and adds to m what their rounding has changed: see formats/feedback.cuh.
+template <int MOST, class Weights>
+OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
+                            const float* p, const float* root, float* m, int n, const NoiseKey& key) {
+    float stored[MOST];
+#ifdef __CUDA_ARCH__
+    const float top = thread_top_of<Weights, MOST>(p, key);
+    store_known<MOST>(weights, streams, first, p, top, true, key);
+    __syncwarp();  // a neighbour has written the scale
+#else
+    weights.store(streams, first, p, n, key);
+#endif
+    weights.load(streams, first, stored, n, key);
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i++) {
+        float unit = exact_mul(hyper.feedback, exact_fma(root[i], hyper.root2, hyper.eps));
+        m[i] = exact_fma(unit, exact_add(stored[i], -p[i]), m[i]);
+    }
+}
+
 // One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena. `seen`, unless
 // null, receives the new weights as the model sees them, in pairs of bf16.
 template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
@@ -150,9 +171,20 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     } else {
 #ifdef __CUDA_ARCH__
         const float* x[4] = {p, m, v, rule.keeps_slow ? slow : nullptr};
-        store_thread<MOST>(weights, state_m, state_v, tile, first, x, key);
+        if constexpr (FEEDS_BACK<Weights>) {
+            feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
+            store_thread<MOST>(None(), state_m, state_v, tile, first, x, key);
+        } else {
+            store_thread<MOST>(weights, state_m, state_v, tile, first, x, key);
+        }
 #else
-        weights.store(tile.weights, first, p, n, key[0]);
+        bool feeds_back = false;
+        if constexpr (FEEDS_BACK<Weights>) feeds_back = weights.feeds_back;
+        if (feeds_back) {
+            feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
+        } else {
+            weights.store(tile.weights, first, p, n, key[0]);
+        }
         state_m.store(tile.m, first, m, n, key[1]);
         state_v.store(tile.v, first, v, n, key[2]);
         if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key[3]);

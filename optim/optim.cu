@@ -70,7 +70,8 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
             SHARED_BYTES<T>,
             fill_function<T>(0),
             HAS_SIGN<T>,
-            IS_DITHERED<T>};
+            IS_DITHERED<T>,
+            FEEDS_BACK<T>};
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
@@ -350,7 +351,8 @@ static void launch_array(const Plan* plan, int launch, Slot slot, char* array, s
 // The name of a storage's row that rounds to nearest into the same arrays.
 static const char* nearest_name(const char* name, char (&nearest)[64]) {
     size_t length = strlen(name), suffix = strlen(":sr");
-    bool noisy = length > suffix && strcmp(name + length - suffix, ":sr") == 0;
+    const char* end = length > suffix ? name + length - suffix : "";
+    bool noisy = strcmp(end, ":sr") == 0 || strcmp(end, ":ef") == 0;
     snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
     return nearest;
 }

@@ -13,22 +13,28 @@ struct Name {
 
 struct StateName {
     const char *name, *note;
-    bool has_sign;
+    bool has_sign, has_spans;
+};
+
+struct WeightsName {
+    const char *name, *note;
+    bool feeds_back;
 };
 
 struct RuleName {
     const char *name, *note;
-    bool keeps_v, decoupled;
+    bool keeps_v, decoupled, adaptive;
     double slower;  // adamw's usual learning rate over the rule's
 };
 
 #define NAME_ROW(NAME, NOTE, ...) {NAME, NOTE},
-#define STATE_ROW(NAME, NOTE, ...) {NAME, NOTE, HAS_SIGN<__VA_ARGS__>},
-#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED, SLOWER},
+#define STATE_ROW(NAME, NOTE, ...) {NAME, NOTE, HAS_SIGN<__VA_ARGS__>, HAS_SPANS<__VA_ARGS__>},
+#define WEIGHTS_ROW(NAME, NOTE, ...) {NAME, NOTE, FEEDS_BACK<__VA_ARGS__>},
+#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED, TYPE::ADAPTIVE, SLOWER},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
 
 static const RuleName rule_rows[] = {OPTIM_RULES(RULE_ROW)};
-static const Name weights_rows[] = {OPTIM_WEIGHTS(NAME_ROW)};
+static const WeightsName weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
 static const Name grads_rows[] = {OPTIM_GRADS(NAME_ROW)};
 static const StateName state_rows[] = {OPTIM_STATES(STATE_ROW)};
 static const StateName import_rows[] = {OPTIM_IMPORTS(STATE_ROW)};
@@ -154,6 +160,35 @@ static bool resolve_sign(const OptimConfig* config, const char* option, const ch
     return false;
 }
 
+// Weights whose rounding error goes into m: into one that the update divides by a root of v, and that is stored at
+// once, not after its largest was looked for.
+static bool resolve_feedback(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
+    if (!find(weights_rows, config->weights)->feeds_back) return true;
+    int base = (int)strcspn(config->weights, ":");
+    if (!find(rule_rows, config->rule)->adaptive) {
+        snprintf(error, bytes,
+                 "--weights: \"%s\" was found, which is for rules that divide by a root of v, and %s does not; type "
+                 "--weights %.*s:sr, or --rule adamw",
+                 config->weights, config->rule, base, config->weights);
+        return false;
+    }
+    if (config->beta1 == 0.0f) {
+        snprintf(error, bytes,
+                 "--beta1: 0 was found, and --weights %s needs an m that lasts; type --weights %.*s:sr, or --beta1 0.9",
+                 config->weights, base, config->weights);
+        return false;
+    }
+    const StateName* state = find(state_rows, m);
+    if (!state) state = find(import_rows, m);
+    const UserFormats* user = config->user_formats;
+    if (state ? !state->has_spans : find_row(user->row, user->count, m)->span[1] == SPAN_RUN) return true;
+    snprintf(error, bytes,
+             "%s: \"%s\" was found, whose scales are of more than a block, and with --weights %s m is stored at once; "
+             "take soft8, say",
+             option, m, config->weights);
+    return false;
+}
+
 static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t bytes) {
     bool independent = strcmp(config->decay_mode, "independent") == 0;
     if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
@@ -177,6 +212,7 @@ static bool resolve_overrides(const OptimConfig* config, char* error, size_t byt
         const char *m = overrides[i].m, *v = overrides[i].v;
         if (*m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
+        if (*m && !resolve_feedback(config, "--override m", m, error, bytes)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
         if (*v && !find(rule_rows, config->rule)->keeps_v) {
             snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
@@ -213,7 +249,8 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
            resolve_name(grads_rows, "--grads", &config->grads, error, bytes) &&
            resolve_state(config, "--m", &config->m, error, bytes) &&
            resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
-           resolve_decay_mode(config, error, bytes) && resolve_overrides(config, error, bytes) &&
+           resolve_feedback(config, "--m", config->m, error, bytes) && resolve_decay_mode(config, error, bytes) &&
+           resolve_overrides(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
            resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error, bytes) &&

@@ -6,6 +6,7 @@
 
 // A storage, by function pointers; update_elements takes it on the CPU.
 struct FormatRow {
+    static constexpr bool FEEDS_BACK = true;  // some do: feeds_back
     const char* name;
     const char* note;
     const char* type;      // as NVRTC is told it
@@ -19,6 +20,7 @@ struct FormatRow {
     void (*fill)(void* table);
     bool has_sign;
     bool dithered;                 // load and store depend on the place in the arena: see dither.cuh
+    bool feeds_back;               // of weights: their rounding error goes into m
     const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
 };
 

@@ -748,7 +748,8 @@ TEST(formats_8_bit_weights_equal_cpu_gpu) {
     if (!jit_available()) skip("libnvrtc was not found");
     Device gpu;
     device_open(&gpu, true, 0);
-    for (const char* weights : {"e4m3:sr", "e5m2:sr", "e4m3+8", "e4m3+8:sr", "e5m2+8:sr", "e4m3", "lin8:sr"}) {
+    for (const char* weights : {"e4m3:sr", "e5m2:sr", "e4m3+8", "e4m3+8:sr", "e5m2+8:sr", "e4m3", "lin8:sr", "lin8:ef",
+                                "e4m3:ef", "bf16:ef"}) {
         OptimConfig config = state_config("adamw", weights, "bf16", "soft8", "sqrt8");
         compare(test, &gpu, &config, 20, false);
         compare(test, &gpu, &config, 4, true);
@@ -781,7 +782,7 @@ __device__ unsigned long long minifloat_differs(uint32_t first, float inverse, i
     if constexpr (Format::GIVES_SEEN) {
         uint32_t scale = (first >> 3) * 2654435761u >> 24;
         if (lowest > 0 || scale == 0 || scale == 255) return wrong;
-        Format::template seen_scaled<8>(scale, seen);
+        Format::template seen_scaled<8>(scale, true, seen);
         for (int i = 0; i < 8; i++) {
             float value = Format::decode(nullptr, packed.get(i), ScaleE8m0::decode((uint8_t)scale));
             uint32_t got = seen[i / 2] >> i % 2 * 16 & 0xffffu;

@@ -577,11 +577,14 @@ static OptimConfig draw_config(uint64_t seed, int64_t index) {
     while (!serves_m(states[draw[3] % length(states)])) draw[3]++;
     const char* rule = rules[draw[0] % length(rules)];
     bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;
+    const char* m = states[draw[3] % length(states)];
+    bool feeds = keeps_v && !strstr(m, "/rank1") && !strstr(m, "/tensor");  // rounding errors into m
+    while (!feeds && strstr(weights[draw[1] % length(weights)], ":ef")) draw[1]++;
     OptimConfig config = {"",
                           rule,
                           weights[draw[1] % length(weights)],
                           grads[draw[2] % length(grads)],
-                          states[draw[3] % length(states)],
+                          m,
                           keeps_v ? states[draw[4] % length(states)] : "",
                           0.9f,
                           0.95f,

@@ -26,6 +26,7 @@ struct Hyper {
     float eps;
     float beta3, rest3;  // of the slow average at this step
     float alpha;         // its weight at this step, times 1 - beta1^step
+    float feedback;      // of the weights' rounding error into m, where they are stored so (formats/feedback.cuh)
 };
 
 // a + rest (x - a), and a + rest (x^2 - a).
