@@ -64,22 +64,35 @@ OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& stream
 }
 
 #ifdef __CUDACC__
-// Storages whose store() has two parts, top and store_top (blocks.cuh), at least on this GPU; the others store at once.
+// Storages whose store() has parts, top, cut and store_top (blocks.cuh), at least on this GPU; the others store at
+// once.
 template <class Storage, class = void>
 constexpr bool HAS_TOP = false;
 template <class Storage>
 constexpr bool HAS_TOP<Storage, decltype((void)Storage::USUAL_TOP)> = Storage::HAS_TOP;
 
-template <class Storage, int COUNT>
-__device__ __forceinline__ float thread_top_of(const float* x, const NoiseKey& key) {
+// Of these, the ones whose parts are given the roots of what they store.
+template <class Storage>
+__host__ __device__ constexpr bool stores_roots() {
+    if constexpr (HAS_TOP<Storage>) return Storage::OF_ROOTS;
+    return false;
+}
+
+template <int COUNT, class Storage>
+__device__ __forceinline__ float thread_top_of(const Storage&, const float* x, const NoiseKey& key) {
     if constexpr (HAS_TOP<Storage>) return Storage::template top<COUNT>(x, key);
     return 0.0f;
 }
 
 template <class Storage>
-__device__ __forceinline__ bool is_rare(float top) {
+__device__ __forceinline__ bool is_rare(const Storage&, float top) {
     if constexpr (HAS_TOP<Storage>) return !(top <= Storage::USUAL_TOP);
     return false;
+}
+
+template <int COUNT, class Storage>
+__device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
+    if constexpr (HAS_TOP<Storage>) Storage::template cut<COUNT>(x, top);
 }
 
 template <int COUNT, class Storage>
@@ -94,16 +107,23 @@ __device__ __forceinline__ void store_known(const Storage& storage, const Stream
 
 // First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
 // takes the longer way of an array, for all arrays and a whole warp. x and keys: of weights, m, v and, unless null,
-// slow.
+// slow; of v its roots where stores_roots.
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
-                                             const TileStreams& tile, int first, const float* const* x,
-                                             const NoiseKey* key) {
-    const float top[4] = {thread_top_of<Weights, COUNT>(x[0], key[0]), thread_top_of<M, COUNT>(x[1], key[1]),
-                          thread_top_of<V, COUNT>(x[2], key[2]), x[3] ? thread_top_of<M, COUNT>(x[3], key[3]) : 0.0f};
-    const bool own = is_rare<Weights>(top[0]) || is_rare<M>(top[1]) || is_rare<V>(top[2]) || is_rare<M>(top[3]);
+                                             const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
+    const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
+                          thread_top_of<COUNT>(state_v, x[2], key[2]),
+                          x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
+    const bool own =
+        is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
     constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
     const bool rare = some && __any_sync(0xffffffffu, own);
+    if (rare) {
+        cut_of<COUNT>(weights, x[0], top[0]);
+        cut_of<COUNT>(state_m, x[1], top[1]);
+        cut_of<COUNT>(state_v, x[2], top[2]);
+        if (x[3]) cut_of<COUNT>(state_m, x[3], top[3]);
+    }
     store_known<COUNT>(weights, tile.weights, first, x[0], top[0], rare, key[0]);
     store_known<COUNT>(state_m, tile.m, first, x[1], top[1], rare, key[1]);
     store_known<COUNT>(state_v, tile.v, first, x[2], top[2], rare, key[2]);
@@ -123,12 +143,9 @@ template <int MOST, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
     float stored[MOST];
-#ifdef __CUDA_ARCH__
-    const float top = thread_top_of<Weights, MOST>(p, key);
-    store_known<MOST>(weights, streams, first, p, top, true, key);
-    __syncwarp();  // a neighbour has written the scale
-#else
     weights.store(streams, first, p, n, key);
+#ifdef __CUDA_ARCH__
+    __syncwarp();  // a neighbour has written the scale
 #endif
     weights.load(streams, first, stored, n, key);
     OPTIM_UNROLL
@@ -170,7 +187,10 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
         if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
     } else {
 #ifdef __CUDA_ARCH__
-        const float* x[4] = {p, m, v, rule.keeps_slow ? slow : nullptr};
+        if constexpr (stores_roots<V>()) {
+            for (int i = 0; i < n && !rule.adaptive; i++) root[i] = moment_root(v[i]);
+        }
+        float* x[4] = {p, m, stores_roots<V>() ? root : v, rule.keeps_slow ? slow : nullptr};
         if constexpr (FEEDS_BACK<Weights>) {
             feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
             store_thread<MOST>(None(), state_m, state_v, tile, first, x, key);

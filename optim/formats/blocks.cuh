@@ -355,8 +355,9 @@ OPTIM_INLINE float block_value(float x) {
     return Format::ROOT ? moment_root(x) : x;
 }
 
-// Returns the inverse to store the values with. Formats that fold a power of two into it (minifloat.cuh) would lose its
-// last bits in a block with a large top: there, where no state and no weight is, values and inverse exchange one.
+// The values, cut, and the inverse to store them with. Formats that fold a power of two into it (minifloat.cuh) would
+// lose its last bits in a block with a large top: there, where no state and no weight is, values and inverse exchange
+// one.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE constexpr float block_usual() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
@@ -365,18 +366,27 @@ OPTIM_INLINE constexpr float block_usual() {
 }
 
 template <class Format, class Scale, Rounding ROUNDING>
-OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
+OPTIM_INLINE void block_cut(float top, float* value, int n) {
     constexpr float most = block_most<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
     constexpr float down = fold < most ? 1.17549435e-38f : 1.0f;  // 2^-126
-    if (top > fold) {
-        OPTIM_UNROLL
-        for (int i = 0; i < n; i++) {
-            float cut = exact_max(exact_min(value[i], most), -most);  // which makes NaN a number, beyond the scale
-            value[i] = exact_mul(is_nan(value[i]) ? value[i] : cut, down);
-        }
-        if (fold < most) inverse = exact_mul(inverse, 8.507059173e37f);  // 2^126
+    if (!(top > fold)) return;
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i++) {
+        float cut = exact_max(exact_min(value[i], most), -most);  // which makes NaN a number, beyond the scale
+        value[i] = exact_mul(is_nan(value[i]) ? value[i] : cut, down);
     }
-    return inverse;
+}
+
+template <class Format, class Scale, Rounding ROUNDING>
+OPTIM_INLINE float block_inverse(float top, float inverse) {
+    constexpr float most = block_most<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
+    return fold < most && top > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
+}
+
+template <class Format, class Scale, Rounding ROUNDING>
+OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
+    block_cut<Format, Scale, ROUNDING>(top, value, n);
+    return block_inverse<Format, Scale, ROUNDING>(top, inverse);
 }
 
 // Codes of COUNT elements of a block of BLOCK whose scale is known, both ways.
@@ -501,37 +511,37 @@ __device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
 struct Blocks;
 
-// What is to be stored of a thread's x: x or its roots.
-template <class Format, int COUNT>
-__device__ __forceinline__ void thread_values(const float* x, const NoiseKey& key, float* value) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
-}
-
-// A thread's store in two parts: the largest of its block, and, given that, all the rest, which is told whether a
-// top above block_usual is possible. So the exchanges of several arrays wait at the same time and one test serves for
-// all.
+// A thread's store in parts: the largest of its block; where that is above block_usual, the cut; all the rest. So the
+// exchanges of several arrays wait at the same time, and one test and one branch serve for all. `value` is what is
+// stored: x or its roots.
 template <class Format, int BLOCK, int COUNT>
-__device__ __forceinline__ float thread_top(const float* x, const NoiseKey& key) {
-    float value[COUNT];
-    thread_values<Format, COUNT>(x, key, value);
+__device__ __forceinline__ float thread_top(const float* value, const NoiseKey& key) {
     return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
         thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
 }
 
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* x, float top, bool rare,
-                                             const NoiseKey& key) {
-    float value[COUNT];
-    thread_values<Format, COUNT>(x, key, value);
+__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* value, float top,
+                                             bool rare, const NoiseKey& key) {
     typename Scale::Code code;
     BlockScale s = block_scale<Format, Scale>(top, &code);
-    if (rare) s.inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
+    s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
     part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
     if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
         if (key.seen) Format::template seen_scaled<COUNT>(code, rare, key.seen);
     }
+}
+
+template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
+__device__ __forceinline__ void thread_store_all(const Streams& streams, int first, const float* x,
+                                                 const NoiseKey& key) {
+    float value[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
+    const float top = thread_top<Format, BLOCK, COUNT>(value, key);
+    block_cut<Format, Scale, ROUNDING>(top, value, COUNT);
+    thread_store<Format, BLOCK, Scale, ROUNDING, COUNT>(streams, first, value, top, true, key);
 }
 #endif
 
@@ -564,15 +574,22 @@ struct Blocks {
     static constexpr bool HAS_TOP = true;
     static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
 
+    static constexpr bool OF_ROOTS = Format::ROOT;
+
     template <int COUNT>
-    static __device__ __forceinline__ float top(const float* x, const NoiseKey& key) {
-        return thread_top<Format, BLOCK, COUNT>(x, key);
+    static __device__ __forceinline__ float top(const float* value, const NoiseKey& key) {
+        return thread_top<Format, BLOCK, COUNT>(value, key);
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* x, float top,
+    static __device__ __forceinline__ void cut(float* value, float top) {
+        block_cut<Format, Scale, ROUNDING>(top, value, COUNT);
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* value, float top,
                                                      bool rare, const NoiseKey& key) {
-        thread_store<Format, BLOCK, Scale, ROUNDING, COUNT>(streams, first, x, top, rare, key);
+        thread_store<Format, BLOCK, Scale, ROUNDING, COUNT>(streams, first, value, top, rare, key);
     }
 #endif
 
@@ -592,9 +609,9 @@ struct Blocks {
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
-            store_top<16>(streams, first, x, top<16>(x, key), true, key);
+            thread_store_all<Format, BLOCK, Scale, ROUNDING, 16>(streams, first, x, key);
         } else {
-            store_top<8>(streams, first, x, top<8>(x, key), true, key);
+            thread_store_all<Format, BLOCK, Scale, ROUNDING, 8>(streams, first, x, key);
         }
 #else
         blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);

@@ -353,16 +353,17 @@ struct Elementwise {
         return __int_as_float(most);
     }
 
+    static constexpr bool OF_ROOTS = false;
+
     template <int COUNT>
-    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* x, float,
-                                                     bool rare, const NoiseKey& key) {
-        float value[COUNT];
+    static __device__ __forceinline__ void cut(float* value, float) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = x[i];
-        if (rare) {
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) value[i] = Format::storable(x[i]);
-        }
+        for (int i = 0; i < COUNT; i++) value[i] = Format::storable(value[i]);
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* value, float, bool,
+                                                     const NoiseKey& key) {
         store_part<false>(streams, first, value, COUNT, key);
     }
 #endif
