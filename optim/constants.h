@@ -70,8 +70,8 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
-    // lr / bias1 of the next steps, as a whole, if the learning rate rises from 0 in proportion; later it is as good as
-    // lr's.
+    // lr / bias1 of the next steps, as a whole, if the learning rate rises from 0 in proportion. Of the first tens of
+    // steps' errors less than all comes back: their bias1 is smaller than that of the steps to come.
     double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step));
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
     return hyper;
