@@ -45,14 +45,6 @@ static bool left_to_preset(const Options* o, const bool* given, const Json* save
     return false;
 }
 
-// Whether bf16 gradients were the user's choice: of several micro-batches a step `auto` makes fp32, of one it makes
-// bf16, and with other ranks or tokens there may be several.
-static bool grads_were_typed(const Json* saved) {
-    double product = 1.0;
-    for (const char* name : {"batch", "seq", "gpus"}) product *= atof(json_string(saved, name, "1"));
-    return atof(json_string(saved, "tokens-per-step", "0")) > product;
-}
-
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
 // where the model's shape hangs on them.
 static void resume_options(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
@@ -63,8 +55,8 @@ static void resume_options(Options* o, const bool* given, const Json* saved, cha
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
-        bool grads_bf16 = strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0;
-        if (!given[i] && grads_bf16 && !grads_were_typed(saved)) continue;
+        // bf16 is what `auto` makes of one micro-batch a step, and with other ranks or tokens there may be several.
+        if (!given[i] && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) continue;
         char now[4096];
         option_text(option, o, now, sizeof(now));
         if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
