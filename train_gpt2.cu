@@ -944,6 +944,7 @@ static void model_read(Model* m, const char* folder) {
 
 struct Run {
     Options* options;
+    const char* grads;  // as it was asked for; options->grads is what `auto` became
     Model* model;
     bool quiet;  // not the first rank: it prints and writes nothing
     char folder[PATH_BYTES];
@@ -1091,7 +1092,9 @@ static void state_write(const Run* run, FILE* state) {
     fprintf(state, ", \"own\": ");
     json_write_string(state, own);
     fprintf(state, "},\n\"options\": ");
-    options_json(&TABLE, o, state);
+    Options asked = *o;
+    asked.grads = run->grads;
+    options_json(&TABLE, &asked, state);
     fprintf(state, ",\n");
 }
 
@@ -1745,7 +1748,7 @@ static void shard_resolve(Model* m, OptimConfig* config) {
         tensors[t] = {m->tensors[t].offset, m->tensors[t].rows * m->tensors[t].cols,
                       in_block ? (t - FIRST_BLOCK) / BLOCK_TENSORS : m->config.L};
     }
-    s->gradient_bytes = 4;
+    s->gradient_bytes = m->grads_bf16 ? 2 : 4;
     s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
     s->chunk = m->dev->gpu ? 8192 : 64;
     shard_plan(s, tensors, m->count, m->config.L, m->elements);
@@ -1841,6 +1844,7 @@ static void training_open(Training* t) {
     Options* o = t->options;
     Model* m = &t->model;
     t->run.options = o;
+    t->run.grads = o->grads;
     t->run.model = m;
     t->run.quiet = t->launch->rank > 0;
     t->run.text = open_memstream(&t->run.banner, &t->run.banner_bytes);

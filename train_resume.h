@@ -55,8 +55,6 @@ static void resume_options(Options* o, const bool* given, const Json* saved, cha
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
-        // bf16 is what `auto` makes of one micro-batch a step, and with other ranks or tokens there may be several.
-        if (!given[i] && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) continue;
         char now[4096];
         option_text(option, o, now, sizeof(now));
         if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);

@@ -156,13 +156,12 @@ static void account_mlp_backward(Operands<G>* x, Account* a) {
         matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
                                       false);
     });
-    account(a, "d fc projection weight", mb * L, 8 * NC * C, 0, [&] {
-        matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, sizeof(G) == 4);
-    });
+    account(a, "d fc projection weight", mb * L, 8 * NC * C, 0,
+            [&] { matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, x->mb > 1); });
     account(a, "d fc input", mb * L, 8 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, N, C, 4 * C); });
     account(a, "d fc weight", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, sizeof(G) == 4); });
+            [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, x->mb > 1); });
 }
 
 template <typename G>
@@ -179,7 +178,7 @@ static void account_attention_backward(Operands<G>* x, Account* a) {
     account(a, "d attention projection input", mb * L, 2 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, N, C, C); });
     account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
-        matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, sizeof(G) == 4);
+        matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, x->mb > 1);
     });
     account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
         attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T,
@@ -188,7 +187,7 @@ static void account_attention_backward(Operands<G>* x, Account* a) {
     account(a, "d qkv input", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
     account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, sizeof(G) == 4); });
+            [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, x->mb > 1); });
 }
 
 // What sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets` distinct tokens).
@@ -244,7 +243,7 @@ static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* co
     model_init(m, 1);
 }
 
-constexpr int STEPS = 7;
+constexpr int STEPS = 5;
 
 // Milliseconds of whole steps, in order, after two for warm-up, and the least until the host had queued all of a step;
 // returns the last loss.

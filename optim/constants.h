@@ -71,8 +71,11 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
     // lr / bias1 of the next steps, as a whole, if the learning rate rises from 0 in proportion. Of the first tens of
-    // steps' errors less than all comes back: their bias1 is smaller than that of the steps to come.
-    double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step));
+    // steps' errors less than all comes back: their bias1 is smaller than that of the steps to come. Likewise where the
+    // rate ends near 0, whose steps would have m hold what no later one can pay.
+    double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step)),
+           least = 0.01 * config->lr_max * settings->lr;
+    ahead = ahead > least ? ahead : least;
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
     return hyper;
 }

@@ -138,16 +138,26 @@ OPTIM_INLINE constexpr bool step_ordered() {
     return ON_GPU && COUNT == 16 && able && (CROWDS_BANKS<M> || CROWDS_BANKS<V>);
 }
 
-// Stores new weights p and adds to m what their rounding has changed: see formats/feedback.cuh.
+// Stores new weights p and adds to m what their rounding has changed: see formats/feedback.cuh. What was stored comes
+// from the encoder, in registers, where that gives it.
 template <int MOST, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
     float stored[MOST];
-    weights.store(streams, first, p, n, key);
+    if constexpr (ON_GPU && SEES_STORED<Weights>) {
+        uint32_t own[MOST / 2], *seen = key.seen ? key.seen : own;
+        NoiseKey seeing = key;
+        seeing.seen = seen;
+        weights.store(streams, first, p, n, seeing);
+        OPTIM_UNROLL
+        for (int i = 0; i < n; i++) stored[i] = bits_float(i % 2 ? seen[i / 2] & 0xffff0000u : seen[i / 2] << 16);
+    } else {
+        weights.store(streams, first, p, n, key);
 #ifdef __CUDA_ARCH__
-    __syncwarp();  // a neighbour has written the scale
+        __syncwarp();  // a neighbour has written the scale
 #endif
-    weights.load(streams, first, stored, n, key);
+        weights.load(streams, first, stored, n, key);
+    }
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) {
         float unit = exact_mul(hyper.feedback, exact_fma(root[i], hyper.root2, hyper.eps));
@@ -188,7 +198,8 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     } else {
 #ifdef __CUDA_ARCH__
         if constexpr (stores_roots<V>()) {
-            for (int i = 0; i < n && !rule.adaptive; i++) root[i] = moment_root(v[i]);
+            OPTIM_UNROLL
+            for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
         }
         float* x[4] = {p, m, stores_roots<V>() ? root : v, rule.keeps_slow ? slow : nullptr};
         if constexpr (FEEDS_BACK<Weights>) {

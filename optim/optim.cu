@@ -120,23 +120,6 @@ static const FormatRow* find_state(const OptimConfig* config, const char* name) 
     return row || !user ? row : find_row(user->storage, user->count, name);
 }
 
-FormatRow* user_storage_create(const UserFormats* formats) {
-    FormatRow* rows = (FormatRow*)calloc((size_t)formats->count, sizeof(FormatRow));
-    for (int i = 0; i < formats->count; i++) {
-        const UserRow* own = &formats->row[i];
-        FormatRow* row = &rows[i];
-        row->name = own->name, row->note = own->note, row->type = own->type, row->source = formats->source;
-        for (int k = 0; k < 3; k++) {
-            row->stream[k] = {own->suffix[k], own->dtype[k],     own->bits[k], own->bits[k] ? own->run[k] : 1,
-                              false,          (Span)own->span[k]};
-        }
-        row->table_bytes = own->table_bytes;
-        row->has_sign = own->has_sign;
-        row->dithered = own->dithered;
-    }
-    return rows;
-}
-
 struct Rows {
     const RuleRow* rule;
     const WeightsRow* weights;

@@ -14,6 +14,7 @@ struct Name {
 struct StateName {
     const char *name, *note;
     bool has_sign, has_spans;
+    int bits;
 };
 
 struct WeightsName {
@@ -28,7 +29,8 @@ struct RuleName {
 };
 
 #define NAME_ROW(NAME, NOTE, ...) {NAME, NOTE},
-#define STATE_ROW(NAME, NOTE, ...) {NAME, NOTE, HAS_SIGN<__VA_ARGS__>, HAS_SPANS<__VA_ARGS__>},
+#define STATE_ROW(NAME, NOTE, ...) \
+    {NAME, NOTE, HAS_SIGN<__VA_ARGS__>, HAS_SPANS<__VA_ARGS__>, __VA_ARGS__::STREAM[0].bits},
 #define WEIGHTS_ROW(NAME, NOTE, ...) {NAME, NOTE, FEEDS_BACK<__VA_ARGS__>},
 #define RULE_ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED, TYPE::ADAPTIVE, SLOWER},
 #define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
@@ -160,8 +162,8 @@ static bool resolve_sign(const OptimConfig* config, const char* option, const ch
     return false;
 }
 
-// Weights whose rounding error goes into m: into one that the update divides by a root of v, and that is stored at
-// once, not after its largest was looked for.
+// Weights whose rounding error goes into m: into one that the update divides by a root of v, that is stored at once,
+// not after its largest was looked for, and that holds it, as 4 bits do not (optim/README.md has figures).
 static bool resolve_feedback(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
     if (!find(weights_rows, config->weights)->feeds_back) return true;
     int base = (int)strcspn(config->weights, ":");
@@ -181,11 +183,14 @@ static bool resolve_feedback(const OptimConfig* config, const char* option, cons
     const StateName* state = find(state_rows, m);
     if (!state) state = find(import_rows, m);
     const UserFormats* user = config->user_formats;
-    if (state ? !state->has_spans : find_row(user->row, user->count, m)->span[1] == SPAN_RUN) return true;
+    const UserRow* own = state ? nullptr : find_row(user->row, user->count, m);
+    const bool spans = state ? state->has_spans : own->span[1] != SPAN_RUN;
+    if (!spans && (state ? state->bits : own->bits[0]) > 4) return true;
     snprintf(error, bytes,
-             "%s: \"%s\" was found, whose scales are of more than a block, and with --weights %s m is stored at once; "
-             "take soft8, say",
-             option, m, config->weights);
+             "%s: \"%s\" was found, whose %s, and --weights %s keeps in m, at once, what its rounding loses; take "
+             "e4m3:sr, say, or --weights %.*s:sr",
+             option, m, spans ? "scales are of more than a block" : "4 bits lose more than they are given",
+             config->weights, base, config->weights);
     return false;
 }
 

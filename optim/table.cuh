@@ -66,12 +66,12 @@
     ROW("e5m2+8:sr", "as e4m3+8:sr, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, STOCHASTIC>)        \
     ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
     ROW("lin8:sr", "1 byte in all, in place: linear, a power of two as scale every 32",                             \
-        Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC>)                                                                    \
+        Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>)                                                            \
     ROW("bf16:ef", "as bf16:sr, errors fed back into m: adamw, adam, ademamix; m fp32 or :sr",                      \
         Feedback<Elementwise<Bf16, STOCHASTIC>>)                                                                    \
     ROW("e4m3:ef", "as e4m3:sr, likewise", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)                      \
     ROW("lin8:ef", "as lin8:sr, likewise, which leaves little of the noise",                                        \
-        Feedback<Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC>>)                                                          \
+        Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>)                                                  \
     ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls take it; two passes a step",                        \
         WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                              \
     ROW("e5m2/tensor+fp32", "likewise", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
@@ -229,8 +229,8 @@
         Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                \
     ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                       \
         Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                          \
-    ROW(AdamW, Feedback<Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,          \
+    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,  \
         Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Feedback<Blocks<Lin8, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,          \
+    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,  \
         Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                           \
     ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None, None)

@@ -7,6 +7,7 @@
 #include "jit.h"
 #include "names.h"
 #include "override.h"
+#include "storage.h"
 
 // The rows in PTX: `.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, ...};`, where zeros at the end may be left
 // out. A compiler may put something before or after the name.
@@ -189,6 +190,24 @@ static bool check_rows(const UserFormats* formats, char* const* path, int files,
     return true;
 }
 
+// Rows as the optimizer has them for its own formats, which have functions too.
+static FormatRow* storage_create(const UserFormats* formats) {
+    FormatRow* rows = (FormatRow*)calloc((size_t)formats->count, sizeof(FormatRow));
+    for (int i = 0; i < formats->count; i++) {
+        const UserRow* own = &formats->row[i];
+        FormatRow* row = &rows[i];
+        row->name = own->name, row->note = own->note, row->type = own->type, row->source = formats->source;
+        for (int k = 0; k < 3; k++) {
+            row->stream[k] = {own->suffix[k], own->dtype[k],     own->bits[k], own->bits[k] ? own->run[k] : 1,
+                              false,          (Span)own->span[k]};
+        }
+        row->table_bytes = own->table_bytes;
+        row->has_sign = own->has_sign;
+        row->dithered = own->dithered;
+    }
+    return rows;
+}
+
 bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t bytes) {
     char *list = strdup(paths), *path[USER_FILES], *rest = nullptr;
     size_t source_bytes = 0;
@@ -212,7 +231,7 @@ bool user_formats_open(const char* paths, UserFormats** formats, char* error, si
     fclose(source);
     good = good && compile_rows(*formats, paths, error, bytes) && check_rows(*formats, path, files, error, bytes);
     free(list);
-    if (good) (*formats)->storage = user_storage_create(*formats);
+    if (good) (*formats)->storage = storage_create(*formats);
     if (good) return true;
     user_formats_free(*formats);
     *formats = nullptr;

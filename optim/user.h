@@ -6,7 +6,7 @@
 
 constexpr int USER_ROWS = 64, USER_FILES = 16;  // at most
 
-struct FormatRow;  // optim.cu
+struct FormatRow;  // storage.h
 
 struct UserFormats {
     UserRow row[USER_ROWS];
@@ -25,8 +25,6 @@ void user_formats_free(UserFormats* formats);
 // The formats of these that a configuration, its overrides included, names: "my8/64=SUM my9/32=SUM", SUM the checksum
 // of the file that names it, in which comments and white space do not count. "" when it names none.
 void user_sums(const OptimConfig* config, char* text, size_t bytes);
-
-FormatRow* user_storage_create(const UserFormats* formats);  // optim.cu
 
 // Fills a table of constants in device memory as a type of the source says. Exits with a sentence when that fails.
 void user_table_fill(const Device* dev, const char* type, const char* source, void* table);

@@ -109,3 +109,12 @@ inline bool serves_m(const char* name) {
     if (!serves && !strstr(error, "holds no negative numbers")) printf("    %s\n", error), exit(1);
     return serves;
 }
+
+// Whether weights of this storage go with a rule and an m: those whose errors are fed back do not with all.
+inline bool goes_with(const char* rule, const char* weights, const char* m) {
+    OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    char error[4096] = "";
+    bool goes = optim_resolve(&config, error, sizeof(error));
+    if (!goes && !strstr(weights, ":ef")) printf("    %s\n", error), exit(1);
+    return goes;
+}

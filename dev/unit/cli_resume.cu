@@ -112,11 +112,12 @@ TEST(cli_resume_gpu) {
     check_resume(test, "--matmul fp32 --weights fp32", true);
 }
 
-// bf16 gradients were chosen for one micro-batch a step and not asked for; two go on in fp32, unless asked for.
+// bf16 gradients were chosen for one micro-batch a step and not asked for: two go on in fp32, unless they are asked
+// for, which stays.
 TEST(cli_resume_micro_batches_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
-    Child child[3];
+    Child child[4];
     for (Child& c : child) c = new_child(), c.gpu = true;
     start(&child[0], SHAPE " --batch 2 --tokens-per-step 64 --warmup 2 --data %s/text.txt --run %s/run --steps 3", work,
           work);
@@ -131,6 +132,10 @@ TEST(cli_resume_micro_batches_gpu) {
     finish(&child[2]);
     expect_code(child[2], 0);
     expect(strstr(OUT(child[2]), "grads bf16"), "%s", OUT(child[2]));
+    start(&child[3], "--resume %s/run --steps 9", work);
+    finish(&child[3]);
+    expect_code(child[3], 0);
+    expect(strstr(OUT(child[3]), "grads bf16"), "%s", OUT(child[3]));
     for (Child& c : child) forget(&c);
     remove_tree(work);
 }

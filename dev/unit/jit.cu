@@ -578,8 +578,7 @@ static OptimConfig draw_config(uint64_t seed, int64_t index) {
     const char* rule = rules[draw[0] % length(rules)];
     bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;
     const char* m = states[draw[3] % length(states)];
-    bool feeds = keeps_v && !strstr(m, "/rank1") && !strstr(m, "/tensor");  // rounding errors into m
-    while (!feeds && strstr(weights[draw[1] % length(weights)], ":ef")) draw[1]++;
+    while (!goes_with(rule, weights[draw[1] % length(weights)], m)) draw[1]++;
     OptimConfig config = {"",
                           rule,
                           weights[draw[1] % length(weights)],

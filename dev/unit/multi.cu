@@ -603,7 +603,23 @@ TEST(multi_strangers) {
     remove_tree(work);
 }
 
-// Two runs that torchrun started on one machine, a port apart, the first pushed on to the ports of the second.
+// Whether a process of this machine listens at a port, asked without knocking.
+static bool is_listened_at(int port) {
+    char line[512];
+    bool found = false;
+    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+        FILE* file = fopen(path, "r");
+        while (file && !found && fgets(line, sizeof(line), file)) {
+            unsigned at, state;
+            found = sscanf(line, "%*d: %*x:%x %*x:%*x %x", &at, &state) == 2 && (int)at == port && state == 10;
+        }
+        if (file) fclose(file);
+    }
+    return found;
+}
+
+// Two runs that torchrun started on one machine, a port apart. The first is pushed on to the port of the second, whose
+// rank 1 finds it there and has to go on to its own rank 0.
 TEST(multi_neighbours) {
     const char* work = work_folder();
     char words[2 * PATH_MAX];
@@ -615,13 +631,17 @@ TEST(multi_neighbours) {
     setsockopt(taken, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
     bool held = bind(taken, (const struct sockaddr*)&address, sizeof(address)) == 0 && listen(taken, 8) == 0;
     expect(held, "port %d: %s", port, strerror(errno));
-    for (int rank : {1, 0}) {
-        for (int run : {0, 1}) {
-            snprintf(words, sizeof(words),
-                     "%s --data %s/text.txt --run %s/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d",
-                     SEVERAL, work, work, run, run + 1);
-            start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
-        }
+    const int order[4][2] = {{0, 0}, {1, 1}, {1, 0}, {0, 1}};  // run, rank
+    for (const int(&each)[2] : order) {
+        const int run = each[0], rank = each[1];
+        snprintf(words, sizeof(words),
+                 "%s --data %s/text.txt --run %s/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d", SEVERAL,
+                 work, work, run, run + 1);
+        start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
+        bool first = run == 0 && rank == 0, there = !first;
+        for (double begin = now(); !there && now() - begin < 20; pause_ms(10)) there = is_listened_at(port + 1);
+        expect(there, "the first run is not at port %d", port + 1);
+        if (rank == 1 && run == 1) pause_ms(300);  // it has been to that port
     }
     for (int run : {0, 1}) {
         for (Child& c : child[run]) {

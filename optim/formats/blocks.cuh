@@ -140,6 +140,12 @@ constexpr bool HAS_SEEN = false;
 template <class Format>
 constexpr bool HAS_SEEN<Format, decltype((void)Format::GIVES_SEEN)> = Format::GIVES_SEEN;
 
+// Whether these numbers are what load() would give.
+template <class Format, class = void>
+constexpr bool SEES_STORED = false;
+template <class Format>
+constexpr bool SEES_STORED<Format, decltype((void)Format::SEEN_IS_STORED)> = Format::SEEN_IS_STORED;
+
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
 
@@ -148,6 +154,13 @@ template <class Format>
 OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) {
     return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
+
+// Whether it decodes 2^23 + code as well: only the Decoder itself, since what is derived from it may decode otherwise.
+template <class Format, class = void>
+constexpr bool DECODES_NUMBERS = false;
+template <class Format>
+constexpr bool DECODES_NUMBERS<Format, decltype((void)sizeof(typename Format::Decoder))> =
+    SAME_TYPE<Format, typename Format::Decoder>;
 
 // What stores stochastically: the format, or another of the same codes that it names as Stochastic, whose table is
 // made for that.
@@ -247,11 +260,18 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 #endif
 }
 
-// What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the most that a narrow
-// scale holds.
+// What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the format's own MOST,
+// or the most that a narrow scale holds.
+template <bool ROOT>
+constexpr double BLOCK_MOST = ROOT ? 1.84e19 : 4.25e37;
+template <class Format, class = void>
+constexpr double MOST_OF = BLOCK_MOST<Format::ROOT>;
+template <class Format>
+constexpr double MOST_OF<Format, decltype((void)Format::MOST)> = Format::MOST;
+
 template <class Format, class Scale>
 OPTIM_INLINE constexpr float block_most() {
-    double top = Format::ROOT ? 1.84e19 : 4.25e37, most = Scale::MOST * (double)Format::LARGEST;
+    double top = MOST_OF<Format>, most = Scale::MOST * (double)Format::LARGEST;
     return (float)(top < most ? top : most);
 }
 
@@ -343,6 +363,9 @@ OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, floa
 #ifdef __CUDA_ARCH__
         table->template decode<COUNT>(packed.word, Format::unit_of(scale), x);
 #endif
+    } else if constexpr (ON_GPU && Format::BITS == 8 && DECODES_NUMBERS<Format>) {
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) x[i] = Format::decode_number(packed.number(i), scale);
     } else {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) x[i] = Format::decode(table, packed.get(i), scale);
@@ -355,8 +378,8 @@ OPTIM_INLINE float block_value(float x) {
     return Format::ROOT ? moment_root(x) : x;
 }
 
-// The values, cut, and the inverse to store them with. Formats that fold a power of two into it (minifloat.cuh) would
-// lose its last bits in a block with a large top: there, where no state and no weight is, values and inverse exchange
+// The largest top that takes the usual way. Formats that fold a power of two into the inverse (minifloat.cuh) would
+// lose its last bits in a block with a larger one: there, where no state and no weight is, values and inverse exchange
 // one.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE constexpr float block_usual() {
@@ -365,6 +388,7 @@ OPTIM_INLINE constexpr float block_usual() {
     return fold < most ? fold : most;
 }
 
+// The values, cut, and the inverse to store them with.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE void block_cut(float top, float* value, int n) {
     constexpr float most = block_most<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
@@ -554,6 +578,7 @@ struct Blocks {
     static constexpr bool TAKES_ORDER = !DITHERED, CROWDS_BANKS = ::CROWDS_BANKS<Format>;
     // Whether store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
+    static constexpr bool SEEN_IS_STORED = GIVES_SEEN && SEES_STORED<Format>;
     static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 

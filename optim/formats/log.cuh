@@ -191,17 +191,6 @@ OPTIM_INLINE LogScale log_encoding(LogRange range) {
     return s;
 }
 
-// 2^23 + code, as a float.
-template <int BITS, int COUNT>
-OPTIM_INLINE float code_number(const Packed<BITS, COUNT>& packed, int i) {
-#ifdef __CUDA_ARCH__
-    uint32_t bytes = BITS == 8 ? 0x7540u + i % 4 : i % 2 ? 0x7532u : 0x7510u;
-    return __uint_as_float(__byte_perm(packed.word[i / Packed<BITS, COUNT>::EACH], 0x4b000000u, bytes));
-#else
-    return bits_float(0x4b000000u | packed.get(i));
-#endif
-}
-
 // 2^23 + floor(a * b) for 0 <= a <= 1 and a whole 0 < b < 65536.
 OPTIM_INLINE float floor_product(float a, float b) {
 #ifdef __CUDA_ARCH__
@@ -280,7 +269,7 @@ template <class Codes, int COUNT>
 OPTIM_INLINE void log_get(const Streams& streams, int first, const LogScale& s, float* x) {
     auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
     OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) x[i] = log_level<Codes>(code_number(packed, i), s);
+    for (int i = 0; i < COUNT; i++) x[i] = log_level<Codes>(packed.number(i), s);
 }
 
 template <class Codes>

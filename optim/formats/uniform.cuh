@@ -2,7 +2,7 @@
 // what is stored (with 4 bits the product of the squares). Pure arithmetic: to nearest, floor(y + 1/2), a y in the
 // middle going up; stochastic, floor(y + r) with r uniform in [0, 1).
 //     lin8    m, -127 .. 127 times absmax / 127       steps of 1/127 of the block's largest: small elements become 0;
-//             and weights, block 32, scales of e8m0   whose noise is a third of e4m3's
+//             and weights, block 32, scales of e8m0   whose noise is a third of e4m3's; none above 2e33
 //     ulin8   v, 0 .. 255 times absmax / 255          for comparison: its floor inflates small v (0 is never used)
 //     lin4    v, 1 .. 16 times absmax / 16            lpmm's and torchao's map for v: linear without zero, block 128
 //     sqrt8   v, squares of 0 .. 255 times max sqrt(v) / 255       FlashOptim's, block 32
@@ -13,7 +13,8 @@
 
 EMBED_SOURCE
 
-template <int BITS_, int FIRST, int LAST, bool ROOT_>
+// POWERS: scales are powers of two (ScaleE8m0), so that what they multiply stays exact.
+template <int BITS_, int FIRST, int LAST, bool ROOT_, bool POWERS = false>
 struct Uniform {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 when there is no zero
@@ -21,6 +22,7 @@ struct Uniform {
     static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, HARDWARE = false,
                           IN_UPPER_BITS = false, PAIRS = ON_GPU && BITS == 4;
     static constexpr uint32_t BIAS = floor_part_bias<BITS>();
+    static constexpr double MOST = POWERS ? 2e33 : BLOCK_MOST<ROOT>;  // so that 2^23 scale is a number
     static constexpr float LARGEST = SIXTEENTHS ? 1.0f : (float)LAST, UNITS = SIXTEENTHS ? 16.0f : 1.0f;
 
     static OPTIM_HOST void fill(Table* table) {
@@ -39,8 +41,14 @@ struct Uniform {
     }
 
     static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
-        // The code as a float: 2^23 + code, less what is too much.
-        float number = bits_float(0x4b000000u | code), level = exact_add(number, (float)FIRST - 8388608.0f);
+        return decode_number(bits_float(0x4b000000u | code), scale);
+    }
+
+    // Of the code as a float, 2^23 + code: less what is too much.
+    typedef Uniform Decoder;
+    static OPTIM_INLINE float decode_number(float number, float scale) {
+        if (POWERS) return exact_fma(number, scale, exact_mul(scale, (float)FIRST - 8388608.0f));
+        float level = exact_add(number, (float)FIRST - 8388608.0f);
         if (BITS == 4) return exact_mul(ROOT ? exact_mul(level, level) : level, unit_of(scale));
         if (!ROOT) return exact_mul(level, scale);
         // The same product in one operation: 2^23 * scale is exact, and the scale of a root leaves room for it.
@@ -57,29 +65,39 @@ struct Uniform {
     }
 
     // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly. With 4 bits a y above
-    // LAST by rounding errors does not reach 129 + LAST, and the whole part is in byte 2 of the sum's own bits.
+    // LAST by rounding errors does not reach 129 + LAST, and the whole part is in byte 2 of the sum's own bits. Nor
+    // does it with POWERS, where no y is above LAST.
     static OPTIM_INLINE float stochastic_sum(float x, float inverse, uint32_t noise_float, int lowest) {
         constexpr float first = 128.0f + (float)FIRST, end = 128.0f + (float)LAST + 0.5f;
         float t = exact_max(exact_fma(x, inverse, bits_float(noise_float)), first + (float)lowest);
-        return BITS == 4 ? t : exact_min(t, end);
+        return BITS == 4 || POWERS ? t : exact_min(t, end);
     }
 
-    static constexpr bool PACKS_NOISE = true;
+    // A level times a power of two, at least 2^-126, is a bf16 number: what the model sees is what is stored.
+    static constexpr bool PACKS_NOISE = true, GIVES_SEEN = POWERS && ON_HOPPER, SEEN_IS_STORED = GIVES_SEEN;
     static constexpr uint32_t STOCHASTIC_BIAS = 0x4b000000u + 128u + (uint32_t)FIRST;
 
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
         return floor_bits(stochastic_sum(x, inverse, NOISE_FLOAT << 24 | noise, lowest)) - STOCHASTIC_BIAS + BIAS;
     }
 
+    // `levels`, unless null, receives the levels of 8 bits in pairs of bf16.
     template <int COUNT>
     static OPTIM_INLINE void stochastic_pack(const float* x, float inverse, const Noise& noise, int lowest,
-                                             Packed<BITS, COUNT>* packed, uint32_t*) {
+                                             Packed<BITS, COUNT>* packed, uint32_t* levels) {
 #ifdef __CUDA_ARCH__
         uint32_t word[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             word[i] = float_bits(stochastic_sum(x[i], inverse, noise_float(noise, i), lowest));
-            if (BITS == 8) packed->add(i, floor_bits(bits_float(word[i])));
+            if (BITS == 8) word[i] = floor_bits(bits_float(word[i]));
+            if (BITS == 8) packed->add(i, word[i]);
+        }
+#pragma unroll
+        for (int i = 0; levels && i < COUNT; i += 2) {
+            float a = exact_add(bits_float(word[i]), -8388608.0f - 128.0f);
+            float b = exact_add(bits_float(word[i + 1]), -8388608.0f - 128.0f);
+            levels[i / 2] = upper_halves(float_bits(a), float_bits(b));
         }
         if constexpr (BITS == 4) {
             packed->template gather_bytes<2, FIRST>(word);
@@ -88,6 +106,19 @@ struct Uniform {
         }
 #endif
     }
+
+#ifdef __CUDA_ARCH__
+    // stochastic_pack's levels times a scale, by its exponent: as decode_number, with no negative zero in a block of
+    // scale 0, where only NaN has a level.
+    template <int COUNT>
+    static __device__ __forceinline__ void seen_scaled(uint32_t exponent, bool, uint32_t* seen) {
+        const uint32_t factor = exponent << 7 | exponent << 23;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; i++) {
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(seen[i]) : "r"(seen[i]), "r"(factor), "r"(0));
+        }
+    }
+#endif
 
     // What is zero in a format with two signs has the code after the last level's.
     static OPTIM_INLINE uint32_t dither(float x, float inverse, float u, int lowest, bool zero) {
@@ -106,6 +137,7 @@ struct Uniform {
 };
 
 typedef Uniform<8, -127, 127, false> Lin8;
+typedef Uniform<8, -127, 127, false, true> Lin8OfPowers;
 typedef Uniform<8, 0, 255, false> Ulin8;
 typedef Uniform<4, 1, 16, false> Lin4;
 typedef Uniform<8, 0, 255, true> Sqrt8;
