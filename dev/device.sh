@@ -15,6 +15,12 @@
 #   dev/device.sh scaling    the scaling table (SCALING=arguments of dev/scaling.py): of all sizes on 4 GPUs in more than ten
 #                            minutes, so where it is cut short the next call goes on
 #   dev/device.sh sanitize   make sanitize
+# Device time is short, so nothing need be built there, and the study need not end with a call:
+#   dev/device.sh pack       here, without a GPU: builds, and puts what was built, build/wiki and the tokenizer into .carry/built
+#   dev/device.sh unpack     there, first of all: test, optim and study then build nothing, and no test is skipped
+#   dev/device.sh daemon     there: the study for BUDGET seconds, while this call ends and others come
+#   dev/device.sh wait       there, in later calls: the daemon's records as study packs them, after WAIT seconds (480) or when it has
+#                            ended; at once an error where there has been none, as on another machine than that of the call before
 # `train` and `study` want .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
@@ -25,6 +31,12 @@ gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
 [ "$gpus" = 0 ] || nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
 
 build() {
+    if [ -f build/unpacked ]; then
+        local missing=()
+        for program in "$@"; do [ -x "$program" ] || missing+=("$program"); done
+        [ ${#missing[@]} = 0 ] && return
+        set -- "${missing[@]}"
+    fi
     (time make -j"$(nproc)" "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }
     tail -n 3 "$OUT/make.log"
 }
@@ -110,11 +122,54 @@ launchers() {
     done
 }
 
+pack() {
+    local to=.carry/built
+    make -j"$(nproc)" train test_gpt2 build/dev/bench build/dev/optim > "$OUT/make.log" 2>&1 || { tail "$OUT/make.log"; exit 1; }
+    [ -d build/wiki ] || { failed "pack: build/wiki is missing: dev/compare/README.md says how it is made"; return; }
+    rm -rf "$to" && mkdir -p "$to"
+    tar -cf - train test_gpt2 build/dev/bench build/dev/optim | xz -9 -T1 > "$to/programs.tar.xz"
+    tar -cf - build/wiki | xz -9e > "$to/wiki.tar.xz"
+    tar -C ../shared/data -cf - tokenizer | xz -9 > "$to/tokenizer.tar.xz"
+    du -sh "$to"
+}
+
+unpack() {
+    local from=.carry/built
+    tar -xJf "$from/programs.tar.xz" && tar -xJf "$from/wiki.tar.xz" && mkdir -p ../shared/data &&
+        tar -C ../shared/data -xJf "$from/tokenizer.tar.xz" && touch build/unpacked || { echo "FAILED: unpack"; exit 1; }
+}
+
+# The study's records so far, those of the repository among them.
+records() {
+    local sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
+    mkdir -p "$records"
+    [ -d "$records/runs" ] || cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet"
+    echo "$records"
+}
+
 for step in "$@"; do
     case $step in
+    pack) pack ;;
+    unpack) unpack ;;
+    daemon)
+        mkdir -p build/study
+        OUT=$PWD/build/study setsid dev/device.sh study > build/study/daemon.log 2>&1 < /dev/null &
+        echo $! > build/study/daemon.pid ;;
+    wait)
+        [ -f build/study/daemon.pid ] || { failed "wait: there has been no daemon here"; continue; }
+        for second in $(seq "${WAIT:-480}"); do
+            kill -0 "$(cat build/study/daemon.pid)" 2> /dev/null || break
+            sleep 1
+        done
+        tail -n 3 build/study/study.log
+        tar -C "$(records | tail -n 1)" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     test)
         build train test_gpt2
-        make test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
+        if [ -f build/unpacked ]; then
+            NIBBLE_TEST_SECONDS=500 ./test_gpt2 -j "$(($(nproc) - 4))" 2>&1
+        else
+            make test 2>&1
+        fi | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
     bench)
         build train build/dev/bench build/dev/attention build/dev/optim
         ./build/dev/attention 2>&1 | tee "$OUT/attention.log"
@@ -152,13 +207,11 @@ for step in "$@"; do
     study)
         build train
         corpus || { failed corpus; continue; }
-        sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
-        mkdir -p "$records"
-        cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet"
-        python3 dev/compare/run.py "dev/compare/sweeps/$sweep.toml" --out "$records" --budget "${BUDGET:-480}" --no-check \
-            --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
+        to=$(records | tail -n 1)
+        python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-480}" --no-check --no-report \
+            --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"
-        tar -C "$records" -czf "$OUT/$sweep.tgz" runs ;;
+        tar -C "$to" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     multi)
         build train test_gpt2
         nvidia-smi topo -m
@@ -177,7 +230,7 @@ for step in "$@"; do
     sanitize)
         build test_gpt2
         make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
-    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, study, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, study, pack, unpack, daemon, wait, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
 exit $status
