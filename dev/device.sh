@@ -30,14 +30,17 @@ status=0
 gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
 [ "$gpus" = 0 ] || nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
 
+programs=(train test_gpt2 build/dev/bench build/dev/optim)
+
+# make, which takes what `unpack` brought as it is.
+make_unpacked() {
+    local as_it_is=()
+    [ -f build/unpacked ] && as_it_is=("${programs[@]/#/--old-file=}")
+    make -j"$(nproc)" "${as_it_is[@]}" "$@"
+}
+
 build() {
-    if [ -f build/unpacked ]; then
-        local missing=()
-        for program in "$@"; do [ -x "$program" ] || missing+=("$program"); done
-        [ ${#missing[@]} = 0 ] && return
-        set -- "${missing[@]}"
-    fi
-    (time make -j"$(nproc)" "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }
+    (time make_unpacked "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }
     tail -n 3 "$OUT/make.log"
 }
 
@@ -124,10 +127,10 @@ launchers() {
 
 pack() {
     local to=.carry/built
-    make -j"$(nproc)" train test_gpt2 build/dev/bench build/dev/optim > "$OUT/make.log" 2>&1 || { tail "$OUT/make.log"; exit 1; }
+    make -j"$(nproc)" "${programs[@]}" > "$OUT/make.log" 2>&1 || { tail "$OUT/make.log"; exit 1; }
     [ -d build/wiki ] || { failed "pack: build/wiki is missing: dev/compare/README.md says how it is made"; return; }
     rm -rf "$to" && mkdir -p "$to"
-    tar -cf - train test_gpt2 build/dev/bench build/dev/optim | xz -9 -T1 > "$to/programs.tar.xz"
+    tar -cf - "${programs[@]}" | xz -9 -T1 > "$to/programs.tar.xz"
     tar -cf - build/wiki | xz -9e > "$to/wiki.tar.xz"
     tar -C ../shared/data -cf - tokenizer | xz -9 > "$to/tokenizer.tar.xz"
     du -sh "$to"
@@ -165,11 +168,7 @@ for step in "$@"; do
         tar -C "$(records | tail -n 1)" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     test)
         build train test_gpt2
-        if [ -f build/unpacked ]; then
-            NIBBLE_TEST_SECONDS=500 ./test_gpt2 -j "$(($(nproc) - 4))" 2>&1
-        else
-            make test 2>&1
-        fi | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
+        NIBBLE_TEST_SECONDS=500 make_unpacked test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
     bench)
         build train build/dev/bench build/dev/attention build/dev/optim
         ./build/dev/attention 2>&1 | tee "$OUT/attention.log"
@@ -229,7 +228,7 @@ for step in "$@"; do
         python3 dev/scaling.py --keep build/scaling.jsonl ${SCALING:-} 2>&1 | tee "$OUT/scaling.md" || failed "$OUT/scaling.md" ;;
     sanitize)
         build test_gpt2
-        make sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
+        make_unpacked sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
     *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, study, pack, unpack, daemon, wait, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
