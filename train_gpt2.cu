@@ -1071,11 +1071,12 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     safetensors_close(&reader.optimizer);
 }
 
-// Step, data position and what else the run goes on with, the formats, and all options.
+// Step, data position and what else the run goes on with, the formats, and all options. Version 1 had what --grads auto
+// became among these.
 static void state_write(const Run* run, FILE* state) {
     const Options* o = run->options;
     fprintf(state,
-            "{\n\"version\": 1,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"skipped\": %lld,\n"
+            "{\n\"version\": 2,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"skipped\": %lld,\n"
             "\"skipped_last\": %lld,\n\"best_val\": ",
             (long long)run->step, (long long)run->sequences, (long long)run->data_tokens, (long long)run->skipped,
             (long long)run->skipped_last);
@@ -1831,7 +1832,8 @@ static void training_resume(Training* t) {
     t->state = resume_locate(o, t->launch, t->folder, sizeof(t->folder), &named_itself);
     if (!t->state) return;
     const Json* saved = json_get(t->state, "options");
-    resume_options(o, t->given, saved, t->changed, sizeof(t->changed) - 256);
+    bool asked = json_int(t->state, "version", 1) > 1;
+    resume_options(o, t->given, saved, asked, t->changed, sizeof(t->changed) - 256);
     resume_rule(o, t->given, saved, t->changed, sizeof(t->changed) - 256);
     if (!o->run[0]) o->run = strdup(folder_parent(t->folder, parent, sizeof(parent)));
     if (t->launch->rank == 0 && !checkpoint_continue(o->run, t->folder, named_itself, !o->dry_run, error)) {

@@ -46,8 +46,10 @@ static bool left_to_preset(const Options* o, const bool* given, const Json* save
 }
 
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
-// where the model's shape hangs on them.
-static void resume_options(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
+// where the model's shape hangs on them. `asked`: the checkpoint has --grads as it was asked for, not what became of
+// it.
+static void resume_options(Options* o, const bool* given, const Json* saved, bool asked, char* changed,
+                           size_t changed_bytes) {
     static const char* const fixed[] = {"model", "layers", "channels", "heads", "seq"};
     char error[DATA_ERROR_BYTES];
     for (int i = 0; i < OPTION_COUNT; i++) {
@@ -55,6 +57,7 @@ static void resume_options(Options* o, const bool* given, const Json* saved, cha
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
+        if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) continue;
         char now[4096];
         option_text(option, o, now, sizeof(now));
         if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);

@@ -255,7 +255,8 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
                               named, named);
         }
     }
-    if (!*state || json_int(*state, "version", 0) == 1) return true;
+    const int64_t version = *state ? json_int(*state, "version", 0) : 1;
+    if (version == 1 || version == 2) return true;
     data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
                (long long)json_int(*state, "version", 0));
     json_free(*state);

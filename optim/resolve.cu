@@ -165,7 +165,7 @@ static bool resolve_sign(const OptimConfig* config, const char* option, const ch
 // Weights whose rounding error goes into m: into one that the update divides by a root of v, that is stored at once,
 // not after its largest was looked for, and that holds it, as 4 bits do not (optim/README.md has figures).
 static bool resolve_feedback(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
-    if (!find(weights_rows, config->weights)->feeds_back) return true;
+    if (config->stored || !find(weights_rows, config->weights)->feeds_back) return true;
     int base = (int)strcspn(config->weights, ":");
     if (!find(rule_rows, config->rule)->adaptive) {
         snprintf(error, bytes,

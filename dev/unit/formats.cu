@@ -440,6 +440,35 @@ TEST(formats_linear_weights_end_at_127) {
     }
 }
 
+// Levels times any scale are what a product says, and what no scale reaches becomes the most that one does.
+TEST(formats_linear_weights_are_cut_at_2e33) {
+    typedef Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC> Weights;
+    static uint8_t codes[TILE_ELEMENTS], scales[TILE_ELEMENTS / 32];
+    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    Streams streams = {codes, scales};
+    for (float top : {1.5e33f, 2e33f, 1e36f, FLT_MAX, INFINITY}) {
+        const float want = top < 2e33f ? top : 2e33f, step = want / 63.0f;
+        for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = i % 32 == 9 ? top : i % 32 == 20 ? -top : 1.0f;
+        for (int set = 0; set < 2; set++) {
+            if (set) Weights::set(streams, 0, x, TILE_ELEMENTS);
+            if (!set) Weights::store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 1, NOISE_WEIGHTS});
+            Weights::load(streams, 0, back, TILE_ELEMENTS, NoiseKey{});
+            for (int i = 9; i < TILE_ELEMENTS; i += 32) {
+                expect(fabsf(back[i] - want) <= step && fabsf(back[i + 11] + want) <= step, "%g became %g, %g",
+                       (double)top, (double)back[i], (double)back[i + 11]);
+            }
+        }
+    }
+    uint8_t most;
+    block_scale<Lin8OfPowers, ScaleE8m0>(INFINITY, &most);
+    for (int scale = 1; scale <= most; scale++) {
+        for (uint32_t code = 0; code <= 254; code++) {
+            float unit = ScaleE8m0::decode((uint8_t)scale), got = Lin8OfPowers::decode(nullptr, code, unit);
+            expect(got == (float)((int)code - 127) * unit, "code %u, scale %a: %a", code, (double)unit, (double)got);
+        }
+    }
+}
+
 // Weights on a grid of a power of two: the mean over many steps' noise is what was to be stored, up to the block's
 // largest, which lies at, next to and between the multiples of the grid at which the scale changes.
 TEST(formats_linear_weights_are_unbiased) {

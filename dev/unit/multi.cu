@@ -603,15 +603,16 @@ TEST(multi_strangers) {
     remove_tree(work);
 }
 
-// Whether a process of this machine listens at a port, asked without knocking.
-static bool is_listened_at(int port) {
+// Whether a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected.
+// Asked without knocking.
+static bool port_is(int port, unsigned wanted) {
     char line[512];
     bool found = false;
     for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
         FILE* file = fopen(path, "r");
         while (file && !found && fgets(line, sizeof(line), file)) {
             unsigned at, state;
-            found = sscanf(line, "%*d: %*x:%x %*x:%*x %x", &at, &state) == 2 && (int)at == port && state == 10;
+            found = sscanf(line, "%*d: %*x:%x %*x:%*x %x", &at, &state) == 2 && (int)at == port && state == wanted;
         }
         if (file) fclose(file);
     }
@@ -639,9 +640,12 @@ TEST(multi_neighbours) {
                  work, work, run, run + 1);
         start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
         bool first = run == 0 && rank == 0, there = !first;
-        for (double begin = now(); !there && now() - begin < 20; pause_ms(10)) there = is_listened_at(port + 1);
+        for (double begin = now(); !there && now() - begin < 20; pause_ms(10)) there = port_is(port + 1, 10);
         expect(there, "the first run is not at port %d", port + 1);
-        if (rank == 1 && run == 1) pause_ms(300);  // it has been to that port
+        // The second run's rank 1 comes to that port while its own rank 0 is not there yet.
+        bool came = run == 0 || rank == 0;
+        for (double begin = now(); !came && now() - begin < 20; pause_ms(1)) came = port_is(port + 1, 1);
+        expect(came, "nobody came to port %d", port + 1);
     }
     for (int run : {0, 1}) {
         for (Child& c : child[run]) {

@@ -257,6 +257,11 @@ TEST(rules_refuse_what_does_not_fit) {
     }
     config = good, config.overrides = "wte: m=de4";
     expect_refusal(test, config, "--override m: \"de4", "4 bits");
+    // A checkpoint may hold what no run begins with.
+    config = good, config.m = "de4", config.stored = true;
+    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+    config.beta1 = 0.0f;
+    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
 }
 
 // Bit patterns of floats: an even sweep, and the neighbourhood of every place where rounding turns.
@@ -682,7 +687,7 @@ static double distance(const char* weights, const char* m, int steps, double* me
 }
 
 // One step: m is what it is without feedback and, in units of an update of the steps to come, what the weight was
-// rounded by. The learning rate counts as no less than a hundredth of the largest.
+// rounded by. The learning rate, 110 times at step 1, counts as no less than a hundredth of the largest: at 2e-7.
 static void check_feedback(Test* test, const char* name, float rate) {
     constexpr int N = 2048;
     const float lr_max = 0.01f;
@@ -710,30 +715,36 @@ static void check_feedback(Test* test, const char* name, float rate) {
         optim_free(optim);
         device_close(&dev);
     }
-    // beta1 0.9, beta2 0.95: the update of step 1 is m / 0.1 over the root of v / 0.05.
-    double counted = fmax(rate / 0.1 * (1.0 + 1.0 / 0.1), 0.01 * lr_max), worst = 0.0;
+    // The update of step 1 is m / (1 - beta1) over the root of v / (1 - beta2).
+    const double beta1 = (double)0.9f, rest1 = 1.0 - beta1, rest2 = 1.0 - (double)0.95f, least = 0.01 * (double)lr_max;
+    double counted = fmax(rate / rest1 * (1.0 + 1.0 / rest1), least), worst = 0.0;
     int fed = 0;
     for (int i = 0; i < N; i++) {
         expect(weights[1][i] == weights[2][i], "%s: weight %d differs from :sr's in the first step", name, i);
-        double lost = (double)weights[2][i] - (double)weights[0][i], unit = sqrt((double)v[i] / 0.05) + 1e-8;
-        double want = 0.1 / 0.9 / counted * unit * lost, got = (double)m[2][i] - (double)m[1][i];
+        double lost = (double)weights[2][i] - (double)weights[0][i], unit = sqrt((double)v[i] / rest2) + 1e-8;
+        double want = rest1 / beta1 / counted * unit * lost, got = (double)m[2][i] - (double)m[1][i];
         double size = fabs(want) + fabs((double)m[1][i]) + 1e-12;
         worst = fmax(worst, fabs(got - want) / size);
         fed += fabs(want) > 1e-3 * size;
     }
     expect(fed > N / 4, "%s: %d of %d elements were rounded", name, fed, N);
-    expect(worst <= 2e-6, "%s, rate %g: m is off by %.1e of itself", name, (double)rate, worst);  // a few roundings
+    expect((rate < 1e-6f) == (counted == least), "%s, rate %g: what counts is %g", name, (double)rate, counted);
+    // Roundings of the root, the unit, the product, the sum, and of what comes before them.
+    const double bound = 8 * ldexp(1.0, -24);
+    expect(worst <= bound, "%s, rate %g: m is off by %.1e of itself", name, (double)rate, worst);
+    size_t used = strlen(test->note);
+    snprintf(test->note + used, sizeof(test->note) - used, "%s%.2f", used ? ", " : "of bound: ", worst / bound);
 }
 
 TEST(rules_feedback_by_its_formula) {
     for (const char* name : {"lin8", "bf16"}) {
-        for (float rate : {0.01f, 1e-4f, 1e-6f}) check_feedback(test, name, rate);
+        for (float rate : {0.01f, 1e-4f, 2e-7f}) check_feedback(test, name, rate);
     }
 }
 
-// Without feedback errors add up as a random walk's; with it they stay as large as those of the 1 / (1 - beta1) = 10
-// steps that m still owes: 0.22 of the walk's after 200 steps, 0.08 after 1600. The shares leave room for what m's own
-// rounding adds, and e4m3's for its step of an eighth, whose noise in these ten is most of what there is at first.
+// Without feedback errors add up as a random walk's; with it they stay as large as those of the steps that m still
+// owes, sqrt(1 / (1 - beta1^2)) = 2.3 of them, and of m's start. The shares are what was measured (dev/LOG.md: 0.41 and
+// 0.17 of lin8, 0.28 and 0.10 of bf16, 0.87 and 0.38 of e4m3, whose step is an eighth) and a fifth to thrice that.
 TEST(rules_feedback_makes_errors_good) {
     const struct {
         const char *stochastic, *feedback, *m;

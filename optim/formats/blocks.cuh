@@ -22,6 +22,9 @@
 //                            bits), decode2 and nearest2, a PairTable and unit_of; ALL (optional): get_all and, with
 //                            noise, put_all; stochastic_pack, where there is one
 //     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
+//     MOST, OF_POWERS        optional: block_most; whether it goes with scales of powers of two alone
+//     Decoder, decode_number optional: itself, and decode of 2^23 + code as a float
+//     SEEN_IS_STORED         optional: that GIVES_SEEN's numbers are what load() would give
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
 // UNITS * LARGEST by rounding errors at most. Those for DITHER have two functions more: dither.cuh.
@@ -162,6 +165,12 @@ template <class Format>
 constexpr bool DECODES_NUMBERS<Format, decltype((void)sizeof(typename Format::Decoder))> =
     SAME_TYPE<Format, typename Format::Decoder>;
 
+// Whether a format goes with scales of powers of two alone.
+template <class Format, class = void>
+constexpr bool WANTS_POWERS = false;
+template <class Format>
+constexpr bool WANTS_POWERS<Format, decltype((void)Format::OF_POWERS)> = Format::OF_POWERS;
+
 // What stores stochastically: the format, or another of the same codes that it names as Stochastic, whose table is
 // made for that.
 template <class Format, Rounding ROUNDING, class = void>
@@ -261,17 +270,16 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 }
 
 // What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the format's own MOST,
-// or the most that a narrow scale holds.
-template <bool ROOT>
-constexpr double BLOCK_MOST = ROOT ? 1.84e19 : 4.25e37;
+// or the most that a narrow scale holds; the least of these.
 template <class Format, class = void>
-constexpr double MOST_OF = BLOCK_MOST<Format::ROOT>;
+constexpr double MOST_OF = 4.25e37;
 template <class Format>
 constexpr double MOST_OF<Format, decltype((void)Format::MOST)> = Format::MOST;
 
 template <class Format, class Scale>
 OPTIM_INLINE constexpr float block_most() {
-    double top = MOST_OF<Format>, most = Scale::MOST * (double)Format::LARGEST;
+    double top = Format::ROOT && MOST_OF<Format> > 1.84e19 ? 1.84e19 : MOST_OF<Format>,
+           most = Scale::MOST * (double)Format::LARGEST;
     return (float)(top < most ? top : most);
 }
 
@@ -579,6 +587,7 @@ struct Blocks {
     // Whether store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
     static constexpr bool SEEN_IS_STORED = GIVES_SEEN && SEES_STORED<Format>;
+    static_assert(!WANTS_POWERS<Format> || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
     static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 

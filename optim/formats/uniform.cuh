@@ -22,7 +22,8 @@ struct Uniform {
     static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, HARDWARE = false,
                           IN_UPPER_BITS = false, PAIRS = ON_GPU && BITS == 4;
     static constexpr uint32_t BIAS = floor_part_bias<BITS>();
-    static constexpr double MOST = POWERS ? 2e33 : BLOCK_MOST<ROOT>;  // so that 2^23 scale is a number
+    static constexpr double MOST = POWERS ? 2e33 : 4.25e37;  // so that 2^23 scale is a number
+    static constexpr bool OF_POWERS = POWERS;
     static constexpr float LARGEST = SIXTEENTHS ? 1.0f : (float)LAST, UNITS = SIXTEENTHS ? 16.0f : 1.0f;
 
     static OPTIM_HOST void fill(Table* table) {
