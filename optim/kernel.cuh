@@ -105,10 +105,36 @@ __device__ __forceinline__ void store_known(const Storage& storage, const Stream
     }
 }
 
+// Whether what stores ordinary values is compiled apart from what stores rare ones, for a quarter more to compile: a
+// jump and some moves less. M or V say where that pays; with errors fed back or a third state it does not (dev/LOG.md).
+template <class Storage, class = void>
+constexpr bool STORES_APART = false;
+template <class Storage>
+constexpr bool STORES_APART<Storage, decltype((void)Storage::STORES_APART)> = Storage::STORES_APART;
+
+template <int COUNT, class Weights, class M, class V>
+__device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
+                                        const float* top) {
+    cut_of<COUNT>(weights, x[0], top[0]);
+    cut_of<COUNT>(state_m, x[1], top[1]);
+    cut_of<COUNT>(state_v, x[2], top[2]);
+    if (x[3]) cut_of<COUNT>(state_m, x[3], top[3]);
+}
+
+template <int COUNT, class Weights, class M, class V>
+__device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
+                                          const TileStreams& tile, int first, float* const* x, const float* top,
+                                          bool rare, const NoiseKey* key) {
+    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], rare, key[0]);
+    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], rare, key[1]);
+    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], rare, key[2]);
+    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], rare, key[3]);
+}
+
 // First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
 // takes the longer way of an array, for all arrays and a whole warp. x and keys: of weights, m, v and, unless null,
 // slow; of v its roots where stores_roots.
-template <int COUNT, class Weights, class M, class V>
+template <int COUNT, bool APART, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
                                              const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
     const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
@@ -118,16 +144,12 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
     constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
     const bool rare = some && __any_sync(0xffffffffu, own);
-    if (rare) {
-        cut_of<COUNT>(weights, x[0], top[0]);
-        cut_of<COUNT>(state_m, x[1], top[1]);
-        cut_of<COUNT>(state_v, x[2], top[2]);
-        if (x[3]) cut_of<COUNT>(state_m, x[3], top[3]);
+    if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
+    if (APART && !rare) {
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, false, key);
+    } else {
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, rare, key);
     }
-    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], rare, key[0]);
-    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], rare, key[1]);
-    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], rare, key[2]);
-    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], rare, key[3]);
 }
 #endif
 
@@ -204,9 +226,10 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
         float* x[4] = {p, m, stores_roots<V>() ? root : v, rule.keeps_slow ? slow : nullptr};
         if constexpr (FEEDS_BACK<Weights>) {
             feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
-            store_thread<MOST>(None(), state_m, state_v, tile, first, x, key);
+            store_thread<MOST, false>(None(), state_m, state_v, tile, first, x, key);
         } else {
-            store_thread<MOST>(weights, state_m, state_v, tile, first, x, key);
+            constexpr bool apart = (STORES_APART<M> || STORES_APART<V>)&&!Rule::keeps_slow;
+            store_thread<MOST, apart>(weights, state_m, state_v, tile, first, x, key);
         }
 #else
         bool feeds_back = false;

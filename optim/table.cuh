@@ -67,7 +67,7 @@
     ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
     ROW("lin8:sr", "1 byte in all, in place: linear, a power of two as scale every 32",                             \
         Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>)                                                            \
-    ROW("bf16:ef", "as bf16:sr, errors fed back into m: adamw, adam, ademamix; m fp32, or 8 bits and :sr",          \
+    ROW("bf16:ef", "as bf16:sr, errors fed back into m (fp32, or 8 bits with :sr); not lion, sgd",                  \
         Feedback<Elementwise<Bf16, STOCHASTIC>>)                                                                    \
     ROW("e4m3:ef", "as e4m3:sr, likewise", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)                      \
     ROW("lin8:ef", "as lin8:sr, likewise, which leaves little of the noise",                                        \

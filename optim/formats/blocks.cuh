@@ -557,7 +557,7 @@ __device__ __forceinline__ void thread_store(const Streams& streams, int first, 
                                              bool rare, const NoiseKey& key) {
     typename Scale::Code code;
     BlockScale s = block_scale<Format, Scale>(top, &code);
-    s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
+    if (rare) s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
     part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
     if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
@@ -584,6 +584,7 @@ struct Blocks {
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
     static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
     static constexpr bool TAKES_ORDER = !DITHERED, CROWDS_BANKS = ::CROWDS_BANKS<Format>;
+    static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
     // Whether store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
     static constexpr bool SEEN_IS_STORED = GIVES_SEEN && SEES_STORED<Format>;

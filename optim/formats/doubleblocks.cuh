@@ -118,7 +118,8 @@ struct DoubleBlocks {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
     static constexpr bool SIGNED = Format::SIGNED;
     static constexpr int TABLE_BYTES = Plain::TABLE_BYTES;
-    static constexpr bool TAKES_ORDER = Plain::TAKES_ORDER, CROWDS_BANKS = Plain::CROWDS_BANKS;
+    static constexpr bool TAKES_ORDER = Plain::TAKES_ORDER, CROWDS_BANKS = Plain::CROWDS_BANKS,
+                          STORES_APART = Plain::STORES_APART;
 
     static OPTIM_HOST void fill(void* table) { Plain::fill(table); }
 

@@ -252,7 +252,7 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, Log
     }
     if (Codes::OWN && ROUNDING == STOCHASTIC && zeros) {
         OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) packed.clear(i, !(x[i] > 0.0f));
+        for (int i = 0; i < COUNT; i++) packed.clear(i, !(value[i] > 0.0f));
     }
     store_value(streams.codes, first * Codes::BITS / 8, packed);
 }
@@ -423,7 +423,7 @@ template <class Codes, int BLOCK, Rounding ROUNDING>
 struct LogBlocks {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
-    static constexpr bool SIGNED = false;
+    static constexpr bool SIGNED = false, STORES_APART = true;
     static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
     static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
 

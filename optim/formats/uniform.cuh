@@ -91,8 +91,9 @@ struct Uniform {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             word[i] = float_bits(stochastic_sum(x[i], inverse, noise_float(noise, i), lowest));
-            if (BITS == 8) word[i] = floor_bits(bits_float(word[i]));
-            if (BITS == 8) packed->add(i, word[i]);
+            if (BITS == 4) continue;
+            word[i] = floor_bits(bits_float(word[i]));
+            packed->add(i, word[i]);
         }
 #pragma unroll
         for (int i = 0; levels && i < COUNT; i += 2) {
