@@ -416,7 +416,11 @@ def test_differences(case):
     for others in (base, {1: 3.0}):
         assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
     _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
-    assert math.isclose(error, 0.1 / math.sqrt(3)), "several pairs: their own"
+    assert math.isclose(error, 0.1 / math.sqrt(3)), "three pairs: their own"
+    # Two pairs may agree by chance; where they are equal to the bit, that is no chance.
+    _, error, pairs = difference({1: 3.1, 2: 3.3001}, base, (), 0.02)
+    assert pairs == 2 and math.isclose(error, 0.02 / math.sqrt(2)), error
+    assert difference({1: 3.0, 2: 3.2}, base, (), 0.02) == (0.0, 0.0, 2)
 
 
 def test_errors_in_the_table(case):
