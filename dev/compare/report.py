@@ -14,8 +14,9 @@ from sweep import Problem
 LEGEND = [
     "State and weights: bytes a parameter, in the optimizer's arrays. Val loss: final validation loss in nats a token, "
     "mean over the n seeds that are done. − baseline: difference of that loss, paired by seed. ± s.e.: its standard "
-    "error; with one or two pairs, by what the pairs of all configurations scatter, pooled, or where none has several √2 "
-    "times the standard deviation of the baseline's seeds. Memory: what ./train plans and allocates. Tokens/s: without the first "
+    "error; with one or two pairs, by what the pairs of all configurations scatter, pooled (of two, by what they scatter "
+    "themselves where that is more), or where none has several √2 times the standard deviation of the baseline's seeds; 0 "
+    "where the bits are the baseline's. Memory: what ./train plans and allocates. Tokens/s: without the first "
     "ten steps; in parentheses where several runs shared a device.",
 ]
 

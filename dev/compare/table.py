@@ -3,14 +3,14 @@
 The difference is paired by seed where seeds match, as runs of one seed share initial weights, data order and noise:
 d_s = loss of the configuration - loss of its baseline, its mean, and as standard error
 
-    sd(d_s) / sqrt(n)                 n >= 3 pairs, and two where the next is not known
+    sd(d_s) / sqrt(n)                 n >= 3 pairs, and two where that is more than the next or the next is not known
     pooled sd(d_s) / sqrt(n)          one or two: over the configurations of the study that have several, by their n - 1
     sd(baseline) sqrt(2)              one pair, and none has several: as if both runs scattered as the baseline's seeds do
     sqrt(s^2 / n + sd(baseline)^2 / k)  no pair: n runs of spread s (the baseline's where n is 1), k of the baseline
 
 with sd over n - 1. The sd of two is near zero by chance too often to be an error: one in six is below a fifth of what it
 should be. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
-baseline says nothing about the others, is not pooled and has no error. A baseline of one seed, such as lion's own, is taken to scatter as
+baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed, such as lion's own, is taken to scatter as
 the study's baseline does; where that too has one, only what is paired can have an error.
 """
 
@@ -114,9 +114,9 @@ def difference(losses, others, study=(), scatter=None):
     noise = next((statistics.stdev(each) for each in (others.values(), study) if len(each) > 1), None)
     pairs = paired(losses, others)
     if pairs:
-        spread = statistics.stdev(pairs) if len(pairs) > 1 else None
-        if scatter is not None and (len(pairs) == 1 or (len(pairs) == 2 and any(pairs))):
-            spread = scatter
+        spread = statistics.stdev(pairs) if len(pairs) > 1 else 0.0 if not any(pairs) else None
+        if scatter is not None and len(pairs) < 3 and any(pairs):
+            spread = max(scatter, spread or 0.0)
         elif spread is None and noise is not None:
             spread = noise * math.sqrt(2)
         error = None if spread is None else spread / math.sqrt(len(pairs))

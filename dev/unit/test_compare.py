@@ -417,10 +417,13 @@ def test_differences(case):
         assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
     _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
     assert math.isclose(error, 0.1 / math.sqrt(3)), "three pairs: their own"
-    # Two pairs may agree by chance; where they are equal to the bit, that is no chance.
+    # Two pairs may agree by chance, but not scatter by it; what is equal to the bit is so by none.
     _, error, pairs = difference({1: 3.1, 2: 3.3001}, base, (), 0.02)
     assert pairs == 2 and math.isclose(error, 0.02 / math.sqrt(2)), error
-    assert difference({1: 3.0, 2: 3.2}, base, (), 0.02) == (0.0, 0.0, 2)
+    _, error, pairs = difference({1: 3.1, 2: 3.2}, base, (), 0.02)  # 0.1, 0
+    assert pairs == 2 and math.isclose(error, 0.05), error
+    for n, same in ((1, {1: 3.0}), (2, {1: 3.0, 2: 3.2})):
+        assert difference(same, base, (), 0.02) == (0.0, 0.0, n)
 
 
 def test_errors_in_the_table(case):
