@@ -258,7 +258,7 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     const int64_t version = *state ? json_int(*state, "version", 0) : 1;
     if (version == 1 || version == 2) return true;
     data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
-               (long long)json_int(*state, "version", 0));
+               (long long)version);
     json_free(*state);
     return false;
 }

@@ -146,7 +146,7 @@ unpack() {
 records() {
     local sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
     mkdir -p "$records"
-    [ -d "$records/runs" ] || cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet"
+    [ -d "$records/runs" ] || cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet" >&2
     echo "$records"
 }
 
@@ -165,7 +165,7 @@ for step in "$@"; do
             sleep 1
         done
         tail -n 3 build/study/study.log
-        tar -C "$(records | tail -n 1)" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
+        tar -C "$(records)" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     test)
         build train test_gpt2
         NIBBLE_TEST_SECONDS=500 make_unpacked test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
@@ -206,7 +206,7 @@ for step in "$@"; do
     study)
         build train
         corpus || { failed corpus; continue; }
-        to=$(records | tail -n 1)
+        to=$(records)
         python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-480}" --no-check --no-report \
             --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"

@@ -10,8 +10,8 @@ d_s = loss of the configuration - loss of its baseline, its mean, and as standar
 
 with sd over n - 1. The sd of two is near zero by chance too often to be an error: one in six is below a fifth of what it
 should be. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
-baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed, such as lion's own, is taken to scatter as
-the study's baseline does; where that too has one, only what is paired can have an error.
+baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed, such as lion's own,
+is taken to scatter as the study's baseline does; where that too has one, only what is paired can have an error.
 """
 
 import csv
