@@ -57,7 +57,11 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
-        if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) continue;
+        const size_t used = strlen(changed);
+        if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) {
+            snprintf(changed + used, changed_bytes - used, " --grads auto (was bf16, asked for or not)");
+            continue;
+        }
         char now[4096];
         option_text(option, o, now, sizeof(now));
         if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
@@ -67,7 +71,6 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
             user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or begin anew without --resume", name,
                        now, text, name);
         }
-        size_t used = strlen(changed);
         snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
     }
 }

@@ -243,7 +243,7 @@ static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* co
     model_init(m, 1);
 }
 
-constexpr int STEPS = 5;  // of seconds each, within a per cent of each other
+constexpr int STEPS = 5;  // of about a second and more, within a per cent of each other
 
 // Milliseconds of whole steps, in order, after two for warm-up, and the least until the host had queued all of a step;
 // returns the last loss.

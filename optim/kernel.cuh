@@ -105,8 +105,9 @@ __device__ __forceinline__ void store_known(const Storage& storage, const Stream
     }
 }
 
-// Whether what stores ordinary values is compiled apart from what stores rare ones, for a quarter more to compile: a
-// jump and some moves less. M or V say where that pays; with errors fed back or a third state it does not (dev/LOG.md).
+// Whether what stores ordinary values is compiled apart from what stores rare ones, for a fifth to two fifths more to
+// compile: a jump and some moves less. M or V say where that pays (dev/LOG.md); with errors fed back it does not, and
+// with a third state it would take half as long again to compile.
 template <class Storage, class = void>
 constexpr bool STORES_APART = false;
 template <class Storage>

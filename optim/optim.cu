@@ -972,13 +972,13 @@ void optim_list_formats(FILE* file, const char* formats) {
 }
 
 void optim_list_presets(FILE* file) {
-    fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
+    fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
     const OptimConfig none = {};
     for (int i = 0; i < preset_count(); i++) {
         const PresetRow* row = preset_row(i);
         double each = rows_bytes_each(find(rule_rows, row->rule), &find(weights_rows, row->weights)->format,
                                       find(state_rows, row->m), find_state(&none, row->v));
-        fprintf(file, "  %-10s %-8s %-12s %-10s %-10s %8.4g   %s\n", row->name, row->rule, row->weights, row->m, row->v,
+        fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8.4g   %s\n", row->name, row->rule, row->weights, row->m, row->v,
                 each, row->note);
     }
 }

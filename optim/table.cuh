@@ -67,7 +67,7 @@
     ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
     ROW("lin8:sr", "1 byte in all, in place: linear, a power of two as scale every 32",                             \
         Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>)                                                            \
-    ROW("bf16:ef", "as bf16:sr, errors fed back into m (fp32, or 8 bits with :sr); not lion, sgd",                  \
+    ROW("bf16:ef", "as bf16:sr, errors fed back into m, which has :sr or is fp32; not lion, sgd",                   \
         Feedback<Elementwise<Bf16, STOCHASTIC>>)                                                                    \
     ROW("e4m3:ef", "as e4m3:sr, likewise", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)                      \
     ROW("lin8:ef", "as lin8:sr, likewise, which leaves little of the noise",                                        \
@@ -189,10 +189,12 @@
     ROW("lion16", "lion", "bf16:sr", "bf16:sr", "none", "one state: 4 bytes a parameter")                            \
     ROW("ademamix16", "ademamix", "bf16:sr", "bf16:sr", "bf16:sr", "a memory of 10,000 steps: 8 bytes a parameter")  \
     ROW("adamw8", "adamw", "bf16:sr", "dyn8/256", "udyn8/256", "8-bit states as torchao and bitsandbytes keep them") \
+    ROW("adamw8e", "adamw", "bf16:ef", "e4m3/256:sr", "udyn8/256", "8-bit states, weights' errors fed back")         \
     ROW("adamw8c", "adamw", "bf16:sr", "soft8/32", "sqrt8/32", "8-bit states as FlashOptim keeps them")              \
     ROW("adamwfp8", "adamw", "bf16:sr", "e4m3/256", "e4m3/256", "fp8 states as torchao keeps them")                  \
     ROW("adamw4", "adamw", "bf16:sr", "de4/128", "lin4/128", "4-bit states as lpmm and torchao keep them")           \
-    ROW("adamw4s", "adamw", "bf16:sr", "de4/128", "sqrt4/128", "4-bit states, v by its root: closer than adamw4")    \
+    ROW("adamw4s", "adamw", "bf16:sr", "de4/128", "sqrt4/128", "4-bit states, v by its root")                        \
+    ROW("adamw4d", "adamw", "bf16:sr", "de4/32@dq8", "sqrt4/32@dq8", "4-bit states, scales of 8 bits every 32")      \
     ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
     ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
     ROW("int8w8", "adamw", "lin8:ef", "e4m3/256:sr", "sqrt8/32", "8-bit linear weights in place, 8-bit states")      \
@@ -201,36 +203,39 @@
 
 // Kernels compiled ahead of time: the presets, with each kind of gradient. Every other combination is compiled by NVRTC
 // when it is first asked for. ROW(rule, weights, m, v, copy): what the step writes for the matmuls besides.
-#define OPTIM_BUILT_IN(ROW)                                                                                          \
-    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None) \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)    \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)             \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                   \
-        Elementwise<Bf16, NEAREST>)                                                                                  \
-    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None, None)                              \
-    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None) \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,                                 \
-        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                                 \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,                                 \
-        Blocks<E4m3, 256, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                  \
-        Blocks<Lin4, 128, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                  \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                \
-    ROW(AdamW, Split<int8_t, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, \
-        None)                                                                                                        \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                      \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                      \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                           \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                       \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                       \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                          \
-    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,  \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,  \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                           \
+#define OPTIM_BUILT_IN(ROW)                                                                                           \
+    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)  \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)     \
+    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)              \
+    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                    \
+        Elementwise<Bf16, NEAREST>)                                                                                   \
+    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None, None)                               \
+    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)  \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,                                  \
+        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                                  \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,                                  \
+        Blocks<E4m3, 256, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                   \
+        Blocks<Lin4, 128, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                   \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>, DoubleBlocks<Sqrt4, 32, NEAREST>, None) \
+    ROW(AdamW, Feedback<Elementwise<Bf16, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,                     \
+        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Split<int8_t, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>,  \
+        None)                                                                                                         \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                       \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                       \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                        \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                 \
+    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                        \
+        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                           \
+    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,   \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,   \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
     ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None, None)

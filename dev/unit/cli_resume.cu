@@ -257,8 +257,8 @@ TEST(cli_resume_converts) {
     remove_tree(work);
 }
 
-// Another name for a format in a checkpoint's state.json, with the checksum that it then has.
-static void rename_format(const char* folder, const char* from, const char* to) {
+// Other words in a checkpoint's state.json, with the checksum that it then has.
+static void rewrite_state(const char* folder, const char* from, const char* to) {
     int64_t bytes;
     char *text = contents(folder, "state.json", &bytes), *seal = nullptr;
     char *changed = (char*)calloc(2, (size_t)bytes + 256), *end = changed;
@@ -281,13 +281,35 @@ TEST(cli_resume_imports) {
     snprintf(run, sizeof(run), "%s/run", work);
     train_well("%s %s --data %s/text.txt --run %s --steps 3 --m nf4/128", SHAPE, QUICK, work, run);
     checkpoint_name(run, 3, folder, sizeof(folder));
-    rename_format(folder, "\"nf4/128\"", "\"adanf4/128\"");
+    rewrite_state(folder, "\"nf4/128\"", "\"adanf4/128\"");
     run_train(refused, "--resume %s --steps 4 --device cpu", run);
     expect_error(test, &refused, "its own", "--m: \"adanf4/128\" was found", "take nf4, say");
     run_train(child, "--resume %s --run %s/dyn8 --m dyn8 --steps 4 --device cpu", run, work);
     expect_code(child, 0);
     expect(strstr(OUT(child), " notice   m: adanf4/128 in the checkpoint, converted to dyn8/256"), "%s", OUT(child));
     forget(&refused), forget(&child);
+    remove_tree(work);
+}
+
+// What a state.json of version 1 says of --grads may be what the automatic choice became: its bf16, which --matmul fp32
+// does not go with, was not asked for. That of version 2 was, and a version 3 is not known.
+TEST(cli_resume_versions) {
+    const char* work = work_folder();
+    char run[PATH_MAX], folder[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 3", SHAPE, QUICK, work, run);
+    checkpoint_name(run, 3, folder, sizeof(folder));
+    rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
+    run_train(asked, "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
+    expect_error(test, &asked, "version 2", "--grads bf16 goes with --matmul bf16", "type --grads fp32");
+    rewrite_state(folder, "\"version\": 2", "\"version\": 1");
+    run_train(older, "--resume %s --run %s/older --steps 4 --device cpu", run, work);
+    expect_code(older, 0);
+    expect(strstr(OUT(older), " --grads auto (was bf16, asked for or not)"), "%s", OUT(older));
+    rewrite_state(folder, "\"version\": 1", "\"version\": 3");
+    run_train(newer, "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
+    expect_error(test, &newer, "version 3", "another version of nibble (3)", "resume with that one");
+    forget(&asked), forget(&older), forget(&newer);
     remove_tree(work);
 }
 

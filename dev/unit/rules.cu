@@ -743,8 +743,9 @@ TEST(rules_feedback_by_its_formula) {
 }
 
 // Without feedback errors add up as a random walk's; with it they stay as large as those of the steps that m still
-// owes, sqrt(1 / (1 - beta1^2)) = 2.3 of them, and of m's start. The shares are what was measured (dev/LOG.md: 0.41 and
-// 0.17 of lin8, 0.28 and 0.10 of bf16, 0.87 and 0.38 of e4m3, whose step is an eighth) and a fifth to thrice that.
+// owes, sqrt(1 / (1 - beta1^2)) = 2.3 of them, and of m's start. Without feedback a share is 1. Measured were
+// (dev/LOG.md) 0.41 and 0.17 of lin8, 0.28 and 0.10 of bf16, 0.87 and 0.38 of e4m3, whose steps are so large that 200
+// tell little.
 TEST(rules_feedback_makes_errors_good) {
     const struct {
         const char *stochastic, *feedback, *m;
