@@ -825,16 +825,14 @@ static bool is_in_model_file(const OptimStream* stream) {
     return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
 }
 
-// The stored weights when a Hugging Face file can hold them as they are; otherwise is_weights is false.
-static OptimStream weights_stream(const Model* m) {
-    for (int i = 0; i < optim_stream_count(m->optim); i++) {
-        OptimStream stream = optim_stream(m->optim, i);
-        if (is_in_model_file(&stream)) return stream;
-    }
-    OptimStream none = {};
-    none.dtype = "F32";
-    none.element_bytes = 4;
-    return none;
+// The stored weights of a tensor when a Hugging Face file can hold them as they are; otherwise is_weights is false.
+static OptimStream weights_stream(const Model* m, int t) {
+    OptimStream stream = optim_weights_stream(m->optim, t);
+    if (is_in_model_file(&stream)) return stream;
+    stream = {};
+    stream.dtype = "F32";
+    stream.element_bytes = 4;
+    return stream;
 }
 
 // The stored weights of a tensor into rank 0's `values`, which elsewhere are room for one's own part.
@@ -851,8 +849,6 @@ static void model_collect(const Model* m, const OptimStream* stream, int t, void
 
 // On ranks but the first only what it asks of them.
 static bool model_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
-    OptimStream stream = weights_stream(m);
-    int size = stream.element_bytes;
     SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m->count, sizeof(SafetensorsEntry));
     int64_t largest = 0;
     for (int t = 0; t < m->count; t++) {
@@ -860,7 +856,7 @@ static bool model_write(const Model* m, const char* path, CheckpointFile* file, 
         char name[128];
         snprintf(name, sizeof(name), "transformer.%s", tensor->name);
         int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
-        entries[t] = {strdup(name), stream.dtype, {rows, cols}, 2};
+        entries[t] = {strdup(name), weights_stream(m, t).dtype, {rows, cols}, 2};
         if (is_transposed(t, m->count)) entries[t].shape[0] = cols, entries[t].shape[1] = rows;
         if (tensor->rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
         if (tensor->rows * cols > largest) largest = tensor->rows * cols;
@@ -868,10 +864,12 @@ static bool model_write(const Model* m, const char* path, CheckpointFile* file, 
     bool first = rank_of(m) == 0;
     SafetensorsWriter* writer = first ? safetensors_begin(path, entries, m->count, "pt", error) : nullptr;
     bool fine = writer || !first;
-    void* values = malloc(largest * size);
-    void* turned = malloc(largest * size);
+    void* values = malloc(largest * sizeof(float));
+    void* turned = malloc(largest * sizeof(float));
     for (int t = 0; t < m->count && fine; t++) {
         const OptimTensor* tensor = &m->tensors[t];
+        const OptimStream stream = weights_stream(m, t);
+        const int size = stream.element_bytes;
         int64_t rows = t == WTE ? m->config.V : tensor->rows, n = rows * tensor->cols;
         model_collect(m, &stream, t, values);
         if (!first) continue;
@@ -982,6 +980,7 @@ static double seconds_now() {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
 // Likewise.
@@ -1112,7 +1111,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
                (model_write(run->model, "", nullptr, error) && optimizer_write(run->model, "", nullptr, error));
     }
     const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    const char* dtype = strcmp(weights_stream(run->model).dtype, "BF16") == 0 ? "bfloat16" : "float32";
+    const char* dtype = strcmp(weights_stream(run->model, 0).dtype, "BF16") == 0 ? "bfloat16" : "float32";
     char path[PATH_BYTES];
     path_join(path, folder, files[0].name);
     if (!folder_make(folder, error) || !model_write(run->model, path, &files[0], error)) return false;
@@ -1330,6 +1329,7 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
         (long long)o->tokens_per_step, (long long)o->steps, (double)o->steps * (double)sequences / (double)windows);
     optim_describe(config, line, sizeof(line));
     say(run, " optim    %s\n", line);
+    if (strcmp(o->overrides, "none") != 0) say(run, " override %s\n", o->overrides);
     bool usual = o->lr == optim_usual_lr(o->rule, o->channels) && o->lr != optim_usual_lr("", o->channels);
     say(run, " schedule lr %g%s%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr,
         usual ? ", usual for " : "", usual ? o->rule : "", o->schedule,

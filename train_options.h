@@ -81,7 +81,7 @@ static const Option OPTIONS[] = {
     {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
      "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
-     "by tensor name, such as \"wpe|ln*: m=fp32 v=fp32 lr=0.5; *.bias: wd=0\""},
+     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not the preset's either"},
     {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
      "largest learning rate; auto: by the model's width and the rule"},
     {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
@@ -179,4 +179,5 @@ static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
     if (!optim_config_try(o, config, error, sizeof(error))) user_error("%s", error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
+    o->overrides = config->overrides;
 }

@@ -34,11 +34,17 @@ static bool is_restored(const Option* option) {
     return option->type != OPTION_FLAG;
 }
 
-// Whether an option that was not typed is left to another preset than the saved one, which was typed.
+// Whether an option that was not typed is left to another preset than the saved one, which was typed: formats, and
+// overrides unless they were the user's.
 static bool left_to_preset(const Options* o, const bool* given, const Json* saved, const char* name) {
     static const char* const names[] = {"rule", "weights", "m", "v"};
     const Option* preset = option_find(&TABLE, "preset");
-    if (!given[preset - OPTIONS] || strcmp(json_string(saved, preset->name, ""), o->preset) == 0) return false;
+    const char* before = json_string(saved, preset->name, "");
+    if (!given[preset - OPTIONS] || strcmp(before, o->preset) == 0) return false;
+    if (strcmp(name, "override") == 0) {
+        const char* text = json_string(saved, name, "");
+        return !*text || strcmp(text, "none") == 0 || strcmp(text, optim_preset_overrides(before)) == 0;
+    }
     for (const char* its : names) {
         if (strcmp(name, its) == 0) return true;
     }
@@ -57,6 +63,7 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
         const char* text = json_string(saved, option->name, nullptr);
         if (!is_restored(option) || !text) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
+        if (strcmp(option->name, "override") == 0 && !*text) text = "none";  // as it was said before presets had some
         const size_t used = strlen(changed);
         if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) {
             snprintf(changed + used, changed_bytes - used, " --grads auto (was bf16, asked for or not)");

@@ -176,7 +176,7 @@ for step in "$@"; do
     optim)
         build train build/dev/optim
         ./build/dev/optim --csv "$OUT/optim.csv" 2>&1 | tee "$OUT/optim.log"
-        for preset in $(./train --list-presets | awk 'NR > 1 { print $1 }'); do
+        for preset in $(./train --list-presets | awk 'NR > 1 && $1 !~ /^--/ { print $1 }'); do
             rm -rf build/preset
             printf '%-12s ' "$preset"
             ./train --preset "$preset" --run build/preset --sample-every 0 2>&1 | grep -E '^val +400 '

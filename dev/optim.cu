@@ -25,8 +25,10 @@ static const char* const COMBINATIONS[] = {
     "adamw4d",
     "flash24",
     "fp8w8",
+    "fp8w8e",
     "int8w8",
     "fp8w4",
+    "int8w4",
     "lion8",
     "lion16",
     "ademamix16",
@@ -66,7 +68,6 @@ static const char* const COMBINATIONS[] = {
     "fp16:kahan,bf16:sr,bf16:sr",
     "fp16+8:sr,soft8,sqrt8",
     "fp16+fp32,fp32,fp32",
-    "e4m3:ef,e4m3:sr,sqrt8",
     "e4m3+8:sr,soft8,sqrt8",
     "e4m3+fp32,fp32,fp32",
     "e5m2:sr,soft8,sqrt8",
@@ -147,6 +148,7 @@ static Size size_of(const char* name) {
 static void bench(const Device* dev, FILE* csv, const char* text, const Size* size, double copy) {
     OptimConfig config = combination(text);
     const Model* m = &size->model;
+    optim_layout(m->tensors, m->count, &config);
     Optim* optim = optim_create(dev, &config, m->tensors, m->count, OPTIM_BF16);
     bf16* grads = (bf16*)device_alloc(dev, m->elements * 2);
     fill_kernel<<<(unsigned)ceil_div(m->elements, 256), 256, 0, dev->stream>>>(grads, m->elements, 3);

@@ -804,6 +804,8 @@ struct ShardArray {
     const void* data;  // the rank's own
 };
 
+constexpr int SHARD_ARRAYS = 96;  // at most
+
 struct ShardArrays {
     ShardArray* whole;  // (count) as an unsharded optimizer has them
     int count, ranks;
@@ -814,7 +816,7 @@ struct ShardArrays {
 // From what this rank has; alone, or where nothing is sharded, that is all. Launches stand in the arena's order, so an
 // array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
-    constexpr int most = 64;  // an optimizer has some 40
+    constexpr int most = SHARD_ARRAYS;
     assert(count <= most);
     ShardArray table[most] = {};
     bool split = shard_splits(s, SHARD_STATES);

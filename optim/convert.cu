@@ -3,8 +3,7 @@
 // block is cut; the tables' functions encode and decode on the host's cores, whatever the device. Of a shard only the
 // tensors' parts that lie in it are touched. Into formats in spans a tensor goes twice, the first time for its maxima.
 // Cost: the arrays are read and written once; a piece is some 10 MB.
-#include "kernel.cuh"
-#include "storage.h"
+#include "plan.h"
 #include "user.h"
 
 constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
@@ -112,20 +111,14 @@ static void piece_values(Piece* piece, const float* values, int64_t given, int64
     memset(piece->values + given, 0, (size_t)(n - given) * sizeof(float));
 }
 
-// The numbers of spans of a tensor's weights, in device memory.
-static char* weights_numbers(const OptimParts* parts, int index) {
-    Plan* plan = plan_ranges(parts->config, parts->tensors, parts->count);
-    Place place = plan_place(plan, index, SLOT_WEIGHTS);
-    plan_free(plan);
-    return (char*)parts->weights.extra + place.at * (int64_t)sizeof(float);
-}
-
 void optim_set_weights(Optim* optim, int index, const float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
-    const FormatRow* format = parts.weights_format;
-    int64_t elements = tensor->rows * tensor->cols;
-    Held held = held_of(tensor, parts.begin, parts.elements);
+    const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
+    const Streams weights = optim_weights_streams(optim, index);
+    const FormatRow* format = place.format;
+    int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
+    Held held = held_of(tensor, place.begin, place.elements);
     if (held.begin >= held.end) return;
     Piece piece = piece_create(format, tensor);
     for (int64_t start = held.begin; piece.span && start < held.end; start += PIECE_ELEMENTS) {
@@ -135,37 +128,39 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
         piece_measure(format, &piece, n);
     }
     for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
+        int64_t n = piece_length(held.end, start), first = tensor->offset + start - place.begin;
         piece_values(&piece, values + start, elements - start, n);
         piece_at(&piece, tensor, start);
         piece_encode(format, &piece, n, SLOT_WEIGHTS, tensor->offset + start);
         for (int i = 0; i < 3; i++) {
             const StreamInfo& info = format->stream[i];
-            copy_to_device(parts.dev, (char*)stream_data(&parts.weights, i) + stream_bytes(info, first),
+            copy_to_device(parts.dev, (char*)stream_data(&weights, i) + stream_bytes(info, first),
                            stream_data(&piece.streams, i), stream_bytes(info, n));
         }
     }
-    if (piece.span) copy_to_device(parts.dev, weights_numbers(&parts, index), piece.streams.next, piece.number_bytes);
+    if (piece.span) copy_to_device(parts.dev, (char*)weights.extra + numbers, piece.streams.next, piece.number_bytes);
     piece_free(&piece);
 }
 
 void optim_get_weights(const Optim* optim, int index, float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
-    const FormatRow* format = parts.weights_format;
-    int64_t elements = tensor->rows * tensor->cols;
-    Held held = held_of(tensor, parts.begin, parts.elements);
+    const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
+    const Streams weights = optim_weights_streams(optim, index);
+    const FormatRow* format = place.format;
+    int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
+    Held held = held_of(tensor, place.begin, place.elements);
     if (held.begin >= held.end) return;
     Piece piece = piece_create(format, tensor);
-    if (piece.span) copy_to_host(parts.dev, piece.streams.extra, weights_numbers(&parts, index), piece.number_bytes);
+    if (piece.span) copy_to_host(parts.dev, piece.streams.extra, (char*)weights.extra + numbers, piece.number_bytes);
     for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(held.end, start), first = tensor->offset + start - parts.begin;
+        int64_t n = piece_length(held.end, start), first = tensor->offset + start - place.begin;
         int64_t wanted = elements - start < n ? elements - start : n;
         piece_at(&piece, tensor, start);
         for (int i = 0; i < 3; i++) {
             const StreamInfo& info = format->stream[i];
             copy_to_host(parts.dev, stream_data(&piece.streams, i),
-                         (char*)stream_data(&parts.weights, i) + stream_bytes(info, first), stream_bytes(info, n));
+                         (char*)stream_data(&weights, i) + stream_bytes(info, first), stream_bytes(info, n));
         }
         piece_decode(format, &piece, n, AS_SEEN, NoiseKey{});
         memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
@@ -175,7 +170,7 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
 
 // Checkpoints.
 
-constexpr int CHANGES = 32;  // more kinds of conversion than slots and launches can make
+constexpr int CHANGES = SLOTS * LAUNCHES * LAUNCHES;  // all that slots and launches can make
 
 struct Change {
     Slot slot;
@@ -190,7 +185,7 @@ struct Conversion {
     OptimParts to;
     OptimConfig from;      // the checkpoint's, of the whole arena
     OptimTensor* tensors;  // (to.count), laid out as the checkpoint was
-    Plan *from_plan, *to_plan;
+    Plan* from_plan;
     Change change[CHANGES];
     int changes;
 };
@@ -200,7 +195,7 @@ static Place place_from(const Conversion* c, int tensor, Slot slot) {
 }
 
 static Place place_to(const Conversion* c, int tensor, Slot slot) {
-    return plan_place(c->to_plan, tensor, slot);
+    return plan_place(c->to.plan, tensor, slot);
 }
 
 // Whether the model file holds this array of the weights.
@@ -433,7 +428,6 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    c->to_plan = plan_ranges(c->to.config, c->to.tensors, c->to.count);
     bool fine = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
                 formats_convert(c, error, bytes);
     for (int slot = 0; slot < SLOTS && fine; slot++) {
@@ -442,7 +436,6 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     if (fine) tell_changes(c);
     if (fine) optim_decode(optim);
     plan_free(c->from_plan);
-    plan_free(c->to_plan);
     free(c->tensors);
     free(c);
     return fine;

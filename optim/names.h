@@ -1,4 +1,5 @@
-// Rows of tables by name: the row that a name means, and the sentence when it means none; and the presets' own table.
+// Rows of tables by name: the row that a name means, and the sentence when it means none; and what resolve.cu knows:
+// the presets, and which weights go with which m.
 #pragma once
 #include <stdio.h>
 #include <string.h>
@@ -7,9 +8,15 @@
 // The presets, which resolve.cu has.
 struct PresetRow {
     const char *name, *rule, *weights, *m, *v, *note;
+    const char* overrides = "";
 };
 int preset_count();
 const PresetRow* preset_row(int index);
+
+// Whether a resolved configuration's rule and m can take what rounding its weights loses, if these give it back (:ef);
+// false and a sentence where not. `overridden`: weights or m are what --override asks for.
+struct OptimConfig;
+bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t error_bytes);
 
 // Whether a row's name is what was typed. A format in blocks may be named without its block: "dyn8:sr" is the first row
 // of "dyn8/...:sr".

@@ -8,31 +8,14 @@
 #include <assert.h>
 
 #include "jit.h"
-#include "constants.h"
-#include "kernel.cuh"
 #include "measure.cuh"
 #include "names.h"
-#include "override.h"
-#include "storage.h"
+#include "plan.h"
 #include "table.cuh"
 #include "user.h"
 
 static_assert(TILE_ELEMENTS == OPTIM_ALIGN, "a tile is of one tensor, and so is a block");
-
-// Rows of the tables, beside FormatRow of storage.h.
-struct WeightsRow {
-    FormatRow format;
-    const void* decode[2];  // optim_decode_kernel into each OptimType
-};
-
-struct RuleRow {
-    const char* name;
-    const char* note;
-    const char* type;
-    bool keeps_v, keeps_slow;
-    static constexpr bool adaptive = false;  // what it leaves in root is for GPUs
-    void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
-};
+static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
 struct BuiltInRow {
     const char* types;      // all but the gradients'
@@ -112,7 +95,11 @@ static const Row* find(const Row (&rows)[COUNT], const char* name) {
     return find_row(rows, COUNT, name);
 }
 
-static const FormatRow* find_state(const OptimConfig* config, const char* name) {
+const WeightsRow* find_weights(const char* name) {
+    return find(weights_rows, name);
+}
+
+const FormatRow* find_state(const OptimConfig* config, const char* name) {
     if (name && strcmp(name, none_row.name) == 0) return &none_row;
     const FormatRow* row = find(state_rows, name);
     if (!row) row = find(import_rows, name);
@@ -120,13 +107,7 @@ static const FormatRow* find_state(const OptimConfig* config, const char* name) 
     return row || !user ? row : find_row(user->storage, user->count, name);
 }
 
-struct Rows {
-    const RuleRow* rule;
-    const WeightsRow* weights;
-    const FormatRow *grads, *m, *v;
-};
-
-static Rows config_rows(const OptimConfig* config) {
+Rows config_rows(const OptimConfig* config) {
     Rows rows = {find(rule_rows, config->rule), find(weights_rows, config->weights), find(grads_rows, config->grads),
                  find_state(config, config->m), find_state(config, config->v)};
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
@@ -137,271 +118,23 @@ static Rows config_rows(const OptimConfig* config) {
 
 // Sizes.
 
-int64_t tensor_padded(const OptimTensor* tensor) {
-    return ceil_div(tensor->rows * tensor->cols, OPTIM_ALIGN) * OPTIM_ALIGN;
-}
-
-// What overrides make of a configuration: tensors whose moments are stored alike share a launch, and those with the
-// same learning rate and decay a group of constants.
-constexpr int LAUNCHES = 4;
-
-struct LaunchPlan {
-    OptimConfig config;   // with the launch's m and v
-    const char* pattern;  // of the override that asked for it
-    int64_t begin, end;   // its part of the arena
-    int64_t tiles;
-    int64_t at[SPANS], numbers[SPANS];  // its tensors' among the numbers of spans of all
-};
-
-struct Plan {
-    Override overrides[OVERRIDES];
-    int override_count;
-    LaunchPlan launch[LAUNCHES];  // the first is the configuration's own
-    int launches;
-    Settings group[STEP_GROUPS];  // the first two without and with decay
-    int groups;
-    int *launch_of, *group_of;  // (tensors)
-    int64_t begin, end;         // the part of the arena that is kept here
-    int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
-    int64_t numbers[SPANS];
-};
-
-static int plan_launch(Plan* plan, const char* m, const char* v, const char* pattern) {
-    for (int i = 0; i < plan->launches; i++) {
-        const OptimConfig* known = &plan->launch[i].config;
-        if (strcmp(known->m, m) == 0 && strcmp(known->v, v) == 0) return i;
-    }
-    if (plan->launches == LAUNCHES) user_error("--override asks for more than %d pairs of m and v", LAUNCHES);
-    LaunchPlan* launch = &plan->launch[plan->launches];
-    *launch = {plan->launch[0].config, pattern, 0, 0, 0, {}, {}};
-    launch->config.m = m;
-    launch->config.v = v;
-    return plan->launches++;
-}
-
-static int plan_group(Plan* plan, double lr, double decay) {
-    for (int i = 0; i < plan->groups; i++) {
-        if (plan->group[i].lr == lr && plan->group[i].decay == decay) return i;
-    }
-    if (plan->groups == STEP_GROUPS) user_error("--override asks for more than %d pairs of lr and wd", STEP_GROUPS);
-    plan->group[plan->groups] = {lr, decay};
-    return plan->groups++;
-}
-
-// Offsets of the tensors need not be set yet: begin and end are for plan_ranges.
-static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    Plan* plan = (Plan*)calloc(1, sizeof(Plan));
-    char error[1024];
-    if (!overrides_parse(config->overrides, plan->overrides, &plan->override_count, error, sizeof(error))) {
-        user_error("%s", error);
-    }
-    plan->launch[0] = {*config, "", 0, 0, 0, {}, {}};
-    plan->launches = 1;
-    plan->group[0] = {1.0, 0.0};
-    plan->group[1] = {1.0, (double)config->weight_decay};
-    plan->groups = 2;
-    plan->launch_of = (int*)calloc((size_t)count + 1, sizeof(int));
-    plan->group_of = (int*)calloc((size_t)count + 1, sizeof(int));
-    plan->at = (int64_t(*)[SPANS])calloc((size_t)count + 1, sizeof(plan->at[0]));
-    int matched[OVERRIDES] = {};
-    for (int t = 0; t < count; t++) {
-        const char *m = config->m, *v = config->v, *pattern = "";
-        double lr = 1.0, decay = tensors[t].decay ? (double)config->weight_decay : 0.0;
-        for (int i = 0; i < plan->override_count; i++) {
-            const Override* change = &plan->overrides[i];
-            if (!override_matches(change, tensors[t].name)) continue;
-            matched[i]++;
-            if (*change->m) m = change->m, pattern = change->patterns;
-            if (*change->v) v = change->v, pattern = change->patterns;
-            if (change->decay >= 0.0) decay = change->decay;
-            lr *= change->lr;
-        }
-        plan->launch_of[t] = plan_launch(plan, find_state(config, m)->name, find_state(config, v)->name, pattern);
-        plan->group_of[t] =
-            lr == 1.0 && decay == plan->group[1].decay && tensors[t].decay ? 1 : plan_group(plan, lr, decay);
-        plan->launch[plan->launch_of[t]].tiles += tensor_padded(&tensors[t]) / TILE_ELEMENTS;
-    }
-    for (int i = 0; i < plan->override_count; i++) {
-        if (!matched[i]) user_error("--override: \"%s\" matches no tensor", plan->overrides[i].patterns);
-    }
-    return plan;
-}
-
-void plan_free(Plan* plan) {
-    free(plan->launch_of);
-    free(plan->group_of);
-    free(plan->at);
-    free(plan);
-}
-
-int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {
-    Plan* plan = config ? plan_create(config, tensors, count) : nullptr;
-    int64_t offset = 0;
-    for (int launch = 0; launch < (plan ? plan->launches : 1); launch++) {
-        for (int i = 0; i < count; i++) {
-            if (plan && plan->launch_of[i] != launch) continue;
-            tensors[i].offset = offset;
-            offset += tensor_padded(&tensors[i]);
-        }
-    }
-    if (plan) plan_free(plan);
-    return offset;
-}
-
-static int64_t clamp_to(int64_t x, int64_t low, int64_t high) {
-    return x < low ? low : x > high ? high : x;
-}
-
-static int64_t arena_elements(const OptimTensor* tensors, int count) {
-    int64_t elements = 0;
-    for (int i = 0; i < count; i++) {
-        int64_t end = tensors[i].offset + tensor_padded(&tensors[i]);
-        if (end > elements) elements = end;
-    }
-    return elements;
-}
-
-// Numbers of spans are those of whole tensors.
-static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
-    Rows rows = config_rows(&launch->config);
-    for (const FormatRow* format : {&rows.weights->format, rows.m, rows.v}) {
-        if (format_span(format) == SPAN_RUN) continue;
-        user_error(
-            "%s was asked for, whose scales are of whole tensors, and the shard of elements %lld to %lld cuts "
-            "%s; take a format in blocks, such as e4m3/256 or lin4/128, or --shard none",
-            format->name, (long long)plan->begin, (long long)plan->end, tensor->name);
-    }
-}
-
-// Counts the numbers of spans of the tensors that are kept here.
-static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
-    for (int l = 0; l < plan->launches; l++) {
-        LaunchPlan* launch = &plan->launch[l];
-        memcpy(launch->at, plan->numbers, sizeof(launch->at));
-        for (int t = 0; t < count; t++) {
-            int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
-            if (plan->launch_of[t] != l || end <= plan->begin || begin >= plan->end) continue;
-            if (begin < plan->begin || end > plan->end) require_whole(plan, launch, &tensors[t]);
-            for (int span = 0; span < SPANS; span++) {
-                int64_t numbers = span_numbers((Span)span, &tensors[t]);
-                plan->at[t][span] = plan->numbers[span];
-                plan->numbers[span] += numbers;
-                launch->numbers[span] += numbers;
-            }
-        }
-    }
-}
-
-// The launches' parts of the arena; optim_layout was called with this configuration, so none holds another's tensors.
-Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    Plan* plan = plan_create(config, tensors, count);
-    plan->begin = config->begin;
-    plan->end = config->end > 0 ? config->end : arena_elements(tensors, count);
-    assert(plan->begin % OPTIM_ALIGN == 0 && plan->end % OPTIM_ALIGN == 0 && plan->begin <= plan->end);
-    for (int t = 0; t < count; t++) {
-        LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
-        int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
-        if (launch->end == 0 || tensors[t].offset < launch->begin) launch->begin = tensors[t].offset;
-        if (end > launch->end) launch->end = end;
-    }
-    for (int i = 0; i < plan->launches; i++) {
-        LaunchPlan* launch = &plan->launch[i];
-        assert(launch->end - launch->begin == launch->tiles * TILE_ELEMENTS);
-        // What lies outside the part has no elements, at one of its ends.
-        launch->begin = clamp_to(launch->begin, plan->begin, plan->end);
-        launch->end = clamp_to(launch->end, plan->begin, plan->end);
-        launch->tiles = (launch->end - launch->begin) / TILE_ELEMENTS;
-    }
-    plan_numbers(plan, tensors, count);
-    return plan;
-}
-
-const char* slot_name(Slot slot) {
-    static const char* const names[SLOTS] = {"weights", "m", "v", "slow"};
-    return names[slot];
-}
-
-void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes) {
-    bool own_name = stream.name[0] && stream.name[0] != '.';
-    snprintf(name, bytes, "%s%s", own_name ? "" : array, stream.name);
-}
-
-// Arrays of launches after the first are named by its pattern too.
-static void launch_array(const Plan* plan, int launch, Slot slot, char* array, size_t bytes) {
-    snprintf(array, bytes, launch ? "%s.%d[%s]" : "%s", slot_name(slot), launch, plan->launch[launch].pattern);
-}
-
-// The name of a storage's row that rounds to nearest into the same arrays.
-static const char* nearest_name(const char* name, char (&nearest)[64]) {
-    size_t length = strlen(name), suffix = strlen(":sr");
-    const char* end = length > suffix ? name + length - suffix : "";
-    bool noisy = strcmp(end, ":sr") == 0 || strcmp(end, ":ef") == 0;
-    snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
-    return nearest;
-}
-
-Place plan_place(const Plan* plan, int tensor, Slot slot) {
-    int index = plan->launch_of[tensor];
-    const LaunchPlan* launch = &plan->launch[index];
-    Rows rows = config_rows(&launch->config);
-    const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
-                                       rows.rule->keeps_slow ? rows.m : nullptr};
-    Span span = format_span(formats[slot]);
-    Place place = {formats[slot],
-                   nullptr,
-                   "",
-                   launch->begin,
-                   launch->end - launch->begin,
-                   launch->numbers[span],
-                   plan->at[tensor][span] - launch->at[span]};
-    if (!place.format) return place;
-    char nearest[64];
-    nearest_name(place.format->name, nearest);
-    const WeightsRow* weights = find(weights_rows, nearest);
-    place.nearest = slot != SLOT_WEIGHTS ? find_state(&launch->config, nearest) : weights ? &weights->format : nullptr;
-    if (!place.nearest) place.nearest = place.format;
-    if (slot != SLOT_WEIGHTS) {
-        launch_array(plan, index, slot, place.array, sizeof(place.array));
-        return place;
-    }
-    snprintf(place.array, sizeof(place.array), "%s", slot_name(slot));
-    place.begin = plan->begin;
-    place.elements = plan->end - plan->begin;
-    place.numbers = plan->numbers[span];
-    place.at = plan->at[tensor][span];
-    return place;
-}
-
-int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
-    return stream.span != SPAN_RUN ? 0 : ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
-}
-
-// Of one stream of an array: a run of elements, with the numbers of spans of its tensors.
-static int64_t array_bytes(const StreamInfo& stream, int64_t elements, const int64_t (&numbers)[SPANS]) {
-    return stream.span != SPAN_RUN ? numbers[stream.span] * (int64_t)sizeof(float) : stream_bytes(stream, elements);
-}
-
-int64_t place_bytes(const Place* place, const StreamInfo& stream) {
-    return stream.span != SPAN_RUN ? place->numbers * (int64_t)sizeof(float) : stream_bytes(stream, place->elements);
-}
-
 // As device_alloc rounds it.
 static int64_t allocated_bytes(int64_t bytes) {
     return ceil_div(bytes, 256) * 256;
 }
 
-static int64_t format_bytes(const FormatRow* format, int64_t elements, const int64_t (&numbers)[SPANS]) {
+static int64_t format_bytes(const FormatRow* format, const ArenaRun* run) {
     int64_t bytes = 0;
-    for (const StreamInfo& stream : format->stream) bytes += allocated_bytes(array_bytes(stream, elements, numbers));
+    for (const StreamInfo& stream : format->stream) bytes += allocated_bytes(run_bytes(run, stream));
     return bytes;
 }
 
 // What a storage needs beside its arrays: constants, and of spans the next numbers and where its tiles lie.
-static int64_t format_table_bytes(const FormatRow* format, int64_t elements, const int64_t (&numbers)[SPANS]) {
-    int64_t bytes = allocated_bytes(format->table_bytes);
+static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
+    int64_t bytes = allocated_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + allocated_bytes(array_bytes(format->stream[1], elements, numbers)) +
-           allocated_bytes(elements / TILE_ELEMENTS * (int64_t)sizeof(SpanTile));
+    return bytes + allocated_bytes(run_bytes(run, format->stream[1])) +
+           allocated_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 
 // The numbers of spans, a few a tensor, are left out.
@@ -431,24 +164,21 @@ static int64_t tiles_bytes(int64_t tiles) {
 }
 
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
-    Rows rows = config_rows(config);
     Plan* plan = plan_ranges(config, tensors, count);
-    int64_t elements = plan->end - plan->begin;
-    OptimBytes bytes;
-    bytes.weights = format_bytes(&rows.weights->format, elements, plan->numbers);
-    bytes.compute = serves_directly(&rows.weights->format, compute)
-                        ? 0
-                        : format_bytes(&compute_rows[compute], elements, plan->numbers);
-    bytes.states = 0;
-    bytes.tables = allocated_bytes(tiles_bytes(elements / TILE_ELEMENTS)) +
-                   format_table_bytes(&rows.weights->format, elements, plan->numbers);
+    OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS))};
+    for (int i = 0; i < plan->weights_count; i++) {
+        const FormatRow* weights = &find_weights(plan->weights[i].format)->format;
+        const ArenaRun* run = &plan->weights[i].run;
+        bytes.weights += format_bytes(weights, run);
+        bytes.compute += serves_directly(weights, compute) ? 0 : format_bytes(&compute_rows[compute], run);
+        bytes.tables += format_table_bytes(weights, run);
+    }
     for (int i = 0; i < plan->launches; i++) {
-        Rows launch = config_rows(&plan->launch[i].config);
-        const int64_t(&numbers)[SPANS] = plan->launch[i].numbers;
-        int64_t part = plan->launch[i].end - plan->launch[i].begin, kept = rows.rule->keeps_slow ? 2 : 1;
-        bytes.states += format_bytes(launch.m, part, numbers) * kept + format_bytes(launch.v, part, numbers);
-        bytes.tables +=
-            format_table_bytes(launch.m, part, numbers) * kept + format_table_bytes(launch.v, part, numbers);
+        Rows rows = config_rows(&plan->launch[i].config);
+        const ArenaRun* run = &plan->launch[i].run;
+        int64_t kept = rows.rule->keeps_slow ? 2 : 1;
+        bytes.states += format_bytes(rows.m, run) * kept + format_bytes(rows.v, run);
+        bytes.tables += format_table_bytes(rows.m, run) * kept + format_table_bytes(rows.v, run);
     }
     plan_free(plan);
     return bytes;
@@ -466,10 +196,19 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
 
 // The optimizer itself.
 
-// One kernel launch: the tensors whose moments are stored in these formats.
+// The tensors whose weights are stored in one format.
+struct Weights {
+    const WeightsRow* row;
+    int64_t begin, elements;  // the part of the arena that these arrays hold
+    Streams streams;
+    bool are_seen;  // by the matmuls as they are: the codes lie in what optim_weights returns
+};
+
+// One kernel launch: the tensors whose weights and moments are stored in these formats.
 struct Launch {
     OptimConfig config;
     Rows rows;
+    const Weights* weights;
     int64_t begin, elements;  // the part of the arena; m, v and slow hold no more
     Streams m, v, slow;
     const Tile* tiles;  // (tile_count)
@@ -487,23 +226,24 @@ struct Launch {
 struct Optim {
     const Device* dev;
     OptimConfig config;
-    Rows rows;
     OptimType compute;
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     int64_t begin, elements;  // of the arena: what is kept here
-    Streams weights;
-    Streams copy;  // of the weights in the compute type; codes null when the stored weights serve
+    Plan* plan;
+    void* seen;  // all weights in the compute type: stored like this, or copies
+    Weights weights[LAUNCHES];
+    int weights_count;
     Launch launch[LAUNCHES];
     int launches;
     Settings group[STEP_GROUPS];
     Tile* tiles;  // (tile_count), device memory; a launch after the other, then a number for each launch
     int64_t tile_count;
     OptimBytes allocated;
-    OptimStream stream[3 + 9 * LAUNCHES];  // the arrays of the weights, and of each launch's m, v and slow
-    char stream_name[3 + 9 * LAUNCHES][160];
+    OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
+    char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;
-    Settle settle[1 + 3 * LAUNCHES];
+    Settle settle[4 * LAUNCHES];
     int settles;
 };
 
@@ -529,56 +269,53 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     return table;
 }
 
-// What formats in spans keep beside their arrays. `launch`: whose tensors these are; -1: all.
-static void spans_create(Optim* optim, const Plan* plan, int launch, const FormatRow* format, Streams* streams) {
+// What formats in spans keep beside the arrays of a run of the arena.
+static void spans_create(Optim* optim, const Plan* plan, const ArenaRun* run, const FormatRow* format,
+                         Streams* streams) {
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
-    const LaunchPlan whole = {{}, "", plan->begin, plan->end, 0, {}, {}};
-    const LaunchPlan* part = launch < 0 ? &whole : &plan->launch[launch];
-    int64_t tiles = (part->end - part->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
-    int64_t numbers = launch < 0 ? plan->numbers[span] : part->numbers[span];
+    int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
     SpanTile *host = (SpanTile*)malloc((size_t)bytes + 1), *device;
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
-        if (tensor->offset < part->begin || tensor->offset >= part->end) continue;
+        if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
-            host[(tensor->offset + first - part->begin) / TILE_ELEMENTS] =
-                span_tile(span, tensor, first, plan->at[t][span] - part->at[span]);
+            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] =
+                span_tile(span, tensor, first, plan->at[t][span] - run->at[span]);
         }
     }
     device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, numbers * (int64_t)sizeof(float), &optim->allocated.tables);
-    optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, numbers};
+    streams->next = (float*)allocate_zero(optim->dev, run_bytes(run, format->stream[1]), &optim->allocated.tables);
+    optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
-static Streams allocate_streams(Optim* optim, const Plan* plan, int launch, const FormatRow* format, int64_t* total) {
-    const int64_t(&numbers)[SPANS] = launch < 0 ? plan->numbers : plan->launch[launch].numbers;
-    int64_t elements = launch < 0 ? plan->end - plan->begin : plan->launch[launch].end - plan->launch[launch].begin;
-    void* data[3];
-    for (int i = 0; i < 3; i++) {
-        data[i] = allocate_zero(optim->dev, array_bytes(format->stream[i], elements, numbers), total);
+// The arrays of a run of the arena. `codes`: where its first array lies already, or null.
+static Streams allocate_streams(Optim* optim, const Plan* plan, const ArenaRun* run, const FormatRow* format,
+                                void* codes, int64_t* total) {
+    void* data[3] = {codes, nullptr, nullptr};
+    for (int i = codes ? 1 : 0; i < 3; i++) {
+        data[i] = allocate_zero(optim->dev, run_bytes(run, format->stream[i]), total);
     }
     Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
-    spans_create(optim, plan, launch, format, &streams);
+    spans_create(optim, plan, run, format, &streams);
     return streams;
 }
 
 // Adds a storage's arrays to the list that checkpoints write.
-static void list_streams(Optim* optim, const char* slot, const FormatRow* format, const Streams* streams,
-                         int64_t elements, const int64_t (&numbers)[SPANS]) {
+static void list_streams(Optim* optim, const char* array, const FormatRow* format, const Streams* streams,
+                         const ArenaRun* run, bool is_weights) {
     void* data[3] = {streams->codes, streams->extra, streams->more};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
-        if (info.bits == 0) continue;
+        if (info.bits == 0 || run->begin == run->end) continue;
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
-        stream_name(slot, info, name, sizeof(optim->stream_name[index]));
-        optim->stream[index] = {name,          info.dtype,
-                                data[i],       array_bytes(info, elements, numbers) / element_bytes,
-                                element_bytes, i == 0 && streams == &optim->weights};
+        stream_name(array, info, name, sizeof(optim->stream_name[index]));
+        optim->stream[index] = {name,          info.dtype,          data[i], run_bytes(run, info) / element_bytes,
+                                element_bytes, i == 0 && is_weights};
     }
 }
 
@@ -603,8 +340,8 @@ static void tiles_create(Optim* optim, const Plan* plan) {
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
             if (plan->launch_of[i] != l) continue;
-            int64_t first = clamp_to(tensor->offset, plan->begin, plan->end);
-            int64_t end = clamp_to(tensor->offset + tensor_padded(tensor), plan->begin, plan->end);
+            int64_t first = plan_clamp(plan, tensor->offset);
+            int64_t end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
             for (; first < end; first += TILE_ELEMENTS) {
                 tiles[t++] = {(uint32_t)(first / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
             }
@@ -719,15 +456,35 @@ static void require_gpu(const Device* dev, const Rows* rows) {
         own->name);
 }
 
+// Weights number `index` of the plan, and their names.
+static void weights_create(Optim* optim, const Plan* plan, int index) {
+    const ArenaRun* run = &plan->weights[index].run;
+    Weights* weights = &optim->weights[index];
+    weights->row = find_weights(plan->weights[index].format);
+    weights->begin = run->begin;
+    weights->elements = run->end - run->begin;
+    const FormatRow* format = &weights->row->format;
+    weights->are_seen = serves_directly(format, optim->compute);
+    const StreamInfo& seen = compute_rows[optim->compute].stream[0];
+    char* at = (char*)optim->seen + stream_bytes(seen, run->begin - optim->begin);
+    *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
+    weights->streams =
+        allocate_streams(optim, plan, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
+    char array[ARRAY_NAME_BYTES];
+    plan_array(plan, index, SLOT_WEIGHTS, array);
+    list_streams(optim, array, format, &weights->streams, run, true);
+}
+
 // Moments of launch `index`, their names and the kernel.
 static void launch_create(Optim* optim, const Plan* plan, int index) {
     Launch* launch = &optim->launch[index];
     const LaunchPlan* planned = &plan->launch[index];
     launch->config = planned->config;
     launch->rows = config_rows(&launch->config);
+    launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    launch->begin = planned->begin;
-    launch->elements = planned->end - planned->begin;
+    launch->begin = planned->run.begin;
+    launch->elements = planned->run.end - planned->run.begin;
     launch->measures = format_span(&launch->rows.weights->format) != SPAN_RUN ||
                        format_span(launch->rows.m) != SPAN_RUN || format_span(launch->rows.v) != SPAN_RUN;
     struct {
@@ -738,11 +495,11 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
                 {SLOT_V, launch->rows.v, &launch->v},
                 {SLOT_SLOW, launch->rows.m, &launch->slow}};
     for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
-        char slot[128];
-        launch_array(plan, index, kept[i].slot, slot, sizeof(slot));
-        *kept[i].streams = allocate_streams(optim, plan, index, kept[i].format, &optim->allocated.states);
-        if (launch->elements == 0) continue;
-        list_streams(optim, slot, kept[i].format, kept[i].streams, launch->elements, planned->numbers);
+        char array[ARRAY_NAME_BYTES];
+        plan_array(plan, index, kept[i].slot, array);
+        *kept[i].streams =
+            allocate_streams(optim, plan, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
+        list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
     }
     if (!optim->dev->gpu || launch->elements == 0) return;
     kernel_create(optim->dev, optim->compute, launch);
@@ -757,7 +514,6 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
         user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
     }
-    optim->rows = config_rows(config);
     optim->compute = compute;
     optim->tensors = (OptimTensor*)malloc((size_t)count * sizeof(OptimTensor) + 1);
     optim->count = count;
@@ -765,41 +521,62 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
         optim->tensors[i] = tensors[i];
         optim->tensors[i].name = strdup(tensors[i].name);
     }
-    Plan* plan = plan_ranges(config, tensors, count);
+    Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     optim->begin = plan->begin;
     optim->elements = plan->end - plan->begin;
-    const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[compute];
-    optim->weights = allocate_streams(optim, plan, -1, weights, &optim->allocated.weights);
-    list_streams(optim, "weights", weights, &optim->weights, optim->elements, plan->numbers);
-    if (!serves_directly(weights, compute)) {
-        optim->copy = allocate_streams(optim, plan, -1, copy, &optim->allocated.compute);
-    }
+    int64_t none = 0;  // what is seen counts where it belongs
+    optim->seen = allocate_zero(dev, stream_bytes(compute_rows[compute].stream[0], optim->elements), &none);
+    optim->weights_count = plan->weights_count;
     optim->launches = plan->launches;
     memcpy(optim->group, plan->group, sizeof(plan->group));
-    for (int i = 0; i < plan->launches; i++) launch_create(optim, plan, i);
+    // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
+    for (int w = 0; w < plan->weights_count; w++) {
+        weights_create(optim, plan, w);
+        for (int i = 0; i < plan->launches; i++) {
+            if (plan->launch[i].weights == w) launch_create(optim, plan, i);
+        }
+    }
     tiles_create(optim, plan);
-    plan_free(plan);
     return optim;
 }
 
 void optim_free(Optim* optim) {
     if (!optim) return;
-    free_streams(optim->dev, &optim->weights);
+    for (int i = 0; i < optim->weights_count; i++) {
+        if (optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
+        free_streams(optim->dev, &optim->weights[i].streams);
+    }
+    device_free(optim->dev, optim->seen);
     for (int i = 0; i < optim->launches; i++) {
         free_streams(optim->dev, &optim->launch[i].m);
         free_streams(optim->dev, &optim->launch[i].v);
         free_streams(optim->dev, &optim->launch[i].slow);
     }
-    free_streams(optim->dev, &optim->copy);
     device_free(optim->dev, optim->tiles);
+    plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
     free(optim->tensors);
     free(optim);
 }
 
 OptimParts optim_parts(const Optim* optim) {
-    return {optim->dev,   &optim->config,  optim->tensors, optim->count, &optim->rows.weights->format,
-            optim->begin, optim->elements, optim->weights};
+    return {optim->dev, &optim->config, optim->plan, optim->tensors, optim->count};
+}
+
+static const Weights* weights_of(const Optim* optim, int tensor) {
+    const Plan* plan = optim->plan;
+    return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
+}
+
+Streams optim_weights_streams(const Optim* optim, int tensor) {
+    return weights_of(optim, tensor)->streams;
+}
+
+OptimStream optim_weights_stream(const Optim* optim, int tensor) {
+    const Weights* weights = weights_of(optim, tensor);
+    const StreamInfo& info = weights->row->format.stream[0];
+    char* first = (char*)weights->streams.codes - stream_bytes(info, weights->begin - optim->begin);
+    return {"weights", info.dtype, first, optim->elements, info.bits / 8, true};
 }
 
 OptimBytes optim_allocated(const Optim* optim) {
@@ -812,26 +589,40 @@ static Streams row_tile(const FormatRow* format, const Streams& streams, int64_t
 }
 
 void* optim_weights(const Optim* optim) {
-    return optim->copy.codes ? optim->copy.codes : optim->weights.codes;
+    return optim->seen;
 }
 
-void optim_decode(Optim* optim) {
-    if (!optim->copy.codes) return;
-    const FormatRow *weights = &optim->rows.weights->format, *copy = &compute_rows[optim->compute];
-    if (optim->elements == 0) return;
+// Arrays that begin at element `begin` of the arena, addressed as if they began at its first.
+static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
+    return row_tile(format, streams, -begin / TILE_ELEMENTS);
+}
+
+static Streams seen_streams(const Optim* optim) {
+    return from_begin(&compute_rows[optim->compute], {optim->seen, nullptr}, optim->begin);
+}
+
+static void decode_weights(const Optim* optim, const Weights* weights) {
+    const FormatRow *format = &weights->row->format, *seen = &compute_rows[optim->compute];
+    const int64_t tiles = weights->elements / TILE_ELEMENTS, first = weights->begin / TILE_ELEMENTS;
+    if (tiles == 0) return;
+    Streams to = row_tile(seen, seen_streams(optim), first);
     if (optim->dev->gpu) {
-        void* arguments[] = {&optim->weights, &optim->copy};
-        dim3 grid((unsigned)(optim->elements / TILE_ELEMENTS)), block(TILE_ELEMENTS / DECODE_ELEMENTS);
-        check(cudaLaunchKernel(optim->rows.weights->decode[optim->compute], grid, block, arguments, 0,
-                               optim->dev->stream));
+        void* arguments[] = {(void*)&weights->streams, &to};
+        dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
+        check(cudaLaunchKernel(weights->row->decode[optim->compute], grid, block, arguments, 0, optim->dev->stream));
         return;
     }
 #pragma omp parallel for schedule(static)
-    for (int64_t first = 0; first < optim->elements; first += TILE_ELEMENTS) {
+    for (int64_t tile = 0; tile < tiles; tile++) {
         float x[TILE_ELEMENTS];
-        int64_t index = first / TILE_ELEMENTS;
-        weights->view(row_tile(weights, optim->weights, index), 0, x, TILE_ELEMENTS);
-        copy->set(row_tile(copy, optim->copy, index), 0, x, TILE_ELEMENTS);
+        format->view(row_tile(format, weights->streams, tile), 0, x, TILE_ELEMENTS);
+        seen->set(row_tile(seen, to, tile), 0, x, TILE_ELEMENTS);
+    }
+}
+
+void optim_decode(Optim* optim) {
+    for (int i = 0; i < optim->weights_count; i++) {
+        if (!optim->weights[i].are_seen) decode_weights(optim, &optim->weights[i]);
     }
 }
 
@@ -859,13 +650,11 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-// Arrays that begin at element `begin` of the arena, addressed as if they began at its first.
-static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
-    return row_tile(format, streams, -begin / TILE_ELEMENTS);
-}
-
 static void launch_step(const Optim* optim, const Launch* launch, StepArguments* arguments) {
     if (launch->tile_count == 0) return;
+    const Weights* weights = launch->weights;
+    arguments->weights = from_begin(&weights->row->format, weights->streams, weights->begin);
+    arguments->copy = weights->are_seen ? Streams{nullptr, nullptr} : seen_streams(optim);
     arguments->m = from_begin(launch->rows.m, launch->m, launch->begin);
     arguments->v = from_begin(launch->rows.v, launch->v, launch->begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, launch->begin);
@@ -894,11 +683,8 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
     StepArguments arguments = {};
-    arguments.weights = from_begin(&optim->rows.weights->format, optim->weights, optim->begin);
-    arguments.grads = from_begin(optim->rows.grads, {(void*)grads, nullptr}, optim->begin);
-    if (optim->copy.codes) {
-        arguments.copy = from_begin(&compute_rows[optim->compute], optim->copy, optim->begin);
-    }
+    const FormatRow* format = optim->launch[0].rows.grads;
+    arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->begin);
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
@@ -908,8 +694,8 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     for (int i = 0; i < optim->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
     // Not before, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
-    bool copied = !optim->dev->gpu || step_copy(&optim->rows.weights->format, optim->compute) != &none_row;
-    if (!copied) optim_decode(optim);
+    // On a GPU a bf16 copy is written by the step itself.
+    if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
 
 // Streams.
@@ -980,5 +766,6 @@ void optim_list_presets(FILE* file) {
                                       find(state_rows, row->m), find_state(&none, row->v));
         fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8.4g   %s\n", row->name, row->rule, row->weights, row->m, row->v,
                 each, row->note);
+        if (*row->overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row->overrides);
     }
 }

@@ -30,7 +30,7 @@ struct OptimTensor {
 };
 
 struct OptimConfig {
-    const char* preset;   // "adamw32", ...; gives the defaults of the five names below
+    const char* preset;   // "adamw32", ...; gives the defaults of the names below, and of overrides
     const char* rule;     // "adamw"; NULL or "" = the preset's, likewise below
     const char* weights;  // "fp32", "bf16:sr", "bf16+fp32", ...
     const char* grads;    // "fp32", "bf16", ...: the format that the trainer writes
@@ -42,17 +42,18 @@ struct OptimConfig {
     float lr_max = 0.0f;                  // the largest learning rate of the schedule; needed by "independent"
     float beta3 = 0.9999f, alpha = 5.0f;  // ademamix: decay of the slow average, and its weight
     int64_t ramp = 0;                     // steps over which both rise to these values; 0: from the start
-    const char* overrides = "";           // formats, learning rate or decay by tensor name: see override.h
+    const char* overrides = "";           // formats, learning rate or decay by tensor name: see override.h; "" =
+                                          // the preset's, "none" = none
     const char* formats = "";             // files of formats of the user's own, for m and v on a GPU: see user.cuh
     const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole OPTIM_ALIGN; end 0: all
-    bool stored = false;         // a checkpoint's: may name formats that are only read
+    bool stored = false;         // a checkpoint's: may name formats that are only read; overrides "" = none
 };
 
 // What the combination costs, known before anything is allocated.
 struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
-    int64_t compute;  // a decoded copy for the matmul, 0 when the stored weights serve
+    int64_t compute;  // a decoded copy for the matmul of those tensors whose stored weights do not serve
     int64_t states;   // m, v, what else the rule keeps, and their scales
     int64_t tables;  // the tile table, 8 bytes every 2048 elements, the formats' constants, and of formats with a scale
                      // a tensor or by row and column 32 bytes more every 2048 elements, and their scales once more
@@ -62,10 +63,10 @@ enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer co
 
 // One stored array: what a checkpoint keeps. Its bytes are written as they are, never widened.
 struct OptimStream {
-    const char* name;   // "weights", "master", "m", "v", "m.scales", ...
+    const char* name;   // "weights", "master", "m", "v", "m.scales", ...; of overrides "m.1[wpe|ln*]"
     const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
-    void* data;  // device memory, `elements` of `element_bytes` each, in the arena's layout from config.begin on;
-                 // scales of tensors, rows and columns: those of one tensor after another
+    void* data;  // device memory, `elements` of `element_bytes` each, in the arena's layout, from config.begin or the
+                 // first tensor of its formats on; scales of tensors, rows and columns: one tensor's after another
     int64_t elements;
     int element_bytes;
     bool is_weights;  // the primary weights; model.safetensors holds them when dtype is F32 or BF16
@@ -73,9 +74,13 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
+constexpr int OPTIM_STREAMS = 72;  // at most
+
 // Gives each tensor its offset; returns the length of the arena in elements (a multiple of OPTIM_ALIGN). With a
-// resolved configuration, tensors that its overrides give formats of their own come last, together, for a launch of
-// their own.
+// resolved configuration, tensors that its overrides give formats of their own come last, those of the same weights
+// together and of them those of the same moments, for arrays and a launch of their own; without it, the configuration
+// that the optimizer is created with must have no overrides that match. Exits with a sentence where the overrides
+// match no tensor, are too many or do not go together.
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config = nullptr);
 
 // Checks every name and value of the configuration and fills in what the preset gives. Returns false, with one sentence
@@ -90,7 +95,7 @@ double optim_usual_lr(const char* rule, int64_t channels);
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
 
 // One line for the banner: "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param". The figure counts
-// weights and states as allocated, without gradients and the compute copy.
+// weights and states of tensors without overrides, without gradients and the compute copy.
 void optim_describe(const OptimConfig* config, char* line, size_t line_bytes);
 
 // Allocates weights (zero) and states (the encoding of zero). `tensors` are copied; `dev` must outlive the optimizer.
@@ -123,6 +128,10 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 // The stored streams, in a fixed order.
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
+
+// The primary weights as they are stored for one tensor, as if all were: `data` is that of the element config.begin on,
+// so the tensor's are at its offset, and `dtype` that of its format.
+OptimStream optim_weights_stream(const Optim* optim, int tensor);
 
 // Which formats of the user's own it uses, and the checksums of their files, as text for a checkpoint.
 constexpr int OPTIM_OWN_FORMATS_BYTES = 4096;
@@ -159,6 +168,9 @@ OptimBytes optim_allocated(const Optim* optim);
 bool optim_built_in(const OptimConfig* config, OptimType compute);
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
 const char* optim_source(const OptimConfig* config);
+
+// The overrides of a preset; "" where it has none.
+const char* optim_preset_overrides(const char* preset);
 
 // Whether a format that is built in has this name.
 bool optim_name_is_taken(const char* name);

@@ -43,11 +43,14 @@ static bool setting_parse(Override* rule, const char* word, char* error, size_t 
     char* rest;
     const char* value = strchr(word, '=');
     size_t key = value ? (size_t)(value++ - word) : 0;
-    bool is_m = key == 1 && *word == 'm', is_v = key == 1 && *word == 'v';
+    char* format = key == 1 && *word == 'm'                         ? rule->m
+                   : key == 1 && *word == 'v'                       ? rule->v
+                   : key == 7 && strncmp(word, "weights", key) == 0 ? rule->weights
+                                                                    : nullptr;
     bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
-    if (is_m || is_v) {
-        if (copy_word(is_m ? rule->m : rule->v, sizeof(rule->m), value, value + strlen(value))) return true;
-        snprintf(error, bytes, "--override: \"%s\" names no format", word);
+    if (format) {
+        if (copy_word(format, sizeof(rule->m), value, value + strlen(value))) return true;
+        snprintf(error, bytes, "--override: \"%s\" names no format; --list-formats has those that there are", word);
         return false;
     }
     if (is_lr || is_wd) {
@@ -60,7 +63,7 @@ static bool setting_parse(Override* rule, const char* word, char* error, size_t 
                  word);
         return false;
     }
-    snprintf(error, bytes, "--override: \"%s\" is not known; type m=, v=, lr= or wd= and a value", word);
+    snprintf(error, bytes, "--override: \"%s\" is not known; type weights=, m=, v=, lr= or wd= and a value", word);
     return false;
 }
 
@@ -98,7 +101,8 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
         at = stop;
     }
     if (settings > 0) return true;
-    snprintf(error, bytes, "--override: nothing follows \"%s:\"; type m=, v=, lr= or wd= and a value", rule->patterns);
+    snprintf(error, bytes, "--override: nothing follows \"%s:\"; type weights=, m=, v=, lr= or wd= and a value",
+             rule->patterns);
     return false;
 }
 
@@ -109,6 +113,12 @@ bool overrides_parse(const char* text, Override* overrides, int* count, char* er
         if (strspn(at, " \t") < (size_t)(end - at)) {
             if (*count == OVERRIDES) {
                 snprintf(error, bytes, "--override: more than %d overrides", OVERRIDES);
+                return false;
+            }
+            char word[8];
+            if (copy_word(word, sizeof(word), at, end) && strcmp(word, "none") == 0) {
+                if (at == text && !*end) return true;
+                snprintf(error, bytes, "--override: \"none\" was found among others; it stands alone, so leave it out");
                 return false;
             }
             if (!override_parse(&overrides[(*count)++], at, end, error, bytes)) return false;

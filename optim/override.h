@@ -3,20 +3,21 @@
 // An override is patterns, a colon and settings; a semicolon stands between overrides, and of several that match a
 // tensor the later ones win. `*` is any text and `?` any character. A pattern matches a name, or any part of it between
 // dots: `wpe` is "wpe.weight", `ln*` all layer norms, `h.0` the first block, `c_attn.bias` that of every block.
-//     m, v   formats of the moments           lr   factor on the learning rate
-//     wd     weight decay, in place of --weight-decay or of none
+// "none", alone, is no overrides, where a preset has some: those that are typed take their place.
+//     weights  format of the weights          lr   factor on the learning rate
+//     m, v     formats of the moments         wd   weight decay, in place of --weight-decay or of none
 #pragma once
 #include <stddef.h>
 
 constexpr int OVERRIDES = 16;  // at most
 
 struct Override {
-    char patterns[96];  // as typed, without spaces
-    char m[32], v[32];  // "" leaves the format as it is
-    double lr, decay;   // factor, 1 by default; decay below 0: as it is
+    char patterns[96];               // as typed, without spaces
+    char weights[32], m[32], v[32];  // "" leaves the format as it is
+    double lr, decay;                // factor, 1 by default; decay below 0: as it is
 };
 
-// Parses the text; false and a sentence in `error`. Formats are not looked at. NULL and "" hold no overrides.
+// Parses the text; false and a sentence in `error`. Formats are not looked at. NULL, "" and "none" hold no overrides.
 bool overrides_parse(const char* text, Override* overrides, int* count, char* error, size_t error_bytes);
 
 bool override_matches(const Override* rule, const char* name);

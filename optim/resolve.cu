@@ -33,7 +33,7 @@ struct RuleName {
     {NAME, NOTE, HAS_SIGN<__VA_ARGS__>, HAS_SPANS<__VA_ARGS__>, __VA_ARGS__::STREAM[0].bits},
 #define WEIGHTS_ROW(NAME, NOTE, ...) {NAME, NOTE, FEEDS_BACK<__VA_ARGS__>},
 #define RULE_ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED, TYPE::ADAPTIVE, SLOWER},
-#define PRESET_ROW(NAME, RULE, WEIGHTS, M, V, NOTE) {NAME, RULE, WEIGHTS, M, V, NOTE},
+#define PRESET_ROW(...) {__VA_ARGS__},
 
 static const RuleName rule_rows[] = {OPTIM_RULES(RULE_ROW)};
 static const WeightsName weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
@@ -49,6 +49,11 @@ int preset_count() {
 
 const PresetRow* preset_row(int index) {
     return &preset_rows[index];
+}
+
+const char* optim_preset_overrides(const char* preset) {
+    const PresetRow* row = find_row(preset_rows, preset_count(), preset);
+    return row ? row->overrides : "";
 }
 
 template <class Row>
@@ -112,13 +117,13 @@ static bool resolve_formats(OptimConfig* config, char* error, size_t bytes) {
 }
 
 // Weights are set and read on the host too, where a format of the user's own has no functions.
-static bool resolve_weights(OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error,
+                            size_t bytes) {
     const UserFormats* user = config->user_formats;
-    if (!user || !find_row(user->row, user->count, config->weights)) {
-        return resolve_name(weights_rows, "--weights", &config->weights, error, bytes);
+    if (!user || !find_row(user->row, user->count, *name)) {
+        return resolve_name(weights_rows, option, name, error, bytes);
     }
-    snprintf(error, bytes, "--weights: \"%s\" was found, and a format of --format serves --m and --v only",
-             config->weights);
+    snprintf(error, bytes, "%s: \"%s\" was found, and a format of --format serves --m and --v only", option, *name);
     return false;
 }
 
@@ -164,33 +169,32 @@ static bool resolve_sign(const OptimConfig* config, const char* option, const ch
 
 // Weights whose rounding error goes into m: into one that the update divides by a root of v, that is stored at once,
 // not after its largest was looked for, and that holds it, as 4 bits do not (optim/README.md has figures).
-static bool resolve_feedback(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
+bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t bytes) {
     if (config->stored || !find(weights_rows, config->weights)->feeds_back) return true;
-    int base = (int)strcspn(config->weights, ":");
-    if (!find(rule_rows, config->rule)->adaptive) {
-        snprintf(error, bytes,
-                 "--weights: \"%s\" was found, which is for rules that divide by a root of v, and %s does not; type "
-                 "--weights %.*s:sr, or --rule adamw",
-                 config->weights, config->rule, base, config->weights);
-        return false;
-    }
-    if (config->beta1 == 0.0f) {
-        snprintf(error, bytes,
-                 "--beta1: 0 was found, and --weights %s needs an m that lasts; type --weights %.*s:sr, or --beta1 0.9",
-                 config->weights, base, config->weights);
-        return false;
-    }
-    const StateName* state = find(state_rows, m);
-    if (!state) state = find(import_rows, m);
+    const StateName* state = find(state_rows, config->m);
+    if (!state) state = find(import_rows, config->m);
     const UserFormats* user = config->user_formats;
-    const UserRow* own = state ? nullptr : find_row(user->row, user->count, m);
+    const UserRow* own = state ? nullptr : find_row(user->row, user->count, config->m);
     const bool spans = state ? state->has_spans : own->span[1] != SPAN_RUN;
-    if (!spans && (state ? state->bits : own->bits[0]) > 4) return true;
+    const bool adaptive = find(rule_rows, config->rule)->adaptive;
+    char why[256] = "";
+    const char* type = !adaptive ? "--rule adamw" : config->beta1 == 0.0f ? "--beta1 0.9" : "--m e4m3:sr";
+    if (!adaptive) {
+        snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
+    } else if (config->beta1 == 0.0f) {
+        snprintf(why, sizeof(why), "with --beta1 0 no m lasts");
+    } else if (spans) {
+        snprintf(why, sizeof(why), "m \"%s\" has scales of more than a block", config->m);
+    } else if ((state ? state->bits : own->bits[0]) <= 4) {
+        snprintf(why, sizeof(why), "m \"%s\" has 4 bits, which lose more than they are given", config->m);
+    }
+    if (!*why) return true;
+    if (overridden && strcmp(type, "--m e4m3:sr") == 0) type = "m=e4m3:sr";
+    int base = (int)strcspn(config->weights, ":");
     snprintf(error, bytes,
-             "%s: \"%s\" was found, whose %s, and --weights %s keeps in m, at once, what its rounding loses; take "
-             "e4m3:sr, say, or --weights %.*s:sr",
-             option, m, spans ? "scales are of more than a block" : "4 bits lose more than they are given",
-             config->weights, base, config->weights);
+             "%s: weights \"%s\" were found, whose rounding errors m takes, and %s; type %s, or %s%.*s:sr",
+             overridden ? "--override" : "--weights", config->weights, why, type,
+             overridden ? "weights=" : "--weights ", base, config->weights);
     return false;
 }
 
@@ -209,15 +213,16 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t by
     return true;
 }
 
-static bool resolve_overrides(const OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
+    if (count == 0) config->overrides = "none";  // so that resolving again does not take the preset's
     for (int i = 0; i < count; i++) {
-        const char *m = overrides[i].m, *v = overrides[i].v;
+        const char *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
+        if (*weights && !resolve_weights(config, "--override weights", &weights, error, bytes)) return false;
         if (*m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
-        if (*m && !resolve_feedback(config, "--override m", m, error, bytes)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
         if (*v && !find(rule_rows, config->rule)->keeps_v) {
             snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
@@ -247,14 +252,16 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     take_default(&config->grads, "");
     take_default(&config->m, preset->m);
     take_default(&config->decay_mode, "coupled");
+    if (!config->stored) take_default(&config->overrides, preset->overrides);  // a checkpoint's "" is none
     float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
     float beta3 = config->beta3, alpha = config->alpha;
     const char* unit = "a number from 0 to below 1";
-    return resolve_name(rule_rows, "--rule", &config->rule, error, bytes) && resolve_weights(config, error, bytes) &&
+    return resolve_name(rule_rows, "--rule", &config->rule, error, bytes) &&
+           resolve_weights(config, "--weights", &config->weights, error, bytes) &&
            resolve_name(grads_rows, "--grads", &config->grads, error, bytes) &&
            resolve_state(config, "--m", &config->m, error, bytes) &&
            resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
-           resolve_feedback(config, "--m", config->m, error, bytes) && resolve_decay_mode(config, error, bytes) &&
+           optim_feedback_fits(config, false, error, bytes) && resolve_decay_mode(config, error, bytes) &&
            resolve_overrides(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&

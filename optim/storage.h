@@ -1,8 +1,8 @@
-// What the files of optim/ share beside optim.h: a row of the tables of storages, and where a configuration keeps the
-// weights and moments of a tensor.
+// What the files of optim/ share beside optim.h: rows of the tables, and what an optimizer holds.
 #pragma once
 #include "formats/spans.cuh"
 #include "optim.h"
+#include "rules/hyper.cuh"
 
 // A storage, by function pointers; update_elements takes it on the CPU.
 struct FormatRow {
@@ -24,8 +24,31 @@ struct FormatRow {
     const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
 };
 
-// Of one stream for a run of elements of the arena; none of the numbers of spans, which are of tensors.
-int64_t stream_bytes(const StreamInfo& stream, int64_t elements);
+struct WeightsRow {
+    FormatRow format;
+    const void* decode[2];  // optim_decode_kernel into each OptimType
+};
+
+struct RuleRow {
+    const char* name;
+    const char* note;
+    const char* type;
+    bool keeps_v, keeps_slow;
+    static constexpr bool adaptive = false;  // what it leaves in root is for GPUs
+    void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
+};
+
+// Those that a resolved configuration names. Of its moments one may be in a format of the user's own.
+struct Rows {
+    const RuleRow* rule;
+    const WeightsRow* weights;
+    const FormatRow *grads, *m, *v;
+};
+Rows config_rows(const OptimConfig* config);
+
+// Null where there is none of this name.
+const WeightsRow* find_weights(const char* name);
+const FormatRow* find_state(const OptimConfig* config, const char* name);
 
 // The span of the numbers that a storage has beside its codes, if it has such.
 Span format_span(const FormatRow* format);
@@ -42,41 +65,16 @@ struct Settle {
 };
 void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
 
-// A stream's name among all of an optimizer: `array` says which slot and launch, a name with a leading dot follows it.
-void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes);
-
-// Elements of a tensor with its padding.
-int64_t tensor_padded(const OptimTensor* tensor);
-
-// Tensors by launches, from a resolved configuration and tensors that optim_layout placed with it; only what lies in
-// the configuration's part of the arena.
-struct Plan;
-Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
-void plan_free(Plan* plan);
-
-enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOTS };
-const char* slot_name(Slot slot);
-
-struct Place {
-    const FormatRow* format;   // null: the rule keeps no such moment
-    const FormatRow* nearest;  // of the same arrays, rounding to nearest; itself where it is dithered
-    char array[160];           // as stream_name wants it
-    int64_t begin, elements;   // of the arena: what its arrays hold
-    int64_t numbers, at;       // of spans: in its array, and where the tensor's begin
-};
-Place plan_place(const Plan* plan, int tensor, Slot slot);
-
-// Of one of its arrays.
-int64_t place_bytes(const Place* place, const StreamInfo& stream);
-
 // What is fixed for an optimizer's life.
+struct Plan;
 struct OptimParts {
     const Device* dev;
     const OptimConfig* config;
+    const Plan* plan;
     const OptimTensor* tensors;  // (count)
     int count;
-    const FormatRow* weights_format;
-    int64_t begin, elements;  // of the arena, held here
-    Streams weights;          // device memory
 };
 OptimParts optim_parts(const Optim* optim);
+
+// The arrays of weights that a tensor's are among, in device memory.
+Streams optim_weights_streams(const Optim* optim, int tensor);

@@ -181,7 +181,7 @@
     ROW("adanf4/64", "", Blocks<AdaNf4, 64, ScaleFp32, NEAREST>)                              \
     ROW("adanf4/256", "", Blocks<AdaNf4, 256, ScaleFp32, NEAREST>)
 
-// ROW(name, rule, weights, m, v, when to use). --grads is the trainer's choice.
+// ROW(name, rule, weights, m, v, when to use[, overrides]). --grads is the trainer's choice.
 #define OPTIM_PRESETS(ROW)                                                                                           \
     ROW("adamw32", "adamw", "bf16+fp32", "fp32", "fp32", "the baseline: fp32 master weights and fp32 states")        \
     ROW("adamw16", "adamw", "bf16:sr", "bf16:sr", "bf16:sr", "6 bytes a parameter in place of 14")                   \
@@ -198,11 +198,16 @@
     ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
     ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
     ROW("int8w8", "adamw", "lin8:ef", "e4m3/256:sr", "sqrt8/32", "8-bit linear weights in place, 8-bit states")      \
+    ROW("fp8w8e", "adamw", "e4m3:ef", "e4m3/256:sr", "sqrt8/32", "fp8 weights of matrices, errors fed back",         \
+        "ln*|*.bias: weights=bf16:ef")                                                                               \
     ROW("fp8w4", "adamw", "e4m3:sr", "de4/128", "sqrt4/128", "2 bytes a parameter in all")                           \
+    ROW("int8w4", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "2.1 bytes, closer than fp8w4",                  \
+        "ln*|*.bias: weights=bf16:sr")                                                                               \
     ROW("lion8", "lion", "bf16:sr", "soft8/32", "none", "3 bytes a parameter")
 
 // Kernels compiled ahead of time: the presets, with each kind of gradient. Every other combination is compiled by NVRTC
-// when it is first asked for. ROW(rule, weights, m, v, copy): what the step writes for the matmuls besides.
+// when it is first asked for. Those of tensors that a preset overrides are among them. ROW(rule, weights, m, v, copy):
+// what the step writes for the matmuls besides.
 #define OPTIM_BUILT_IN(ROW)                                                                                           \
     ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)  \
     ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)     \
@@ -238,4 +243,14 @@
         Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
     ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,   \
         Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
+    ROW(AdamW, Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,          \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,          \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
+    ROW(AdamW, Feedback<Elementwise<Bf16, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,                     \
+        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
+    ROW(AdamW, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>,                       \
+        DoubleBlocks<Sqrt4, 32, NEAREST>, None)                                                                       \
+    ROW(AdamW, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>,                       \
+        DoubleBlocks<Sqrt4, 32, NEAREST>, Elementwise<Bf16, NEAREST>)                                                 \
     ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None, None)

@@ -76,12 +76,27 @@ def speed(records, tokens_per_step):
     return round(tokens_per_step * len(seconds) / sum(seconds), 1) if seconds else None
 
 
-def stored_bytes(path):
-    """Bytes of the states in an optimizer.safetensors, padding included."""
+def arrays(path):
+    """{name: (dtype, elements, bytes)} of a safetensors file."""
     with open(path, "rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    spans = [its["data_offsets"] for name, its in header.items() if re.match(r"(m|v|slow)\b", name)]
-    return sum(end - begin for begin, end in spans)
+    tensors = {name: its for name, its in header.items() if name != "__metadata__"}
+    return {
+        name: (its["dtype"], math.prod(its["shape"]), its["data_offsets"][1] - its["data_offsets"][0])
+        for name, its in tensors.items()
+    }
+
+
+def stored_bytes(folder):
+    """Bytes of the weights and of the states in a checkpoint, padding included."""
+    model, optimizer = arrays(folder / "model.safetensors"), arrays(folder / "optimizer.safetensors")
+    states = sum(its[2] for name, its in optimizer.items() if re.match(r"(m|v|slow)\b", name))
+    weights = sum(its[2] for its in optimizer.values()) - states
+    weights += sum(its[2] for its in model.values() if its[0] == "BF16")
+    # What the model file has in F32 is stored like this, or decoded from codes in the other file.
+    codes = sum(its[1] for name, its in optimizer.items() if re.fullmatch(r"weights(\.\d+\[.*\])?", name))
+    weights += 4 * max(0, sum(its[1] for its in model.values() if its[0] == "F32") - codes)
+    return weights, states
 
 
 def outcome(returncode, steps, log, words):
@@ -117,12 +132,18 @@ def make(run, folder, returncode, words, weights):
     banner = folder / "log.txt"
     told = read_plan(banner.read_text("utf-8", "replace"), weights) if banner.exists() else None
     resolved, plan = config.get("options", {}), told or run.plan
+    if resolved.get("override") == "none":  # as it was said before presets had overrides of their own
+        resolved = resolved | {"override": ""}
     steps = int(resolved.get("steps", plan["steps"]))
     status, reason = outcome(returncode, steps, log, words)
     losses = {record["step"]: record["loss"] for record in log["val"]}
-    state_bytes, saved = plan["state_bytes"], checkpoint(folder)
-    if "override" in run.options and saved:  # the plan's figure is that of the tensors that are not overridden
-        state_bytes = round(stored_bytes(saved / "optimizer.safetensors") / config["parameters"], 3)
+    weights_bytes, state_bytes, saved = plan["weights_bytes"], plan["state_bytes"], checkpoint(folder)
+    override = resolved.get("override", "") if saved else ""
+    # The plan's figures are those of the tensors that are not overridden.
+    if "weights=" in override:
+        weights_bytes = round(stored_bytes(saved)[0] / config["parameters"], 3)
+    if re.search(r"\b[mv]=", override):
+        state_bytes = round(stored_bytes(saved)[1] / config["parameters"], 3)
     return {
         "version": 1,
         "name": run.name,
@@ -140,7 +161,7 @@ def make(run, folder, returncode, words, weights):
         "train": thinned(log["train"]),
         "tokens_per_second": speed(log["train"], plan["tokens_per_step"]),
         "memory_mib": plan["memory_mib"],
-        "weights_bytes": plan["weights_bytes"],
+        "weights_bytes": weights_bytes,
         "state_bytes": state_bytes,
         "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
         "data": re.sub(r"^\S*/", "", plan["data"]),  # the folder's name, wherever it is

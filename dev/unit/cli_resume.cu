@@ -313,6 +313,67 @@ TEST(cli_resume_versions) {
     remove_tree(work);
 }
 
+// Overrides of a preset: a run goes on with those that it began with, none among them, and another preset brings its
+// own unless they were the user's.
+TEST(cli_resume_overrides) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    const struct {
+        const char *begun, *resumed, *shows, *lacks;
+    } rows[] = {
+        {"--preset fp8w8e", "", " override ln*|*.bias: weights=bf16:ef\n", "notice"},
+        {"--preset fp8w8e --override none", "", "weights e4m3:ef", " override"},
+        {"--preset fp8w8e --override none", "--override ln*:weights=bf16:ef", "(was none)", "in 9 tensors"},
+        {"--preset fp8w8e", "--override none", "weights: bf16:ef in the checkpoint in 10 tensors", " override ln*"},
+        {"--preset fp8w8e", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", "weights=bf16:ef"},
+        {"--preset fp8w8e --override none", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", "was none"},
+        {"--preset fp8w8e --override wpe:lr=2", "--preset int8w4", " override wpe:lr=2\n", "weights=bf16"},
+        {"--preset adamw8", "--preset fp8w8e", " override ln*|*.bias: weights=bf16:ef\n", "was none"}};
+    for (const auto& row : rows) {
+        snprintf(run, sizeof(run), "%s/run", work);
+        train_well("%s %s --data %s/text.txt --run %s --steps 3 %s", SHAPE, QUICK, work, run, row.begun);
+        run_train(child, "--resume %s --run %s/other --steps 5 --device cpu %s", run, work, row.resumed);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), row.shows), "%s, %s: no '%s' in %s", row.begun, row.resumed, row.shows, OUT(child));
+        expect(!strstr(OUT(child), row.lacks), "%s, %s: '%s' in %s", row.begun, row.resumed, row.lacks, OUT(child));
+        forget(&child);
+        train_well("--resume %s/other --steps 6 --device cpu", work);
+        train_well("--sample T --model %s/other/step_00000006 --sample-tokens 4 --device cpu", work);
+        remove_tree(run);
+        snprintf(run, sizeof(run), "%s/other", work);
+        remove_tree(run);
+    }
+    remove_tree(work);
+}
+
+// As many arrays as there can be: a launch for each of six combinations, three moments of three arrays each, weights of
+// two and three.
+TEST(cli_resume_most_arrays) {
+    const char* work = work_folder();
+    const char* options =
+        "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
+        "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=e5m2+8;"
+        "c_attn.weight:weights=e4m3/tensor+fp32";
+    char whole[PATH_MAX], run[PATH_MAX];
+    snprintf(whole, sizeof(whole), "%s/whole", work);
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 4 %s", SHAPE, QUICK, work, whole, options);
+    train_well("%s %s --data %s/text.txt --run %s --steps 4 --save-every 2 --keep 9 %s", SHAPE, QUICK, work, run,
+               options);
+    train_well("--resume %s/step_00000002 --run %s/second --device cpu", run, work);
+    char first[PATH_MAX], second[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/second", work);
+    checkpoint_name(whole, 4, first, sizeof(first));
+    checkpoint_name(run, 4, second, sizeof(second));
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
+        expect_equal_files(test, first, second, file);
+    run_train(seventh, "%s %s --data %s/text.txt --run %s/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", SHAPE, QUICK,
+              work, work, options);
+    expect_error(test, &seventh, "a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer");
+    forget(&seventh);
+    remove_tree(work);
+}
+
 // Another rule's learning rate, taken at a resume, is the run's own at the next one.
 static void check_rate_stays(Test* test, const char* run, const char* work) {
     char other[PATH_MAX];

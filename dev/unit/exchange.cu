@@ -655,7 +655,7 @@ static void few_arrays_main(Launch* launch) {
 }
 
 static void many_arrays_main(Launch* launch) {
-    name_arrays(launch, 32);  // 65
+    name_arrays(launch, SHARD_ARRAYS / 2);  // one more than there is room for
 }
 
 // As many arrays as there is room for, and no more.
@@ -669,9 +669,9 @@ TEST(exchange_arrays) {
         [] {
             Shard s = {};
             s.comm.world = 1;
-            ShardArray own[65] = {};
-            for (int i = 0; i < 65; i++) snprintf(own[i].name, sizeof(own[i].name), "%d", i);
-            shard_arrays(&s, own, 65);
+            ShardArray own[SHARD_ARRAYS + 1] = {};
+            for (int i = 0; i <= SHARD_ARRAYS; i++) snprintf(own[i].name, sizeof(own[i].name), "%d", i);
+            shard_arrays(&s, own, SHARD_ARRAYS + 1);
         },
         text, sizeof(text));
     expect(code != 0 && strstr(text, "count <= most"), "%d, %s", code, text);

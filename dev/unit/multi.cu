@@ -60,6 +60,7 @@ TEST(multi_modes) {
     // Tensors at the arena's end, in a launch of their own.
     check_modes(test, false, 3, 1, "--preset adamw4 --override ln*|*.bias:m=fp32\tv=fp32");
     check_modes(test, false, 2, 1, "--preset fp8w8");  // weights that no model file holds as they are
+    check_modes(test, false, 3, 1, "--preset fp8w8 --override ln*|*.bias:weights=bf16+8:sr");  // but for some
     check_modes(test, false, 2, 1, "--recompute block --comm e5m2");
 }
 

@@ -7,6 +7,7 @@
 #include "../../optim/jit.h"
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
+#include "../../optim/override.h"
 #include "../../optim/table.cuh"
 #include "cache.h"
 #include "test.h"
@@ -742,6 +743,18 @@ TEST(optim_presets_are_built_in) {
         for (const char* grads : grads_names) {
             OptimConfig config = preset_config(preset, grads);
             expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients", preset, grads);
+            Override overrides[OVERRIDES];
+            char error[512] = "";
+            int count;
+            expect(overrides_parse(config.overrides, overrides, &count, error, sizeof(error)), "%s", error);
+            for (int i = 0; i < count; i++) {
+                OptimConfig other = config;
+                if (*overrides[i].weights) other.weights = overrides[i].weights;
+                if (*overrides[i].m) other.m = overrides[i].m;
+                if (*overrides[i].v) other.v = overrides[i].v;
+                expect(optim_resolve(&other, error, sizeof(error)), "%s", error);
+                expect(optim_built_in(&other, OPTIM_BF16), "%s with %s gradients: %s", preset, grads, config.overrides);
+            }
         }
     }
     OptimConfig config = make_config("fp32", "fp32", "bf16", "fp32");

@@ -41,6 +41,9 @@ TEST(override_patterns) {
                                   {"wpe: lr=fast", "from 0"},
                                   {"w e!: lr=1", "no pattern"},
                                   {"wpe: m=fp23", "\"fp23\" is not"},
+                                  {"wpe: weights=", "no format"},
+                                  {"wpe: weights=fp23", "--override weights: \"fp23\" is not"},
+                                  {"wpe: weight=fp32", "type weights="},
                                   {"wpe: lr=1; wte lr=2", "no patterns"}};
     for (const auto& row : bad) {
         OptimConfig config = make_config("adamw", "bf16", "fp32");
@@ -65,12 +68,12 @@ struct NamedRun {
     Optim* optim;
 };
 
-static void named_open(NamedRun* run, const OptimConfig* config, bool gpu) {
+static void named_open(NamedRun* run, const OptimConfig* config, bool gpu, OptimType compute = OPTIM_FP32) {
     static float values[NAMED_LENGTH];
     device_open(&run->dev, gpu, 0);
     for (int t = 0; t < NAMED; t++) run->tensor[t] = {named[t], 1, NAMED_LENGTH, t % 2 == 0, 0};
     run->elements = optim_layout(run->tensor, NAMED, config);
-    run->optim = optim_create(&run->dev, config, run->tensor, NAMED, OPTIM_FP32);
+    run->optim = optim_create(&run->dev, config, run->tensor, NAMED, compute);
     for (int t = 0; t < NAMED; t++) {
         for (int i = 0; i < NAMED_LENGTH; i++) values[i] = start(t * 10000 + i);
         optim_set_weights(run->optim, t, values);
@@ -143,9 +146,65 @@ TEST(override_do_what_whole_runs_do) {
     for (NamedRun& each : run) named_close(&each);
 }
 
-TEST(override_resume_to_the_bit) {
-    OptimConfig config = make_config("ademamix", "bf16:sr", "bf16:sr");
-    config.overrides = OVERRIDDEN;
+// What the matmuls see of a tensor is what is stored of it, rounded to their type.
+static void expect_seen(Test* test, const NamedRun* run, OptimType compute) {
+    static float want[NAMED_LENGTH];
+    for (int t = 0; t < NAMED; t++) {
+        optim_get_weights(run->optim, t, want);
+        for (int i = 0; i < NAMED_LENGTH; i++) {
+            int64_t at = run->tensor[t].offset + i;
+            float seen = compute == OPTIM_FP32 ? ((const float*)optim_weights(run->optim))[at]
+                                               : (float)((const bf16*)optim_weights(run->optim))[at];
+            float is = compute == OPTIM_FP32 ? want[i] : (float)(bf16)want[i];
+            if (seen == is) continue;
+            expect(false, "%s, element %d: %g is seen of %g", named[t], i, (double)seen, (double)want[i]);
+            break;
+        }
+    }
+}
+
+// Weights of two more formats, one of them with a master. Formats that round to nearest, as above.
+TEST(override_weights_do_what_whole_runs_do) {
+    for (OptimType compute : {OPTIM_FP32, OPTIM_BF16}) {
+        for (const char* base : {"fp32", "bf16", "e4m3"}) {
+            OptimConfig config[4];
+            for (OptimConfig& each : config) each = make_config("adamw", base, "fp32");
+            config[0].overrides = "ln*: weights=bf16+fp32; wpe: weights=bf16+8 m=bf16; *.bias: m=bf16";
+            config[1].weights = "bf16+fp32";
+            config[2].weights = "bf16+8", config[2].m = "bf16";
+            NamedRun run[5];
+            for (int r = 0; r < 4; r++) {
+                named_open(&run[r], &config[r], false, compute);
+                named_steps(&run[r], 0.01f, 1, 5);
+                expect_seen(test, &run[r], compute);
+            }
+            for (int t = 0; t < 3; t++) {
+                const int same[] = {2, 1, 3};  // which run a tensor of the mixed one equals
+                for (int r = 1; r < 4; r++) {
+                    expect(same_tensor(&run[0], &run[r], t) == (r == same[t]), "%s: %s and run %d", base, named[t], r);
+                }
+            }
+            OptimBytes plan = optim_bytes(&config[0], run[0].tensor, NAMED, compute);
+            OptimBytes real = optim_allocated(run[0].optim);
+            expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", base);
+            int weights = 0, masters = 0;
+            for (int s = 0; s < optim_stream_count(run[0].optim); s++) {
+                OptimStream stream = optim_stream(run[0].optim, s);
+                weights += stream.is_weights;
+                masters += is(stream.name, "weights.2[ln*].master");
+            }
+            expect(weights == 3 && masters == 1, "%s: %d formats of weights, %d masters", base, weights, masters);
+            for (int r = 0; r < 4; r++) named_close(&run[r]);
+        }
+    }
+}
+
+static const char* const STORED_APART =
+    "ln*: weights=bf16:sr; wpe: weights=fp32 m=bf16:sr; *.bias: weights=bf16+8 wd=0.1";
+
+static void resume_to_the_bit(Test* test, const char* weights, const char* overrides) {
+    OptimConfig config = make_config("ademamix", weights, "bf16:sr");
+    config.overrides = overrides;
     NamedRun whole, first, second;
     for (NamedRun* run : {&whole, &first, &second}) named_open(run, &config, false);
     named_steps(&whole, 0.01f, 1, 8);
@@ -163,17 +222,55 @@ TEST(override_resume_to_the_bit) {
     for (NamedRun* run : {&whole, &first, &second}) named_close(run);
 }
 
+TEST(override_resume_to_the_bit) {
+    resume_to_the_bit(test, "bf16:sr", OVERRIDDEN);
+    resume_to_the_bit(test, "e4m3:sr", STORED_APART);
+    resume_to_the_bit(test, "e4m3:sr", "*: weights=bf16+8");  // none is left in the configuration's own
+}
+
+// Arrays are named by the override that asked for them.
+TEST(override_names) {
+    OptimConfig config = make_config("adamw", "bf16:sr", "fp32");
+    config.overrides = "ln*: weights=lin8:sr; ln_1: m=bf16";
+    NamedRun run;
+    named_open(&run, &config, false);
+    const char* const names[] = {"weights",   "m",         "v",        "weights.1[ln*]", "weights.1[ln*].scales",
+                                 "m.1[ln_1]", "v.1[ln_1]", "m.2[ln*]", "v.2[ln*]"};
+    expect(optim_stream_count(run.optim) == 9, "%d streams", optim_stream_count(run.optim));
+    for (int s = 0; s < 9; s++)
+        expect(is(optim_stream(run.optim, s).name, names[s]), "%s", optim_stream(run.optim, s).name);
+    named_close(&run);
+}
+
 static void overrides_on_gpu(Test* test) {
-    const char* const texts[] = {OVERRIDDEN, "wpe: m=bf16; ln_f: v=bf16; *.bias: m=fp32 v=fp32",
-                                 "*: m=bf16 v=bf16 lr=3"};
-    for (const char* text : texts) {
-        OptimConfig config = make_config("adamw", "bf16+8:sr", "bf16:sr");
+    const struct {
+        const char *weights, *overrides;
+        OptimType compute;
+    } rows[] = {{"bf16+8:sr", OVERRIDDEN, OPTIM_FP32},
+                {"bf16+8:sr", "wpe: m=bf16; ln_f: v=bf16; *.bias: m=fp32 v=fp32", OPTIM_FP32},
+                {"bf16+8:sr", "*: m=bf16 v=bf16 lr=3", OPTIM_FP32},
+                {"e4m3:sr", STORED_APART, OPTIM_FP32},
+                {"e4m3:sr", STORED_APART, OPTIM_BF16},
+                {"bf16:sr", "wpe: weights=lin8:sr; ln*: weights=fp32", OPTIM_BF16},
+                // The numbers of one array of spans are those of two launches.
+                {"fp32",
+                 "wpe: weights=e4m3/tensor+fp32 m=fp32; ln*: weights=e4m3/tensor+fp32 m=e4m3/tensor; *.bias: "
+                 "v=e4m3/tensor",
+                 OPTIM_BF16}};
+    for (const auto& row : rows) {
+        const char* text = row.overrides;
+        OptimConfig config = make_config("adamw", row.weights, "bf16:sr");
         config.overrides = text;
         NamedRun run[2];
         for (int r = 0; r < 2; r++) {
-            named_open(&run[r], &config, r == 1);
+            named_open(&run[r], &config, r == 1, row.compute);
             named_steps(&run[r], 0.01f, 1, 20);
         }
+        int64_t seen = run[0].elements * (row.compute == OPTIM_FP32 ? 4 : 2);
+        char* host = (char*)malloc((size_t)seen);
+        copy_to_host(&run[1].dev, host, optim_weights(run[1].optim), seen);
+        expect(memcmp(optim_weights(run[0].optim), host, (size_t)seen) == 0, "%s: what is seen", text);
+        free(host);
         for (int s = 0; s < optim_stream_count(run[0].optim); s++) {
             OptimStream a = optim_stream(run[0].optim, s), b = optim_stream(run[1].optim, s);
             int64_t bytes = a.elements * a.element_bytes;

@@ -244,19 +244,17 @@ TEST(rules_refuse_what_does_not_fit) {
     expect_refusal(test, config, "--alpha: -1", "from 0");
     good = make_config("adamw", "lin8:ef", "dyn8:sr");
     config = good, config.rule = "lion", config.v = "none";
-    expect_refusal(test, config, "--weights: \"lin8:ef\"", "type --weights lin8:sr, or --rule adamw");
+    expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr");
     config = good, config.beta1 = 0.0f;
-    expect_refusal(test, config, "--beta1: 0", "type --weights lin8:sr, or --beta1 0.9");
+    expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr");
     for (const char* m : {"dyn8/rank1", "e4m3/tensor"}) {
         config = good, config.m = m;
-        expect_refusal(test, config, "--m: \"", "of more than a block");
+        expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "of more than a block; type --m e4m3:sr, or");
     }
     for (const char* m : {"de4", "nf4:sr", "de4/32@dq8"}) {
         config = good, config.m = m;
-        expect_refusal(test, config, "--m: \"", "take e4m3:sr, say, or --weights lin8:sr");
+        expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "type --m e4m3:sr, or --weights lin8:sr");
     }
-    config = good, config.overrides = "wte: m=de4";
-    expect_refusal(test, config, "--override m: \"de4", "4 bits");
     // A checkpoint may hold what no run begins with.
     config = good, config.m = "de4", config.stored = true;
     expect(optim_resolve(&config, error, sizeof(error)), "%s", error);

@@ -143,12 +143,24 @@ static void check_presets(Test* test, bool gpu) {
              (int)(sizeof(cuts) / sizeof(cuts[0])));
 }
 
+// Tensors whose weights are stored in other formats, at the arena's end: read as they are stored, and by a copy.
+static void check_weights(Test* test, bool gpu) {
+    const char* const rows[][2] = {{"fp8w8", "ln*|*.bias: weights=bf16:sr"},
+                                   {"adamw8", "ln*: weights=e4m3:sr; *.bias: weights=bf16+fp32 m=fp32"}};
+    for (const auto& row : rows) {
+        OptimConfig config = shard_config(row[0], row[1]);
+        check_cuts(test, &config, gpu);
+    }
+}
+
 TEST(shards_equal_whole) {
     check_presets(test, false);
+    check_weights(test, false);
 }
 
 static void check_presets_gpu(Test* test) {
     check_presets(test, true);
+    check_weights(test, true);
 }
 
 TEST(shards_equal_whole_gpu) {

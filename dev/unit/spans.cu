@@ -6,7 +6,7 @@
 #include "../../optim/constants.h"
 #include "../../optim/jit.h"
 #include "../../optim/kernel.cuh"
-#include "../../optim/storage.h"
+#include "../../optim/plan.h"
 #include "../../optim/table.cuh"
 #include "rules.h"
 

@@ -1,6 +1,6 @@
 // Tests of the tables row by row, against what is said of them: a run allocates what the lists and the banner print,
 // the lists reach every name, and zeros, NaN and infinity become in each format of states what optim/README.md says.
-#include "../../optim/storage.h"
+#include "../../optim/plan.h"
 #include "../../optim/table.cuh"
 #include "rules.h"
 

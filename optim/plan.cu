@@ -1,0 +1,286 @@
+// See plan.h.
+#include "plan.h"
+
+#include <assert.h>
+
+#include "names.h"
+
+int64_t tensor_padded(const OptimTensor* tensor) {
+    return ceil_div(tensor->rows * tensor->cols, OPTIM_ALIGN) * OPTIM_ALIGN;
+}
+
+static int plan_weights(Plan* plan, const char* format, const char* pattern) {
+    for (int i = 0; i < plan->weights_count; i++) {
+        if (strcmp(plan->weights[i].format, format) == 0) return i;
+    }
+    plan->weights[plan->weights_count] = {format, pattern, {}};
+    return plan->weights_count++;
+}
+
+// Whether the overrides are the preset's, which need not match any tensor.
+static bool of_preset(const OptimConfig* config) {
+    return strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0;
+}
+
+// Of no more launches than there may be, so that there are no more formats of weights either. `pattern`: of the
+// override that asked for weights; of that for moments, or where there is none for weights.
+static int plan_launch(Plan* plan, const char* weights, const char* m, const char* v, const char* const (&pattern)[2]) {
+    const OptimConfig* config = &plan->launch[0].config;
+    for (int i = 0; i < plan->launches; i++) {
+        const OptimConfig* known = &plan->launch[i].config;
+        if (strcmp(known->weights, weights) == 0 && strcmp(known->m, m) == 0 && strcmp(known->v, v) == 0) return i;
+    }
+    if (plan->launches == LAUNCHES) {
+        user_error(
+            "--override: \"%s\" asks for one more combination of weights, m and v than the %d that fit; take fewer",
+            pattern[1], LAUNCHES);
+    }
+    LaunchPlan* launch = &plan->launch[plan->launches];
+    *launch = {*config, pattern[1], plan_weights(plan, weights, pattern[0]), {}, 0};
+    launch->config.weights = weights;
+    launch->config.m = m;
+    launch->config.v = v;
+    char error[1024];
+    if (!optim_feedback_fits(&launch->config, true, error, sizeof(error))) {
+        user_error("%s%s", error, of_preset(config) ? ", or --override none" : "");
+    }
+    return plan->launches++;
+}
+
+static int plan_group(Plan* plan, double lr, double decay) {
+    for (int i = 0; i < plan->groups; i++) {
+        if (plan->group[i].lr == lr && plan->group[i].decay == decay) return i;
+    }
+    if (plan->groups == STEP_GROUPS) {
+        user_error("--override asks for lr %g and wd %g beside the %d pairs that fit; take fewer", lr, decay,
+                   STEP_GROUPS);
+    }
+    plan->group[plan->groups] = {lr, decay};
+    return plan->groups++;
+}
+
+// What the overrides make of one tensor; `matched` counts for each of them.
+static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index, int* matched) {
+    const OptimConfig* config = &plan->launch[0].config;
+    const char *weights = config->weights, *m = config->m, *v = config->v, *pattern[2] = {"", ""};
+    double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
+    for (int i = 0; i < plan->override_count; i++) {
+        const Override* change = &plan->overrides[i];
+        if (!override_matches(change, tensor->name)) continue;
+        matched[i]++;
+        if (*change->weights) weights = change->weights, pattern[0] = change->patterns;
+        if (*change->m) m = change->m, pattern[1] = change->patterns;
+        if (*change->v) v = change->v, pattern[1] = change->patterns;
+        if (change->decay >= 0.0) decay = change->decay;
+        lr *= change->lr;
+    }
+    if (!*pattern[1]) pattern[1] = pattern[0];
+    plan->launch_of[index] = plan_launch(plan, find_weights(weights)->format.name, find_state(config, m)->name,
+                                         find_state(config, v)->name, pattern);
+    plan->group_of[index] =
+        lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
+    plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
+}
+
+// Offsets of the tensors need not be set yet: runs are for plan_ranges.
+static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    Plan* plan = (Plan*)calloc(1, sizeof(Plan));
+    char error[1024];
+    if (!overrides_parse(config->overrides, plan->overrides, &plan->override_count, error, sizeof(error))) {
+        user_error("%s", error);
+    }
+    plan->weights[0] = {config->weights, "", {}};
+    plan->weights_count = 1;
+    plan->launch[0] = {*config, "", 0, {}, 0};
+    plan->launches = 1;
+    plan->group[0] = {1.0, 0.0};
+    plan->group[1] = {1.0, (double)config->weight_decay};
+    plan->groups = 2;
+    plan->launch_of = (int*)calloc((size_t)count + 1, sizeof(int));
+    plan->group_of = (int*)calloc((size_t)count + 1, sizeof(int));
+    plan->at = (int64_t(*)[SPANS])calloc((size_t)count + 1, sizeof(plan->at[0]));
+    int matched[OVERRIDES] = {};
+    for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t, matched);
+    for (int i = 0; i < plan->override_count && !of_preset(config); i++) {
+        if (matched[i]) continue;
+        user_error(
+            "--override: \"%s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or h.0",
+            plan->overrides[i].patterns);
+    }
+    return plan;
+}
+
+void plan_free(Plan* plan) {
+    free(plan->launch_of);
+    free(plan->group_of);
+    free(plan->at);
+    free(plan);
+}
+
+int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {
+    Plan* plan = config ? plan_create(config, tensors, count) : nullptr;
+    int64_t offset = 0;
+    for (int weights = 0; weights < (plan ? plan->weights_count : 1); weights++) {
+        for (int launch = 0; launch < (plan ? plan->launches : 1); launch++) {
+            if (plan && plan->launch[launch].weights != weights) continue;
+            for (int i = 0; i < count; i++) {
+                if (plan && plan->launch_of[i] != launch) continue;
+                tensors[i].offset = offset;
+                offset += tensor_padded(&tensors[i]);
+            }
+        }
+    }
+    if (plan) plan_free(plan);
+    return offset;
+}
+
+int64_t plan_clamp(const Plan* plan, int64_t element) {
+    return element < plan->begin ? plan->begin : element > plan->end ? plan->end : element;
+}
+
+static int64_t arena_elements(const OptimTensor* tensors, int count) {
+    int64_t elements = 0;
+    for (int i = 0; i < count; i++) {
+        int64_t end = tensors[i].offset + tensor_padded(&tensors[i]);
+        if (end > elements) elements = end;
+    }
+    return elements;
+}
+
+// Numbers of spans are those of whole tensors.
+static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
+    Rows rows = config_rows(&launch->config);
+    for (const FormatRow* format : {&rows.weights->format, rows.m, rows.v}) {
+        if (format_span(format) == SPAN_RUN) continue;
+        user_error(
+            "%s was asked for, whose scales are of whole tensors, and the shard of elements %lld to %lld cuts "
+            "%s; take a format in blocks, such as e4m3/256 or lin4/128, or --shard none",
+            format->name, (long long)plan->begin, (long long)plan->end, tensor->name);
+    }
+}
+
+// Counts the numbers of spans of a launch's tensors that are kept here, `numbers` those of the ones before.
+static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
+    LaunchPlan* launch = &plan->launch[index];
+    memcpy(launch->run.at, numbers, sizeof(numbers));
+    for (int t = 0; t < count; t++) {
+        int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
+        if (plan->launch_of[t] != index || end <= plan->begin || begin >= plan->end) continue;
+        if (begin < plan->begin || end > plan->end) require_whole(plan, launch, &tensors[t]);
+        for (int span = 0; span < SPANS; span++) {
+            int64_t its = span_numbers((Span)span, &tensors[t]);
+            plan->at[t][span] = numbers[span];
+            numbers[span] += its;
+            launch->run.numbers[span] += its;
+        }
+    }
+}
+
+static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
+    int64_t numbers[SPANS] = {};
+    for (int w = 0; w < plan->weights_count; w++) {
+        ArenaRun* run = &plan->weights[w].run;
+        memcpy(run->at, numbers, sizeof(numbers));
+        for (int l = 0; l < plan->launches; l++) {
+            if (plan->launch[l].weights == w) launch_numbers(plan, l, tensors, count, numbers);
+        }
+        for (int span = 0; span < SPANS; span++) run->numbers[span] = numbers[span] - run->at[span];
+    }
+}
+
+static void run_extend(ArenaRun* run, int64_t begin, int64_t end) {
+    if (run->end == 0 || begin < run->begin) run->begin = begin;
+    if (end > run->end) run->end = end;
+}
+
+// What lies outside the part has no elements, at one of its ends.
+static void run_clamp(const Plan* plan, ArenaRun* run) {
+    run->begin = plan_clamp(plan, run->begin);
+    run->end = plan_clamp(plan, run->end);
+}
+
+// The launches' runs of the arena; optim_layout was called with this configuration, so none holds another's tensors.
+Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    Plan* plan = plan_create(config, tensors, count);
+    plan->begin = config->begin;
+    plan->end = config->end > 0 ? config->end : arena_elements(tensors, count);
+    assert(plan->begin % OPTIM_ALIGN == 0 && plan->end % OPTIM_ALIGN == 0 && plan->begin <= plan->end);
+    for (int t = 0; t < count; t++) {
+        LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
+        int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
+        run_extend(&launch->run, tensors[t].offset, end);
+        run_extend(&plan->weights[launch->weights].run, tensors[t].offset, end);
+    }
+    for (int i = 0; i < plan->launches; i++) {
+        LaunchPlan* launch = &plan->launch[i];
+        assert(launch->run.end - launch->run.begin == launch->tiles * TILE_ELEMENTS);
+        run_clamp(plan, &launch->run);
+        launch->tiles = (launch->run.end - launch->run.begin) / TILE_ELEMENTS;
+    }
+    for (int i = 0; i < plan->weights_count; i++) run_clamp(plan, &plan->weights[i].run);
+    plan_numbers(plan, tensors, count);
+    return plan;
+}
+
+const char* slot_name(Slot slot) {
+    static const char* const names[SLOTS] = {"weights", "m", "v", "slow"};
+    return names[slot];
+}
+
+void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes) {
+    bool own_name = stream.name[0] && stream.name[0] != '.', overridden = strchr(array, '[');
+    snprintf(name, bytes, "%s%s%s", own_name && !overridden ? "" : array, own_name && overridden ? "." : "",
+             stream.name);
+}
+
+void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BYTES]) {
+    const char* pattern = slot == SLOT_WEIGHTS ? plan->weights[index].pattern : plan->launch[index].pattern;
+    snprintf(array, ARRAY_NAME_BYTES, index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
+}
+
+// The name of a storage's row that rounds to nearest into the same arrays.
+static const char* nearest_name(const char* name, char (&nearest)[64]) {
+    size_t length = strlen(name), suffix = strlen(":sr");
+    const char* end = length > suffix ? name + length - suffix : "";
+    bool noisy = strcmp(end, ":sr") == 0 || strcmp(end, ":ef") == 0;
+    snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
+    return nearest;
+}
+
+Place plan_place(const Plan* plan, int tensor, Slot slot) {
+    int index = plan->launch_of[tensor];
+    const LaunchPlan* launch = &plan->launch[index];
+    Rows rows = config_rows(&launch->config);
+    const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
+                                       rows.rule->keeps_slow ? rows.m : nullptr};
+    const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->run;
+    Span span = format_span(formats[slot]);
+    Place place = {formats[slot],
+                   nullptr,
+                   "",
+                   run->begin,
+                   run->end - run->begin,
+                   run->numbers[span],
+                   plan->at[tensor][span] - run->at[span]};
+    if (!place.format) return place;
+    char nearest[64];
+    nearest_name(place.format->name, nearest);
+    const WeightsRow* weights = find_weights(nearest);
+    place.nearest = slot != SLOT_WEIGHTS ? find_state(&launch->config, nearest) : weights ? &weights->format : nullptr;
+    if (!place.nearest) place.nearest = place.format;
+    plan_array(plan, slot == SLOT_WEIGHTS ? launch->weights : index, slot, place.array);
+    return place;
+}
+
+int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
+    return stream.span != SPAN_RUN ? 0 : ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
+}
+
+int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {
+    return stream.span != SPAN_RUN ? run->numbers[stream.span] * (int64_t)sizeof(float)
+                                   : stream_bytes(stream, run->end - run->begin);
+}
+
+int64_t place_bytes(const Place* place, const StreamInfo& stream) {
+    return stream.span != SPAN_RUN ? place->numbers * (int64_t)sizeof(float) : stream_bytes(stream, place->elements);
+}
