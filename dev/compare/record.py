@@ -88,7 +88,8 @@ def arrays(path):
 
 
 def stored_bytes(folder):
-    """Bytes of the weights and of the states in a checkpoint, padding included."""
+    """Bytes of the weights and of the states in a checkpoint, padding included, but that fp32 weights beside weights of 8
+    bits are counted without as many elements as these have of padding."""
     model, optimizer = arrays(folder / "model.safetensors"), arrays(folder / "optimizer.safetensors")
     states = sum(its[2] for name, its in optimizer.items() if re.match(r"(m|v|slow)\b", name))
     weights = sum(its[2] for its in optimizer.values()) - states

@@ -132,7 +132,7 @@ def unasked(row, other):
     """Options as used in which a row differs from its baseline although neither asked for it."""
     asked = {"seed", "preset", *NEUTRAL, *row.own, *other.own}
     if "preset" in row.own | other.own:
-        asked |= {"rule", "weights", "m", "v"}
+        asked |= {"rule", "weights", "m", "v", "override"}
     pairs = [(row.records[seed], other.records[seed]) for seed in row.records if seed in other.records]
     found = {}
     for mine, its in pairs:
