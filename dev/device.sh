@@ -5,7 +5,10 @@
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds (480), one a
+#   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck, the optimizer's
+#                            table (1558M on the second GPU, if there is one), 500 steps of GPT-2 124M with each of PRESETS, a GPU
+#                            each; $OUT/logs.tgz
+#   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds (480, or what TOTAL leaves), one a
 #                            GPU: $OUT/$SWEEP.tgz holds all records, for dev/compare/results/$SWEEP (COMMIT: what they record where git
 #                            cannot be asked)
 #   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
@@ -17,7 +20,8 @@
 #   dev/device.sh sanitize   make sanitize
 # Device time is short, so nothing need be built there, and the study need not end with a call:
 #   dev/device.sh pack       here, without a GPU: builds, and puts what was built, build/wiki and the tokenizer into .carry/built
-#   dev/device.sh unpack     there, first of all: test, optim and study then build nothing, and no test is skipped
+#   dev/device.sh unpack     there, first of all: prove, test, optim and study then build nothing, and no test is skipped; so a whole call is
+#                            COMMIT=... TOTAL=585 dev/device.sh unpack prove study
 #   dev/device.sh daemon     there: the study for BUDGET seconds, while this call ends and others come
 #   dev/device.sh wait       there, in later calls: the daemon's records as study packs them, after WAIT seconds (480) or when it has
 #                            ended; at once an error where there has been none, as on another machine than that of the call before
@@ -142,6 +146,23 @@ unpack() {
         tar -C ../shared/data -xJf "$from/tokenizer.tar.xz" && touch build/unpacked || { echo "FAILED: unpack"; exit 1; }
 }
 
+# 500 steps of GPT-2 124M with each preset named, a GPU each.
+presets() {
+    local gpu=0 preset
+    for preset; do
+        rm -rf "build/p_$preset"
+        CUDA_VISIBLE_DEVICES=$((gpu++ % (gpus > 0 ? gpus : 1))) ./train --data build/wiki --model gpt2 --batch 64 --tokens-per-step 65536 --steps 500 \
+            --warmup 60 --lr 6e-4 --preset "$preset" --run "build/p_$preset" --sample-every 0 > "build/logs/$preset.log" 2>&1 &
+        [ $((gpu % (gpus > 0 ? gpus : 1))) != 0 ] || wait
+    done
+    wait
+    for preset; do
+        echo "$preset"
+        grep -E 'B/param|^ override|^val|error' "build/logs/$preset.log"
+        grep -q '^val  *500 ' "build/logs/$preset.log" || failed "build/logs/$preset.log"
+    done
+}
+
 # The study's records so far, those of the repository among them.
 records() {
     local sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
@@ -169,6 +190,21 @@ for step in "$@"; do
     test)
         build train test_gpt2
         NIBBLE_TEST_SECONDS=500 make_unpacked test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
+    prove)
+        rm -rf build/logs && mkdir -p build/logs
+        NIBBLE_TEST_SECONDS=300 ./test_gpt2 -j 28 > build/logs/test.log 2>&1 || failed test
+        grep -B 8 '^FAIL' build/logs/test.log
+        tail -n 1 build/logs/test.log
+        compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 --here -k _race_gpu > build/logs/race.log 2>&1 || failed racecheck
+        tail -n 2 build/logs/race.log
+        CUDA_VISIBLE_DEVICES=0 ./build/dev/optim --sizes 1g,124m --csv build/logs/optim_a.csv > build/logs/optim_a.log 2>&1 &
+        [ "$gpus" -gt 1 ] || wait
+        CUDA_VISIBLE_DEVICES=$((gpus > 1)) ./build/dev/optim --sizes 1558m --csv build/logs/optim_b.csv > build/logs/optim_b.log 2>&1 &
+        wait
+        tail -n 1 build/logs/optim_a.log build/logs/optim_b.log
+        presets ${PRESETS:-}
+        echo "proven after $SECONDS s"
+        tar -C build -czf "$OUT/logs.tgz" logs ;;
     bench)
         build train build/dev/bench build/dev/attention build/dev/optim
         ./build/dev/attention 2>&1 | tee "$OUT/attention.log"
@@ -207,7 +243,7 @@ for step in "$@"; do
         build train
         corpus || { failed corpus; continue; }
         to=$(records)
-        python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-480}" --no-check --no-report \
+        python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-$((${TOTAL:-480 + SECONDS} - SECONDS))}" --no-check --no-report \
             --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"
         tar -C "$to" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
@@ -229,7 +265,7 @@ for step in "$@"; do
     sanitize)
         build test_gpt2
         make_unpacked sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
-    *) echo "device.sh: unknown step $step; type test, bench, optim, default, train, study, pack, unpack, daemon, wait, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, prove, bench, optim, default, train, study, pack, unpack, daemon, wait, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
 exit $status
