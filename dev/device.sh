@@ -5,12 +5,12 @@
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck, the optimizer's
-#                            table (1558M on the second GPU, if there is one), 500 steps of GPT-2 124M with each of PRESETS, a GPU
-#                            each; $OUT/logs.tgz
-#   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds (480, or what TOTAL leaves), one a
-#                            GPU: $OUT/$SWEEP.tgz holds all records, for dev/compare/results/$SWEEP (COMMIT: what they record where git
-#                            cannot be asked)
+#   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck,
+#                            the optimizer's table (1558M on the second GPU, if there is one), 500 steps of GPT-2 124M
+#                            with each of PRESETS, a GPU each; $OUT/logs.tgz
+#   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds
+#                            (480, or what TOTAL leaves), one a GPU: $OUT/$SWEEP.tgz holds all records, for
+#                            dev/compare/results/$SWEEP (COMMIT: what they record where git cannot be asked)
 #   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
 #   dev/device.sh nccl       those of them over NCCL that start ./train
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun and by Slurm's variables; without
@@ -20,7 +20,8 @@
 #   dev/device.sh sanitize   make sanitize
 # Device time is short, so nothing need be built there, and the study need not end with a call:
 #   dev/device.sh pack       here, without a GPU: builds, and puts what was built, build/wiki and the tokenizer into .carry/built
-#   dev/device.sh unpack     there, first of all: prove, test, optim and study then build nothing, and no test is skipped; so a whole call is
+#   dev/device.sh unpack     there, first of all: prove, test, optim and study then build nothing, and no test
+#                            is skipped; so a whole call is
 #                            COMMIT=... TOTAL=585 dev/device.sh unpack prove study
 #   dev/device.sh daemon     there: the study for BUDGET seconds, while this call ends and others come
 #   dev/device.sh wait       there, in later calls: the daemon's records as study packs them, after WAIT seconds (480) or when it has
@@ -151,9 +152,11 @@ presets() {
     local gpu=0 preset
     for preset; do
         rm -rf "build/p_$preset"
-        CUDA_VISIBLE_DEVICES=$((gpu++ % (gpus > 0 ? gpus : 1))) ./train --data build/wiki --model gpt2 --batch 64 --tokens-per-step 65536 --steps 500 \
-            --warmup 60 --lr 6e-4 --preset "$preset" --run "build/p_$preset" --sample-every 0 > "build/logs/$preset.log" 2>&1 &
-        [ $((gpu % (gpus > 0 ? gpus : 1))) != 0 ] || wait
+        CUDA_VISIBLE_DEVICES=$gpu ./train --data build/wiki --model gpt2 --batch 64 --tokens-per-step 65536 --steps 500 \
+            --warmup 60 --lr 6e-4 --preset "$preset" --run "build/p_$preset" --sample-every 0 \
+            > "build/logs/$preset.log" 2>&1 &
+        gpu=$((gpu + 1))
+        [ "$gpu" -lt "$gpus" ] || { wait; gpu=0; }
     done
     wait
     for preset; do
@@ -243,8 +246,9 @@ for step in "$@"; do
         build train
         corpus || { failed corpus; continue; }
         to=$(records)
-        python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-$((${TOTAL:-480 + SECONDS} - SECONDS))}" --no-check --no-report \
-            --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
+        left=${TOTAL:+$((TOTAL - SECONDS))}
+        python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-${left:-480}}" \
+            --no-check --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"
         tar -C "$to" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     multi)

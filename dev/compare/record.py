@@ -139,12 +139,10 @@ def make(run, folder, returncode, words, weights):
     status, reason = outcome(returncode, steps, log, words)
     losses = {record["step"]: record["loss"] for record in log["val"]}
     weights_bytes, state_bytes, saved = plan["weights_bytes"], plan["state_bytes"], checkpoint(folder)
-    override = resolved.get("override", "") if saved else ""
-    # The plan's figures are those of the tensors that are not overridden.
-    if "weights=" in override:
-        weights_bytes = round(stored_bytes(saved)[0] / config["parameters"], 3)
-    if re.search(r"\b[mv]=", override):
-        state_bytes = round(stored_bytes(saved)[1] / config["parameters"], 3)
+    if saved and (override := resolved.get("override", "")):  # the plan's figures are those without it
+        stored = [round(total / config["parameters"], 3) for total in stored_bytes(saved)]
+        weights_bytes = stored[0] if "weights=" in override else weights_bytes
+        state_bytes = stored[1] if re.search(r"\b[mv]=", override) else state_bytes
     return {
         "version": 1,
         "name": run.name,
