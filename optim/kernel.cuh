@@ -95,10 +95,32 @@ __device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
     if constexpr (HAS_TOP<Storage>) Storage::template cut<COUNT>(x, top);
 }
 
+// Of these, the ones that have store_most instead of store_top: they are given the largest of the tile as well.
+template <class Storage, class = void>
+constexpr bool WANTS_MOST = false;
+template <class Storage>
+constexpr bool WANTS_MOST<Storage, decltype((void)Storage::WANTS_MOST)> = Storage::WANTS_MOST;
+
+// The largest of the tile, of `top` of all threads of a group: for each array that is `wanted`, with one barrier.
+template <int COUNT>
+__device__ __forceinline__ void tile_most(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* most) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (wanted[i]) group_tell(top[i], key[i]);
+    }
+    group_sync<TILE_ELEMENTS / COUNT>();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (wanted[i]) most[i] = group_told<TILE_ELEMENTS / COUNT>(key[i]);
+    }
+}
+
 template <int COUNT, class Storage>
 __device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
-                                            float top, bool rare, const NoiseKey& key) {
-    if constexpr (HAS_TOP<Storage>) {
+                                            float top, float most, bool rare, const NoiseKey& key) {
+    if constexpr (WANTS_MOST<Storage>) {
+        Storage::template store_most<COUNT>(streams, first, x, top, most, rare, key);
+    } else if constexpr (HAS_TOP<Storage>) {
         Storage::template store_top<COUNT>(streams, first, x, top, rare, key);
     } else {
         storage.store(streams, first, x, COUNT, key);
@@ -125,11 +147,11 @@ __device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
                                           const TileStreams& tile, int first, float* const* x, const float* top,
-                                          bool rare, const NoiseKey* key) {
-    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], rare, key[0]);
-    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], rare, key[1]);
-    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], rare, key[2]);
-    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], rare, key[3]);
+                                          const float* most, bool rare, const NoiseKey* key) {
+    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], most[0], rare, key[0]);
+    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], most[1], rare, key[1]);
+    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], most[2], rare, key[2]);
+    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], most[3], rare, key[3]);
 }
 
 // First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
@@ -141,15 +163,18 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
     const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
                           thread_top_of<COUNT>(state_v, x[2], key[2]),
                           x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
+    const bool wanted[4] = {WANTS_MOST<Weights>, WANTS_MOST<M>, WANTS_MOST<V>, WANTS_MOST<M> && x[3]};
+    float most[4];
+    if constexpr (WANTS_MOST<Weights> || WANTS_MOST<M> || WANTS_MOST<V>) tile_most<COUNT>(wanted, top, key, most);
     const bool own =
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
     constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
     const bool rare = some && __any_sync(0xffffffffu, own);
     if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
     if (APART && !rare) {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, false, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, most, false, key);
     } else {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, rare, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, most, rare, key);
     }
 }
 #endif

@@ -475,7 +475,7 @@ __device__ __forceinline__ void group_sync() {
 // What the warps of a group tell each other, of one array: two numbers each. Twice, by turns from tile to tile, so that
 // nobody has to wait before writing: all have passed the barrier of the tile between. One exchange an array and tile.
 __device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
-    __shared__ uint2 part[2][4][32];
+    __shared__ alignas(16) uint2 part[2][4][32];
     return part[key.turn][key.stream];
 }
 
@@ -509,6 +509,29 @@ __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const N
         }
     }
     return make_uint2(a, b);
+}
+
+// The largest of `top` over all THREADS of a group: each warp tells the others, then a group_sync, of which one serves
+// for several arrays, then all are told.
+__device__ __forceinline__ void group_tell(float top, const NoiseKey& key) {
+    const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
+    if (threadIdx.x % 32 == 0) ((uint32_t*)warps_parts(key))[threadIdx.x / 32] = most;
+}
+
+template <int THREADS>
+__device__ __forceinline__ float group_told(const NoiseKey& key) {
+    constexpr int WARPS = THREADS / 32;
+    static_assert(WARPS % 4 == 0, "read four at a time");
+    const uint4* part = (const uint4*)((const uint32_t*)warps_parts(key) + threadIdx.x / THREADS * WARPS);
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS / 4; i++) {
+        const uint4 four = part[i];
+        const uint32_t a = four.x > four.y ? four.x : four.y, b = four.z > four.w ? four.z : four.w;
+        most = a > most ? a : most;
+        most = b > most ? b : most;
+    }
+    return __uint_as_float(most);
 }
 
 // Likewise the largest of `top`, which is no less than 0.

@@ -21,22 +21,22 @@ OPTIM_INLINE float double_inverse(float second) {
 
 // The ratio's bits rounded up to those of a code, but for what three roundings may have added; at least 1 unless it is
 // zero, at most 255.
-OPTIM_INLINE uint8_t double_encode(float scale, float inverse) {
+OPTIM_INLINE uint32_t double_encode(float scale, float inverse) {
     uint32_t bits = float_bits(exact_min(exact_mul(scale, inverse), 1.0f));
     uint32_t code = (bits + 0xfffffu - 3u) >> 20;
     code = code > DOUBLE_BASE + 1u ? code - DOUBLE_BASE : 1u;
-    return (uint8_t)(scale > 0.0f ? code : 0u);
+    return scale > 0.0f ? code : 0u;
 }
 
 template <class Format>
-OPTIM_INLINE float double_decode(uint8_t code, float second) {
+OPTIM_INLINE float double_decode(uint32_t code, float second) {
     float scale = exact_mul(bits_float((code + DOUBLE_BASE) << 20), second);
     return code > 0 ? exact_max(scale, Format::UNITS * 1.17549435e-38f) : 0.0f;
 }
 
 // `second` and `inverse` are double_inverse's of the tile.
 template <class Format>
-OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uint8_t* code) {
+OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uint32_t* code) {
     float wanted;
     block_scale<Format, ScaleFp32>(top, &wanted);
     *code = double_encode(wanted, inverse);
@@ -68,8 +68,9 @@ OPTIM_HOST void double_store_tile(int block, const Streams& streams, int first, 
     block_scale<Format, ScaleFp32>(most, second);
     float inverse = double_inverse(*second);
     for (int b = 0; b < TILE_ELEMENTS / block; b++) {
-        uint8_t* code = (uint8_t*)streams.extra + first / block + b;
-        BlockScale s = double_scale<Format>(top[b], *second, inverse, code);
+        uint32_t code;
+        BlockScale s = double_scale<Format>(top[b], *second, inverse, &code);
+        ((uint8_t*)streams.extra)[first / block + b] = (uint8_t)code;
         for (int c = b * block; c < (b + 1) * block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[c + i]);
             float scaled = block_limit<Format, ScaleFp32, ROUNDING>(top[b], s.inverse, value, 8);
@@ -87,24 +88,14 @@ OPTIM_HOST void double_store(int block, const Streams& streams, int first, const
 
 #ifdef __CUDACC__
 template <class Format, int BLOCK, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void double_thread_store(const Streams& streams, int first, const float* x,
-                                                    const NoiseKey& key) {
-    constexpr int THREADS = TILE_ELEMENTS / COUNT;
-    float value[COUNT], top, second;
-    if constexpr (Format::ROOT) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = key.roots ? key.roots[i] : moment_root(x[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = x[i];
-    }
-    top = thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V);
-    top = neighbours_max<BLOCK / COUNT, THREADS>(top, key);
-    block_scale<Format, ScaleFp32>(neighbours_max<THREADS, THREADS>(top, key), &second);
-    uint8_t code;
+__device__ __forceinline__ void double_thread_store(const Streams& streams, int first, const float* value, float top,
+                                                    float most, bool rare, const NoiseKey& key) {
+    float second;
+    block_scale<Format, ScaleFp32>(most, &second);
+    uint32_t code;
     BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
-    s.inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, s.inverse, value, COUNT);
-    if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = code;
+    if (rare) s.inverse = block_inverse<Format, ScaleFp32, ROUNDING>(top, s.inverse);
+    if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = (uint8_t)code;
     if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
     block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
 }
@@ -127,6 +118,26 @@ struct DoubleBlocks {
     static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
         Plain::prepare(streams, shared);
     }
+
+    // A store in parts as that of Blocks, with one more: `most` is the largest of the tile.
+    static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_MOST = true;
+    static constexpr float USUAL_TOP = Plain::USUAL_TOP;
+
+    template <int COUNT>
+    static __device__ __forceinline__ float top(const float* value, const NoiseKey& key) {
+        return Plain::template top<COUNT>(value, key);
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void cut(float* value, float top) {
+        Plain::template cut<COUNT>(value, top);
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void store_most(const Streams& streams, int first, const float* value, float top,
+                                                      float most, bool rare, const NoiseKey& key) {
+        double_thread_store<Format, BLOCK, ROUNDING, COUNT>(streams, first, value, top, most, rare, key);
+    }
 #endif
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
@@ -143,19 +154,12 @@ struct DoubleBlocks {
 #endif
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-#ifdef __CUDA_ARCH__
-        if (n == 16) {
-            double_thread_store<Format, BLOCK, ROUNDING, 16>(streams, first, x, key);
-        } else {
-            double_thread_store<Format, BLOCK, ROUNDING, 8>(streams, first, x, key);
-        }
-#else
+    // On a GPU a store has parts.
+    static OPTIM_HOST void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         double_store<Format, ROUNDING>(BLOCK, streams, first, x, n, key);
-#endif
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+    static OPTIM_HOST void set(const Streams& streams, int first, const float* x, int n) {
         DoubleBlocks<Format, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
 

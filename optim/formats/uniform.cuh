@@ -92,19 +92,19 @@ struct Uniform {
         for (int i = 0; i < COUNT; i++) {
             word[i] = float_bits(stochastic_sum(x[i], inverse, noise_float(noise, i), lowest));
             if (BITS == 4) continue;
-            word[i] = floor_bits(bits_float(word[i]));
-            packed->add(i, word[i]);
+            // 2^23 + the code
+            word[i] = float_bits(__fadd_rd(bits_float(word[i]), 8388608.0f - 128.0f - (float)FIRST));
         }
 #pragma unroll
         for (int i = 0; levels && i < COUNT; i += 2) {
-            float a = exact_add(bits_float(word[i]), -8388608.0f - 128.0f);
-            float b = exact_add(bits_float(word[i + 1]), -8388608.0f - 128.0f);
+            float a = exact_add(bits_float(word[i]), -8388608.0f + (float)FIRST);
+            float b = exact_add(bits_float(word[i + 1]), -8388608.0f + (float)FIRST);
             levels[i / 2] = upper_halves(float_bits(a), float_bits(b));
         }
         if constexpr (BITS == 4) {
             packed->template gather_bytes<2, FIRST>(word);
         } else {
-            packed->subtract(STOCHASTIC_BIAS);
+            packed->template gather_bytes<0>(word);
         }
 #endif
     }
