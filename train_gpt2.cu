@@ -1111,7 +1111,10 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
                (model_write(run->model, "", nullptr, error) && optimizer_write(run->model, "", nullptr, error));
     }
     const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    const char* dtype = strcmp(weights_stream(run->model, 0).dtype, "BF16") == 0 ? "bfloat16" : "float32";
+    const char* dtype = "bfloat16";
+    for (int t = 0; t < run->model->count; t++) {
+        if (strcmp(weights_stream(run->model, t).dtype, "BF16") != 0) dtype = "float32";
+    }
     char path[PATH_BYTES];
     path_join(path, folder, files[0].name);
     if (!folder_make(folder, error) || !model_write(run->model, path, &files[0], error)) return false;

@@ -81,7 +81,8 @@ static const Option OPTIONS[] = {
     {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
      "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
-     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not the preset's either"},
+     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not the preset's either, "
+     "which go with its formats"},
     {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
      "largest learning rate; auto: by the model's width and the rule"},
     {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},

@@ -34,21 +34,38 @@ static bool is_restored(const Option* option) {
     return option->type != OPTION_FLAG;
 }
 
-// Whether an option that was not typed is left to another preset than the saved one, which was typed: formats, and
-// overrides unless they were the user's.
+static bool is_given(const bool* given, const char* name) {
+    return given[option_find(&TABLE, name) - OPTIONS];
+}
+
+// Whether an option that was not typed is left to another preset than the saved one, which was typed.
 static bool left_to_preset(const Options* o, const bool* given, const Json* saved, const char* name) {
     static const char* const names[] = {"rule", "weights", "m", "v"};
-    const Option* preset = option_find(&TABLE, "preset");
-    const char* before = json_string(saved, preset->name, "");
-    if (!given[preset - OPTIONS] || strcmp(before, o->preset) == 0) return false;
-    if (strcmp(name, "override") == 0) {
-        const char* text = json_string(saved, name, "");
-        return !*text || strcmp(text, "none") == 0 || strcmp(text, optim_preset_overrides(before)) == 0;
-    }
+    if (!is_given(given, "preset") || strcmp(json_string(saved, "preset", ""), o->preset) == 0) return false;
     for (const char* its : names) {
         if (strcmp(name, its) == 0) return true;
     }
     return false;
+}
+
+// --override, after the other options: what is typed; else what the user had asked for; else the run's own with the
+// preset and formats that it had, and the preset's with another one.
+static void resume_override(Options* o, const bool* given, const Json* saved, char* changed, size_t bytes) {
+    const char *before = json_string(saved, "override", ""), *preset = json_string(saved, "preset", "");
+    if (!*before) before = "none";  // as it was said before presets had some
+    const bool formats = is_given(given, "weights") || is_given(given, "m") || is_given(given, "v");
+    const bool other = is_given(given, "preset") && strcmp(preset, o->preset) != 0;
+    const bool users = strcmp(before, "none") != 0 && strcmp(before, optim_preset_overrides(preset)) != 0;
+    const char* its = formats || !*optim_preset_overrides(o->preset) ? "none" : optim_preset_overrides(o->preset);
+    const bool typed = is_given(given, "override");
+    if (!typed) o->overrides = users || (!other && !formats) ? strdup(before) : its;
+    if (typed && !*o->overrides) o->overrides = its;
+    const size_t used = strlen(changed);
+    const bool same = strcmp(o->overrides, before) == 0;
+    if (!same) snprintf(changed + used, bytes - used, " --override %s (was %s)", o->overrides, before);
+    if (same && users && other && strcmp(its, "none") != 0) {
+        snprintf(changed + used, bytes - used, " --override %s (the run's, not %s's)", before, o->preset);
+    }
 }
 
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
@@ -61,9 +78,8 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
         const char* text = json_string(saved, option->name, nullptr);
-        if (!is_restored(option) || !text) continue;
+        if (!is_restored(option) || !text || strcmp(option->name, "override") == 0) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
-        if (strcmp(option->name, "override") == 0 && !*text) text = "none";  // as it was said before presets had some
         const size_t used = strlen(changed);
         if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) {
             snprintf(changed + used, changed_bytes - used, " --grads auto (was bf16, asked for or not)");
@@ -80,6 +96,7 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
         }
         snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
     }
+    resume_override(o, given, saved, changed, changed_bytes);
 }
 
 // A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.

@@ -115,7 +115,7 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
-    const Streams weights = optim_weights_streams(optim, index);
+    const Streams weights = weights_arrays(optim, index);
     const FormatRow* format = place.format;
     int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
     Held held = held_of(tensor, place.begin, place.elements);
@@ -146,7 +146,7 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
     OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
-    const Streams weights = optim_weights_streams(optim, index);
+    const Streams weights = weights_arrays(optim, index);
     const FormatRow* format = place.format;
     int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
     Held held = held_of(tensor, place.begin, place.elements);

@@ -1,8 +1,8 @@
-// The optimizer behind optim.h: rows of the tables, arenas and the tile table, and the step, which is one
-// kernel launch (built in, or compiled by NVRTC when first asked for) or, on the CPU, the same template over the
-// tables' function pointers, a core a tile (build with -fno-math-errno: a square root is then one instruction, and the
-// update some four times faster; the bits are the same).
-// Bytes a parameter: what the storages' STREAM say, and 8 bytes of tile table every 2048 elements.
+// The optimizer behind optim.h: rows of the tables, arrays by the plan (plan.h), the tile table, and the step, which is
+// one kernel launch for each combination of formats (built in, or compiled by NVRTC when first asked for) or, on the
+// CPU, the same template over the tables' function pointers, a core a tile (build with -fno-math-errno: a square root
+// is then one instruction, and the update some four times faster; the bits are the same). Bytes a parameter: what the
+// storages' STREAM say, and 8 bytes of tile table every 2048 elements.
 #include "optim.h"
 
 #include <assert.h>
@@ -199,20 +199,18 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
 // The tensors whose weights are stored in one format.
 struct Weights {
     const WeightsRow* row;
-    int64_t begin, elements;  // the part of the arena that these arrays hold
+    const ArenaRun* run;  // what these arrays hold
     Streams streams;
     bool are_seen;  // by the matmuls as they are: the codes lie in what optim_weights returns
 };
 
 // One kernel launch: the tensors whose weights and moments are stored in these formats.
 struct Launch {
-    OptimConfig config;
+    const LaunchPlan* plan;  // m, v and slow hold no more than its run
     Rows rows;
     const Weights* weights;
-    int64_t begin, elements;  // the part of the arena; m, v and slow hold no more
     Streams m, v, slow;
-    const Tile* tiles;  // (tile_count)
-    int64_t tile_count;
+    const Tile* tiles;  // (plan->tiles)
     uint32_t* next_tile;
     int64_t grid;
     int threads, shared_bytes;
@@ -229,16 +227,11 @@ struct Optim {
     OptimType compute;
     OptimTensor* tensors;  // (count), with names of their own
     int count;
-    int64_t begin, elements;  // of the arena: what is kept here
     Plan* plan;
-    void* seen;  // all weights in the compute type: stored like this, or copies
-    Weights weights[LAUNCHES];
-    int weights_count;
-    Launch launch[LAUNCHES];
-    int launches;
-    Settings group[STEP_GROUPS];
-    Tile* tiles;  // (tile_count), device memory; a launch after the other, then a number for each launch
-    int64_t tile_count;
+    void* seen;                 // all weights in the compute type: stored like this, or copies
+    Weights weights[LAUNCHES];  // as many as the plan has
+    Launch launch[LAUNCHES];    // likewise
+    Tile* tiles;  // device memory: of what is kept here, a launch after the other, then a number for each launch
     OptimBytes allocated;
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
@@ -329,14 +322,12 @@ static void free_streams(const Device* dev, Streams* streams) {
 }
 
 static void tiles_create(Optim* optim, const Plan* plan) {
-    optim->tile_count = optim->elements / TILE_ELEMENTS;
-    int64_t bytes = optim->tile_count * (int64_t)sizeof(Tile), t = 0;
+    int64_t count = (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile), t = 0;
     Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
-    optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(optim->tile_count), &optim->allocated.tables);
+    optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
         optim->launch[l].tiles = optim->tiles + t;
-        optim->launch[l].tile_count = plan->launch[l].tiles;
-        optim->launch[l].next_tile = (uint32_t*)(optim->tiles + optim->tile_count) + l;
+        optim->launch[l].next_tile = (uint32_t*)(optim->tiles + count) + l;
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
             if (plan->launch_of[i] != l) continue;
@@ -400,7 +391,7 @@ static void jit_create(const Device* dev, OptimType compute, const Launch* launc
     char* error = (char*)calloc(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
-    kernel_expression(name, &launch->config, compute, expression, sizeof(expression));
+    kernel_expression(name, &launch->plan->config, compute, expression, sizeof(expression));
     if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
         !jit_get(expression, architecture, &image, error, user_source(&launch->rows)) ||
         !jit_load(&image, kernel, error)) {
@@ -415,7 +406,7 @@ static void jit_create(const Device* dev, OptimType compute, const Launch* launc
 static void kernel_create(const Device* dev, OptimType compute, Launch* launch) {
     const char* always = getenv("NIBBLE_JIT");
     if (launch->measures) jit_create(dev, compute, launch, "optim_measure_kernel", &launch->measure);
-    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->config, compute);
+    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->plan->config, compute);
     if (!launch->built_in) jit_create(dev, compute, launch, "optim_step_kernel", &launch->jit);
 }
 
@@ -461,12 +452,11 @@ static void weights_create(Optim* optim, const Plan* plan, int index) {
     const ArenaRun* run = &plan->weights[index].run;
     Weights* weights = &optim->weights[index];
     weights->row = find_weights(plan->weights[index].format);
-    weights->begin = run->begin;
-    weights->elements = run->end - run->begin;
+    weights->run = run;
     const FormatRow* format = &weights->row->format;
     weights->are_seen = serves_directly(format, optim->compute);
     const StreamInfo& seen = compute_rows[optim->compute].stream[0];
-    char* at = (char*)optim->seen + stream_bytes(seen, run->begin - optim->begin);
+    char* at = (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin);
     *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     weights->streams =
         allocate_streams(optim, plan, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
@@ -479,12 +469,10 @@ static void weights_create(Optim* optim, const Plan* plan, int index) {
 static void launch_create(Optim* optim, const Plan* plan, int index) {
     Launch* launch = &optim->launch[index];
     const LaunchPlan* planned = &plan->launch[index];
-    launch->config = planned->config;
-    launch->rows = config_rows(&launch->config);
+    launch->plan = planned;
+    launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    launch->begin = planned->run.begin;
-    launch->elements = planned->run.end - planned->run.begin;
     launch->measures = format_span(&launch->rows.weights->format) != SPAN_RUN ||
                        format_span(launch->rows.m) != SPAN_RUN || format_span(launch->rows.v) != SPAN_RUN;
     struct {
@@ -501,7 +489,7 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
             allocate_streams(optim, plan, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
         list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
     }
-    if (!optim->dev->gpu || launch->elements == 0) return;
+    if (!optim->dev->gpu || planned->tiles == 0) return;
     kernel_create(optim->dev, optim->compute, launch);
     launch_shape(optim->dev, optim->compute, launch, planned->tiles);
 }
@@ -522,13 +510,9 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
         optim->tensors[i].name = strdup(tensors[i].name);
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
-    optim->begin = plan->begin;
-    optim->elements = plan->end - plan->begin;
     int64_t none = 0;  // what is seen counts where it belongs
-    optim->seen = allocate_zero(dev, stream_bytes(compute_rows[compute].stream[0], optim->elements), &none);
-    optim->weights_count = plan->weights_count;
-    optim->launches = plan->launches;
-    memcpy(optim->group, plan->group, sizeof(plan->group));
+    int64_t bytes = stream_bytes(compute_rows[compute].stream[0], plan->end - plan->begin);
+    optim->seen = allocate_zero(dev, bytes, &none);
     // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
     for (int w = 0; w < plan->weights_count; w++) {
         weights_create(optim, plan, w);
@@ -542,12 +526,12 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
 
 void optim_free(Optim* optim) {
     if (!optim) return;
-    for (int i = 0; i < optim->weights_count; i++) {
+    for (int i = 0; i < optim->plan->weights_count; i++) {
         if (optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
         free_streams(optim->dev, &optim->weights[i].streams);
     }
     device_free(optim->dev, optim->seen);
-    for (int i = 0; i < optim->launches; i++) {
+    for (int i = 0; i < optim->plan->launches; i++) {
         free_streams(optim->dev, &optim->launch[i].m);
         free_streams(optim->dev, &optim->launch[i].v);
         free_streams(optim->dev, &optim->launch[i].slow);
@@ -568,15 +552,15 @@ static const Weights* weights_of(const Optim* optim, int tensor) {
     return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
 }
 
-Streams optim_weights_streams(const Optim* optim, int tensor) {
+Streams weights_arrays(const Optim* optim, int tensor) {
     return weights_of(optim, tensor)->streams;
 }
 
 OptimStream optim_weights_stream(const Optim* optim, int tensor) {
     const Weights* weights = weights_of(optim, tensor);
     const StreamInfo& info = weights->row->format.stream[0];
-    char* first = (char*)weights->streams.codes - stream_bytes(info, weights->begin - optim->begin);
-    return {"weights", info.dtype, first, optim->elements, info.bits / 8, true};
+    char* first = (char*)weights->streams.codes - stream_bytes(info, weights->run->begin - optim->plan->begin);
+    return {"weights", info.dtype, first, optim->plan->end - optim->plan->begin, info.bits / 8, true};
 }
 
 OptimBytes optim_allocated(const Optim* optim) {
@@ -598,12 +582,13 @@ static Streams from_begin(const FormatRow* format, const Streams& streams, int64
 }
 
 static Streams seen_streams(const Optim* optim) {
-    return from_begin(&compute_rows[optim->compute], {optim->seen, nullptr}, optim->begin);
+    return from_begin(&compute_rows[optim->compute], {optim->seen, nullptr}, optim->plan->begin);
 }
 
 static void decode_weights(const Optim* optim, const Weights* weights) {
     const FormatRow *format = &weights->row->format, *seen = &compute_rows[optim->compute];
-    const int64_t tiles = weights->elements / TILE_ELEMENTS, first = weights->begin / TILE_ELEMENTS;
+    const ArenaRun* run = weights->run;
+    const int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, first = run->begin / TILE_ELEMENTS;
     if (tiles == 0) return;
     Streams to = row_tile(seen, seen_streams(optim), first);
     if (optim->dev->gpu) {
@@ -621,7 +606,7 @@ static void decode_weights(const Optim* optim, const Weights* weights) {
 }
 
 void optim_decode(Optim* optim) {
-    for (int i = 0; i < optim->weights_count; i++) {
+    for (int i = 0; i < optim->plan->weights_count; i++) {
         if (!optim->weights[i].are_seen) decode_weights(optim, &optim->weights[i]);
     }
 }
@@ -651,15 +636,16 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
 }
 
 static void launch_step(const Optim* optim, const Launch* launch, StepArguments* arguments) {
-    if (launch->tile_count == 0) return;
+    const int64_t tiles = launch->plan->tiles, begin = launch->plan->run.begin;
+    if (tiles == 0) return;
     const Weights* weights = launch->weights;
-    arguments->weights = from_begin(&weights->row->format, weights->streams, weights->begin);
+    arguments->weights = from_begin(&weights->row->format, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen ? Streams{nullptr, nullptr} : seen_streams(optim);
-    arguments->m = from_begin(launch->rows.m, launch->m, launch->begin);
-    arguments->v = from_begin(launch->rows.v, launch->v, launch->begin);
-    arguments->slow = from_begin(launch->rows.m, launch->slow, launch->begin);
+    arguments->m = from_begin(launch->rows.m, launch->m, begin);
+    arguments->v = from_begin(launch->rows.v, launch->v, begin);
+    arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
     arguments->tiles = launch->tiles;
-    arguments->tile_count = launch->tile_count;
+    arguments->tile_count = tiles;
     arguments->next_tile = launch->next_tile;
     void* pointers[] = {arguments};
     if (!optim->dev->gpu) {
@@ -670,7 +656,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     }
     if (launch->measures) {
         int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
-        jit_launch(&launch->measure, launch->tile_count < blocks ? launch->tile_count : blocks, launch->measure_threads,
+        jit_launch(&launch->measure, tiles < blocks ? tiles : blocks, launch->measure_threads,
                    launch->measure_shared_bytes, pointers, optim->dev->stream);
     }
     if (launch->built_in) {
@@ -684,14 +670,14 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
     StepArguments arguments = {};
     const FormatRow* format = optim->launch[0].rows.grads;
-    arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->begin);
+    arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
     for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&optim->config, &optim->group[group], (double)lr, step);
+        arguments.group[group] = hyper_create(&optim->config, &optim->plan->group[group], (double)lr, step);
     }
-    for (int i = 0; i < optim->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
+    for (int i = 0; i < optim->plan->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
     // Not before, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
     // On a GPU a bf16 copy is written by the step itself.

@@ -43,7 +43,7 @@ struct OptimConfig {
     float beta3 = 0.9999f, alpha = 5.0f;  // ademamix: decay of the slow average, and its weight
     int64_t ramp = 0;                     // steps over which both rise to these values; 0: from the start
     const char* overrides = "";           // formats, learning rate or decay by tensor name: see override.h; "" =
-                                          // the preset's, "none" = none
+                                          // the preset's where weights, m and v are, "none" = none
     const char* formats = "";             // files of formats of the user's own, for m and v on a GPU: see user.cuh
     const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole OPTIM_ALIGN; end 0: all

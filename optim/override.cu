@@ -108,6 +108,7 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
 
 bool overrides_parse(const char* text, Override* overrides, int* count, char* error, size_t bytes) {
     *count = 0;
+    bool none = false, others = false;
     for (const char* at = text ? text : ""; *at;) {
         const char* end = at + strcspn(at, ";");
         if (strspn(at, " \t") < (size_t)(end - at)) {
@@ -116,12 +117,14 @@ bool overrides_parse(const char* text, Override* overrides, int* count, char* er
                 return false;
             }
             char word[8];
-            if (copy_word(word, sizeof(word), at, end) && strcmp(word, "none") == 0) {
-                if (at == text && !*end) return true;
+            bool is_none = copy_word(word, sizeof(word), at, end) && strcmp(word, "none") == 0;
+            none = none || is_none;
+            others = others || !is_none;
+            if (none && others) {
                 snprintf(error, bytes, "--override: \"none\" was found among others; it stands alone, so leave it out");
                 return false;
             }
-            if (!override_parse(&overrides[(*count)++], at, end, error, bytes)) return false;
+            if (!none && !override_parse(&overrides[(*count)++], at, end, error, bytes)) return false;
         }
         at = *end ? end + 1 : end;
     }

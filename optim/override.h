@@ -3,7 +3,8 @@
 // An override is patterns, a colon and settings; a semicolon stands between overrides, and of several that match a
 // tensor the later ones win. `*` is any text and `?` any character. A pattern matches a name, or any part of it between
 // dots: `wpe` is "wpe.weight", `ln*` all layer norms, `h.0` the first block, `c_attn.bias` that of every block.
-// "none", alone, is no overrides, where a preset has some: those that are typed take their place.
+// "none", alone, is no overrides, where a preset has some, which go with its formats: what is typed takes their place,
+// and with other --weights, --m or --v there are none.
 //     weights  format of the weights          lr   factor on the learning rate
 //     m, v     formats of the moments         wd   weight decay, in place of --weight-decay or of none
 #pragma once

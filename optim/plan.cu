@@ -17,11 +17,6 @@ static int plan_weights(Plan* plan, const char* format, const char* pattern) {
     return plan->weights_count++;
 }
 
-// Whether the overrides are the preset's, which need not match any tensor.
-static bool of_preset(const OptimConfig* config) {
-    return strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0;
-}
-
 // Of no more launches than there may be, so that there are no more formats of weights either. `pattern`: of the
 // override that asked for weights; of that for moments, or where there is none for weights.
 static int plan_launch(Plan* plan, const char* weights, const char* m, const char* v, const char* const (&pattern)[2]) {
@@ -41,9 +36,7 @@ static int plan_launch(Plan* plan, const char* weights, const char* m, const cha
     launch->config.m = m;
     launch->config.v = v;
     char error[1024];
-    if (!optim_feedback_fits(&launch->config, true, error, sizeof(error))) {
-        user_error("%s%s", error, of_preset(config) ? ", or --override none" : "");
-    }
+    if (!optim_feedback_fits(&launch->config, true, error, sizeof(error))) user_error("%s", error);
     return plan->launches++;
 }
 
@@ -80,6 +73,11 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index, int* m
     plan->group_of[index] =
         lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
+}
+
+// Whether the overrides are the preset's, which need not match any tensor.
+static bool of_preset(const OptimConfig* config) {
+    return strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0;
 }
 
 // Offsets of the tensors need not be set yet: runs are for plan_ranges.

@@ -133,8 +133,12 @@ static bool resolve_number(const char* option, float value, bool fits, const cha
     return false;
 }
 
+static bool given(const char* name) {
+    return name && *name;
+}
+
 static void take_default(const char** name, const char* preset) {
-    if (!*name || !**name) *name = preset;
+    if (!given(*name)) *name = preset;
 }
 
 // v, whose name depends on the rule: "none" when it keeps none.
@@ -175,21 +179,21 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     if (!state) state = find(import_rows, config->m);
     const UserFormats* user = config->user_formats;
     const UserRow* own = state ? nullptr : find_row(user->row, user->count, config->m);
-    const bool spans = state ? state->has_spans : own->span[1] != SPAN_RUN;
-    const bool adaptive = find(rule_rows, config->rule)->adaptive;
-    char why[256] = "";
-    const char* type = !adaptive ? "--rule adamw" : config->beta1 == 0.0f ? "--beta1 0.9" : "--m e4m3:sr";
-    if (!adaptive) {
+    const char* type = overridden ? "m=e4m3:sr" : "--m e4m3:sr";
+    char why[256];
+    if (!find(rule_rows, config->rule)->adaptive) {
+        type = "--rule adamw";
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
+        type = "--beta1 0.9";
         snprintf(why, sizeof(why), "with --beta1 0 no m lasts");
-    } else if (spans) {
+    } else if (state ? state->has_spans : own->span[1] != SPAN_RUN) {
         snprintf(why, sizeof(why), "m \"%s\" has scales of more than a block", config->m);
     } else if ((state ? state->bits : own->bits[0]) <= 4) {
         snprintf(why, sizeof(why), "m \"%s\" has 4 bits, which lose more than they are given", config->m);
+    } else {
+        return true;
     }
-    if (!*why) return true;
-    if (overridden && strcmp(type, "--m e4m3:sr") == 0) type = "m=e4m3:sr";
     int base = (int)strcspn(config->weights, ":");
     snprintf(error, bytes,
              "%s: weights \"%s\" were found, whose rounding errors m takes, and %s; type %s, or %s%.*s:sr",
@@ -247,12 +251,14 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
     if (!resolve_formats(config, error, bytes)) return false;
     const PresetRow* preset = find(preset_rows, config->preset);
+    const bool typed = given(config->weights) || given(config->m) || given(config->v);
+    // They go with the preset's formats; a checkpoint's "" is none.
+    if (!config->stored) take_default(&config->overrides, typed ? "none" : preset->overrides);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");
     take_default(&config->m, preset->m);
     take_default(&config->decay_mode, "coupled");
-    if (!config->stored) take_default(&config->overrides, preset->overrides);  // a checkpoint's "" is none
     float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
     float beta3 = config->beta3, alpha = config->alpha;
     const char* unit = "a number from 0 to below 1";

@@ -77,4 +77,4 @@ struct OptimParts {
 OptimParts optim_parts(const Optim* optim);
 
 // The arrays of weights that a tensor's are among, in device memory.
-Streams optim_weights_streams(const Optim* optim, int tensor);
+Streams weights_arrays(const Optim* optim, int tensor);

@@ -175,7 +175,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--m fp33", "--m", "fp32"},
     {ALL, "--weights bf16:ef --m e4m3:sr --override wte:m=de4", "m \"de4/128\" has 4 bits", "type m=e4m3:sr, or w"},
     {ALL, "--m de4 --override wte:weights=e4m3:ef", "--override: weights \"e4m3:ef\"", "or weights=e4m3:sr"},
-    {ALL, "--preset fp8w8e --rule lion --weights e4m3:sr", "--override: weights \"bf16:ef\"", "or --override none"},
+    {ALL, "--preset adamw4 --override *.bias:weights=bf16:ef", "--override: weights \"bf16:ef\"", "weights=bf16:sr"},
     {ALL, "--override wte:weights=fp33", "--override weights", "fp32"},
     {ALL, "--override none;wte:lr=2", "none", "stands alone"},
     {ALL, "--override wte:lr=2;wqe:lr=3", "\"wqe\"", "wte, wpe, ln*"},

@@ -321,14 +321,19 @@ TEST(cli_resume_overrides) {
     const struct {
         const char *begun, *resumed, *shows, *lacks;
     } rows[] = {
-        {"--preset fp8w8e", "", " override ln*|*.bias: weights=bf16:ef\n", "notice"},
+        {"--preset fp8w8e", "", " override ln*|*.bias|wpe: weights=bf16:ef\n", "notice"},
         {"--preset fp8w8e --override none", "", "weights e4m3:ef", " override"},
-        {"--preset fp8w8e --override none", "--override ln*:weights=bf16:ef", "(was none)", "in 9 tensors"},
-        {"--preset fp8w8e", "--override none", "weights: bf16:ef in the checkpoint in 10 tensors", " override ln*"},
-        {"--preset fp8w8e", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", "weights=bf16:ef"},
-        {"--preset fp8w8e --override none", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", "was none"},
-        {"--preset fp8w8e --override wpe:lr=2", "--preset int8w4", " override wpe:lr=2\n", "weights=bf16"},
-        {"--preset adamw8", "--preset fp8w8e", " override ln*|*.bias: weights=bf16:ef\n", "was none"}};
+        {"--preset fp8w8e --override none", "--override ln*:weights=bf16:ef",
+         "weights: e4m3:ef in the checkpoint in 6 tensors, converted to bf16:ef", "notice   m"},
+        {"--preset fp8w8e", "--override none", "weights: bf16:ef in the checkpoint in 11 tensors", " override ln*"},
+        {"--preset fp8w8e", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", " override none"},
+        {"--preset fp8w8e --override none", "--preset int8w4", "weights=bf16:sr (was none)", "weights=bf16:ef"},
+        {"--preset fp8w8e --override wpe:lr=2", "--preset int8w4", "wpe:lr=2 (the run's, not int8w4's)",
+         "weights=bf16"},
+        {"--preset fp8w8e", "--weights lin8:ef", "--override none (was ln*", " override ln*"},
+        {"--preset fp8w8e", "--override=", " override ln*|*.bias|wpe: weights=bf16:ef\n", "--override"},
+        {"--preset adamw8", "--preset fp8w8e", "--override ln*|*.bias|wpe: weights=bf16:ef (was none)",
+         " override none"}};
     for (const auto& row : rows) {
         snprintf(run, sizeof(run), "%s/run", work);
         train_well("%s %s --data %s/text.txt --run %s --steps 3 %s", SHAPE, QUICK, work, run, row.begun);
@@ -346,8 +351,8 @@ TEST(cli_resume_overrides) {
     remove_tree(work);
 }
 
-// As many arrays as there can be: a launch for each of six combinations, three moments of three arrays each, weights of
-// two and three.
+// As many arrays as there can be: a launch for each of six combinations, three moments and weights of three arrays
+// each.
 TEST(cli_resume_most_arrays) {
     const char* work = work_folder();
     const char* options =

@@ -155,8 +155,8 @@ static void expect_seen(Test* test, const NamedRun* run, OptimType compute) {
             int64_t at = run->tensor[t].offset + i;
             float seen = compute == OPTIM_FP32 ? ((const float*)optim_weights(run->optim))[at]
                                                : (float)((const bf16*)optim_weights(run->optim))[at];
-            float is = compute == OPTIM_FP32 ? want[i] : (float)(bf16)want[i];
-            if (seen == is) continue;
+            float rounded = compute == OPTIM_FP32 ? want[i] : (float)(bf16)want[i];
+            if (seen == rounded) continue;
             expect(false, "%s, element %d: %g is seen of %g", named[t], i, (double)seen, (double)want[i]);
             break;
         }
@@ -172,7 +172,7 @@ TEST(override_weights_do_what_whole_runs_do) {
             config[0].overrides = "ln*: weights=bf16+fp32; wpe: weights=bf16+8 m=bf16; *.bias: m=bf16";
             config[1].weights = "bf16+fp32";
             config[2].weights = "bf16+8", config[2].m = "bf16";
-            NamedRun run[5];
+            NamedRun run[4];
             for (int r = 0; r < 4; r++) {
                 named_open(&run[r], &config[r], false, compute);
                 named_steps(&run[r], 0.01f, 1, 5);
@@ -194,7 +194,7 @@ TEST(override_weights_do_what_whole_runs_do) {
                 masters += is(stream.name, "weights.2[ln*].master");
             }
             expect(weights == 3 && masters == 1, "%s: %d formats of weights, %d masters", base, weights, masters);
-            for (int r = 0; r < 4; r++) named_close(&run[r]);
+            for (NamedRun& each : run) named_close(&each);
         }
     }
 }
