@@ -5,11 +5,12 @@
 #   dev/device.sh optim      the optimizer's table, and the default run with every preset
 #   dev/device.sh default    ./train with no options
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
-#   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck,
-#                            the optimizer's table (1558M on the second GPU, if there is one), 500 steps of GPT-2 124M
-#                            with each of PRESETS, a GPU each; $OUT/logs.tgz
+#   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck;
+#                            $OUT/logs.tgz
+#   dev/device.sh speed      what one of kernels needs besides: the optimizer's table (1558M on the second GPU, if there is
+#                            one), 500 steps of GPT-2 124M with each of PRESETS, a GPU each; $OUT/logs.tgz
 #   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds
-#                            (480, or what TOTAL leaves), one a GPU: $OUT/$SWEEP.tgz holds all records, for
+#                            (480, or what TOTAL leaves), JOBS (1) a GPU: $OUT/$SWEEP.tgz holds all records, for
 #                            dev/compare/results/$SWEEP (COMMIT: what they record where git cannot be asked)
 #   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
 #   dev/device.sh nccl       those of them over NCCL that start ./train
@@ -18,14 +19,13 @@
 #   dev/device.sh scaling    the scaling table (SCALING=arguments of dev/scaling.py): of all sizes on 4 GPUs in more than ten
 #                            minutes, so where it is cut short the next call goes on
 #   dev/device.sh sanitize   make sanitize
-# Device time is short, so nothing need be built there, and the study need not end with a call:
+# Device time is short, so nothing need be built there:
 #   dev/device.sh pack       here, without a GPU: builds, and puts what was built, build/wiki and the tokenizer into .carry/built
-#   dev/device.sh unpack     there, first of all: prove, test, optim and study then build nothing, and no test
-#                            is skipped; so a whole call is
+#   dev/device.sh unpack     there, first of all: prove, speed, test, optim and study then build nothing, and no test is
+#                            skipped; so a whole call is
 #                            COMMIT=... TOTAL=585 dev/device.sh unpack prove study
-#   dev/device.sh daemon     there: the study for BUDGET seconds, while this call ends and others come
-#   dev/device.sh wait       there, in later calls: the daemon's records as study packs them, after WAIT seconds (480) or when it has
-#                            ended; at once an error where there has been none, as on another machine than that of the call before
+#                            Records lie on that machine alone, which may be another one at the next call: unpack them
+#                            into dev/compare/results/$SWEEP before it
 # `train` and `study` want .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
@@ -178,18 +178,6 @@ for step in "$@"; do
     case $step in
     pack) pack ;;
     unpack) unpack ;;
-    daemon)
-        mkdir -p build/study
-        OUT=$PWD/build/study setsid dev/device.sh study > build/study/daemon.log 2>&1 < /dev/null &
-        echo $! > build/study/daemon.pid ;;
-    wait)
-        [ -f build/study/daemon.pid ] || { failed "wait: there has been no daemon here"; continue; }
-        for second in $(seq "${WAIT:-480}"); do
-            kill -0 "$(cat build/study/daemon.pid)" 2> /dev/null || break
-            sleep 1
-        done
-        tail -n 3 build/study/study.log
-        tar -C "$(records)" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     test)
         build train test_gpt2
         NIBBLE_TEST_SECONDS=500 make_unpacked test 2>&1 | tee "$OUT/test.log" | grep -vE '^(ok|skip) ' || failed "$OUT/test.log" ;;
@@ -200,13 +188,17 @@ for step in "$@"; do
         tail -n 1 build/logs/test.log
         compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 --here -k _race_gpu > build/logs/race.log 2>&1 || failed racecheck
         tail -n 2 build/logs/race.log
+        echo "proven after $SECONDS s"
+        tar -C build -czf "$OUT/logs.tgz" logs ;;
+    speed)
+        mkdir -p build/logs
         CUDA_VISIBLE_DEVICES=0 ./build/dev/optim --sizes 1g,124m --csv build/logs/optim_a.csv > build/logs/optim_a.log 2>&1 &
         [ "$gpus" -gt 1 ] || wait
         CUDA_VISIBLE_DEVICES=$((gpus > 1)) ./build/dev/optim --sizes 1558m --csv build/logs/optim_b.csv > build/logs/optim_b.log 2>&1 &
         wait
         tail -n 1 build/logs/optim_a.log build/logs/optim_b.log
         presets ${PRESETS:-}
-        echo "proven after $SECONDS s"
+        echo "measured after $SECONDS s"
         tar -C build -czf "$OUT/logs.tgz" logs ;;
     bench)
         build train build/dev/bench build/dev/attention build/dev/optim
@@ -248,7 +240,7 @@ for step in "$@"; do
         to=$(records)
         left=${TOTAL:+$((TOTAL - SECONDS))}
         python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-${left:-480}}" \
-            --no-check --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
+            --jobs "${JOBS:-1}" --no-check --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"
         tar -C "$to" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
     multi)
@@ -269,7 +261,7 @@ for step in "$@"; do
     sanitize)
         build test_gpt2
         make_unpacked sanitize 2>&1 | tee "$OUT/sanitize.log" | tail -n 40 || failed "$OUT/sanitize.log" ;;
-    *) echo "device.sh: unknown step $step; type test, prove, bench, optim, default, train, study, pack, unpack, daemon, wait, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
+    *) echo "device.sh: unknown step $step; type test, prove, speed, bench, optim, default, train, study, pack, unpack, multi, nccl, launchers, scaling or sanitize" >&2; exit 2 ;;
     esac
 done
 exit $status
