@@ -7,7 +7,7 @@
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck;
 #                            $OUT/logs.tgz
-#   dev/device.sh speed      what one of kernels needs besides: the optimizer's table (1558M on the second GPU, if there is
+#   dev/device.sh speed      after prove, what a change of kernels needs besides: the optimizer's table (1558M on the second GPU, if there is
 #                            one), 500 steps of GPT-2 124M with each of PRESETS, a GPU each; $OUT/logs.tgz
 #   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds
 #                            (480, or what TOTAL leaves), JOBS (1) a GPU: $OUT/$SWEEP.tgz holds all records, for
@@ -24,8 +24,8 @@
 #   dev/device.sh unpack     there, first of all: prove, speed, test, optim and study then build nothing, and no test is
 #                            skipped; so a whole call is
 #                            COMMIT=... TOTAL=585 dev/device.sh unpack prove study
-#                            Records lie on that machine alone, which may be another one at the next call: unpack them
-#                            into dev/compare/results/$SWEEP before it
+#                            The next call may get another machine: before it, untar $OUT/$SWEEP.tgz here into
+#                            dev/compare/results/$SWEEP, or its runs are repeated
 # `train` and `study` want .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
