@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -474,6 +475,42 @@ def test_committed_reports(case):
     assert studies, "no study is there"
 
 
+def test_readme_has_the_reports_figures(case):
+    """The tables of d6 in README.md and dev/compare/README.md row by row, and how many runs they say have ended."""
+    readme = (ROOT / "README.md").read_text()
+    table = readme.split("| configuration | weights, m, v |", 1)[1].split("\n\n", 1)[0].split("\n")[2:]
+    with (COMPARE / "results" / "d6" / "table.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["final_loss"]]
+    for line in table:
+        name, formats, size, loss, difference, error, runs = (cell.strip() for cell in line.strip("|").split("|"))
+        told = difference if name == "adamw32" else difference.split()[0]
+        same = [
+            row
+            for row in rows
+            if name in ("", row["configuration"])
+            and formats.split(",")[0] == " ".join(row[key] for key in ("weights", "m", "v"))
+            and abs(float(size) - float(row["state_bytes"]) - float(row["weights_bytes"])) < 0.0006
+            and loss == f"{float(row['final_loss']):.4f}"
+            and told == (f"{float(row['difference']):+.4f}" if row["difference"] else "baseline")
+            and error == (f"{float(row['standard_error']):.4f}" if row["standard_error"] else "")
+            and runs == row["seeds_done"]
+        ]
+        assert len(same) == 1, f"README.md: {line}"
+    assert len(table) > 20
+    rows = {row["configuration"]: row for row in rows}
+    page = (COMPARE / "README.md").read_text()
+    for line in page.split("| you want | take |", 1)[1].split("\n\n", 1)[0].split("\n")[2:]:
+        _, take, _, differences = (cell.strip() for cell in line.strip("|").split("|"))
+        for preset, told in zip(re.findall(r"`(\w+)`", take), differences.split(", ")):
+            row = rows[preset]
+            if row["baseline"] == "adamw32" != preset:  # others are told there as differences to adamw32 all the same
+                assert told == f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}", f"README.md: {line}"
+    count, number = re.search(r"(\d+) of (\d+) runs", (COMPARE / "results" / "d6" / "table.md").read_text()).groups()
+    for text, phrase in ((readme, f"{count} of its {number} runs"),
+                         (page, f"{count} of the {number} runs of d6")):
+        assert phrase in " ".join(text.split()), phrase
+
+
 def test_progress(case):
     """How far the whole sweep is, and what is left at the rate so far; half a minute later again, not before."""
     import contextlib
@@ -527,6 +564,21 @@ def test_studies_are_accepted(case):
         presets = [line.split()[0] for line in listed.strip().split("\n")[1:] if not line.split()[0].startswith("--")]
         left_out = [preset for preset in presets if f"run    {preset} seed 1 " not in said]
         assert not left_out, f"{name}.toml has not {left_out}"
+        if name == "d6":
+            states_are_covered(said)
+
+
+def states_are_covered(said):
+    """Each listed format of a moment is in d6's dry run, in one alone and in both, beside fp32 master weights."""
+    listed = subprocess.run([ROOT / "train", "--list-formats"], capture_output=True, text=True).stdout
+    listed = listed.split("--m, --v", 1)[1].split("  NAME alone", 1)[0].split("\n")[2:]
+    formats = {re.sub(r"/\d+", "", line.split()[0]) for line in listed if line.strip()} - {"fp32"}
+    runs = [line.split() for line in said.split("\n") if re.match("run    [mv] .* seed 1 +--[mv] ", line)]
+    asked = [dict(zip(words[0::2], words[1::2])) for words in (run[run.index("1") + 1 :] for run in runs)]
+    asked = [{o: re.sub(r"/\d+", "", f) for o, f in options.items()} for options in asked]
+    alone = {f for options in asked if len(options) == 1 for f in options.values()}
+    both = {f for options in asked if set(options) == {"--m", "--v"} for f in options.values()}
+    assert len(formats) > 30 and formats <= alone and formats <= both, (formats - alone, formats - both)
 
 
 def missing_tools():
