@@ -5,7 +5,7 @@
 # CUDA_ARCH="80 90a" (any list) overrides.
 
 NVCC := $(or $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc)),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
-ifneq ($(filter-out clean help venv format,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out clean help venv format format-check loc,$(or $(MAKECMDGOALS),all)),)
 ifeq ($(NVCC),)
 $(error nvcc was not found on PATH or in /usr/local/cuda: install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda)
 endif

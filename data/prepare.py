@@ -53,6 +53,7 @@ except ImportError as missing:
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 END = "<|endoftext|>"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
 CHUNK_BYTES = 1 << 19  # documents are handed to a worker in chunks of at least this size
 SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
@@ -168,8 +169,8 @@ def read_text(path):
     with open_input(path) as stream:
         while True:
             line = stream.readline(PIECE_BYTES)
-            if line_number == 1 and line_starts and line.startswith(b"\xef\xbb\xbf"):
-                line = line[3:]  # a byte order mark
+            if line_number == 1 and line_starts:
+                line = line.removeprefix(BYTE_ORDER_MARK)
             ends = line_starts and line.rstrip(b"\r\n") == separator
             if (ends or not line) and data:
                 if not begins or data.strip():
@@ -195,6 +196,8 @@ def read_text(path):
 def read_jsonl(path):
     with open_input(path) as stream:
         for number, line in enumerate(stream, 1):
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
                 yield Piece(path, "json", number, True, line)
 

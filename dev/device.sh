@@ -29,7 +29,7 @@
 #                            dev/compare/results/$SWEEP, or its runs are repeated
 # `train` and `study` want .carry/wiki_train_a.txt.xz, .carry/wiki_val.txt.xz and .carry/tokenizer/ (encoder.json, vocab.bpe).
 set -u -o pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 OUT=${OUT:-build/device}
 mkdir -p "$OUT"
 status=0
@@ -41,13 +41,13 @@ programs=(train test_gpt2 build/dev/bench build/dev/optim)
 # make, which takes what `unpack` brought as it is.
 make_unpacked() {
     local as_it_is=()
-    [ -f build/unpacked ] && as_it_is=("${programs[@]/#/--old-file=}")
+    [ -f build/unpacked ] && as_it_is=("${programs[@]/#/--old-file=}") && echo "${programs[*]}: as they were unpacked"
     make -j"$(nproc)" "${as_it_is[@]}" "$@"
 }
 
 build() {
     (time make_unpacked "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }
-    tail -n 3 "$OUT/make.log"
+    tail -n 5 "$OUT/make.log"
 }
 
 failed() {
@@ -135,17 +135,63 @@ pack() {
     local to=.carry/built
     make -j"$(nproc)" "${programs[@]}" > "$OUT/make.log" 2>&1 || { tail "$OUT/make.log"; exit 1; }
     [ -d build/wiki ] || { failed "pack: build/wiki is missing: dev/compare/README.md says how it is made"; return; }
-    rm -rf "$to" && mkdir -p "$to"
-    tar -cf - "${programs[@]}" | xz -9 -T1 > "$to/programs.tar.xz"
-    tar -cf - build/wiki | xz -9e > "$to/wiki.tar.xz"
-    tar -C ../shared/data -cf - tokenizer | xz -9 > "$to/tokenizer.tar.xz"
-    du -sh "$to"
+    rm -rf "$to" && mkdir -p "$to" && tar -cf - "${programs[@]}" | xz -9 -T1 > "$to/programs.tar.xz" &&
+        tar -cf - build/wiki | xz -9e > "$to/wiki.tar.xz" &&
+        tar -C ../shared/data -cf - tokenizer | xz -9 > "$to/tokenizer.tar.xz" && du -sh "$to" || { rm -rf "$to"; failed pack; }
 }
 
 unpack() {
     local from=.carry/built
     tar -xJf "$from/programs.tar.xz" && tar -xJf "$from/wiki.tar.xz" && mkdir -p ../shared/data &&
         tar -C ../shared/data -xJf "$from/tokenizer.tar.xz" && touch build/unpacked || { echo "FAILED: unpack"; exit 1; }
+}
+
+# The optimizer's table of some sizes on one GPU, to build/logs/optim_NAME.csv and .log.
+table() { # GPU SIZES NAME
+    CUDA_VISIBLE_DEVICES=$1 ./build/dev/optim --sizes "$2" --csv "build/logs/optim_$3.csv" > "build/logs/optim_$3.log" 2>&1
+}
+
+# Both tables, at once where there are two GPUs.
+tables() {
+    if [ "$gpus" -gt 1 ]; then
+        table 0 1g,124m a &
+        table 1 1558m b || failed build/logs/optim_b.log
+        wait $! || failed build/logs/optim_a.log
+    else
+        table 0 1g,124m a || failed build/logs/optim_a.log
+        table 0 1558m b || failed build/logs/optim_b.log
+    fi
+    tail -n 1 build/logs/optim_a.log build/logs/optim_b.log
+}
+
+# The default run with every preset: its last validation.
+default_presets() {
+    local rc=0
+    for preset in $(./train --list-presets | awk 'NR > 1 && $1 !~ /^--/ { print $1 }'); do
+        rm -rf build/preset
+        printf '%-12s ' "$preset"
+        ./train --preset "$preset" --run build/preset --sample-every 0 2>&1 | grep -E '^val +400 ' || { echo died; rc=1; }
+    done
+    return $rc
+}
+
+# GPT-2 124M: the log, whether a resumed run ends with the same bytes, whether transformers finds our validation loss.
+train_gpt2() {
+    rm -rf build/gpt2 build/resume_from build/resumed
+    ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --val-tokens 655360 --save-every 250 --keep 3 \
+        --print-every 10 --prompt "The city of" --run build/gpt2 2>&1 | tee "$OUT/train.log" || { failed "$OUT/train.log"; return; }
+    cp build/gpt2/log.jsonl "$OUT/log.jsonl"
+    cp -r build/gpt2/step_00000250 build/resume_from
+    ./train --resume build/resume_from --run build/resumed --sample-every 0 2>&1 | tail -n 6 | tee "$OUT/resume.log" || failed "$OUT/resume.log"
+    for file in model.safetensors optimizer.safetensors; do
+        cmp build/gpt2/step_00000300/$file build/resumed/step_00000300/$file && echo "$file: resumed == uninterrupted" || failed "$file"
+    done
+    # On the same 640 windows.
+    ours=$(grep '"type": "val"' build/gpt2/log.jsonl | tail -n 1 | sed 's/.*"loss": \([0-9.]*\).*/\1/')
+    echo "our validation loss: $ours" | tee "$OUT/export.log"
+    python3 dev/reference/check_export.py build/gpt2/step_00000300 --tokens build/wiki/val_000000.bin --windows 640 \
+        --batch 16 --expect "$ours" --tolerance 0.01 2>&1 | tail -n 3 | tee -a "$OUT/export.log" || failed "$OUT/export.log"
+    ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" || failed "$OUT/sample.log"
 }
 
 # 500 steps of GPT-2 124M with each preset named, a GPU each.
@@ -193,48 +239,25 @@ for step in "$@"; do
         tar -C build -czf "$OUT/logs.tgz" logs ;;
     speed)
         mkdir -p build/logs
-        CUDA_VISIBLE_DEVICES=0 ./build/dev/optim --sizes 1g,124m --csv build/logs/optim_a.csv > build/logs/optim_a.log 2>&1 &
-        [ "$gpus" -gt 1 ] || wait
-        CUDA_VISIBLE_DEVICES=$((gpus > 1)) ./build/dev/optim --sizes 1558m --csv build/logs/optim_b.csv > build/logs/optim_b.log 2>&1 &
-        wait
-        tail -n 1 build/logs/optim_a.log build/logs/optim_b.log
+        tables
         presets ${PRESETS:-}
         echo "measured after $SECONDS s"
         tar -C build -czf "$OUT/logs.tgz" logs ;;
     bench)
         build train build/dev/bench build/dev/attention build/dev/optim
-        ./build/dev/attention 2>&1 | tee "$OUT/attention.log"
-        ./build/dev/bench 2>&1 | tee "$OUT/bench.log" ;;
+        ./build/dev/attention 2>&1 | tee "$OUT/attention.log" || failed "$OUT/attention.log"
+        ./build/dev/bench 2>&1 | tee "$OUT/bench.log" || failed "$OUT/bench.log" ;;
     optim)
         build train build/dev/optim
-        ./build/dev/optim --csv "$OUT/optim.csv" 2>&1 | tee "$OUT/optim.log"
-        for preset in $(./train --list-presets | awk 'NR > 1 && $1 !~ /^--/ { print $1 }'); do
-            rm -rf build/preset
-            printf '%-12s ' "$preset"
-            ./train --preset "$preset" --run build/preset --sample-every 0 2>&1 | grep -E '^val +400 '
-        done | tee "$OUT/presets.log" ;;
+        ./build/dev/optim --csv "$OUT/optim.csv" 2>&1 | tee "$OUT/optim.log" || failed "$OUT/optim.log"
+        default_presets | tee "$OUT/presets.log" || failed "$OUT/presets.log" ;;
     default)
         build train
-        rm -rf build/default && ./train --run build/default 2>&1 | tee "$OUT/default.log" | tail -n 40 ;;
+        rm -rf build/default && ./train --run build/default 2>&1 | tee "$OUT/default.log" | tail -n 40 || failed "$OUT/default.log" ;;
     train)
         build train
-        corpus
-        rm -rf build/gpt2
-        ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --val-tokens 655360 --save-every 250 --keep 3 \
-            --print-every 10 --prompt "The city of" --run build/gpt2 2>&1 | tee "$OUT/train.log"
-        cp build/gpt2/log.jsonl "$OUT/log.jsonl"
-        # Resumed from step 250, the same bytes at step 300.
-        cp -r build/gpt2/step_00000250 build/resume_from
-        ./train --resume build/resume_from --run build/resumed --sample-every 0 2>&1 | tail -n 6 | tee "$OUT/resume.log"
-        for file in model.safetensors optimizer.safetensors; do
-            cmp build/gpt2/step_00000300/$file build/resumed/step_00000300/$file && echo "$file: resumed == uninterrupted"
-        done | tee -a "$OUT/resume.log"
-        # transformers loads the checkpoint and finds our validation loss on the same 640 windows.
-        ours=$(grep '"type": "val"' build/gpt2/log.jsonl | tail -n 1 | sed 's/.*"loss": \([0-9.]*\).*/\1/')
-        echo "our validation loss: $ours" | tee "$OUT/export.log"
-        python3 dev/reference/check_export.py build/gpt2/step_00000300 --tokens build/wiki/val_000000.bin --windows 640 \
-            --batch 16 --expect "$ours" --tolerance 0.01 2>&1 | tail -n 3 | tee -a "$OUT/export.log"
-        ./train --sample "The history of" --model build/gpt2/step_00000300 --sample-tokens 100 | tee "$OUT/sample.log" ;;
+        corpus || { failed corpus; continue; }
+        train_gpt2 ;;
     study)
         build train
         corpus || { failed corpus; continue; }

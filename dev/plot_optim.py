@@ -21,8 +21,17 @@ except ImportError as missing:
 COLOURS = ["#0072B2", "#56B4E9", "#009E73"]  # Okabe and Ito's
 
 
-def main():
-    parser = argparse.ArgumentParser(description="draw the table of dev/optim")
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; --help lists the options")
+
+
+def draw():
+    parser = Parser(description="draw the table of dev/optim")
     parser.add_argument("csv", help="what dev/optim --csv wrote")
     parser.add_argument("-o", "--output", default="optim.png", help="picture to write (.png, .svg or .pdf) [%(default)s]")
     arguments = parser.parse_args()
@@ -31,11 +40,9 @@ def main():
             rows = list(csv.DictReader(file))
         share = {(row["combination"], row["size"]): float(row["percent_of_copy"]) for row in rows}
     except (OSError, KeyError, ValueError) as error:
-        print(f"plot_optim: error: {arguments.csv}: {error}; give the file that dev/optim --csv wrote", file=sys.stderr)
-        sys.exit(2)
+        raise Problem(f"{arguments.csv}: {error}; give the file that dev/optim --csv wrote") from None
     if not rows:
-        print(f"plot_optim: error: {arguments.csv} holds no rows; give the file that dev/optim --csv wrote", file=sys.stderr)
-        sys.exit(2)
+        raise Problem(f"{arguments.csv} holds no rows; give the file that dev/optim --csv wrote")
     names = list(dict.fromkeys(row["combination"] for row in rows))
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     figure, axes = plt.subplots(figsize=(8, 1 + 0.28 * len(names)))
@@ -52,8 +59,20 @@ def main():
     axes.set_xlabel("bytes that must move over time, % of the copy rate of the same run")
     axes.legend(fontsize=7, loc="lower left")
     figure.tight_layout()
-    figure.savefig(arguments.output, dpi=110)
+    try:
+        figure.savefig(arguments.output, dpi=110)
+    except (OSError, ValueError) as error:
+        raise Problem(f"{arguments.output}: {error}; give a .png, .svg or .pdf in a folder that is there") from None
+
+
+def main():
+    try:
+        draw()
+    except Problem as problem:
+        print(f"plot_optim: error: {problem}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,7 @@ A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
 all at the same time, and ms of one GPU is their mean. GiB is the plan, and beside it the most that nvidia-smi has shown on
 the first GPU, less what was in use before the run, and the ratio of the two. A run that dies is a row with its last
-words; the others go on, and the exit status is 1.
+words; the others go on, and the exit status is 1; 2 where what was typed is wrong.
 
 With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on four GPUs take
 longer than a machine that is lent for minutes runs one command. Options of ./train may follow.
@@ -30,6 +30,15 @@ import time
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem("%s; --help lists the options" % message)
+
+
 class Died(Exception):
     """A run ended before its steps were done; its last words."""
 
@@ -47,9 +56,12 @@ def write_tokens(path, tokens):
 def ask_gpus(what, *more):
     """A line for each GPU."""
     query = ["nvidia-smi", "--query-gpu=" + what, "--format=csv,noheader,nounits", *more]
-    found = subprocess.run(query, capture_output=True, text=True)
+    try:
+        found = subprocess.run(query, capture_output=True, text=True)
+    except OSError as error:
+        raise Problem("nvidia-smi: %s; this table wants NVIDIA GPUs and their driver" % error.strerror) from None
     if found.returncode != 0:
-        raise SystemExit("scaling: %s: %s" % (" ".join(query), found.stdout + found.stderr))
+        raise Problem("%s: %s" % (" ".join(query), " ".join((found.stdout + found.stderr).split())))
     return found.stdout.split()
 
 
@@ -95,7 +107,7 @@ class Run:
         end = time.monotonic() + 60
         while memory_in_use(self.gpu) > self.before + 0.1:
             if time.monotonic() > end:
-                raise SystemExit("scaling: memory of the first GPU is taken since the run began, by another program?")
+                raise Problem("memory of GPU %s is taken since the run began, by another program; stop that one" % self.gpu)
             time.sleep(0.1)
         if len(train) < self.steps:
             print(output, file=sys.stderr)
@@ -112,8 +124,11 @@ class Kept:
     def __init__(self, path):
         self.path, self.found = path, {}
         if path and os.path.exists(path):
-            with open(path) as file:
-                self.found = {json.dumps(key): found for key, found in map(json.loads, file)}
+            try:
+                with open(path) as file:
+                    self.found = {json.dumps(key): found for key, found in map(json.loads, file)}
+            except (OSError, ValueError, TypeError) as error:
+                raise Problem("--keep %s: %s; give another file, or remove it to begin anew" % (path, error)) from None
 
     def get(self, key, measure):
         text = json.dumps(key)
@@ -126,8 +141,19 @@ class Kept:
         return self.found[text]
 
 
+def numbers(name, texts):
+    """Each of them 1 or more."""
+    try:
+        found = [int(text) for text in texts]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise Problem("%s wants numbers of 1 or more" % name)
+    return found
+
+
 def options_read():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4")
     parser.add_argument("--gpus", help="default: those of 1, 2 and 4 that there are")
     parser.add_argument("--shard", default="none,states,grads,weights")
@@ -139,12 +165,18 @@ def options_read():
     options, options.more = parser.parse_known_args()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     options.names = visible.split(",") if visible else ask_gpus("index")
-    counts = [int(count) for count in (options.gpus or "1,2,4").split(",")]
+    counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4").split(","))
     options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
     if max(options.counts) > len(options.names):
-        raise SystemExit("scaling: --gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
+        raise Problem("--gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
     if options.skip >= options.steps:
-        raise SystemExit("scaling: --skip %d leaves none of --steps %d" % (options.skip, options.steps))
+        raise Problem("--skip %d leaves none of --steps %d" % (options.skip, options.steps))
+    sizes = [text.split(":") for text in options.sizes.split(",")]
+    if any(len(size) != 3 for size in sizes):
+        raise Problem("--sizes %s: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1" % options.sizes)
+    options.sizes = [(model, *numbers("--sizes %s" % options.sizes, size)) for model, *size in sizes]
+    if not os.access(options.trainer, os.X_OK):
+        raise Problem("--trainer %s is not there, or no program; type `make`" % options.trainer)
     return options
 
 
@@ -185,19 +217,27 @@ def table_rows(options, kept, folder, size):
                 plan, seen, seen / plan, loss)
 
 
-def main():
+def measure():
+    """Prints the table; whether a run died."""
     options = options_read()
     kept, dead = Kept(options.keep), False
     print("| size, batch x micro-batches a GPU | GPUs | shard | ms | tokens/s | of N x | GiB planned | seen | ratio | loss |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         write_tokens(folder + "/tokens.bin", 1 << 22)
-        for text in options.sizes.split(","):
-            model, batch, micro_batches = text.split(":")
-            for row in table_rows(options, kept, folder, (model, int(batch), int(micro_batches))):
+        for size in options.sizes:
+            for row in table_rows(options, kept, folder, size):
                 dead = dead or " died: " in row
                 print(row, flush=True)
-    return 1 if dead else 0
+    return dead
+
+
+def main():
+    try:
+        return 1 if measure() else 0
+    except Problem as problem:
+        print("scaling: error: %s" % problem, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ def by_step(records, kind):
 
 
 def loss_curve(row, kind="val"):
-    """(tokens, mean over the seeds that are done)."""
-    points = by_step(row.done.values(), kind)
+    """(tokens, mean over the seeds that are done, or where none is, over those that diverged, as far as they came)."""
+    points = by_step(row.drawn.values(), kind)
     return [tokens(row, step) for step in points], [statistics.fmean(losses) for losses in points.values()]
 
 

@@ -1,12 +1,14 @@
 """The pictures as PNG, by matplotlib: loss curves, differences to the baseline, and bytes against final loss."""
 
 import io
+import itertools
 
 import matplotlib
 from PIL import Image
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patheffects import withStroke
 
 from curves import band, difference_curve, front, loss_curve
 from table import groups
@@ -23,6 +25,25 @@ STYLE = {
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
 }
+
+
+BYTES = [1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16]  # ticks of the axis of bytes a parameter
+# Of the axes that are linear to 0.01 nats on both sides and logarithmic beyond.
+TICKS = [0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
+
+
+def nats_axis(axes):
+    axes.set_yscale("symlog", linthresh=0.01, linscale=1.5)
+    axes.yaxis.set_major_locator(matplotlib.ticker.FixedLocator([-t for t in TICKS[:0:-1]] + TICKS))
+    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+
+
+def plain(text):
+    """A name as it is: matplotlib reads $...$ as formulas, leaves labels with _ before them out of legends, and gives a
+    long one all the width."""
+    text = text if len(text) <= 100 else text[:60] + "..." + text[-37:]
+    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def style(i):
@@ -49,14 +70,14 @@ def save(figure, path):
 
 def panels(table):
     """A panel for each group that has curves, as tall as its legend; [(axes, rows), ...]."""
-    parts = [(group, [row for row in rows if row.done]) for group, rows in groups(table).items()]
+    parts = [(group, [row for row in rows if row.drawn]) for group, rows in groups(table).items()]
     parts = [(group, rows) for group, rows in parts if rows]
     heights = [max(3.2, 0.5 + 0.175 * len(rows)) for _, rows in parts]
     figure, all_axes = plt.subplots(
         len(parts), 1, figsize=(8.5, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
     )
     for axes, (group, _) in zip(all_axes[:, 0], parts):
-        axes.set_title(group, loc="left", fontweight="bold")
+        axes.set_title(plain(group), loc="left", fontweight="bold")
         axes.set_xlabel("tokens")
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     return figure, list(zip(all_axes[:, 0], [rows for _, rows in parts]))
@@ -72,13 +93,17 @@ def draw_losses(table, facts, path):
     figure, parts = panels(table)
     base = {row.name: row for row in table}[facts["baseline"]]
     for axes, rows in parts:
-        if base.done:
-            axes.plot(*loss_curve(base), color="black", linewidth=2, label=f"{base.name} ({base.loss:.4f})", zorder=3)
-        for i, row in enumerate(row for row in rows if row is not base):
-            axes.plot(*loss_curve(row), linewidth=1, label=f"{row.name} ({row.loss:.4f})", **style(i))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        curves = [(base, {"color": "black", "linewidth": 2, "zorder": 3})] if base.done else []
+        curves += [(row, {"linewidth": 1, **style(i)}) for i, row in enumerate(row for row in rows if row is not base)]
+        late = []
+        for row, look in curves:
+            x, y = loss_curve(row)
+            ends = f"{row.loss:.4f}" if row.done else "diverged"
+            axes.plot(x, y, label=plain(f"{row.name} ({ends})"), **look)
+            late += [loss for at, loss in zip(x, y) if row.done and at >= 0.1 * x[-1]]
+        if late:  # the first tenth, from some 11 nats on, would take the height that the rest differs in
+            margin = 0.03 * (max(late) - min(late)) + 1e-3
+            axes.set_ylim(min(late) - margin, max(late) + margin)
         axes.set_ylabel("validation loss (nats)")
         legend(axes)
     save(figure, path)
@@ -88,37 +113,43 @@ def draw_differences(table, facts, path):
     figure, parts = panels(table)
     by_name = {row.name: row for row in table}
     for axes, rows in parts:
-        shown = {}
-        for i, row in enumerate(row for row in rows if row.name != row.baseline):
+        shown, lines = {}, itertools.cycle(DASHES[1:])
+        for i, row in enumerate(row for row in rows if row.done and row.name != row.baseline):
             x, y = difference_curve(row, by_name[row.baseline])
             if x:
                 shown[row.baseline] = True
-                label = row.name + ("" if row.difference is None else f" ({row.difference:+.4f})")
-                axes.plot(x, y, linewidth=1, marker=".", markersize=3, label=label, **style(i))
+                to = "" if row.baseline == facts["baseline"] else f" to {row.baseline}"
+                label = row.name + ("" if row.difference is None else f" ({row.difference:+.4f}{to})")
+                axes.plot(x, y, linewidth=1, marker=".", markersize=3, label=plain(label), **style(i))
         for name in shown or {facts["baseline"]: True}:
             x, low, high = band(by_name[name])
             if x:
-                label = f"{name}: ± 1 s.d. of {len(by_name[name].done)} seeds"
-                axes.fill_between(x, low, high, color="black", alpha=0.12, linewidth=0, label=label)
+                label = plain(f"{name}: ± 1 s.d. of {len(by_name[name].done)} seeds")
+                if name == facts["baseline"]:
+                    axes.fill_between(x, low, high, color="black", alpha=0.12, linewidth=0, label=label)
+                else:  # other baselines' are lines: bands over each other cannot be told apart
+                    look = {"color": "#777777", "linewidth": 0.8, "linestyle": next(lines)}
+                    axes.plot(x, low, **look)
+                    axes.plot(x, high, label=label, **look)
         axes.axhline(0, color="black", linewidth=1)
-        axes.set_yscale("symlog", linthresh=0.01, linscale=1.5)
-        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        nats_axis(axes)
         axes.set_ylabel("− baseline (nats; linear to ±0.01)")
         legend(axes)
     save(figure, path)
 
 
-def place_labels(figure, axes, points):
-    """A label beside each of [(x, y, text), ...] in order of rank, where none is in the way; else none."""
+def place_labels(figure, axes, points, dots):
+    """A label beside each of [(x, y, text), ...] in order of rank, where no other and no dot is in the way; else none."""
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     inside, taken = axes.get_window_extent(renderer), []
-    for x, y, _ in points:
+    for x, y in dots:
         px, py = axes.transData.transform((x, y))
         taken.append(matplotlib.transforms.Bbox.from_bounds(px - 3, py - 3, 6, 6))
     for x, y, text in points:
         for dx, dy, ha, va in PLACES:
-            label = axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=ha, va=va)
+            look = {"fontsize": 7, "ha": ha, "va": va, "path_effects": [withStroke(linewidth=2, foreground="white")]}
+            label = axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", **look)
             box = label.get_window_extent(renderer)
             fits = inside.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
             if fits and not any(box.overlaps(other) for other in taken):
@@ -148,24 +179,26 @@ def draw_pareto(table, facts, path):
     for i, (group, rows) in enumerate(groups(ended).items()):
         x, y = [row.bytes for row in rows], [row.level for row in rows]
         errors = [row.level_error or 0.0 for row in rows]
-        axes.errorbar(x, y, errors, fmt="o", markersize=4, elinewidth=0.7, color=COLOURS[i % len(COLOURS)], label=group)
+        axes.errorbar(x, y, errors, fmt="o", markersize=4, elinewidth=0.7, color=COLOURS[i % len(COLOURS)], label=plain(group))
     best = front(ended)
     axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator([1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16]))
+    axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(BYTES))
     axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.set_yscale("symlog", linthresh=0.01, linscale=1.5)
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    nats_axis(axes)
     axes.margins(0.08)
     axes.set_xlabel("bytes of weights and states a parameter")
     its = f" − {base.name}'s {base.loss:.4f}" if base.done else ""
-    axes.set_ylabel(f"final validation loss{its} (nats)")
+    axes.set_ylabel(plain(f"final validation loss{its} (nats)"))
     axes.legend(frameon=False, fontsize=7.5)
     first = next(iter(groups(table)), None)
     ranked = best + [row for row in ended if row not in best and row.group == first]
     ranked += [row for row in ended if row not in ranked]
-    place_labels(figure, axes, [(row.bytes, row.level, row.name) for row in ranked])
+    # Of many rows the first group's alone have their names there; the HTML page tells the others.
+    named = ranked if len(ranked) <= 25 else [row for row in ranked if row.group == first]
+    dots = [(row.bytes, row.level) for row in ranked]
+    place_labels(figure, axes, [(row.bytes, row.level, plain(row.name)) for row in named], dots)
     save(figure, path)
 
 

@@ -17,7 +17,7 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from curves import band, difference_curve, front, loss_curve
-from draw import COLOURS
+from draw import BYTES, COLOURS
 from table import HEADINGS, cells, groups
 
 DASHES = ["solid", "dashed", "dotted", "dotdash"]
@@ -55,12 +55,21 @@ def window(values):
     return Range1d(-limit, limit)
 
 
+def whole(values):
+    margin = 0.05 * (max(values) - min(values)) + 1e-4
+    return Range1d(min(values) - margin, max(values) + margin)
+
+
 def curves_figure(title, y, curves, bands=(), **more):
     """[(label, x, y, whether black), ...] and bands [(label, x, low, high), ...] over tokens."""
     plot = new_figure(title, "tokens (millions)", y, **more)
     items = []
-    for label, x, low, high in bands:
-        items.append((label, [plot.varea(x=millions(x), y1=low, y2=high, fill_color="black", fill_alpha=0.12)]))
+    for i, (label, x, low, high) in enumerate(bands):
+        if i == 0:
+            items.append((label, [plot.varea(x=millions(x), y1=low, y2=high, fill_color="black", fill_alpha=0.12)]))
+        else:  # bands over each other cannot be told apart
+            look = {"color": "#777777", "line_dash": DASHES[1:][(i - 1) % 3]}
+            items.append((label, [plot.line(millions(x), low, **look), plot.line(millions(x), high, **look)]))
     for i, (label, x, values, black) in enumerate(curves):
         colour = "black" if black else COLOURS[i % len(COLOURS)]
         dash = "solid" if black else DASHES[i // len(COLOURS) % len(DASHES)]
@@ -79,7 +88,7 @@ def curves_figure(title, y, curves, bands=(), **more):
 def group_figures(group, rows, by_name, facts):
     """Differences, validation loss and training loss of a group."""
     base = by_name[facts["baseline"]]
-    done = [row for row in rows if row.done]
+    done, drawn = [row for row in rows if row.done], [row for row in rows if row.drawn]
     differences = [
         (row.name, *difference_curve(row, by_name[row.baseline]), False) for row in done if row.name != row.baseline
     ]
@@ -94,7 +103,7 @@ def group_figures(group, rows, by_name, facts):
     plot.add_layout(Span(location=0, dimension="width", line_color="black", line_width=1))
     figures = [plot] if differences else []
     for kind, title in (("val", "validation loss"), ("train", "training loss")):
-        rest = [(row.name, *loss_curve(row, kind), False) for row in done if row is not base]
+        rest = [(row.name, *loss_curve(row, kind), False) for row in drawn if row is not base]
         first = [(base.name, *loss_curve(base, kind), True)] if base.done else []
         figures.append(curves_figure(f"{group}: {title}", f"{title} (nats)", rest + first, y_axis_type="log"))
     return figures
@@ -108,9 +117,10 @@ def pareto_figure(table, facts):
         "Bytes a parameter against final loss", "bytes of weights and states a parameter", y, x_axis_type="log"
     )
     items, best = [], front(ended)
+    plot.xaxis.ticker = BYTES
     plot.x_range = Range1d(0.85 * min(row.bytes for row in ended), 1.3 * max(row.bytes for row in ended))
     if base.done:
-        plot.y_range = window([row.level for row in ended])
+        plot.y_range = whole([row.level for row in ended])
     plot.line([row.bytes for row in best], [row.level for row in best], color="black", line_width=1)
     renderers = []
     for i, (group, rows) in enumerate(groups(ended).items()):
@@ -123,11 +133,12 @@ def pareto_figure(table, facts):
         fields["difference"] = [cells(row)[7] for row in rows]
         fields["error"] = [cells(row)[8] or "-" for row in rows]
         dots = plot.scatter("x", "y", source=ColumnDataSource(fields), size=8, color=COLOURS[i % len(COLOURS)])
-        names = plot.text(
-            "x", "y", text="name", source=dots.data_source, text_font_size="8pt", x_offset=6, text_baseline="middle"
-        )
-        items.append((group, [dots, names]))
+        items.append((group, [dots]))
         renderers.append(dots)
+    named = [row for row in best if row.group == table[0].group]  # the first group, presets in the studies here
+    fields = {"x": [row.bytes for row in named], "y": [row.level for row in named], "name": [row.name for row in named]}
+    look = {"text_font_size": "8pt", "x_offset": 6, "y_offset": -2}
+    items.append(("names of the best", [plot.text("x", "y", text="name", source=ColumnDataSource(fields), **look)]))
     tips = [("", "@name"), ("bytes", "@x{0.000}"), ("loss", "@loss{0.0000}"), ("− baseline", "@difference ± @error")]
     plot.add_tools(HoverTool(tooltips=tips, renderers=renderers))
     add_legend(plot, items)
@@ -164,7 +175,7 @@ def page(table, facts):
         put(pareto_figure(table, facts))
     for group, rows in groups(table).items():
         body.append(f"<h2>{html.escape(group)}</h2>\n{table_html(rows)}")
-        if any(row.done for row in rows):
+        if any(row.drawn for row in rows):
             for plot in group_figures(group, rows, by_name, facts):
                 put(plot)
     body.append("".join(f"<p>{html.escape(line)}</p>\n" for line in facts["legend"]))

@@ -12,16 +12,19 @@ import math
 import os
 import re
 import struct
+import sys
 
+from sweep import slug
 from trainer import read_plan
 
 ITS_OWN = ("run", "resume", "sample", "data", "val")  # differ from start to start or from machine to machine
+RISEN = 0.1  # nats above the loss of the initial weights, where a loss is no result but a run that has diverged
+DIVERGED = re.compile(r"step \d+: the loss is \S+ and the norm of the gradient [^;]*")  # ./train's last words
 POINTS = 200  # of the training loss: the mean of as many runs of steps
 
 
-def read_log(folder):
-    """(config, {"train": [...], "val": [...]}) of a run folder, without what a resume replaced."""
-    config, records = {}, {"train": {}, "val": {}}
+def log_lines(folder):
+    """The records of log.jsonl; a line that a kill cut short is none."""
     try:
         lines = (folder / "log.jsonl").read_text("utf-8", "replace").split("\n")
     except OSError:
@@ -29,8 +32,21 @@ def read_log(folder):
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # cut short by a kill
+        except ValueError:
             continue
+        if isinstance(record, dict):
+            yield record
+
+
+def resumes(folder):
+    """The steps from which it went on, one for each time that it did."""
+    return [record["step"] for record in log_lines(folder) if record.get("type") == "resume"]
+
+
+def read_log(folder):
+    """(config, {"train": [...], "val": [...]}) of a run folder, without what a resume replaced."""
+    config, records = {}, {"train": {}, "val": {}}
+    for record in log_lines(folder):
         kind = record.get("type")
         if kind == "config":
             config = record
@@ -108,18 +124,15 @@ def outcome(returncode, steps, log, words):
         final = [record["loss"] for record in log["val"] if record["step"] == reached]
         if not final:
             return "died", "there was no validation at the end; leave val-every above 0"
-        return (
-            ("done", "")
-            if final[-1] is not None
-            else ("diverged", f"the validation loss of step {reached} is not finite")
-        )
-    if log["train"] and log["train"][-1]["loss"] is None:
-        told = (
-            re.match(r"step \d+: the loss is \S+ and the norm of the gradient [^;]*", sentences[-1])
-            if sentences
-            else None
-        )
-        return "diverged", told[0] if told else f"step {reached}: the loss is not finite"
+        if final[-1] is None:
+            return "diverged", f"the validation loss of step {reached} is not finite"
+        begin = log["val"][0]
+        if begin["step"] == 0 and begin["loss"] is not None and final[-1] > begin["loss"] + RISEN:
+            return "diverged", f"the validation loss rose from {begin['loss']:.4f} to {final[-1]:.4f}"
+        return "done", ""
+    told = DIVERGED.match(sentences[-1]) if sentences and returncode > 0 else None
+    if told:
+        return "diverged", told[0]
     if returncode < 0:
         return "died", f"killed by signal {-returncode} at step {reached} of {steps}"
     if returncode == 0:
@@ -168,16 +181,37 @@ def make(run, folder, returncode, words, weights):
     }
 
 
+def is_record(record):
+    """Whether it has what a report is made from, as `make` writes it."""
+    number, losses = (int, float), lambda pairs: all(len(pair) == 2 for pair in pairs)
+    return (
+        isinstance(record, dict)
+        and all(type(record[key]) is str for key in ("name", "status", "reason", "options_key", "data_key"))
+        and all(isinstance(record[key], int) for key in ("seed", "steps", "tokens_per_step", "skipped", "sharing"))
+        and all(isinstance(record[key], number) for key in ("weights_bytes", "state_bytes"))
+        and all(record[key] is None or isinstance(record[key], number) for key in ("tokens_per_second", "memory_mib"))
+        and isinstance(record["resolved"], dict)
+        and isinstance(record["final_loss"], number) == (record["status"] == "done")
+        and losses(record["val"])
+        and losses(record["train"])
+        and "device" in record
+    )
+
+
 def read_all(folder):
-    """{(name, seed): record} of a folder of records, and what could not be read."""
-    records, damaged = {}, []
+    """{(name, seed): record} of a folder of records; what is none, or not under its own name, is told."""
+    records = {}
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text("utf-8"))
-            records[record["name"], record["seed"]] = record
+            good = is_record(record) and path.stem == slug(record["name"], record["seed"])
         except (OSError, ValueError, KeyError, TypeError):
-            damaged.append(path)
-    return records, damaged
+            good = False
+        if good:
+            records[record["name"], record["seed"]] = record
+        else:
+            print(f"compare: notice: {path} is no record of a run, or not under its own name: left out", file=sys.stderr)
+    return records
 
 
 def write(path, record):

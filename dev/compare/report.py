@@ -25,15 +25,19 @@ def listed(records, key):
     return ", ".join(sorted({str(record[key]) for record in records if record.get(key)})) or "unknown"
 
 
+def shape_of(record):
+    its = f"{record['steps']:,} steps of {record['tokens_per_step']:,} tokens"
+    return f"{record['parameters'] or 0:,} parameters; {its}"
+
+
 def facts_of(sweep, table, stale):
     """What the report says above and below the table."""
     used = [record for row in table for record in row.records.values()]
     wanted = sum(row.seeds for row in table)
-    first = next((record for record in used if record["status"] == "done"), used[0])
+    shapes = [shape_of(record) for record in used if record["status"] == "done"] or [shape_of(used[0])]
     lines = [
         f"{len(used)} of {wanted} runs have ended. Baseline: {sweep.baseline}.",
-        f"{first['parameters'] or 0:,} parameters; {first['steps']:,} steps of {first['tokens_per_step']:,} tokens; "
-        f"data: {listed(used, 'data')}.",
+        f"{', or '.join(dict.fromkeys(shapes))}; data: {listed(used, 'data')}.",
         f"Device: {listed(used, 'device')}. Commit: {listed(used, 'commit')}.",
     ]
     notices = []
@@ -50,12 +54,11 @@ def facts_of(sweep, table, stale):
 
 
 def write(sweep, folder):
-    records, damaged = record.read_all(folder / "runs")
-    if damaged:
-        raise Problem(f"{damaged[0]} is no record of a run; remove it, or run the sweep again")
+    records = record.read_all(folder / "runs")
     table, stale = tables.rows(sweep, records)
     if not any(row.records for row in table):
-        raise Problem(f"{folder / 'runs'} holds no run of {sweep.path}; run it first, or name another --out")
+        other = f" but {stale} of other options" if stale else ""
+        raise Problem(f"{folder / 'runs'} holds no run of {sweep.path}{other}; run it first, or name another --out")
     facts = facts_of(sweep, table, stale)
     (folder / "table.csv").write_text(tables.csv_text(table), "utf-8")
     (folder / "table.md").write_text(tables.markdown(table, facts), "utf-8")

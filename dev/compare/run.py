@@ -17,7 +17,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 if sys.version_info < (3, 11):
-    sys.exit("compare: error: Python 3.11 or later reads sweep files; type `.venv/bin/python` or `python3.11`")
+    print("compare: error: Python 3.11 or later reads sweep files; type `.venv/bin/python` or `python3.11`", file=sys.stderr)
+    sys.exit(2)
 
 import record
 import runner
@@ -59,6 +60,7 @@ def options_read(arguments):
         "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
     )
     parser.add_argument("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")
+    parser.add_argument("--replace", action="store_true", help="run again what is done with other options or another corpus")
     parser.add_argument("--no-report", action="store_true", help="run, and leave the report for later")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -66,8 +68,10 @@ def options_read(arguments):
     for text in options.set:
         if "=" not in text:
             raise Problem(f"--set {text}: write --set OPTION=VALUE, such as --set data=build/wiki")
+    if options.budget is not None and not options.budget >= 0:
+        raise Problem(f"--budget {options.budget:g}: give seconds, 0 or more")
     options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
-    options.overrides = dict(text.split("=", 1) for text in options.set)
+    options.overrides = {name: sweeps.canonical(its) for name, its in (text.split("=", 1) for text in options.set)}
     options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
     return options
@@ -94,11 +98,29 @@ def is_done(run, trainer, records):
     return found["options_key"] == run.options_key() and found["data_key"] == trainer.data_key(run)
 
 
+def refuse_to_replace(todo, trainer, records, folder):
+    """A finished run of other options or of another corpus is somebody's result."""
+    finished = [run for run in todo if records.get((run.name, run.seed), {}).get("status") in ("done", "diverged")]
+    if finished:
+        its = records[finished[0].name, finished[0].seed]
+        what = "corpus" if its["options_key"] == finished[0].options_key() else "options"
+        raise Problem(
+            f"{folder} holds {len(finished)} finished runs of these names but of other options or another corpus "
+            f"({finished[0].label}: other {what}); type another --out and --work, or --replace to lose them"
+        )
+
+
 def gpus_of(options, runs):
     """GPUs to spread runs over; none where all run on the CPU."""
     if all(run.options.get("device") == "cpu" for run in runs):
         return []
-    return options.gpus.split(",") if options.gpus else runner.gpus_at_hand(os.environ)
+    if options.gpus is None:
+        return runner.gpus_at_hand(os.environ)
+    names = [name.strip() for name in options.gpus.split(",")]
+    if not all(names) or not runner.gpus_at_hand({}):
+        said = "this machine shows none" if all(names) else "give numbers of nvidia-smi, such as --gpus 0,1"
+        raise Problem(f"--gpus {options.gpus!r}: {said}")
+    return names
 
 
 def tell_plan(todo, done):
@@ -115,9 +137,7 @@ def run_sweep(options):
     """Runs what is not done; the exit status."""
     trainer = Trainer(options.trainer)
     sweep = sweeps.load(options.sweep, options.overrides, trainer.options)
-    records, damaged = record.read_all(options.out / "runs")
-    for path in damaged:
-        print(f"compare: notice: {path} is no record of a run; it is run again", file=sys.stderr)
+    records = record.read_all(options.out / "runs")
     gpus = gpus_of(options, sweep.runs)
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {})}
     wanted = [run for run in sweep.runs if not options.only or any(fnmatchcase(run.name, p) for p in options.only)]
@@ -126,6 +146,8 @@ def run_sweep(options):
     done = [run for run in wanted if is_done(run, trainer, records)]
     todo = [run for run in wanted if run not in done]
     check(sweep, todo, trainer, environment, options.no_check)
+    if not options.replace:
+        refuse_to_replace(todo, trainer, records, options.out / "runs")
     if options.dry_run:
         tell_plan(todo, done)
         return 0
@@ -144,14 +166,14 @@ def run_sweep(options):
     whole = at_work.go(todo)
     ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
     print(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / 'runs'}")
-    return 0 if whole else 130
+    return 130 if not whole else 1 if at_work.count["died"] else 0
 
 
 def main(arguments=None):
     try:
         options = options_read(arguments)
         status = 0 if options.report_only else run_sweep(options)
-        if options.dry_run or options.no_report or status != 0:
+        if options.dry_run or options.no_report or status == 130:
             return status
         try:
             import report
@@ -166,6 +188,9 @@ def main(arguments=None):
         return status
     except Problem as problem:
         print(f"compare: error: {problem}", file=sys.stderr)
+        return 2
+    except OSError as error:  # of a folder or the trainer that was typed, or a full disk
+        print(f"compare: error: {error}; see --out, --work and --trainer", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first run or in the report; runner.py stops runs by itself
         return 130

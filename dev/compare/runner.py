@@ -22,6 +22,7 @@ import record
 from sweep import Problem
 from trainer import ROOT
 
+TELL_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 PATIENCE = 60.0  # seconds in which a child may write its checkpoint after SIGTERM
 
 
@@ -59,6 +60,7 @@ class Job:
     folder: Path
     process: subprocess.Popen
     first: int  # step at which it began
+    resumes: int  # of its log before this start
     started: float
     hung: bool = False
 
@@ -75,11 +77,12 @@ class Runner:
     def __init__(self, sweep, trainer, work, records, jobs, gpus, until, silence, commit):
         self.sweep, self.trainer, self.work, self.records = sweep, trainer, work, records
         self.jobs, self.silence, self.commit = jobs, silence, commit
-        self.free, self.slots = slots(gpus, jobs), len(slots(gpus, jobs))
+        self.free = slots(gpus, jobs)
         self.begin, self.until = time.monotonic(), until
         self.active, self.stopping = [], False
-        self.done_tokens, self.rates = 0, []  # of this start; tokens a second of whole runs, start included
-        self.shown, self.width = 0.0, 0
+        self.done_tokens = 0
+        self.rates, self.parts = [], []  # tokens a second of this start, starts included: of whole runs, of resumed ones
+        self.shown, self.width = time.monotonic() - TELL_EVERY + 5, 0
         self.count = {"done": 0, "diverged": 0, "died": 0}
 
     def path(self, run):
@@ -113,13 +116,15 @@ class Runner:
                 preexec_fn=die_with_parent,
             )
         first = int(saved.name.removeprefix("step_")) if saved else 0
-        self.active.append(Job(run, slot, folder, process, first, time.monotonic()))
+        self.active.append(Job(run, slot, folder, process, first, len(record.resumes(folder)), time.monotonic()))
 
     def finish(self, job):
         """Writes the record of a job that has ended; none where it was stopped by this process."""
         self.active.remove(job)
         self.free.insert(0, job.slot)
         seconds = time.monotonic() - job.started
+        resumed = record.resumes(job.folder)[job.resumes :]
+        job.first = resumed[-1] if resumed else 0  # a checkpoint that cannot be read is not gone on from
         words = (job.folder / "stderr.txt").read_text("utf-8", "replace")
         result = record.make(job.run, job.folder, job.process.returncode, words, self.trainer.weights)
         if self.stopping and result["status"] == "died":
@@ -130,8 +135,8 @@ class Runner:
         steps = max(0, record.last_step(job.folder) - job.first)
         tokens = steps * result["tokens_per_step"]
         self.done_tokens += tokens
-        if result["status"] == "done" and job.first == 0:
-            self.rates.append(tokens / seconds)
+        if result["status"] == "done":
+            (self.rates if job.first == 0 else self.parts).append(tokens / seconds)
         result |= {
             "data_key": self.trainer.data_key(job.run),
             "seconds": round(seconds, 1),
@@ -154,18 +159,19 @@ class Runner:
     def in_time(self, run):
         """Whether a run would end in time, judged by those that have ended."""
         tokens = run.plan["tokens_per_step"] * run.plan["steps"]
-        slowest = min(self.rates, default=None)
+        slowest = min(self.rates or self.parts, default=None)
         return time.monotonic() + (tokens / slowest if slowest else 0) < self.until
 
     def progress(self, waiting):
-        """One line: on a terminal over itself, elsewhere twice a minute."""
+        """One line: on a terminal over itself, elsewhere after 5 seconds and then twice a minute."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
-        if now - self.shown < (0.5 if terminal else 30):
+        if now - self.shown < (0.5 if terminal else TELL_EVERY):
             return
         self.shown = now
         done, left = self.done_tokens, 0
         for job in self.active:
             each, step = job.run.plan["tokens_per_step"], record.last_step(job.folder)
+            job.first = min(job.first, step)
             done += max(0, step - job.first) * each
             left += max(0, job.run.plan["steps"] - step) * each
         left += sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in waiting)
@@ -216,9 +222,10 @@ class Runner:
         return file
 
     def go(self, todo):
-        """True when everything was run, or was found not to fit the budget; False after Ctrl-C or SIGTERM."""
+        """True when everything was run, or was found not to fit the budget; False after Ctrl-C, SIGTERM or SIGHUP."""
         waiting = list(todo)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for ending in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(ending, signal.default_int_handler)
         with self.lock():
             self.records.mkdir(parents=True, exist_ok=True)
             try:

@@ -29,6 +29,14 @@ class Problem(Exception):
     """Something the user can mend: one sentence, exit status 2."""
 
 
+def slug(name, seed):
+    """A file name: readable, and another for another name."""
+    text = re.sub(r"[^A-Za-z0-9.+=-]+", "_", name)[:120]
+    if text != name:
+        text += "_" + hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{text}_s{seed}"
+
+
 @dataclass
 class Run:
     name: str  # of its configuration
@@ -46,11 +54,7 @@ class Run:
         return f"{self.name} seed {self.seed}"
 
     def slug(self):
-        """A file name: readable, and another for another name."""
-        text = re.sub(r"[^A-Za-z0-9.+=-]+", "_", self.name)
-        if text != self.name:
-            text += "_" + hashlib.sha256(self.name.encode()).hexdigest()[:6]
-        return f"{text}_s{self.seed}"
+        return slug(self.name, self.seed)
 
     def options_key(self):
         """The same for runs of the same options, wherever their data lies."""
@@ -113,7 +117,12 @@ class Lines:
 def value_text(value, where, key):
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise Problem(f"{where}: {key} is {json.dumps(value, default=str)}; give a text, a number or a list of these")
-    return value if isinstance(value, str) else repr(value)
+    return canonical(value) if isinstance(value, str) else repr(value)
+
+
+def canonical(text):
+    """1e-3 as 0.001, as TOML's own numbers are written: the same option is the same text."""
+    return repr(float(text)) if re.fullmatch(r"-?(\d+\.\d*|\.\d+|\d+(?=e))(e[-+]?\d+)?", text, re.I) else text
 
 
 def nearest(name, names):
@@ -153,7 +162,9 @@ class Reader:
                 raise Problem(f"{self.where(table, key)}: {key} is a list; a list belongs into a [[run]]")
             options[key] = value_text(value, self.where(table, key), key)
         for key, value in self.overrides.items():
-            if self.known is not None and key not in self.known or key in RESERVED:
+            if key in RESERVED:
+                raise Problem(f"--set {key}={value}: --{key} is the sweep's own affair; leave it out")
+            if self.known is not None and key not in self.known:
                 raise Problem(f"--set {key}={value}: unknown option {key}{nearest(key, self.known or ())}")
         return options
 
@@ -188,7 +199,7 @@ class Reader:
     def name(self, table, entry, options):
         """The name of a configuration, {option} replaced by its value."""
         template = entry.get("name", " ".join("{%s}" % k for k in entry if k not in RUN_KEYS + ("seed",)) or "run")
-        if not isinstance(template, str) or not template.strip():
+        if not template.strip():
             raise Problem(f"{self.where(table, 'name')}: name is a text, such as name = \"m {{m}}\"")
 
         def put(match):
@@ -220,6 +231,9 @@ class Reader:
         runs = []
         for point in points:
             options = {**USUAL, **base, **point, **self.overrides}
+            if options.get("val-every") == "0":
+                place = table if "val-every" in point else ("base", 0)
+                raise Problem(f"{self.where(place, 'val-every')}: val-every is 0; a run is told by its last validation")
             seed = options.pop("seed", "1")
             lines = {key: self.lines.of(("base", 0), key) for key in base}
             lines |= {key: self.lines.of(table, key if key in entry else "each", value) for key, value in point.items()}
@@ -230,8 +244,8 @@ class Reader:
                     name=self.name(table, entry, {**options, "seed": seed}),
                     seed=int(seed),
                     options={k: v for k, v in options.items() if v != ""},
-                    group=str(entry.get("group", "runs")),
-                    baseline=str(entry.get("baseline", self.data["baseline"])),
+                    group=entry.get("group", "runs"),
+                    baseline=entry.get("baseline", self.data["baseline"]),
                     turn=turns.get(seed, 1),
                     own=set(point) - {"seed"},
                     lines=lines,
@@ -248,6 +262,15 @@ class Reader:
                 )
         if not isinstance(self.data.get("base", {}), dict) or not isinstance(self.data.get("run", []), list):
             raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
+        for key, kind, what in (("title", str, "a text"), ("keep-checkpoints", bool, "true or false")):
+            if not isinstance(self.data.get(key, kind()), kind):
+                raise Problem(f"{self.where(('', 0), key)}: {key} is {what}")
+        for number, entry in enumerate(self.data.get("run", [])):
+            if not isinstance(entry, dict):
+                raise Problem(f"{self.where(('', 0), 'run')}: write [[run]] for each run, with its options below")
+            for key in ("name", "group", "baseline"):
+                if not isinstance(entry.get(key, "-"), str) or not entry.get(key, "-").isprintable():
+                    raise Problem(f"{self.where(('run', number), key)}: {key} is a text of one line")
         if not isinstance(self.data.get("baseline"), str):
             raise Problem(f'{self.path}:1: there is no baseline; add a line such as baseline = "adamw32" above [base]')
         base = self.base()
@@ -256,9 +279,9 @@ class Reader:
             raise Problem(f"{self.path}:{len(self.lines.lines)}: there is no [[run]] in it; add one")
         self.check_names(runs)
         runs.sort(key=lambda run: run.turn)
-        title = str(self.data.get("title", self.path.stem))
+        title = self.data.get("title", self.path.stem)
         return Sweep(
-            self.path, self.path.stem, title, self.data["baseline"], bool(self.data.get("keep-checkpoints")), runs
+            self.path, self.path.stem, title, self.data["baseline"], self.data.get("keep-checkpoints", False), runs
         )
 
     def check_names(self, runs):

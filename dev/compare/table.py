@@ -50,6 +50,11 @@ class Row:
     def done(self):
         return {seed: record for seed, record in self.records.items() if record["status"] == "done"}
 
+    @property
+    def drawn(self):
+        """Whose losses are curves: of those that are done, else of those that diverged."""
+        return self.done or {seed: record for seed, record in self.records.items() if record["status"] == "diverged"}
+
     def losses(self):
         return {seed: record["final_loss"] for seed, record in self.done.items()}
 
@@ -131,6 +136,8 @@ def difference(losses, others, study=(), scatter=None):
 def unasked(row, other):
     """Options as used in which a row differs from its baseline although neither asked for it."""
     asked = {"seed", "preset", *NEUTRAL, *row.own, *other.own}
+    if "ademamix" not in (row.format("rule"), other.format("rule")):
+        asked |= {"beta3", "alpha", "ramp"}  # no other rule reads them
     if "preset" in row.own | other.own:
         asked |= {"rule", "weights", "m", "v", "override"}
     pairs = [(row.records[seed], other.records[seed]) for seed in row.records if seed in other.records]
@@ -243,7 +250,7 @@ def cells(row):
         shown(row.loss, "%.4f"),
         differs,
         shown(row.error, "%.4f"),
-        str(len(row.done)),
+        str(len(row.done)) + (f" ({row.pairs} pairs)" if 0 < row.pairs < len(row.done) else ""),
         speed_text(row),
         "" if memory is None else f"{memory / 1024:.2f} GiB" if memory >= 1024 else f"{memory:.0f} MiB",
         "" if row.status() == "done" else row.status(),

@@ -58,7 +58,7 @@ def fingerprint(paths):
     result = hashlib.sha256()
     for path in paths:
         at = ROOT / path
-        files = sorted(at.iterdir()) if at.is_dir() else sorted(at.parent.glob(at.name))
+        files = [at] if at.is_file() else sorted(at.iterdir()) if at.is_dir() else sorted(at.parent.glob(at.name))
         for file in files:
             if not file.is_file() or file.name == "meta.json":  # which has dates and paths
                 continue
@@ -73,7 +73,7 @@ def fingerprint(paths):
 def refused(sweep, run, text):
     """./train's sentence with the line of the option that it names."""
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
-    named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.options]
+    named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.lines]
     line = run.lines.get(named[0] if named else "", run.lines[""])
     return Problem(f"{sweep.path}:{line}: {run.name}: {sentence}")
 

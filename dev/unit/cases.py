@@ -9,8 +9,11 @@ import traceback
 def run_cases(functions, case, missing):
     """Calls those of `functions`, a module's globals, that are named test_..., with case(a temporary folder), and
     returns the exit status. A case that returns a note is skipped; all are when `missing` says what is not there. In
-    the command line, -k SUBSTRING picks."""
-    picked = sys.argv[2] if len(sys.argv) == 3 and sys.argv[1] == "-k" else ""
+    the command line, -k SUBSTRING picks; where it picks none, the status is 1."""
+    if sys.argv[1:] and (len(sys.argv) != 3 or sys.argv[1] != "-k"):
+        print(f"{sys.argv[0]}: {' '.join(sys.argv[1:])} is not known here; type -k SUBSTRING or nothing", file=sys.stderr)
+        return 2
+    picked = sys.argv[2] if sys.argv[1:] else ""
     passed = failed = skipped = 0
     for name, run in functions.items():
         if not name.startswith("test_") or picked not in name:
@@ -28,4 +31,4 @@ def run_cases(functions, case, missing):
         passed += not note
         print(f"{name[5:]:40} {note or 'ok'} ({time.time() - started:.1f} s)", flush=True)
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return failed > 0
+    return failed > 0 or passed + skipped == 0

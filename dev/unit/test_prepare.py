@@ -183,8 +183,8 @@ def test_packed_and_jsonl_inputs_agree(case):
     val = case.write("v.txt", "validation")
     want = case.prepare(case.write("a.jsonl", lines), "--val", val, out="o0").documents("train")
     assert want == documents
-    for name in ("a.jsonl.xz", "a.jsonl.gz"):
-        assert case.prepare(case.write(name, lines), "--val", val, out="o-" + name).documents("train") == want
+    for name, more in (("a.jsonl.xz", ""), ("a.jsonl.gz", ""), ("marked.jsonl", "\ufeff")):
+        assert case.prepare(case.write(name, more + lines), "--val", val, out="o-" + name).documents("train") == want
     for name in ("a.txt", "a.txt.xz", "a.txt.gz"):
         got = case.prepare(case.write(name, joined(documents)), "--val", val, out="o-" + name).documents("train")
         assert got == [document + "\n" for document in documents]
@@ -297,8 +297,8 @@ def test_errors(case):
     case.refuse("no such file", good, "--val", "none.txt")
     case.refuse("a folder", "vocabulary")
     case.refuse(".jsonl", case.write("a.csv", "a,b"))
-    case.refuse("empty", case.write("empty.txt", ""))
-    case.refuse("empty", case.write("blank.txt", "\n<|endoftext|>\n \n"))
+    case.refuse("empty.txt: empty, there is no text", case.write("empty.txt", ""))
+    case.refuse("blank.txt: empty, there is no text", case.write("blank.txt", "\n<|endoftext|>\n \n"))
     case.refuse("bad.jsonl: line 3: not JSON", case.write("bad.jsonl", '{"text": "a"}\n\n{"text": \n'))
     case.refuse('line 2: there is no field "text" but body', case.write("f.jsonl", '{"text": "a"}\n{"body": "a"}\n'))
     case.refuse('field "text" is not a text', case.write("n.jsonl", '{"text": 1}\n'))

@@ -91,11 +91,22 @@ def test_dead_runs_are_rows(case):
 
 
 def test_gpus(case):
-    """As many as there are, unless more are typed."""
-    for typed, words in ((["--gpus", "1,4"], "this machine shows 2"), (["--skip", "3"], "--skip 3 leaves none")):
+    """As many as there are, unless more are typed; what is wrong is told before anything runs."""
+    (case.folder / "kept").write_text("[1")
+    for typed, words in (
+        (["--gpus", "1,4"], "this machine shows 2"),
+        (["--gpus", "0"], "--gpus 0 wants numbers of 1 or more"),
+        (["--gpus", "x"], "--gpus x wants numbers"),
+        (["--skip", "3"], "--skip 3 leaves none"),
+        (["--sizes", "nano"], "--sizes nano: write MODEL:BATCH:MICRO_BATCHES"),
+        (["--sizes", "nano:a:1"], "--sizes nano:a:1 wants numbers"),
+        (["--trainer", "/nope"], "--trainer /nope is not there"),
+        (["--keep", str(case.folder / "kept")], "kept: Expecting"),
+        (["--steps", "x"], "--steps: invalid int value"),
+    ):
         command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *typed]
         done = subprocess.run(command, env=case.environment, capture_output=True, text=True)
-        assert done.returncode == 1 and words in done.stderr and not done.stdout, done
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr and not done.stdout, done
     seen = case.folder / "seen"
     case.environment["CUDA_VISIBLE_DEVICES"] = "6,7,3"
     trainer = case.trainer(f'echo "$CUDA_VISIBLE_DEVICES" >> {seen}')
