@@ -98,7 +98,7 @@ def is_done(run, trainer, records):
     return found["options_key"] == run.options_key() and found["data_key"] == trainer.data_key(run)
 
 
-def refuse_to_replace(todo, trainer, records, folder):
+def refuse_to_replace(todo, records, folder):
     """A finished run of other options or of another corpus is somebody's result."""
     finished = [run for run in todo if records.get((run.name, run.seed), {}).get("status") in ("done", "diverged")]
     if finished:
@@ -146,11 +146,11 @@ def run_sweep(options):
     done = [run for run in wanted if is_done(run, trainer, records)]
     todo = [run for run in wanted if run not in done]
     check(sweep, todo, trainer, environment, options.no_check)
-    if not options.replace:
-        refuse_to_replace(todo, trainer, records, options.out / "runs")
     if options.dry_run:
         tell_plan(todo, done)
         return 0
+    if not options.replace:
+        refuse_to_replace(todo, records, options.out / "runs")
     print(f"{sweep.name}: {len(done)} of {len(wanted)} runs are done")
     at_work = runner.Runner(
         sweep,

@@ -177,6 +177,7 @@ def test_done_runs_are_skipped(case):
     edited = SWEEP + "beta2 = 0.99\n"  # of b alone
     said = case.run(edited, status=2)
     assert "1 finished runs of these names but of other options" in said and "b seed 1" in said, said
+    assert "1 to run" in case.run(edited, "--dry-run"), "which replaces nothing"
     said = case.run(edited, "--no-report", "--replace")
     assert "1 of 2 runs are done" in said and "b seed 1  val" in said, said
     assert "2 of 2" in case.run(
