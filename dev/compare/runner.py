@@ -103,6 +103,7 @@ class Runner:
         environment = dict(os.environ)
         if slot[0] is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot[0]
+        resumes = len(record.resumes(folder))
         more = [f"--run={folder}"] + (["--resume=auto"] if saved else [])
         with (folder / "stdout.txt").open("a") as out, (folder / "stderr.txt").open("w") as err:
             process = subprocess.Popen(
@@ -116,7 +117,7 @@ class Runner:
                 preexec_fn=die_with_parent,
             )
         first = int(saved.name.removeprefix("step_")) if saved else 0
-        self.active.append(Job(run, slot, folder, process, first, len(record.resumes(folder)), time.monotonic()))
+        self.active.append(Job(run, slot, folder, process, first, resumes, time.monotonic()))
 
     def finish(self, job):
         """Writes the record of a job that has ended; none where it was stopped by this process."""
