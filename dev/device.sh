@@ -41,13 +41,14 @@ programs=(train test_gpt2 build/dev/bench build/dev/optim)
 # make, which takes what `unpack` brought as it is.
 make_unpacked() {
     local as_it_is=()
-    [ -f build/unpacked ] && as_it_is=("${programs[@]/#/--old-file=}") && echo "${programs[*]}: as they were unpacked"
+    [ -f build/unpacked ] && as_it_is=("${programs[@]/#/--old-file=}")
     make -j"$(nproc)" "${as_it_is[@]}" "$@"
 }
 
 build() {
     (time make_unpacked "$@") > "$OUT/make.log" 2>&1 || { tail -n 40 "$OUT/make.log"; exit 1; }
-    tail -n 5 "$OUT/make.log"
+    tail -n 3 "$OUT/make.log"
+    [ ! -f build/unpacked ] || echo "${programs[*]}: as they were unpacked, whatever the sources are"
 }
 
 failed() {
@@ -262,7 +263,7 @@ for step in "$@"; do
         build train
         corpus || { failed corpus; continue; }
         to=$(records)
-        left=${TOTAL:+$((TOTAL - SECONDS))}
+        left=${TOTAL:+$((TOTAL > SECONDS ? TOTAL - SECONDS : 0))}
         python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-${left:-480}}" \
             --jobs "${JOBS:-1}" --no-check --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"

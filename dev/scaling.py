@@ -8,7 +8,8 @@ A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
 all at the same time, and ms of one GPU is their mean. GiB is the plan, and beside it the most that nvidia-smi has shown on
 the first GPU, less what was in use before the run, and the ratio of the two. A run that dies is a row with its last
-words; the others go on, and the exit status is 1; 2 where what was typed is wrong.
+words; the others go on, and the exit status is 1; 2 where what was typed is wrong or
+nvidia-smi and its GPUs are not as they should be.
 
 With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on four GPUs take
 longer than a machine that is lent for minutes runs one command. Options of ./train may follow.

@@ -100,7 +100,7 @@ def draw_losses(table, facts, path):
             x, y = loss_curve(row)
             ends = f"{row.loss:.4f}" if row.done else "diverged"
             axes.plot(x, y, label=plain(f"{row.name} ({ends})"), **look)
-            late += [loss for at, loss in zip(x, y) if row.done and at >= 0.1 * x[-1]]
+            late += [loss for at, loss in zip(x, y) if at >= 0.1 * x[-1] and loss <= y[0]]
         if late:  # the first tenth, from some 11 nats on, would take the height that the rest differs in
             margin = 0.03 * (max(late) - min(late)) + 1e-3
             axes.set_ylim(min(late) - margin, max(late) + margin)

@@ -183,13 +183,18 @@ def make(run, folder, returncode, words, weights):
 
 def is_record(record):
     """Whether it has what a report is made from, as `make` writes it."""
-    number, losses = (int, float), lambda pairs: all(len(pair) == 2 for pair in pairs)
+    number = (int, float)
+
+    def losses(pairs):
+        return all(isinstance(step, int) and (loss is None or isinstance(loss, number)) for step, loss in pairs)
+
     return (
         isinstance(record, dict)
         and all(type(record[key]) is str for key in ("name", "status", "reason", "options_key", "data_key"))
         and all(isinstance(record[key], int) for key in ("seed", "steps", "tokens_per_step", "skipped", "sharing"))
         and all(isinstance(record[key], number) for key in ("weights_bytes", "state_bytes"))
         and all(record[key] is None or isinstance(record[key], number) for key in ("tokens_per_second", "memory_mib"))
+        and (record["parameters"] is None or isinstance(record["parameters"], int))
         and isinstance(record["resolved"], dict)
         and isinstance(record["final_loss"], number) == (record["status"] == "done")
         and losses(record["val"])

@@ -71,7 +71,7 @@ def options_read(arguments):
     if options.budget is not None and not options.budget >= 0:
         raise Problem(f"--budget {options.budget:g}: give seconds, 0 or more")
     options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
-    options.overrides = {name: sweeps.canonical(its) for name, its in (text.split("=", 1) for text in options.set)}
+    options.overrides = dict(text.split("=", 1) for text in options.set)
     options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
     return options
@@ -99,14 +99,19 @@ def is_done(run, trainer, records):
 
 
 def refuse_to_replace(todo, records, folder):
-    """A finished run of other options or of another corpus is somebody's result."""
-    finished = [run for run in todo if records.get((run.name, run.seed), {}).get("status") in ("done", "diverged")]
+    """A finished run of other options or of another corpus is somebody's result; the built-in text is another with each
+    build of the program, and such a run is run again."""
+    finished = []
+    for run in todo:
+        its = records.get((run.name, run.seed))
+        if its and its["status"] != "died" and (its["options_key"] != run.options_key() or run.options.get("data")):
+            finished.append(run)
     if finished:
-        its = records[finished[0].name, finished[0].seed]
-        what = "corpus" if its["options_key"] == finished[0].options_key() else "options"
+        same = records[finished[0].name, finished[0].seed]["options_key"] == finished[0].options_key()
         raise Problem(
-            f"{folder} holds {len(finished)} finished runs of these names but of other options or another corpus "
-            f"({finished[0].label}: other {what}); type another --out and --work, or --replace to lose them"
+            f"{folder} holds {len(finished)} finished run(s) of these names but of other options or another corpus "
+            f"({finished[0].label}: other {'corpus' if same else 'options'}); type another --out and --work, or "
+            "--replace to lose them"
         )
 
 
@@ -118,7 +123,7 @@ def gpus_of(options, runs):
         return runner.gpus_at_hand(os.environ)
     names = [name.strip() for name in options.gpus.split(",")]
     if not all(names) or not runner.gpus_at_hand({}):
-        said = "this machine shows none" if all(names) else "give numbers of nvidia-smi, such as --gpus 0,1"
+        said = "nvidia-smi shows none" if all(names) else "give numbers of nvidia-smi, such as --gpus 0,1"
         raise Problem(f"--gpus {options.gpus!r}: {said}")
     return names
 
@@ -189,6 +194,9 @@ def main(arguments=None):
     except Problem as problem:
         print(f"compare: error: {problem}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `| head`
+        sys.stdout = open(os.devnull, "w")
+        return 1
     except OSError as error:  # of a folder or the trainer that was typed, or a full disk
         print(f"compare: error: {error}; see --out, --work and --trainer", file=sys.stderr)
         return 2

@@ -48,6 +48,13 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def hang_up(number, frame):
+    """The terminal is gone: nothing can be written there, and the shell may tell of it once more."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    raise KeyboardInterrupt
+
+
 def duration(seconds):
     s = int(seconds + 0.5)
     return f"{s} s" if s < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s // 60 % 60:02}m"
@@ -136,7 +143,7 @@ class Runner:
         steps = max(0, record.last_step(job.folder) - job.first)
         tokens = steps * result["tokens_per_step"]
         self.done_tokens += tokens
-        if result["status"] == "done":
+        if result["status"] == "done" and 4 * steps >= result["steps"]:  # of less, the start is too much of it
             (self.rates if job.first == 0 else self.parts).append(tokens / seconds)
         result |= {
             "data_key": self.trainer.data_key(job.run),
@@ -225,8 +232,9 @@ class Runner:
     def go(self, todo):
         """True when everything was run, or was found not to fit the budget; False after Ctrl-C, SIGTERM or SIGHUP."""
         waiting = list(todo)
-        for ending in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(ending, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, hang_up)
         with self.lock():
             self.records.mkdir(parents=True, exist_ok=True)
             try:

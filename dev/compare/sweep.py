@@ -117,12 +117,7 @@ class Lines:
 def value_text(value, where, key):
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise Problem(f"{where}: {key} is {json.dumps(value, default=str)}; give a text, a number or a list of these")
-    return canonical(value) if isinstance(value, str) else repr(value)
-
-
-def canonical(text):
-    """1e-3 as 0.001, as TOML's own numbers are written: the same option is the same text."""
-    return repr(float(text)) if re.fullmatch(r"-?(\d+\.\d*|\.\d+|\d+(?=e))(e[-+]?\d+)?", text, re.I) else text
+    return value if isinstance(value, str) else repr(value)
 
 
 def nearest(name, names):
@@ -232,8 +227,9 @@ class Reader:
         for point in points:
             options = {**USUAL, **base, **point, **self.overrides}
             if options.get("val-every") == "0":
-                place = table if "val-every" in point else ("base", 0)
-                raise Problem(f"{self.where(place, 'val-every')}: val-every is 0; a run is told by its last validation")
+                place = self.where(table if "val-every" in point else ("base", 0), "val-every")
+                place = "--set" if "val-every" in self.overrides else place
+                raise Problem(f"{place}: val-every is 0; a run is told by its last validation")
             seed = options.pop("seed", "1")
             lines = {key: self.lines.of(("base", 0), key) for key in base}
             lines |= {key: self.lines.of(table, key if key in entry else "each", value) for key, value in point.items()}

@@ -52,8 +52,12 @@ class Row:
 
     @property
     def drawn(self):
-        """Whose losses are curves: of those that are done, else of those that diverged."""
-        return self.done or {seed: record for seed, record in self.records.items() if record["status"] == "diverged"}
+        """Whose losses are curves: of those that are done, else of those that diverged and were validated on the way."""
+        return self.done or {
+            seed: record
+            for seed, record in self.records.items()
+            if record["status"] == "diverged" and sum(loss is not None for _, loss in record["val"]) > 1
+        }
 
     def losses(self):
         return {seed: record["final_loss"] for seed, record in self.done.items()}

@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import pty
 import re
 import shutil
 import signal
@@ -55,8 +56,9 @@ class Case:
         folders = [] if "--out" in more else ["--out", self.out, "--work", self.work]
         return [sys.executable, str(COMPARE / "run.py"), str(sweep), *map(str, folders), *map(str, more)]
 
-    def start(self, sweep, *more):
-        return subprocess.Popen(self.command(sweep, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(self, sweep, *more, **how):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(self.command(sweep, *more), **pipes, **how)
 
     def run(self, text, *more, status=0):
         sweep = self.write(text) if isinstance(text, str) else text
@@ -176,7 +178,7 @@ def test_done_runs_are_skipped(case):
     assert before == {path: path.read_bytes() for path in (case.out / "runs").iterdir()}
     edited = SWEEP + "beta2 = 0.99\n"  # of b alone
     said = case.run(edited, status=2)
-    assert "1 finished runs of these names but of other options" in said and "b seed 1" in said, said
+    assert "1 finished run(s) of these names but of other options" in said and "b seed 1" in said, said
     assert "1 to run" in case.run(edited, "--dry-run"), "which replaces nothing"
     said = case.run(edited, "--no-report", "--replace")
     assert "1 of 2 runs are done" in said and "b seed 1  val" in said, said
@@ -242,13 +244,33 @@ def test_stops_children_at_ctrl_c(case):
 
 def test_two_at_once_are_refused(case):
     sweep = case.write(LONG)
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        process = case.start(sweep)
-        wait_for(lambda: processes(case.work / "a_s1"))
-        assert "another run.py is at work" in case.run(sweep, status=2)
-        process.send_signal(ending)
-        process.communicate(timeout=60)
-        assert process.returncode == 130
+    process = case.start(sweep)
+    wait_for(lambda: processes(case.work / "a_s1"))
+    assert "another run.py is at work" in case.run(sweep, status=2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_terminal_that_closes(case):
+    """Its runs save, and are stopped; under nohup nothing happens."""
+    sweep = case.write(LONG.replace("save-every = 20", "save-every = 0"))
+    folder = case.work / "a_s1"
+    ours, its = pty.openpty()
+    process = subprocess.Popen(case.command(sweep), stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    wait_for(lambda: (folder / "log.jsonl").exists() and '"train"' in (folder / "log.jsonl").read_text())
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 130 and list(folder.glob("step_*/state.json")), "it has saved"
+    process = case.start(sweep, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(lambda: processes(folder))
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
 
 
 def test_budget(case):
@@ -418,7 +440,9 @@ def test_files_that_are_no_records(case):
     assert [row["status"] for row in case.rows().values()] == ["done", "not run yet"], case.rows()
     assert "1 of 2 runs are done" in case.run(SWEEP) and case.rows()["b"]["status"] == "done"
     broken = case.record("a_s1")
-    for key, value in (("val", None), ("final_loss", "4"), ("status", None)):
+    for key, value in (
+        ("val", None), ("val", [["a", 1.0]]), ("train", [[1, "x"]]), ("final_loss", "4"), ("status", None), ("parameters", "x"),
+    ):
         (case.out / "runs/a_s1.json").write_text(json.dumps({**broken, key: value}))
         said = case.run(SWEEP, "--report-only")
         assert "a_s1.json is no record" in said and case.rows()["a"]["status"] == "not run yet", (key, said)
@@ -432,11 +456,6 @@ def test_names_are_shown_as_they_are(case):
     said = case.run(text)
     assert "6 done" in said and "Warning" not in said, said
     assert all((case.out / name).exists() for name in REPORT)
-
-
-def test_same_option_same_text(case):
-    said = case.run(SWEEP + 'lr = "1e-3"\n[[run]]\nname = "c"\npreset = "adamw8"\nlr = 0.001\n', status=2)
-    assert "c seed 1 has the same options as b seed 1" in said, said
 
 
 def test_hung_run(case):
