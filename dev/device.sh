@@ -167,7 +167,7 @@ tables() {
 
 # The default run with every preset: its last validation.
 default_presets() {
-    local rc=0
+    local rc=0 preset
     for preset in $(./train --list-presets | awk 'NR > 1 && $1 !~ /^--/ { print $1 }'); do
         rm -rf build/preset
         printf '%-12s ' "$preset"
@@ -178,6 +178,7 @@ default_presets() {
 
 # GPT-2 124M: the log, whether a resumed run ends with the same bytes, whether transformers finds our validation loss.
 train_gpt2() {
+    local file ours
     rm -rf build/gpt2 build/resume_from build/resumed
     ./train --data build/wiki --model gpt2 --batch 64 --steps 300 --warmup 60 --val-every 50 --val-tokens 655360 --save-every 250 --keep 3 \
         --print-every 10 --prompt "The city of" --run build/gpt2 2>&1 | tee "$OUT/train.log" || { failed "$OUT/train.log"; return; }

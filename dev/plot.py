@@ -11,11 +11,12 @@ records beyond step s no longer count, and one of the same step and type gives w
 finite and leaves a gap. The last line of a log may be cut short.
 """
 
-import argparse
 import json
 import math
 import os
 import sys
+
+from problem import Parser, Problem, answered
 
 try:
     import matplotlib
@@ -31,10 +32,6 @@ except ImportError as missing:
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 DASHES = ["-", "--", ":", "-."]
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s"}  # --x: the field of a record
-
-
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
 
 
 def read_log(run):
@@ -155,11 +152,6 @@ def draw(options):
     print(options.output)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; --help lists the options")
-
-
 def main():
     parser = Parser(prog="plot", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or its log.jsonl")
@@ -171,16 +163,11 @@ def main():
         "--smooth", type=int, default=1, metavar="N", help="mean over N training records (default: none)"
     )
     parser.add_argument("--log", action="store_true", help="logarithmic loss axis")
-    try:
-        options = parser.parse_args()
-        if options.smooth < 1:
-            raise Problem(f"--smooth {options.smooth}: give 1 or more")
-        draw(options)
-    except Problem as problem:
-        print(f"plot: error: {problem}", file=sys.stderr)
-        return 2
-    return 0
+    options = parser.parse_args()
+    if options.smooth < 1:
+        raise Problem(f"--smooth {options.smooth}: give 1 or more")
+    draw(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered("plot", main))

@@ -5,9 +5,10 @@
     python dev/plot_optim.py optim.csv -o optim.png
 """
 
-import argparse
 import csv
 import sys
+
+from problem import Parser, Problem, answered
 
 try:
     import matplotlib
@@ -21,16 +22,7 @@ except ImportError as missing:
 COLOURS = ["#0072B2", "#56B4E9", "#009E73"]  # Okabe and Ito's
 
 
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; --help lists the options")
-
-
-def draw():
+def main():
     parser = Parser(description="draw the table of dev/optim")
     parser.add_argument("csv", help="what dev/optim --csv wrote")
     parser.add_argument("-o", "--output", default="optim.png", help="picture to write (.png, .svg or .pdf) [%(default)s]")
@@ -65,14 +57,5 @@ def draw():
         raise Problem(f"{arguments.output}: {error}; give a .png, .svg or .pdf in a folder that is there") from None
 
 
-def main():
-    try:
-        draw()
-    except Problem as problem:
-        print(f"plot_optim: error: {problem}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered("plot_optim", main))

@@ -8,8 +8,8 @@ A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
 all at the same time, and ms of one GPU is their mean. GiB is the plan, and beside it the most that nvidia-smi has shown on
 the first GPU, less what was in use before the run, and the ratio of the two. A run that dies is a row with its last
-words; the others go on, and the exit status is 1; 2 where what was typed is wrong or
-nvidia-smi and its GPUs are not as they should be.
+words; the others go on, and the exit status is 1; it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are
+not as they should be.
 
 With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on four GPUs take
 longer than a machine that is lent for minutes runs one command. Options of ./train may follow.
@@ -28,16 +28,9 @@ import sys
 import tempfile
 import time
 
+from problem import Parser, Problem, answered
+
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem("%s; --help lists the options" % message)
 
 
 class Died(Exception):
@@ -144,13 +137,9 @@ class Kept:
 
 def numbers(name, texts):
     """Each of them 1 or more."""
-    try:
-        found = [int(text) for text in texts]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
+    if not all(re.fullmatch(r"0*[1-9]\d*", text) for text in texts):
         raise Problem("%s wants numbers of 1 or more" % name)
-    return found
+    return [int(text) for text in texts]
 
 
 def options_read():
@@ -218,8 +207,7 @@ def table_rows(options, kept, folder, size):
                 plan, seen, seen / plan, loss)
 
 
-def measure():
-    """Prints the table; whether a run died."""
+def main():
     options = options_read()
     kept, dead = Kept(options.keep), False
     print("| size, batch x micro-batches a GPU | GPUs | shard | ms | tokens/s | of N x | GiB planned | seen | ratio | loss |")
@@ -230,16 +218,8 @@ def measure():
             for row in table_rows(options, kept, folder, size):
                 dead = dead or " died: " in row
                 print(row, flush=True)
-    return dead
-
-
-def main():
-    try:
-        return 1 if measure() else 0
-    except Problem as problem:
-        print("scaling: error: %s" % problem, file=sys.stderr)
-        return 2
+    return int(dead)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered("scaling", main))

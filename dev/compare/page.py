@@ -93,6 +93,7 @@ def group_figures(group, rows, by_name, facts):
         (row.name, *difference_curve(row, by_name[row.baseline]), False) for row in done if row.name != row.baseline
     ]
     names = list(dict.fromkeys(row.baseline for row in done))
+    names.sort(key=lambda name: name != base.name)  # its band is the filled one
     bands = [(f"{name}: ± s.d.", *band(by_name[name])) for name in names if band(by_name[name])[0]]
     plot = curves_figure(
         f"{group}: difference to the baseline", "validation loss − baseline's (nats)", differences, bands

@@ -190,7 +190,7 @@ def is_record(record):
 
     return (
         isinstance(record, dict)
-        and all(type(record[key]) is str for key in ("name", "status", "reason", "options_key", "data_key"))
+        and all(isinstance(record[key], str) for key in ("name", "status", "reason", "options_key", "data_key"))
         and all(isinstance(record[key], int) for key in ("seed", "steps", "tokens_per_step", "skipped", "sharing"))
         and all(isinstance(record[key], number) for key in ("weights_bytes", "state_bytes"))
         and all(record[key] is None or isinstance(record[key], number) for key in ("tokens_per_second", "memory_mib"))

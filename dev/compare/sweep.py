@@ -249,15 +249,8 @@ class Reader:
             )
         return runs
 
-    def sweep(self):
-        for key in self.data:
-            if key not in STUDY_KEYS:
-                raise Problem(
-                    f"{self.where(('', 0), key)}: unknown key {key}{nearest(key, STUDY_KEYS)}; options of ./train go "
-                    "under [base]"
-                )
-        if not isinstance(self.data.get("base", {}), dict) or not isinstance(self.data.get("run", []), list):
-            raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
+    def check_kinds(self):
+        """Texts are texts, a switch is one, and each [[run]] is a table."""
         for key, kind, what in (("title", str, "a text"), ("keep-checkpoints", bool, "true or false")):
             if not isinstance(self.data.get(key, kind()), kind):
                 raise Problem(f"{self.where(('', 0), key)}: {key} is {what}")
@@ -267,6 +260,17 @@ class Reader:
             for key in ("name", "group", "baseline"):
                 if not isinstance(entry.get(key, "-"), str) or not entry.get(key, "-").isprintable():
                     raise Problem(f"{self.where(('run', number), key)}: {key} is a text of one line")
+
+    def sweep(self):
+        for key in self.data:
+            if key not in STUDY_KEYS:
+                raise Problem(
+                    f"{self.where(('', 0), key)}: unknown key {key}{nearest(key, STUDY_KEYS)}; options of ./train go "
+                    "under [base]"
+                )
+        if not isinstance(self.data.get("base", {}), dict) or not isinstance(self.data.get("run", []), list):
+            raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
+        self.check_kinds()
         if not isinstance(self.data.get("baseline"), str):
             raise Problem(f'{self.path}:1: there is no baseline; add a line such as baseline = "adamw32" above [base]')
         base = self.base()

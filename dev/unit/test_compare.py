@@ -266,7 +266,9 @@ def test_terminal_that_closes(case):
     process = case.start(sweep, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     wait_for(lambda: processes(folder))
     process.send_signal(signal.SIGHUP)
-    time.sleep(1)
+    said = (folder / "log.jsonl").read_text().count('"train"') if (folder / "log.jsonl").exists() else 0
+    # A run that was stopped would end at its next step.
+    wait_for(lambda: (folder / "log.jsonl").exists() and (folder / "log.jsonl").read_text().count('"train"') > said + 30)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
