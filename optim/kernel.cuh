@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
                           thread_top_of<COUNT>(state_v, x[2], key[2]),
                           x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
     const bool wanted[4] = {WANTS_MOST<Weights>, WANTS_MOST<M>, WANTS_MOST<V>, WANTS_MOST<M> && x[3]};
-    float most[4];
+    float most[4] = {};
     if constexpr (WANTS_MOST<Weights> || WANTS_MOST<M> || WANTS_MOST<V>) tile_most<COUNT>(wanted, top, key, most);
     const bool own =
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);

@@ -804,22 +804,34 @@ TEST(formats_8_bit_weights_equal_cpu_gpu) {
     device_close(&gpu);
 }
 
-// Counts where what packs fp8 and fp4 codes on a GPU differs from the portable functions, over all floats: to nearest
-// and with noise, as m and as v, in blocks of two scales; and what decodes them, and the bf16 that the model sees.
+template <class Format>
+constexpr bool IS_LINEAR = false;
+template <int BITS, int FIRST, int LAST, bool ROOT, bool POWERS>
+constexpr bool IS_LINEAR<Uniform<BITS, FIRST, LAST, ROOT, POWERS>> = true;
+
+// Counts where what packs codes on a GPU differs from the portable functions, over all floats: with noise, as m and as
+// v, in blocks of two scales, and the bf16 that the model sees; of fp8 also to nearest, and what decodes it. Of linear
+// levels only what a block can hold is compared, and, since they share the sum, only how it is packed.
 // total: {differences, floats compared}, the latter 0 where the code was built for an older GPU.
 template <class Format>
-__device__ unsigned long long minifloat_differs(uint32_t first, float inverse, int lowest) {
+__device__ unsigned long long packed_differ(uint32_t first, float inverse, int lowest) {
     unsigned long long wrong = 0;
     float x[8];
+    bool within[8];
     const Noise noise = noise_draw({first, 3, NOISE_M}, 0);
     for (int i = 0; i < 8; i++) x[i] = bits_float(first + (uint32_t)i);
+    for (int i = 0; i < 8; i++) {  // as in a block
+        within[i] = exact_abs(exact_mul(x[i], inverse)) <= Format::LARGEST * Format::UNITS || is_nan(x[i]);
+        if (IS_LINEAR<Format> && !within[i]) x[i] = 0.0f;  // its sum would carry into its neighbours' codes
+    }
     Packed<Format::BITS, 8> packed = {};
     uint32_t seen[4];
     Format::template stochastic_pack<8>(x, inverse, noise, lowest, &packed, seen);
     for (int i = 0; i < 8; i++) {
-        wrong += packed.get(i) != Format::stochastic(nullptr, x[i], inverse, noise_lane(noise, i), lowest);
+        uint32_t want = Format::stochastic(nullptr, x[i], inverse, noise_lane(noise, i), lowest) - Format::BIAS;
+        wrong += packed.get(i) != want;
     }
-    if constexpr (Format::BITS == 8) {
+    if constexpr (Format::HARDWARE) {
         for (int i = 0; i < 8; i += 2) {
             uint32_t pair = Format::nearest2(x + i, inverse, lowest);
             wrong += (pair & 0xffu) != Format::nearest(nullptr, x[i], inverse, lowest);
@@ -833,24 +845,24 @@ __device__ unsigned long long minifloat_differs(uint32_t first, float inverse, i
         for (int i = 0; i < 8; i++) {
             float value = Format::decode(nullptr, packed.get(i), ScaleE8m0::decode((uint8_t)scale));
             uint32_t got = seen[i / 2] >> i % 2 * 16 & 0xffffu;
-            bool within = exact_abs(exact_mul(x[i], inverse)) <= Format::LARGEST || is_nan(x[i]);  // as in a block
-            wrong += within && is_finite(value) && got != Bf16::encode(value);
+            wrong += within[i] && is_finite(value) && got != Bf16::encode(value);
         }
     }
     return wrong;
 }
 
 template <class Format>
-__global__ void minifloat_kernel(unsigned long long* total) {
+__global__ void packed_kernel(unsigned long long* total) {
 #if __CUDA_ARCH__ >= 900
     int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
     unsigned long long wrong = 0, compared = 0;
     for (int64_t first = 8 * thread; first < 1ll << 32; first += 8 * threads) {
         bool other = first >> 8 & 1;
         compared += 8;
-        wrong += minifloat_differs<Format>((uint32_t)first, other ? 0.0123f : 1.0f, first >> 9 & 1);
+        const float inverse = !other ? 1.0f : WANTS_POWERS<Format> ? 0.015625f : 0.0123f;
+        wrong += packed_differ<Format>((uint32_t)first, inverse, first >> 9 & 1 ? Format::ZERO + 1 : 0);
     }
-    if constexpr (Format::BITS == 8) {
+    if constexpr (Format::HARDWARE) {
         for (int64_t codes = thread; codes < 65536; codes += threads) {
             float x[2];
             Format::decode2((uint32_t)codes, 0.37f, x);
@@ -866,23 +878,29 @@ __global__ void minifloat_kernel(unsigned long long* total) {
 #endif
 }
 
-TEST(formats_fp8_instructions_equal_the_portable_gpu) {
+TEST(formats_packed_codes_equal_the_portable_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);
     if (gpu.compute < 90) skip("needs compute capability 9.0");
-    unsigned long long count[3][2], *totals = (unsigned long long*)device_alloc(&gpu, sizeof(count));
+    unsigned long long count[9][2], *totals = (unsigned long long*)device_alloc(&gpu, sizeof(count));
     device_zero(&gpu, totals, sizeof(count));
-    minifloat_kernel<E4m3><<<1056, 256, 0, gpu.stream>>>(totals);
-    minifloat_kernel<E5m2><<<1056, 256, 0, gpu.stream>>>(totals + 2);
-    minifloat_kernel<E2m1><<<1056, 256, 0, gpu.stream>>>(totals + 4);
+    packed_kernel<E4m3><<<1056, 256, 0, gpu.stream>>>(totals);
+    packed_kernel<E5m2><<<1056, 256, 0, gpu.stream>>>(totals + 2);
+    packed_kernel<E2m1><<<1056, 256, 0, gpu.stream>>>(totals + 4);
+    packed_kernel<Lin8><<<1056, 256, 0, gpu.stream>>>(totals + 6);
+    packed_kernel<Lin8OfPowers><<<1056, 256, 0, gpu.stream>>>(totals + 8);
+    packed_kernel<Ulin8><<<1056, 256, 0, gpu.stream>>>(totals + 10);
+    packed_kernel<Sqrt8><<<1056, 256, 0, gpu.stream>>>(totals + 12);
+    packed_kernel<Lin4><<<1056, 256, 0, gpu.stream>>>(totals + 14);
+    packed_kernel<Sqrt4><<<1056, 256, 0, gpu.stream>>>(totals + 16);
     check(cudaGetLastError());
     copy_to_host(&gpu, count, totals, sizeof(count));
     device_free(&gpu, totals);
     device_close(&gpu);
-    if (count[0][1] + count[1][1] + count[2][1] == 0) skip("needs a build for sm_90 or later");
+    if (count[0][1] == 0) skip("needs a build for sm_90 or later");
     snprintf(test->note, sizeof(test->note), "all floats");
-    const char* const names[] = {"e4m3", "e5m2", "e2m1"};
-    for (int i = 0; i < 3; i++) {
+    const char* const names[] = {"e4m3", "e5m2", "e2m1", "lin8", "lin8 of powers", "ulin8", "sqrt8", "lin4", "sqrt4"};
+    for (int i = 0; i < 9; i++) {
         expect(count[i][0] == 0, "%llu codes of %s differ", count[i][0], names[i]);
         expect(count[i][1] == 1ull << 32, "%llu floats compared as %s", count[i][1], names[i]);
     }

@@ -792,7 +792,8 @@ TEST(optim_every_combination_equals_cpu_gpu) {
 }
 
 // For `make sanitize`, whose race checker is slow: one thread block, which uses all of its stages several times. Blocks
-// of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves.
+// of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves; so are
+// the largest of a tile with @dq8, here with 16 and 8 elements a thread and with a third state.
 TEST(optim_race_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);
@@ -800,9 +801,16 @@ TEST(optim_race_gpu) {
     CacheFolder folder = cache_enter();
     const int64_t length = 60 * 2048 + 1;
     Model model = make_model(&length, 1);
-    const OptimConfig configs[] = {preset_config("adamw32", "bf16"), preset_config("adamw8", "bf16"),
+    OptimConfig slow = preset_config("ademamix16", "bf16");
+    slow.m = "soft8/32@dq8", slow.v = "sqrt8/32@dq8";
+    const OptimConfig configs[] = {preset_config("adamw32", "bf16"),
+                                   preset_config("adamw8", "bf16"),
                                    preset_config("adamw4", "bf16"),
-                                   make_config("bf16:sr", "bf16", "dyn8/2048", "udyn8/2048")};
+                                   preset_config("adamw4d", "bf16"),
+                                   preset_config("int8w4", "bf16"),
+                                   make_config("bf16:sr", "bf16", "dyn8/2048", "udyn8/2048"),
+                                   make_config("bf16:sr", "bf16", "de4/32@dq8", "fp32"),
+                                   slow};
     for (const OptimConfig& config : configs) {
         if (!optim_built_in(&config, OPTIM_BF16) && !jit_available()) continue;
         compare_with_cpu(test, &gpu, &config, &model, OPTIM_BF16, 2, "one block");

@@ -472,8 +472,9 @@ __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
 }
 
-// What the warps of a group tell each other, of one array: two numbers each. Twice, by turns from tile to tile, so that
-// nobody has to wait before writing: all have passed the barrier of the tile between. One exchange an array and tile.
+// What the warps of a group tell each other, of one array: two numbers each in neighbours_both, one in group_tell, of
+// which four are read at once. Twice, by turns from tile to tile, so that nobody has to wait before writing: all have
+// passed the barrier of the tile between. One exchange an array and tile.
 __device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
     __shared__ alignas(16) uint2 part[2][4][32];
     return part[key.turn][key.stream];
@@ -511,6 +512,19 @@ __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const N
     return make_uint2(a, b);
 }
 
+// Likewise the largest of `top`, which is no less than 0.
+template <int COUNT, int THREADS>
+__device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
+    if constexpr (COUNT < 32) {
+#pragma unroll
+        for (int lane = 1; lane < COUNT; lane *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
+        if constexpr (COUNT > 1) __syncwarp();
+        return top;
+    } else {
+        return __uint_as_float(neighbours_both<COUNT, THREADS>(__float_as_uint(top), 0u, key).x);
+    }
+}
+
 // The largest of `top` over all THREADS of a group: each warp tells the others, then a group_sync, of which one serves
 // for several arrays, then all are told.
 __device__ __forceinline__ void group_tell(float top, const NoiseKey& key) {
@@ -532,19 +546,6 @@ __device__ __forceinline__ float group_told(const NoiseKey& key) {
         most = b > most ? b : most;
     }
     return __uint_as_float(most);
-}
-
-// Likewise the largest of `top`, which is no less than 0.
-template <int COUNT, int THREADS>
-__device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
-    if constexpr (COUNT < 32) {
-#pragma unroll
-        for (int lane = 1; lane < COUNT; lane *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
-        if constexpr (COUNT > 1) __syncwarp();
-        return top;
-    } else {
-        return __uint_as_float(neighbours_both<COUNT, THREADS>(__float_as_uint(top), 0u, key).x);
-    }
 }
 
 // The largest magnitude of a thread's values, NaN aside, with short chains of maxima. Of v and its roots, which have no

@@ -86,23 +86,9 @@ OPTIM_HOST void double_store(int block, const Streams& streams, int first, const
     }
 }
 
-#ifdef __CUDACC__
-template <class Format, int BLOCK, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void double_thread_store(const Streams& streams, int first, const float* value, float top,
-                                                    float most, bool rare, const NoiseKey& key) {
-    float second;
-    block_scale<Format, ScaleFp32>(most, &second);
-    uint32_t code;
-    BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
-    if (rare) s.inverse = block_inverse<Format, ScaleFp32, ROUNDING>(top, s.inverse);
-    if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = (uint8_t)code;
-    if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
-    block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
-}
-#endif
-
 template <class Format_, int BLOCK, Rounding ROUNDING>
 struct DoubleBlocks {
+    static_assert(BLOCK <= 256, "a block's exchange would overwrite what the group is told");
     typedef Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> Plain;
     typedef typename Plain::Format Format;
     static constexpr StreamInfo STREAM[3] = {
@@ -119,7 +105,7 @@ struct DoubleBlocks {
         Plain::prepare(streams, shared);
     }
 
-    // A store in parts as that of Blocks, with one more: `most` is the largest of the tile.
+    // A store in parts as that of Blocks, where store_most has one more: `most` is the largest of the tile.
     static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_MOST = true;
     static constexpr float USUAL_TOP = Plain::USUAL_TOP;
 
@@ -136,7 +122,14 @@ struct DoubleBlocks {
     template <int COUNT>
     static __device__ __forceinline__ void store_most(const Streams& streams, int first, const float* value, float top,
                                                       float most, bool rare, const NoiseKey& key) {
-        double_thread_store<Format, BLOCK, ROUNDING, COUNT>(streams, first, value, top, most, rare, key);
+        float second;
+        block_scale<Format, ScaleFp32>(most, &second);
+        uint32_t code;
+        BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
+        if (rare) s.inverse = block_inverse<Format, ScaleFp32, ROUNDING>(top, s.inverse);
+        if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = (uint8_t)code;
+        if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
+        block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
     }
 #endif
 
@@ -154,7 +147,8 @@ struct DoubleBlocks {
 #endif
     }
 
-    // On a GPU a store has parts.
+#ifndef __CUDACC_RTC__
+    // On a GPU it has parts.
     static OPTIM_HOST void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         double_store<Format, ROUNDING>(BLOCK, streams, first, x, n, key);
     }
@@ -162,6 +156,7 @@ struct DoubleBlocks {
     static OPTIM_HOST void set(const Streams& streams, int first, const float* x, int n) {
         DoubleBlocks<Format, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
+#endif
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         load(streams, first, x, n, NoiseKey{});
