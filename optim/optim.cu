@@ -263,8 +263,7 @@ static void* table_create(Optim* optim, const FormatRow* format) {
 }
 
 // What formats in spans keep beside the arrays of a run of the arena.
-static void spans_create(Optim* optim, const Plan* plan, const ArenaRun* run, const FormatRow* format,
-                         Streams* streams) {
+static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, Streams* streams) {
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
@@ -274,7 +273,7 @@ static void spans_create(Optim* optim, const Plan* plan, const ArenaRun* run, co
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] =
-                span_tile(span, tensor, first, plan->at[t][span] - run->at[span]);
+                span_tile(span, tensor, first, optim->plan->at[t][span] - run->at[span]);
         }
     }
     device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
@@ -286,14 +285,14 @@ static void spans_create(Optim* optim, const Plan* plan, const ArenaRun* run, co
 }
 
 // The arrays of a run of the arena. `codes`: where its first array lies already, or null.
-static Streams allocate_streams(Optim* optim, const Plan* plan, const ArenaRun* run, const FormatRow* format,
-                                void* codes, int64_t* total) {
+static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, void* codes,
+                                int64_t* total) {
     void* data[3] = {codes, nullptr, nullptr};
     for (int i = codes ? 1 : 0; i < 3; i++) {
         data[i] = allocate_zero(optim->dev, run_bytes(run, format->stream[i]), total);
     }
     Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
-    spans_create(optim, plan, run, format, &streams);
+    spans_create(optim, run, format, &streams);
     return streams;
 }
 
@@ -321,7 +320,8 @@ static void free_streams(const Device* dev, Streams* streams) {
     device_free(dev, (void*)streams->span);
 }
 
-static void tiles_create(Optim* optim, const Plan* plan) {
+static void tiles_create(Optim* optim) {
+    const Plan* plan = optim->plan;
     int64_t count = (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile), t = 0;
     Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
     optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
@@ -448,7 +448,8 @@ static void require_gpu(const Device* dev, const Rows* rows) {
 }
 
 // Weights number `index` of the plan, and their names.
-static void weights_create(Optim* optim, const Plan* plan, int index) {
+static void weights_create(Optim* optim, int index) {
+    const Plan* plan = optim->plan;
     const ArenaRun* run = &plan->weights[index].run;
     Weights* weights = &optim->weights[index];
     weights->row = find_weights(plan->weights[index].format);
@@ -459,16 +460,16 @@ static void weights_create(Optim* optim, const Plan* plan, int index) {
     char* at = (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin);
     *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     weights->streams =
-        allocate_streams(optim, plan, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
+        allocate_streams(optim, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
 // Moments of launch `index`, their names and the kernel.
-static void launch_create(Optim* optim, const Plan* plan, int index) {
+static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
-    const LaunchPlan* planned = &plan->launch[index];
+    const LaunchPlan* planned = &optim->plan->launch[index];
     launch->plan = planned;
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
@@ -484,9 +485,8 @@ static void launch_create(Optim* optim, const Plan* plan, int index) {
                 {SLOT_SLOW, launch->rows.m, &launch->slow}};
     for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
         char array[ARRAY_NAME_BYTES];
-        plan_array(plan, index, kept[i].slot, array);
-        *kept[i].streams =
-            allocate_streams(optim, plan, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
+        plan_array(optim->plan, index, kept[i].slot, array);
+        *kept[i].streams = allocate_streams(optim, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
         list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
     }
     if (!optim->dev->gpu || planned->tiles == 0) return;
@@ -515,12 +515,12 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     optim->seen = allocate_zero(dev, bytes, &none);
     // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
     for (int w = 0; w < plan->weights_count; w++) {
-        weights_create(optim, plan, w);
+        weights_create(optim, w);
         for (int i = 0; i < plan->launches; i++) {
-            if (plan->launch[i].weights == w) launch_create(optim, plan, i);
+            if (plan->launch[i].weights == w) launch_create(optim, i);
         }
     }
-    tiles_create(optim, plan);
+    tiles_create(optim);
     return optim;
 }
 

@@ -7,11 +7,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Whether the pattern [p, end) matches `name` from its first character up to its end or to a dot.
+// Whether the pattern [p, end) matches `name` from its first character up to its end or to a dot. Where it does not,
+// the last star takes one character more.
 static bool matches_here(const char* p, const char* end, const char* name) {
-    if (p == end) return *name == 0 || *name == '.';
-    if (*p == '*') return matches_here(p + 1, end, name) || (*name && matches_here(p, end, name + 1));
-    return *name && (*p == '?' || *p == *name) && matches_here(p + 1, end, name + 1);
+    const char *star = nullptr, *taken = nullptr;
+    for (;;) {
+        if (p < end && *p == '*') {
+            star = ++p, taken = name;
+        } else if (p == end && (*name == 0 || *name == '.')) {
+            return true;
+        } else if (p < end && *name && (*p == '?' || *p == *name)) {
+            p++, name++;
+        } else if (star && *taken) {
+            p = star, name = ++taken;
+        } else {
+            return false;
+        }
+    }
 }
 
 bool override_matches(const Override* rule, const char* name) {
@@ -74,7 +86,13 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
     *rule = {};
     rule->lr = 1.0;
     rule->decay = -1.0;
-    if (colon == end || !copy_word(rule->patterns, sizeof(rule->patterns), begin, colon)) {
+    const bool words = colon < end && copy_word(rule->patterns, sizeof(rule->patterns), begin, colon);
+    if (!words && rule->patterns[0]) {
+        snprintf(error, bytes, "--override: \"%.40s...\" has patterns of more than %zu characters; take two overrides",
+                 begin, sizeof(rule->patterns) - 1);
+        return false;
+    }
+    if (!words) {
         snprintf(error, bytes, "--override: \"%.*s\" has no patterns and colon; type, say, \"wpe|ln*: m=fp32\"",
                  (int)(end - begin), begin);
         return false;

@@ -232,6 +232,7 @@ void stream_name(const char* array, const StreamInfo& stream, char* name, size_t
 }
 
 void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BYTES]) {
+    static_assert(sizeof(Override::patterns) + sizeof("weights.16[].scales") <= ARRAY_NAME_BYTES, "names are whole");
     const char* pattern = slot == SLOT_WEIGHTS ? plan->weights[index].pattern : plan->launch[index].pattern;
     snprintf(array, ARRAY_NAME_BYTES, index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
 }

@@ -198,7 +198,7 @@
     ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
     ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
     ROW("int8w8", "adamw", "lin8:ef", "e4m3/256:sr", "sqrt8/32", "8-bit linear weights in place, 8-bit states")      \
-    ROW("fp8w8e", "adamw", "e4m3:ef", "e4m3/256:sr", "sqrt8/32", "fp8 weights of matrices, errors fed back",         \
+    ROW("fp8w8e", "adamw", "e4m3:ef", "e4m3/256:sr", "sqrt8/32", "fp8 weights of matrices but wpe, errors fed back", \
         "ln*|*.bias|wpe: weights=bf16:ef")                                                                           \
     ROW("fp8w4", "adamw", "e4m3:sr", "de4/128", "sqrt4/128", "2 bytes a parameter in all")                           \
     ROW("int8w4", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "2.1 bytes, closer than fp8w4",                  \

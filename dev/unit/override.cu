@@ -23,7 +23,15 @@ TEST(override_patterns) {
                 {"c_attn.weight", "h.3.attn.c_attn.weight", true},
                 {"*", "wte.weight", true},
                 {"wte.weight", "wte.weight", true},
-                {"wte.weight.more", "wte.weight", false}};
+                {"wte.weight.more", "wte.weight", false},
+                {"h.*.c_attn.weight", "h.3.attn.c_attn.weight", true},
+                {"h.*.c_attn", "h.3.attn.c_attn.weight", true},
+                {"*t*n*.bias", "h.3.attn.c_attn.bias", true},
+                {"*t*n*.bias", "h.3.attn.c_attn.weight", false},
+                {"l*_?", "h.3.ln_1.weight", true},
+                {"l*_?", "h.3.ln_12.weight", false},
+                {"***", "wte.weight", true},
+                {"****************************************z", "h.3.mlp.c_fc.weight", false}};
     for (const auto& row : rows) {
         char text[128], error[512] = "";
         Override parsed[OVERRIDES];
@@ -50,6 +58,15 @@ TEST(override_patterns) {
         config.overrides = row[0];
         expect_refusal(test, config, "--override", row[1]);
     }
+    char longest[200] = "w";
+    for (int i = 0; i < 11; i++) strcat(longest, "|h.3.attn.c_");
+    Override parsed[OVERRIDES];
+    int count;
+    char error[512] = "";
+    strcat(longest, ":m=fp32");
+    expect(!overrides_parse(longest, parsed, &count, error, sizeof(error)) && strstr(error, "more than 127"), "%s",
+           error);
+    expect(overrides_parse(longest + 10, parsed, &count, error, sizeof(error)), "%s", error);
     OptimConfig config = make_config("lion", "bf16", "fp32");
     config.overrides = "wpe: v=fp32";
     expect_refusal(test, config, "--override", "keeps no second moment");
