@@ -767,7 +767,7 @@ static void check_round_trip(Test* test, const Device* dev, const Setup* setup, 
     OptimConfig config = setup_optim(setup);
     Run run = {};
     run.options = &options;
-    run.grads = options.grads;
+    run.asked = options;
     run.model = &saved;
     run.step = 3, run.sequences = 24, run.best_val = INFINITY;
     path_join(checkpoint, folder, setup->weights);

@@ -39,7 +39,7 @@
 #include "kernels/shard.cuh"        // Shard: gradients, states and weights over several ranks
 #include "optim/optim.h"            // Optim: weights, states and the step
 #include "train_options.h"          // Options, and the table of what can be typed
-#include "train_resume.h"           // resume_locate, resume_options, resume_rule; require_same: ranks begin alike
+#include "train_resume.h"           // resume_locate and what becomes of options; require_same: ranks begin alike
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
@@ -722,40 +722,6 @@ static void batch_resolve(Options* o, Model* m, const OptimConfig* optim, bool b
     o->logit_rows = m->logit_rows;
 }
 
-// Steps and what depends on them.
-static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, bool warmup_typed) {
-    int64_t sequences = o->tokens_per_step / o->seq;
-    if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
-    if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
-    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
-    if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
-    if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
-    if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
-    if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
-    if (o->ramp == AUTO) o->ramp = o->steps;
-    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
-    if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
-    if (o->warmup > o->steps && o->steps > 0) {
-        user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
-                   (long long)o->steps, (long long)o->steps);
-    }
-}
-
-// The learning rate of step 0, 1, ... steps-1.
-static double learning_rate(const Options* o, int64_t step) {
-    double last = o->lr * o->final_lr;
-    if (step < o->warmup) return o->lr * (double)(step + 1) / (double)o->warmup;
-    double done = (double)(step - o->warmup) / (double)(o->steps > o->warmup ? o->steps - o->warmup : 1);
-    if (done > 1) done = 1;
-    if (strcmp(o->schedule, "cosine") == 0) return last + (o->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
-    if (strcmp(o->schedule, "linear") == 0) return o->lr + (last - o->lr) * done;
-    if (strcmp(o->schedule, "constant") == 0) return o->lr;
-    // wsd: flat, then down by 1 - sqrt(share of the decay done).
-    double decay = (double)o->steps * o->decay_fraction, begin = (double)o->steps - decay;
-    if ((double)step < begin) return o->lr;
-    return last + (o->lr - last) * (1.0 - sqrt(((double)step - begin) / decay));
-}
-
 // Samples.
 
 // Whether the run is to end: by a signal, of which several ranks take notice where they ask each other, all at once.
@@ -942,7 +908,8 @@ static void model_read(Model* m, const char* folder) {
 
 struct Run {
     Options* options;
-    const char* grads;  // as it was asked for; options->grads is what `auto` became
+    Options asked;  // before the program decided what was left to it: for the next checkpoint
+    bool held;      // the run folder, from other processes
     Model* model;
     bool quiet;  // not the first rank: it prints and writes nothing
     char folder[PATH_BYTES];
@@ -1071,11 +1038,11 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
 }
 
 // Step, data position and what else the run goes on with, the formats, and all options. Version 1 had what --grads auto
-// became among these.
+// became among these, and it and version 2 what became of --override.
 static void state_write(const Run* run, FILE* state) {
     const Options* o = run->options;
     fprintf(state,
-            "{\n\"version\": 2,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"skipped\": %lld,\n"
+            "{\n\"version\": 3,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"skipped\": %lld,\n"
             "\"skipped_last\": %lld,\n\"best_val\": ",
             (long long)run->step, (long long)run->sequences, (long long)run->data_tokens, (long long)run->skipped,
             (long long)run->skipped_last);
@@ -1092,9 +1059,12 @@ static void state_write(const Run* run, FILE* state) {
     fprintf(state, ", \"own\": ");
     json_write_string(state, own);
     fprintf(state, "},\n\"options\": ");
-    Options asked = *o;
-    asked.grads = run->grads;
-    options_json(&TABLE, &asked, state);
+    Options saved = *o;
+    const Options* asked = &run->asked;
+    saved.grads = asked->grads, saved.overrides = asked->overrides;
+    saved.val_every = asked->val_every, saved.sample_every = asked->sample_every;
+    saved.print_every = asked->print_every;
+    options_json(&TABLE, &saved, state);
     fprintf(state, ",\n");
 }
 
@@ -1148,8 +1118,9 @@ static void checkpoint_save(Run* run) {
     if (whole && !shard_equal(m->shard, m->weights, m->elements * m->shard->weight_bytes)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
-            "go on elsewhere with --resume %s",
-            (long long)run->step, run->last_checkpoint[0] ? run->last_checkpoint : "auto");
+            "go on elsewhere with --resume %s%s",
+            (long long)run->step, run->last_checkpoint[0] ? run->last_checkpoint : "auto --run ",
+            run->last_checkpoint[0] ? "" : run->folder);
     }
     if (rank_of(m) > 0) {
         checkpoint_write(run, temporary, error);
@@ -1159,8 +1130,9 @@ static void checkpoint_save(Run* run) {
     if (folder_exists(temporary)) folder_remove(temporary, ignored);
     if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
         folder_remove(temporary, ignored);
-        user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
-                   (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "auto");
+        user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s%s",
+                   (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "auto --run ",
+                   run->last_checkpoint[0] ? "" : run->folder);
     }
     memcpy(run->last_checkpoint, path, sizeof(path));
     say(run, "save %6lld  %s  %.1f s\n", (long long)run->step, path, seconds_now() - begin);
@@ -1170,6 +1142,13 @@ static void checkpoint_save(Run* run) {
 }
 
 // The run folder, the banner and the lines.
+
+// From its first use on no other process trains in it.
+static void run_folder_hold(Run* run, const char* folder) {
+    char error[DATA_ERROR_BYTES];
+    if (!run->held && !run_folder_lock(folder, error)) user_error("%s", error);
+    run->held = true;
+}
 
 static void run_folder_make(Run* run, bool resumed) {
     Options* o = run->options;
@@ -1185,11 +1164,9 @@ static void run_folder_make(Run* run, bool resumed) {
         o->run = strdup(run->folder);
     }
     path_join(path, run->folder, "log.jsonl");
-    if (!resumed && file_exists(path)) {
-        user_error("--run %s already holds a run; type --resume %s to go on with it, or name another folder",
-                   run->folder, run->folder);
-    }
     if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
+    run_folder_hold(run, run->folder);
+    if (!run_folder_free(run->folder, resumed, error)) user_error("%s", error);
     if (!file_trim(path, error)) user_error("--run %s: %s", run->folder, error);
     run->log = fopen(path, "a");
     if (!run->log)
@@ -1229,7 +1206,11 @@ static void run_tokenizer_open(Run* run, const char* data_folder, const char* ch
     bool fits = run->tokenizer && tokenizer_encode(run->tokenizer, "a", 1, &token, 1) >= 0 &&
                 tokenizer_vocabulary(run->tokenizer) <= run->model->config.V;
     if (fits) return;
-    say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", run->model->config.V);
+    if (there && !run->tokenizer)
+        say(run, " notice   %s: no samples\n", error);
+    else
+        say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n",
+            run->model->config.V);
     run->options->sample_every = 0;
 }
 
@@ -1670,25 +1651,12 @@ static Recompute recompute_from(const char* name) {
     return strcmp(name, "block") == 0 ? RECOMPUTE_BLOCK : strcmp(name, "gelu") == 0 ? RECOMPUTE_GELU : RECOMPUTE_NONE;
 }
 
-// --model DIR may be a run folder: then its newest checkpoint is meant.
-static void model_folder_resolve(Options* o) {
-    char path[PATH_BYTES], newest[PATH_BYTES];
-    if (!folder_exists(o->model)) return;
-    path_join(path, o->model, nullptr);
-    while (strlen(path) > 1 && path[strlen(path) - 1] == '/') path[strlen(path) - 1] = 0;
-    o->model = strdup(path);
-    path_join(path, o->model, "model.safetensors");
-    Json* state = file_exists(path) ? nullptr : checkpoint_newest(o->model, newest, sizeof(newest));
-    if (state) o->model = strdup(newest);
-    json_free(state);
-}
-
 // --sample: continue a prompt with a model folder.
 static int sample_main(Options* o) {
     char error[DATA_ERROR_BYTES];
     Device dev;
     Model m = {};
-    model_folder_resolve(o);
+    model_folder_resolve(o, true);
     if (!folder_exists(o->model)) {
         user_error("--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is one)");
     }
@@ -1727,6 +1695,10 @@ static void data_and_model_resolve(Options* o, const char* checkpoint, Dataset* 
     dataset_close(train);
     data_open(o, train, DATASET_TRAIN, m->T);
     data_open(o, val, DATASET_VALIDATION, m->T);
+    if (val->bytes != train->bytes) {
+        user_error("--val %s is %s and --data %s; prepare both alike", o->val, val->bytes ? "read as bytes" : "tokens",
+                   train->bytes ? "is read as bytes" : "tokens");
+    }
     if (val->vocabulary > m->config.V) {
         user_error("the validation data has a vocabulary of %d tokens and the model of %d; prepare both alike",
                    val->vocabulary, m->config.V);
@@ -1827,19 +1799,39 @@ static const char* training_checkpoint(const Training* t) {
     return t->state ? t->folder : nullptr;
 }
 
+// The run folder is held before one of its checkpoints is chosen.
+static void training_hold(Training* t) {
+    const Options* o = t->options;
+    const bool again = strcmp(o->resume, "off") != 0;
+    char error[DATA_ERROR_BYTES], state[PATH_BYTES];
+    if (o->run[0] && !run_folder_free(o->run, again, error)) user_error("%s", error);
+    const char* folder = o->run[0] ? o->run : o->resume;
+    path_join(state, folder, "state.json");  // of a checkpoint: its run is held once it is known
+    if (again && !o->dry_run && folder_exists(folder) && !file_exists(state)) run_folder_hold(&t->run, folder);
+}
+
 // The checkpoint to go on from, if any, and its options.
 static void training_resume(Training* t) {
     Options* o = t->options;
-    bool named_itself = false;
+    bool named_itself = false, first = t->launch->rank == 0;
     char error[DATA_ERROR_BYTES], parent[PATH_BYTES];
+    require_words(o, t->given);
+    if (first) training_hold(t);
+    t->run.asked = *o;
     t->state = resume_locate(o, t->launch, t->folder, sizeof(t->folder), &named_itself);
     if (!t->state) return;
     const Json* saved = json_get(t->state, "options");
     bool asked = json_int(t->state, "version", 1) > 1;
     resume_options(o, t->given, saved, asked, t->changed, sizeof(t->changed) - 256);
     resume_rule(o, t->given, saved, t->changed, sizeof(t->changed) - 256);
-    if (!o->run[0]) o->run = strdup(folder_parent(t->folder, parent, sizeof(parent)));
-    if (t->launch->rank == 0 && !checkpoint_continue(o->run, t->folder, named_itself, !o->dry_run, error)) {
+    const char* overrides = resume_override(o, t->given, t->state, t->changed, sizeof(t->changed) - 256);
+    t->run.asked = *o, t->run.asked.overrides = overrides;
+    if (!o->run[0]) {
+        if (first && named_itself && !checkpoint_run(t->folder, parent, sizeof(parent), error)) user_error("%s", error);
+        o->run = strdup(folder_parent(t->folder, parent, sizeof(parent)));
+        if (first && !o->dry_run) run_folder_hold(&t->run, o->run);
+    }
+    if (first && !checkpoint_continue(o->run, t->folder, named_itself, !o->dry_run, error)) {
         user_error("%s", error);
     }
 }
@@ -1849,7 +1841,6 @@ static void training_open(Training* t) {
     Options* o = t->options;
     Model* m = &t->model;
     t->run.options = o;
-    t->run.grads = o->grads;
     t->run.model = m;
     t->run.quiet = t->launch->rank > 0;
     t->run.text = open_memstream(&t->run.banner, &t->run.banner_bytes);
@@ -1938,7 +1929,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     Training t = {};
     t.options = o, t.given = given, t.launch = launch;
     training_resume(&t);
-    model_folder_resolve(o);
+    model_folder_resolve(o, !t.state);
     training_open(&t);
     training_resolve(&t);
     training_count(&t);

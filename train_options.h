@@ -1,5 +1,5 @@
 // What can be typed: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
-// It is train_gpt2.cu's, which resolves what is left to the program.
+// It is train_gpt2.cu's, which resolves what is left to the program, but for the length of a run and its learning rate.
 #pragma once
 #include <string.h>
 
@@ -69,7 +69,8 @@ static const Option OPTIONS[] = {
     {"batch", OPTION_INT, FIELD(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
     {"tokens-per-step", OPTION_INT, FIELD(tokens_per_step), "auto", 1, 1e12, "N", "batch and length",
      "total batch of an optimizer step, a multiple of batch x seq"},
-    {"steps", OPTION_INT, FIELD(steps), "auto", 0, 1e12, "N", "batch and length", "optimizer steps; auto: one epoch"},
+    {"steps", OPTION_INT, FIELD(steps), "auto", 0, 1e12, "N", "batch and length",
+     "optimizer steps; auto: one epoch, or of the built-in text 400 on a GPU and 1500 on the CPU"},
     {"preset", OPTION_TEXT, FIELD(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
     {"rule", OPTION_TEXT, FIELD(rule), "", 0, 0, "NAME", "optimizer", "the update, instead of the preset's"},
     {"weights", OPTION_TEXT, FIELD(weights), "", 0, 0, "FORMAT", "optimizer",
@@ -81,8 +82,8 @@ static const Option OPTIONS[] = {
     {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
      "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
-     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not the preset's either, "
-     "which go with its formats"},
+     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not even the preset's, "
+     "which go with its --weights, --m and --v"},
     {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
      "largest learning rate; auto: by the model's width and the rule"},
     {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
@@ -181,4 +182,48 @@ static void optim_config_from(Options* o, OptimConfig* config) {
     if (!optim_config_try(o, config, error, sizeof(error))) user_error("%s", error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
+}
+
+// Steps and what depends on them.
+static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, bool warmup_typed) {
+    int64_t sequences = o->tokens_per_step / o->seq;
+    if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
+    // wsd: the first step that decays, as in learning_rate.
+    const bool wsd = strcmp(o->schedule, "wsd") == 0, automatic = o->warmup == AUTO;
+    const int64_t flat = wsd ? (int64_t)((double)o->steps - (double)o->steps * o->decay_fraction) : o->steps;
+    if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
+    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
+    if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
+    if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
+    if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
+    if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
+    if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
+    if (automatic && o->warmup > flat) o->warmup = flat;
+    if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
+    if (wsd && warmup_typed && o->warmup > flat && o->steps > 0) {
+        user_error(
+            "--warmup %lld reaches into wsd's decay, which begins at step %lld; type --warmup %lld or a smaller "
+            "--decay-fraction",
+            (long long)o->warmup, (long long)flat, (long long)flat);
+    }
+    if (o->warmup > o->steps && o->steps > 0) {
+        user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
+                   (long long)o->steps, (long long)o->steps);
+    }
+}
+
+// The learning rate of step 0, 1, ... steps-1.
+static double learning_rate(const Options* o, int64_t step) {
+    double last = o->lr * o->final_lr;
+    if (step < o->warmup) return o->lr * (double)(step + 1) / (double)o->warmup;
+    double done = (double)(step - o->warmup) / (double)(o->steps > o->warmup ? o->steps - o->warmup : 1);
+    if (done > 1) done = 1;
+    if (strcmp(o->schedule, "cosine") == 0) return last + (o->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
+    if (strcmp(o->schedule, "linear") == 0) return o->lr + (last - o->lr) * done;
+    if (strcmp(o->schedule, "constant") == 0) return o->lr;
+    // wsd: flat, then down by 1 - sqrt(share of the decay done).
+    double decay = (double)o->steps * o->decay_fraction, begin = (double)o->steps - decay;
+    if ((double)step < begin) return o->lr;
+    return last + (o->lr - last) * (1.0 - sqrt(((double)step - begin) / decay));
 }

@@ -11,6 +11,52 @@
 #include "data/safetensors.h"
 #include "train_options.h"
 
+// What was typed as empty, as from a shell's variable that is not set, is not what was meant; but that a run goes on
+// without the data that it had may be.
+static void require_words(const Options* o, const bool* given) {
+    const struct {
+        const char *name, *text;
+    } words[] = {{"data", o->data}, {"val", o->val}, {"model", o->model}, {"run", o->run}, {"resume", o->resume}};
+    const bool goes_on = strcmp(o->resume, "off") != 0 && strcmp(o->resume, "auto") != 0;
+    for (const auto& word : words) {
+        if (goes_on && *o->resume && (word.text == o->data || word.text == o->val)) continue;
+        if (!given[option_find(&TABLE, word.name) - OPTIONS] || *word.text) continue;
+        user_error("--%s '' is empty; give it a value or leave it out", word.name);
+    }
+}
+
+// --model DIR may be a run folder: then its newest checkpoint is meant. Where its weights are wanted, a checkpoint is
+// to be whole.
+static void model_folder_resolve(Options* o, bool weights) {
+    char path[4500], newest[4500], error[DATA_ERROR_BYTES];
+    if (!folder_exists(o->model)) return;
+    char* name = strdup(o->model);
+    for (char* end = strchr(name, 0) - 1; end > name && *end == '/'; end--) *end = 0;
+    o->model = name;
+    snprintf(path, sizeof(path), "%s/model.safetensors", o->model);
+    const bool model = file_exists(path);
+    Json* state = model ? nullptr : checkpoint_newest(o->model, newest, sizeof(newest));
+    if (state) o->model = strdup(newest);
+    json_free(state);
+    snprintf(path, sizeof(path), "%s/state.json", o->model);
+    if (!weights || !file_exists(path)) return;
+    if (model && !checkpoint_model_whole(o->model, error)) {
+        user_error("--model %s: damaged checkpoint: %s; name another one", o->model, error);
+    }
+}
+
+// Whether a folder that was typed as --model is the one that the run began with, or the run folder that had it.
+static bool is_same_model(const char* typed, const char* saved) {
+    if (!folder_exists(typed)) return false;
+    char* path = path_absolute(typed);
+    for (char* end = strchr(path, 0) - 1; end > path && *end == '/'; end--) *end = 0;
+    const size_t length = strlen(path);
+    const bool same =
+        strncmp(path, saved, length) == 0 && (saved[length] == 0 || strncmp(saved + length, "/step_", 6) == 0);
+    free(path);
+    return same;
+}
+
 // The checkpoint to go on from into `folder`, and its state.json's tree: rank 0 chooses. NULL: begin anew.
 static Json* resume_locate(Options* o, const Launch* launch, char* folder, size_t bytes, bool* named_itself) {
     char error[DATA_ERROR_BYTES];
@@ -48,26 +94,6 @@ static bool left_to_preset(const Options* o, const bool* given, const Json* save
     return false;
 }
 
-// --override, after the other options: what is typed; else what the user had asked for; else the run's own with the
-// preset and formats that it had, and the preset's with another one.
-static void resume_override(Options* o, const bool* given, const Json* saved, char* changed, size_t bytes) {
-    const char *before = json_string(saved, "override", ""), *preset = json_string(saved, "preset", "");
-    if (!*before) before = "none";  // as it was said before presets had some
-    const bool formats = is_given(given, "weights") || is_given(given, "m") || is_given(given, "v");
-    const bool other = is_given(given, "preset") && strcmp(preset, o->preset) != 0;
-    const bool users = strcmp(before, "none") != 0 && strcmp(before, optim_preset_overrides(preset)) != 0;
-    const char* its = formats || !*optim_preset_overrides(o->preset) ? "none" : optim_preset_overrides(o->preset);
-    const bool typed = is_given(given, "override");
-    if (!typed) o->overrides = users || (!other && !formats) ? strdup(before) : its;
-    if (typed && !*o->overrides) o->overrides = its;
-    const size_t used = strlen(changed);
-    const bool same = strcmp(o->overrides, before) == 0;
-    if (!same) snprintf(changed + used, bytes - used, " --override %s (was %s)", o->overrides, before);
-    if (same && users && other && strcmp(its, "none") != 0) {
-        snprintf(changed + used, bytes - used, " --override %s (the run's, not %s's)", before, o->preset);
-    }
-}
-
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
 // where the model's shape hangs on them. `asked`: the checkpoint has --grads as it was asked for, not what became of
 // it.
@@ -85,18 +111,22 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
             snprintf(changed + used, changed_bytes - used, " --grads auto (was bf16, asked for or not)");
             continue;
         }
-        char now[4096];
-        option_text(option, o, now, sizeof(now));
+        char number[OPTION_TEXT_BYTES];
+        const char* now = option_text(option, o, number, sizeof(number));
         if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
         if (!given[i] || strcmp(now, text) == 0) continue;
+        if (strcmp(option->name, "model") == 0 && is_same_model(now, text)) {
+            o->model = strdup(text);
+            continue;
+        }
         for (const char* name : fixed) {
             if (strcmp(option->name, name) != 0) continue;
             user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or begin anew without --resume", name,
                        now, text, name);
         }
-        snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, now, text);
+        snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, *now ? now : "''",
+                 *text ? text : "''");
     }
-    resume_override(o, given, saved, changed, changed_bytes);
 }
 
 // A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.
@@ -116,12 +146,52 @@ static void resume_rule(Options* o, const bool* given, const Json* saved, char* 
     char error[DATA_ERROR_BYTES];
     OptimConfig config;
     Options trial = *o;
-    trial.grads = "fp32";
+    trial.grads = "fp32", trial.overrides = "none";  // which has no part in v and the learning rate
     bool v_typed = given[option_find(&TABLE, "v") - OPTIONS];
     if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) trial.v = o->v = "";
     if (optim_config_try(&trial, &config, error, sizeof(error))) {
         resume_usual_lr(o, given, config.rule, saved, changed, changed_bytes);
     }
+}
+
+// Whether the checkpoint's format of `kind`, which is saved by its full name, is this one.
+static bool has_format(const Json* formats, const char* kind, const char* name) {
+    return strcmp(json_string(formats, kind, ""), name) == 0;
+}
+
+// --override, once the other options are known: what is typed; else what the user had asked for ("none" of its preset
+// only); else what the run had, with its own preset and formats; else "", the preset's. Returns what was asked for, for
+// the next checkpoint: "" where the run keeps what it had, as it will then again. Versions before 3 did not say what
+// was asked for: what is not the preset's of today is taken for the user's.
+static const char* resume_override(Options* o, const bool* given, const Json* state, char* changed, size_t bytes) {
+    char error[DATA_ERROR_BYTES];
+    const Json *saved = json_get(state, "options"), *formats = json_get(state, "formats");
+    if (!formats) formats = saved;
+    const char *preset = json_string(saved, "preset", ""), *had = json_string(formats, "override", "");
+    const char* asked = json_string(saved, "override", "");
+    const bool typed = is_given(given, "override"), other = strcmp(preset, o->preset) != 0;
+    const bool older = json_int(state, "version", 1) < 3;
+    if (!*had) had = "none";  // as it was said before presets had some
+    if (older && strcmp(had, optim_preset_overrides(preset)) == 0) asked = "";
+    if ((older || other) && strcmp(had, "none") == 0) asked = "";
+    OptimConfig config;
+    Options trial = *o;
+    trial.grads = "fp32", trial.overrides = "";
+    const bool known = optim_config_try(&trial, &config, error, sizeof(error));
+    const bool same = known && !other && has_format(formats, "weights", config.weights) &&
+                      has_format(formats, "m", config.m) && has_format(formats, "v", config.v);
+    const bool has_own = known && strcmp(config.overrides, "none") != 0;
+    if (!typed) o->overrides = strdup(*asked ? asked : same ? had : "");
+    trial.overrides = o->overrides;
+    const char* next = typed ? o->overrides : strdup(asked);
+    if (!optim_config_try(&trial, &config, error, sizeof(error))) return next;  // it will be refused
+    const size_t used = strlen(changed);
+    if (strcmp(config.overrides, had) != 0) {
+        snprintf(changed + used, bytes - used, " --override %s (was %s)", config.overrides, had);
+    } else if (!typed && *asked && other && has_own) {
+        snprintf(changed + used, bytes - used, " --override %s (the run's, not %s's)", had, o->preset);
+    }
+    return next;
 }
 
 // Ranks that would not train the same are a mistake: other options, or data of another length.

@@ -6,7 +6,9 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define PATH_BYTES 4500
@@ -169,19 +171,22 @@ static int64_t sealed_bytes(const char* text) {
     return seal ? seal - text : -1;
 }
 
+// One of the files that state.json lists.
+static bool file_whole(const char* folder, const Json* file, char* error) {
+    uint32_t crc;
+    int64_t bytes, want = json_int(file, "bytes", -1);
+    if (!file_sum(folder, file->key, &crc, &bytes, error)) return false;
+    if (bytes != want) {
+        return data_error(error, "%s/%s has %lld bytes instead of %lld", folder, file->key, (long long)bytes,
+                          (long long)want);
+    }
+    return crc == (uint32_t)json_int(file, "crc32c", -1) ||
+           data_error(error, "%s/%s does not match its checksum", folder, file->key);
+}
+
 static bool files_whole(const char* folder, const Json* files, char* error) {
     for (const Json* file = files ? files->child : NULL; file; file = file->next) {
-        uint32_t crc;
-        int64_t bytes, want = json_int(file, "bytes", -1);
-        if (!file_sum(folder, file->key, &crc, &bytes, error)) return false;
-        if (bytes == want && crc == (uint32_t)json_int(file, "crc32c", -1)) continue;
-        if (bytes != want) {
-            snprintf(error, DATA_ERROR_BYTES, "%s/%s has %lld bytes instead of %lld", folder, file->key,
-                     (long long)bytes, (long long)want);
-        } else {
-            snprintf(error, DATA_ERROR_BYTES, "%s/%s does not match its checksum", folder, file->key);
-        }
-        return false;
+        if (!file_whole(folder, file, error)) return false;
     }
     return files != NULL;
 }
@@ -202,6 +207,15 @@ Json* checkpoint_state(const char* folder, char* error) {
     return NULL;
 }
 
+bool checkpoint_model_whole(const char* folder, char* error) {
+    Json* state = checkpoint_state(folder, error);
+    const Json* files = state ? json_get(state, "files") : NULL;
+    const Json* file = files ? json_get(files, "model.safetensors") : NULL;
+    bool fine = state && (!file || file_whole(folder, file, error));
+    json_free(state);
+    return fine;
+}
+
 Json* checkpoint_verify(const char* folder, char* error) {
     Json* state = checkpoint_state(folder, error);
     if (!state || files_whole(folder, json_get(state, "files"), error)) return state;
@@ -217,7 +231,8 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
         char error[DATA_ERROR_BYTES];
         checkpoint_name(run_folder, steps[i], folder, bytes);
         state = checkpoint_verify(folder, error);
-        if (!state) fprintf(stderr, "train: notice: damaged checkpoint: %s; trying the one before\n", error);
+        const char* next = i + 1 < count ? "; trying the one before" : "";
+        if (!state) fprintf(stderr, "train: notice: damaged checkpoint: %s%s\n", error, next);
     }
     free(steps);
     return state;
@@ -241,6 +256,10 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     if (*named_itself) {
         snprintf(folder, bytes, "%s", named);
         while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
+        const char* slash = strrchr(folder, '/');
+        char* real = step_of(slash ? slash + 1 : folder) < 0 ? realpath(named, NULL) : NULL;  // such as "."
+        if (real) snprintf(folder, bytes, "%s", real);
+        free(real);
         *state = checkpoint_verify(folder, reason);
         if (!*state) {
             return data_error(error,
@@ -248,19 +267,71 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
                               named, reason);
         }
     } else {
+        int64_t* steps;
+        const int count = checkpoint_list(named, &steps);
+        free(steps);
         *state = checkpoint_newest(named, folder, bytes);
+        if (!*state && count > 0) {
+            return data_error(error,
+                              "--resume %s: %s holds no whole checkpoint (step_*): all %d are damaged; begin anew "
+                              "without --resume, in another --run",
+                              resume, named, count);
+        }
         if (!*state && !automatic) {
             return data_error(error,
-                              "--resume %s holds no whole checkpoint (step_*); begin anew with --run %s --resume auto",
-                              named, named);
+                              "--resume %s holds no checkpoint (step_*); give a run folder that does, or begin anew "
+                              "without --resume",
+                              named);
         }
     }
     const int64_t version = *state ? json_int(*state, "version", 0) : 1;
-    if (version == 1 || version == 2) return true;
+    if (version >= 1 && version <= 3) return true;
     data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
                (long long)version);
     json_free(*state);
     return false;
+}
+
+bool checkpoint_run(const char* checkpoint, char* run_folder, size_t bytes, char* error) {
+    char log[PATH_BYTES];
+    const char* slash = strrchr(checkpoint, '/');
+    snprintf(log, sizeof(log), "%s/log.jsonl", folder_parent(checkpoint, run_folder, bytes));
+    if (step_of(slash ? slash + 1 : checkpoint) >= 0 && file_exists(log)) return true;
+    return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
+}
+
+bool run_folder_free(const char* folder, bool again, char* error) {
+    static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
+    bool there[4];
+    for (int i = 0; i < 4; i++) {
+        char path[PATH_BYTES];
+        snprintf(path, sizeof(path), "%s/%s", folder, names[i]);
+        there[i] = file_exists(path);
+    }
+    int64_t* steps;
+    const bool run = checkpoint_list(folder, &steps) > 0 || there[0];
+    free(steps);
+    if ((there[1] && !run) || there[2] || there[3]) {
+        return data_error(error, "--run %s holds a model, whose config.json a run would overwrite; name another folder",
+                          folder);
+    }
+    if (again || !there[0]) return true;
+    return data_error(error, "--run %s already holds a run; type --resume %s to go on with it, or name another folder",
+                      folder, folder);
+}
+
+bool run_folder_lock(const char* folder, char* error) {
+    const struct timespec pause = {0, 100000000};
+    int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) return true;
+    // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
+    for (int i = 0; i < 50; i++) {
+        if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+        nanosleep(&pause, NULL);
+    }
+    close(descriptor);
+    return data_error(error, "--run %s: another process is training there; wait for it, or name another folder",
+                      folder);
 }
 
 bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,

@@ -43,6 +43,8 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
 bool checkpoint_commit(const char* folder, char* error);
 // state.json's tree (caller frees) of a checkpoint that another rank has verified, or NULL and a sentence.
 Json* checkpoint_state(const char* folder, char* error);
+// Whether model.safetensors of a checkpoint is as it was written.
+bool checkpoint_model_whole(const char* folder, char* error);
 // Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
@@ -51,6 +53,13 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
 // *named_itself, a checkpoint's. Its name into `folder` and its state.json's tree into *state, NULL: begin anew.
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error);
+// The run folder that a checkpoint lies in; false with a sentence where that is none, as of a copied checkpoint.
+bool checkpoint_run(const char* checkpoint, char* run_folder, size_t bytes, char* error);
+// May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
+bool run_folder_free(const char* folder, bool again, char* error);
+// Keeps other processes of this machine from training in a run folder as long as this one lives; false with a sentence
+// where one does. Where the file system knows no locks there are none.
+bool run_folder_lock(const char* folder, char* error);
 // May a run go on from `checkpoint` in `run_folder`? That is the checkpoint's own folder, in which it is the newest, or
 // one without a run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged
 // when `put_aside`. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.

@@ -756,6 +756,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     atomic_store(&watch->what, "starting");
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);                      // which is the thread's own
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
     int status = pthread_create(&watch->thread, NULL, watch_thread, watch);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

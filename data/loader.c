@@ -215,7 +215,7 @@ static const char* magic_name(int32_t magic) {
 static bool file_map(DatasetFile* file, const char* path, bool* bytes_file, char* error) {
     file->path = strdup(path);
     if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
     if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno));
     struct stat status;
     bool fine = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
@@ -611,6 +611,7 @@ Loader* loader_open_slice(const Dataset* data, int B, int T, uint64_t seed, bool
         // Signals are the main thread's: a thread inherits the mask that it is created under.
         sigset_t all, before;
         sigfillset(&all);
+        sigdelset(&all, SIGBUS);  // which is the thread's own
         pthread_sigmask(SIG_SETMASK, &all, &before);
         int status = pthread_create(&loader->thread, NULL, loader_thread, loader);
         pthread_sigmask(SIG_SETMASK, &before, NULL);

@@ -35,12 +35,22 @@ static bool choice_known(const char* text, const char* values) {
     return false;
 }
 
+static bool is_utf8(const char* text) {
+    uint32_t point;
+    int64_t left = (int64_t)strlen(text);
+    for (int length; left > 0; text += length, left -= length) {
+        length = utf8_next(text, left, &point);
+        if (length == 0) return false;
+    }
+    return true;
+}
+
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
     char *end, range[64];
     errno = 0;
     double number = strtod(text, &end);
     int64_t whole = option->type == OPTION_INT ? strtoll(text, &end, 10) : 0;
-    if (end == text || *end != 0 || !isfinite(number)) {
+    if (end == text || *end != 0 || !isfinite(number) || strpbrk(text, "xX")) {
         return fail(error, "--%s takes %s, not '%s'", option->name,
                     option->type == OPTION_INT ? "a whole number" : "a number", text);
     }
@@ -66,6 +76,8 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
         *(bool*)field = strcmp(text, "true") == 0;
         return true;
     }
+    if (!is_utf8(text))
+        return fail(error, "--%s is not UTF-8, which config.json is written in: %s%s", option->name, text, "");
     if (option->type == OPTION_CHOICE && !choice_known(text, option->values)) {
         return fail(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }
@@ -73,7 +85,7 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     return true;
 }
 
-void option_text(const Option* option, const void* fields, char* text, size_t bytes) {
+const char* option_text(const Option* option, const void* fields, char* text, size_t bytes) {
     const void* field = (const char*)fields + option->offset;
     bool automatic = (option->type == OPTION_INT && *(const int64_t*)field == OPTION_AUTO) ||
                      (option->type == OPTION_REAL && *(const double*)field == OPTION_AUTO);
@@ -90,8 +102,9 @@ void option_text(const Option* option, const void* fields, char* text, size_t by
             if (strtod(text, NULL) == *(const double*)field) break;
         }
     } else {
-        snprintf(text, bytes, "%s", *(const char* const*)field);
+        return *(const char* const*)field;
     }
+    return text;
 }
 
 bool options_defaults(const OptionTable* table, void* fields, char* error) {
@@ -123,6 +136,12 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
         } else if (!value) {
             if (i + 1 == argc) return fail(error, "--%s needs a value: --%s %s", name, name, option->values);
             value = argv[++i];
+            char other[64];
+            snprintf(other, sizeof(other), "%.*s", (int)strcspn(value, "="), value);
+            if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
+                return fail(error, "--%s needs a value and %s is an option; type --%s=... where that is meant", name,
+                            value, name);
+            }
         }
         if (!option_set(option, fields, value, error)) return false;
     }
@@ -147,12 +166,11 @@ void options_json(const OptionTable* table, const void* fields, FILE* file) {
     fputc('{', file);
     for (int i = 0; i < table->count; i++) {
         if (table->option[i].type == OPTION_FLAG) continue;
-        char text[8192];
-        option_text(&table->option[i], fields, text, sizeof(text));
+        char text[OPTION_TEXT_BYTES];
         fprintf(file, "%s", separator);
         json_write_string(file, table->option[i].name);
         fputs(": ", file);
-        json_write_string(file, text);
+        json_write_string(file, option_text(&table->option[i], fields, text, sizeof(text)));
         separator = ", ";
     }
     fputc('}', file);

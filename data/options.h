@@ -10,6 +10,7 @@
 extern "C" {
 #endif
 
+#define OPTION_TEXT_BYTES 64
 #define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
 
 typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionType;
@@ -33,8 +34,8 @@ typedef struct {
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);
-// The value as one would type it.
-void option_text(const Option* option, const void* fields, char* text, size_t bytes);
+// The value as one would type it: the text itself, or a number's in `text`, for which OPTION_TEXT_BYTES are enough.
+const char* option_text(const Option* option, const void* fields, char* text, size_t bytes);
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);

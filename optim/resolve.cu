@@ -133,12 +133,8 @@ static bool resolve_number(const char* option, float value, bool fits, const cha
     return false;
 }
 
-static bool given(const char* name) {
-    return name && *name;
-}
-
 static void take_default(const char** name, const char* preset) {
-    if (!given(*name)) *name = preset;
+    if (!*name || !**name) *name = preset;
 }
 
 // v, whose name depends on the rule: "none" when it keeps none.
@@ -217,7 +213,12 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t by
     return true;
 }
 
+// A preset's overrides go with its formats. Those of a checkpoint are all that it has.
 static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
+    const PresetRow* preset = find(preset_rows, config->preset);
+    const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
+                     (strcmp(config->v, preset->v) == 0 || !find(rule_rows, config->rule)->keeps_v);
+    if (its && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
@@ -251,9 +252,6 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
     if (!resolve_formats(config, error, bytes)) return false;
     const PresetRow* preset = find(preset_rows, config->preset);
-    const bool typed = given(config->weights) || given(config->m) || given(config->v);
-    // They go with the preset's formats; a checkpoint's "" is none.
-    if (!config->stored) take_default(&config->overrides, typed ? "none" : preset->overrides);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");

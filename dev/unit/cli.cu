@@ -99,6 +99,51 @@ TEST(cli_usual_learning_rates) {
     remove_tree(work);
 }
 
+// A preset's overrides go with its formats, typed or not, and give way to what is typed.
+TEST(cli_overrides) {
+    const char* work = work_folder();
+    const char* const its = " override ln*|*.bias|wpe: weights=bf16:ef\n";
+    const struct {
+        const char *options, *shows;
+    } rows[] = {{"", its},
+                {"--weights e4m3:ef --m e4m3:sr --v sqrt8", its},
+                {"--override=", its},
+                {"--m dyn8:sr", nullptr},
+                {"--v udyn8", nullptr},
+                {"--weights lin8:ef", nullptr},
+                {"--override none;", nullptr},
+                {"--override wpe:lr=2", " override wpe:lr=2\n"}};
+    for (const auto& row : rows) {
+        run_train(plan, "%s --data %s/text.txt --run %s/run --dry-run --preset fp8w8e %s", SHAPE, work, work,
+                  row.options);
+        expect_code(plan, 0);
+        const char* shown = strstr(OUT(plan), row.shows ? row.shows : " override");
+        expect(!shown == !row.shows, "%s: %s", row.options, OUT(plan));
+        forget(&plan);
+    }
+    remove_tree(work);
+}
+
+// A model's config.json says the type of its weights, float32 where they are of several.
+TEST(cli_dtype) {
+    const char* work = work_folder();
+    char folder[PATH_MAX];
+    snprintf(folder, sizeof(folder), "%s/run/step_00000001", work);
+    for (const char* options : {"", " --override ln*:weights=fp32", " --override wte:weights=fp32"}) {
+        train_well("%s %s --data %s/text.txt --run %s/run --steps 1 --weights bf16:sr%s", SHAPE, QUICK, work, work,
+                   options);
+        int64_t bytes;
+        char* text = contents(folder, "config.json", &bytes);
+        const char* want = *options ? "\"dtype\": \"float32\"" : "\"dtype\": \"bfloat16\"";
+        expect(text && strstr(text, want), "%s: no %s in %s", options, want, text);
+        free(text);
+        snprintf(folder, sizeof(folder), "%s/run", work);
+        remove_tree(folder);
+        snprintf(folder, sizeof(folder), "%s/run/step_00000001", work);
+    }
+    remove_tree(work);
+}
+
 TEST(cli_nothing_but_talk) {
     const char* work = work_folder();
     run_train(plan, "%s --data %s/text.txt --run %s/run --steps 3 --dry-run", SHAPE, work, work);
@@ -162,6 +207,12 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--lr -1", "--lr -1", "range"},
     {ALL, "--beta1 1", "--beta1 1", "range"},
     {ALL, "--val-fraction 0.9", "--val-fraction 0.9", "range"},
+    {ALL, "--lr 0x10", "--lr", "0x10"},
+    {ALL, "--prompt --dry-run", "--prompt needs a value", "--prompt=..."},
+    {ALL, "--prompt --steps=3", "--prompt needs a value", "--prompt=..."},
+    {ALL, "--prompt \xff", "--prompt", "UTF-8"},
+    {ALL, "--data=", "--data ''", "leave it out"},
+    {ALL, "--schedule wsd --decay-fraction 0.5 --warmup 3 --steps 4", "--warmup 3", "type --warmup 2"},
     {ALL, "--steps", "--steps", "needs a value"},
     {ALL, "--dry-run=yes", "--dry-run", "no value"},
     {ALL, "--schedule cosin", "--schedule", "cosine"},
@@ -179,6 +230,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--override wte:weights=fp33", "--override weights", "fp32"},
     {ALL, "--override none;wte:lr=2", "none", "stands alone"},
     {ALL, "--override wte:lr=2;wqe:lr=3", "\"wqe\"", "wte, wpe, ln*"},
+    {ALL, "--override ****************************************z:m=bf16", "*z\"", "wte, wpe, ln*"},
     {ALL, "--v fp33", "--v", "fp32"},
     {ALL, "--grads fp33", "--grads", "fp32"},
     {ALL, "--grads bf16", "--grads bf16", "--grads fp32"},
@@ -211,6 +263,7 @@ static const Bad BAD_DATA[] = {
     {ALL, "--data @/token.bin --val @/good.bin", "token.bin", "token 300"},
     {ALL, "--data @/good.bin --val @/missing.bin", "--val", "missing.bin"},
     {ALL, "--data @/good.bin --val @/short.txt", "--val", "short.txt"},
+    {ALL, "--data @/good.bin --val @/text.txt", "text.txt is read as bytes", "prepare both alike"},
 };
 
 static const Bad BAD_FOLDERS[] = {

@@ -292,7 +292,7 @@ TEST(cli_resume_imports) {
 }
 
 // What a state.json of version 1 says of --grads may be what the automatic choice became: its bf16, which --matmul fp32
-// does not go with, was not asked for. That of version 2 was, and a version 3 is not known.
+// does not go with, was not asked for. That of later ones was, and a version 4 is not known.
 TEST(cli_resume_versions) {
     const char* work = work_folder();
     char run[PATH_MAX], folder[PATH_MAX];
@@ -301,20 +301,55 @@ TEST(cli_resume_versions) {
     checkpoint_name(run, 3, folder, sizeof(folder));
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
     run_train(asked, "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
-    expect_error(test, &asked, "version 2", "--grads bf16 goes with --matmul bf16", "type --grads fp32");
-    rewrite_state(folder, "\"version\": 2", "\"version\": 1");
+    expect_error(test, &asked, "version 3", "--grads bf16 goes with --matmul bf16", "type --grads fp32");
+    rewrite_state(folder, "\"version\": 3", "\"version\": 1");
     run_train(older, "--resume %s --run %s/older --steps 4 --device cpu", run, work);
     expect_code(older, 0);
     expect(strstr(OUT(older), " --grads auto (was bf16, asked for or not)"), "%s", OUT(older));
-    rewrite_state(folder, "\"version\": 1", "\"version\": 3");
+    rewrite_state(folder, "\"version\": 1", "\"version\": 4");
     run_train(newer, "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
-    expect_error(test, &newer, "version 3", "another version of nibble (3)", "resume with that one");
+    expect_error(test, &newer, "version 4", "another version of nibble (4)", "resume with that one");
     forget(&asked), forget(&older), forget(&newer);
     remove_tree(work);
 }
 
-// Overrides of a preset: a run goes on with those that it began with, none among them, and another preset brings its
-// own unless they were the user's.
+// Versions 1 and 2 said of --override what became of it: the preset's own was not asked for, so another preset brings
+// its own; "", from before presets had some, or none at all is none.
+TEST(cli_resume_older_overrides) {
+    const char* work = work_folder();
+    char run[PATH_MAX], folder[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 3 --preset fp8w8e", SHAPE, QUICK, work, run);
+    checkpoint_name(run, 3, folder, sizeof(folder));
+    rewrite_state(folder, "\"override\": \"\"", "\"override\": \"ln*|*.bias|wpe: weights=bf16:ef\"");
+    rewrite_state(folder, "\"version\": 3", "\"version\": 2");
+    run_train(other, "--resume %s --run %s/other --preset int8w4 --steps 4 --device cpu", run, work);
+    expect_code(other, 0);
+    expect(strstr(OUT(other), " override ln*|*.bias: weights=bf16:sr\n"), "%s", OUT(other));
+    remove_tree(run);
+    train_well("%s %s --data %s/text.txt --run %s --steps 3 --preset fp8w8e --override none", SHAPE, QUICK, work, run);
+    rewrite_state(folder, "\"version\": 3", "\"version\": 2");
+    for (const char* text : {"\"override\": \"none\"", "\"override\": \"\""}) {
+        rewrite_state(folder, text, "\"override\": \"\"");
+        if (text[13] == '"') {  // the second time: as version 1 had it
+            rewrite_state(folder, "\"override\": \"\"", "\"unknown\": \"\"");
+            rewrite_state(folder, "\"formats\"", "\"also_unknown\"");
+            rewrite_state(folder, "\"version\": 2", "\"version\": 1");
+        }
+        run_train(same, "--resume %s --run %s/same --steps 4 --device cpu", run, work);
+        expect_code(same, 0);
+        expect(!strstr(OUT(same), " override") && !strstr(OUT(same), "notice"), "%s", OUT(same));
+        forget(&same);
+        snprintf(folder, sizeof(folder), "%s/same", work);
+        remove_tree(folder);
+        checkpoint_name(run, 3, folder, sizeof(folder));
+    }
+    forget(&other);
+    remove_tree(work);
+}
+
+// Overrides of a preset: a run goes on with those that it began with, none among them, with its preset and formats;
+// another preset brings its own unless they were the user's, other formats none. Resumed again, it stays so.
 TEST(cli_resume_overrides) {
     const char* work = work_folder();
     char run[PATH_MAX];
@@ -326,14 +361,23 @@ TEST(cli_resume_overrides) {
         {"--preset fp8w8e --override none", "--override ln*:weights=bf16:ef",
          "weights: e4m3:ef in the checkpoint in 6 tensors, converted to bf16:ef", "notice   m"},
         {"--preset fp8w8e", "--override none", "weights: bf16:ef in the checkpoint in 11 tensors", " override ln*"},
-        {"--preset fp8w8e", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", " override none"},
+        {"--preset fp8w8e", "--preset int8w4", " override ln*|*.bias: weights=bf16:sr\n", "--override none"},
         {"--preset fp8w8e --override none", "--preset int8w4", "weights=bf16:sr (was none)", "weights=bf16:ef"},
         {"--preset fp8w8e --override wpe:lr=2", "--preset int8w4", "wpe:lr=2 (the run's, not int8w4's)",
          "weights=bf16"},
         {"--preset fp8w8e", "--weights lin8:ef", "--override none (was ln*", " override ln*"},
+        {"--preset fp8w8e", "--weights e4m3:ef --m e4m3:sr", " override ln*|*.bias|wpe: weights=bf16:ef\n", "notice"},
         {"--preset fp8w8e", "--override=", " override ln*|*.bias|wpe: weights=bf16:ef\n", "--override"},
+        {"--preset fp8w8e", "--override none;", "--override none (was ln*", " override ln*"},
+        {"--preset fp8w8e --weights lin8:ef", "--override=", "weights lin8:ef", " override"},
+        {"--preset fp8w8e --weights lin8:ef --override ln*|*.bias|wpe:weights=bf16:ef", "--v sqrt8/64",
+         " override ln*|*.bias|wpe:weights=bf16:ef\n", "--override none"},
+        {"--preset fp8w8e --override none;", "--preset int8w4", "weights=bf16:sr (was none)", "the run's"},
+        {"--preset fp8w8e --override wpe:lr=2", "--preset int8w4 --weights bf16:sr", " override wpe:lr=2\n",
+         "the run's"},
+        {"--preset int8w4 --override wpe:lr=2", "--override wpe:lr=2", " override wpe:lr=2\n", "the run's"},
         {"--preset adamw8", "--preset fp8w8e", "--override ln*|*.bias|wpe: weights=bf16:ef (was none)",
-         " override none"}};
+         "--override none"}};
     for (const auto& row : rows) {
         snprintf(run, sizeof(run), "%s/run", work);
         train_well("%s %s --data %s/text.txt --run %s --steps 3 %s", SHAPE, QUICK, work, run, row.begun);
@@ -341,8 +385,16 @@ TEST(cli_resume_overrides) {
         expect_code(child, 0);
         expect(strstr(OUT(child), row.shows), "%s, %s: no '%s' in %s", row.begun, row.resumed, row.shows, OUT(child));
         expect(!strstr(OUT(child), row.lacks), "%s, %s: '%s' in %s", row.begun, row.resumed, row.lacks, OUT(child));
-        forget(&child);
-        train_well("--resume %s/other --steps 6 --device cpu", work);
+        const char* at = strstr(OUT(child), "\n override ");
+        const int length = at ? (int)strcspn(at + 1, "\n") + 2 : 0;
+        char shown[256] = "";
+        snprintf(shown, sizeof(shown), "%.*s", length, at ? at : "");
+        run_train(again, "--resume %s/other --steps 6 --device cpu", work);
+        expect_code(again, 0);
+        expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", row.begun,
+               row.resumed, OUT(again));
+        expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", row.begun, row.resumed, OUT(again));
+        forget(&child), forget(&again);
         train_well("--sample T --model %s/other/step_00000006 --sample-tokens 4 --device cpu", work);
         remove_tree(run);
         snprintf(run, sizeof(run), "%s/other", work);
@@ -561,9 +613,108 @@ TEST(cli_damaged_checkpoint) {
         checkpoint_name(run, step, newest, sizeof(newest));
         damage(newest, "model.safetensors", FLIP);
     }
-    run_train(child, "--resume %s --device cpu", run);
-    expect(child.code == 2 && strstr(ERR(child), "no whole checkpoint"), "exit code %d: %s", child.code, ERR(child));
+    for (const char* typed : {"--device cpu --resume", "--device cpu --resume auto --run"}) {
+        run_train(child, "%s %s", typed, run);
+        expect(child.code == 2 && strstr(ERR(child), "all 3 are damaged"), "exit code %d: %s", child.code, ERR(child));
+        forget(&child);
+    }
+    expect(exists(newest, "model.safetensors"), "what is damaged was removed");
+    run_train(child, "%s %s --data %s/text.txt --run %s/from --steps 1 --model %s", SHAPE, QUICK, work, work, newest);
+    expect(child.code == 2 && strstr(ERR(child), "damaged checkpoint"), "exit code %d: %s", child.code, ERR(child));
     forget(&child);
+    remove_tree(work);
+}
+
+// What a run would overwrite, and what another process is at work in.
+TEST(cli_run_folders) {
+    const char* work = work_folder();
+    char run[PATH_MAX], checkpoint[PATH_MAX + 32], copied[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    snprintf(copied, sizeof(copied), "%s/copied", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 4 --save-every 2", SHAPE, QUICK, work, run);
+    checkpoint_name(run, 2, checkpoint, sizeof(checkpoint));
+    run_train(inside, "%s %s --data %s/text.txt --run %s --steps 4", SHAPE, QUICK, work, checkpoint);
+    expect_error(test, &inside, "holds a model", "name another folder", "");
+    if (rename(checkpoint, copied) != 0) abort();
+    run_train(lost, "--resume %s --device cpu", copied);
+    expect_error(test, &lost, "lies in no run folder", "--run DIR", "");
+    train_well("--resume %s --device cpu --run %s/new", copied, work);
+    Child there = new_child();
+    checkpoint_name(run, 4, checkpoint, sizeof(checkpoint));
+    there.folder = checkpoint;
+    start(&there, "--resume . --device cpu --steps 6");
+    finish(&there);
+    expect_code(there, 0);
+    int64_t newest;
+    expect(checkpoints(run, &newest) == 2 && newest == 6, "newest %lld", (long long)newest);
+    snprintf(run, sizeof(run), "%s/held", work);
+    Child child = new_child();
+    start(&child, LONG " --run %s --save-every 0", work, run);
+    expect(wait_for_step(&child, run, 40), "the run ended before another came");
+    kill(child.pid, SIGSTOP);  // still there, however long the other one waits
+    run_train(other, "--run %s --resume auto --device cpu", run);
+    expect_error(test, &other, run, "another process", "");
+    kill(child.pid, SIGCONT);
+    finish(&child);
+    expect_code(child, 0);
+    forget(&inside), forget(&lost), forget(&there), forget(&child), forget(&other);
+    remove_tree(work);
+}
+
+// A data file that is cut short while it is mapped: one sentence, where a process would die without a word.
+TEST(cli_data_is_cut) {
+    const char* work = work_folder();
+    char run[PATH_MAX], text[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    snprintf(text, sizeof(text), "%s/text.txt", work);
+    Child child = new_child();
+    start(&child, LONG " --run %s --save-every 0", work, run);
+    expect(wait_for_step(&child, run, 40), "the run ended before its data was cut");
+    if (truncate(text, 0) != 0) abort();
+    finish(&child);
+    expect_error(test, &child, "a mapped file was cut short", "--resume", "");
+    forget(&child);
+    remove_tree(work);
+}
+
+// A job script's command, typed again: --model names the folder that the run began with.
+TEST(cli_resume_model_folder) {
+    const char* work = work_folder();
+    train_well("%s %s --data %s/text.txt --run %s/first --steps 2", SHAPE, QUICK, work, work);
+    for (const char* model : {"first/step_00000002", "first/", "first"}) {
+        for (int i = 0; i < 2; i++) {
+            Child child = new_child();
+            child.folder = work;
+            start(&child, "%s --data text.txt --model %s --run again --resume auto --steps %d", QUICK, model,
+                  2 + 2 * i);
+            finish(&child);
+            expect_code(child, 0);
+            forget(&child);
+        }
+        char again[PATH_MAX];
+        snprintf(again, sizeof(again), "%s/again", work);
+        remove_tree(again);
+    }
+    remove_tree(work);
+}
+
+// What was left to the program is so again when a run is made longer.
+TEST(cli_resume_auto) {
+    const char* work = work_folder();
+    train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/run --steps 10", SHAPE, work, work);
+    train_well("--resume %s/run --device cpu --steps 60", work);
+    train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/whole --steps 60", SHAPE, work, work);
+    int samples[2];
+    for (int i = 0; i < 2; i++) {
+        char path[PATH_MAX], error[DATA_ERROR_BYTES];
+        int64_t bytes;
+        snprintf(path, sizeof(path), "%s/%s/log.txt", work, i ? "whole" : "run");
+        char* text = file_read(path, &bytes, error);
+        samples[i] = 0;
+        for (const char* at = text; at && (at = strstr(at, "\nsample ")); at++) samples[i]++;
+        free(text);
+    }
+    expect(samples[0] == 2 && samples[1] == 1, "%d samples, one at each end, and %d", samples[0], samples[1]);
     remove_tree(work);
 }
 
