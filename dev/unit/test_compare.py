@@ -575,13 +575,21 @@ def test_committed_reports(case):
 
 
 def test_readme_has_the_reports_figures(case):
-    """The tables of d6 in README.md and dev/compare/README.md row by row, and how many runs they say have ended."""
-    readme = (ROOT / "README.md").read_text()
-    table = readme.split("| configuration | weights, m, v |", 1)[1].split("\n\n", 1)[0].split("\n")[2:]
-    with (COMPARE / "results" / "d6" / "table.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["final_loss"]]
-    for line in table:
-        name, formats, size, loss, difference, error, runs = (cell.strip() for cell in line.strip("|").split("|"))
+    """The tables in README.md and dev/compare/README.md row by row, and how many runs they say have ended."""
+
+    def study(name):
+        with (COMPARE / "results" / name / "table.csv").open(newline="") as file:
+            return [row for row in csv.DictReader(file) if row["final_loss"]]
+
+    def table(text, head):
+        lines = text.split(head, 1)[1].split("\n\n", 1)[0].split("\n")[2:]
+        return [(line, [cell.strip() for cell in line.strip("|").split("|")]) for line in lines]
+
+    readme, page = (ROOT / "README.md").read_text(), (COMPARE / "README.md").read_text()
+    rows = study("d6")
+    large = {row["configuration"]: row for row in study("gpt2")}
+    lines = table(readme, "| configuration | weights, m, v |")
+    for line, (name, formats, size, loss, difference, error, runs, at_124m) in lines:
         told = difference if name == "adamw32" else difference.split()[0]
         same = [
             row
@@ -595,25 +603,42 @@ def test_readme_has_the_reports_figures(case):
             and runs == row["seeds_done"]
         ]
         assert len(same) == 1, f"README.md: {line}"
-    assert len(table) > 20
+        expected = ""
+        if name in large:
+            row = large[name]
+            expected = f"{float(row['difference']):+.4f}" if row["difference"] else "baseline"
+            if row["baseline"] != "adamw32":
+                expected += f" of {row['baseline']}"
+        assert at_124m == expected, f"README.md: {line}: {expected}"
+    assert len(lines) > 20
     rows = {row["configuration"]: row for row in rows}
-    page = (COMPARE / "README.md").read_text()
     checked = []
-    for line in page.split("| you want | take |", 1)[1].split("\n\n", 1)[0].split("\n")[2:]:
-        _, take, _, differences = (cell.strip() for cell in line.strip("|").split("|"))
+    for line, (_, take, _, differences, at_124m) in table(page, "| you want | take |"):
         presets = re.findall(r"`(\w+)`", take)
         if presets == ["adamw32"]:
             continue
-        for preset, told in zip(presets, differences.split(", "), strict=True):
+        for preset, told, told_124m in zip(presets, differences.split(", "), at_124m.split(", "), strict=True):
             row = rows[preset]
             checked.append(preset)
             if row["baseline"] == "adamw32":  # others are told there as differences to adamw32 all the same
                 assert told == f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}", f"README.md: {line}"
+            row = large.get(preset)
+            if row is None:
+                assert told_124m == "to come", f"README.md: {line}"
+                continue
+            level = float(row["difference"])
+            if row["baseline"] != "adamw32":
+                level += float(large[row["baseline"]]["difference"])
+            assert told_124m == f"{level:+.3f}", f"README.md: {line}: {level}"
     assert len(set(checked)) >= 16, checked
-    count, number = re.search(r"(\d+) of (\d+) runs", (COMPARE / "results" / "d6" / "table.md").read_text()).groups()
-    for text, phrase in ((readme, f"{count} of its {number} runs"),
-                         (page, f"{count} of the {number} runs of d6")):
-        assert phrase in " ".join(text.split()), phrase
+    for name, phrases in (
+        ("d6", ((readme, "{} of its {} runs"), (page, "{} of the {} runs of d6"))),
+        ("gpt2", ((readme, "`gpt2.toml`, {} of its {} runs"), (page, "{} of the {} runs are done"))),
+    ):
+        head = (COMPARE / "results" / name / "table.md").read_text()
+        counts = re.search(r"(\d+) of (\d+) runs", head).groups()
+        for text, phrase in phrases:
+            assert phrase.format(*counts) in " ".join(text.split()), phrase.format(*counts)
 
 
 def test_progress(case):
