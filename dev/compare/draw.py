@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import textwrap
 
 import matplotlib
 from PIL import Image
@@ -46,6 +47,11 @@ def plain(text):
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
+def wrapped(label):
+    """A legend's label in lines that leave the curves more than half of the width."""
+    return textwrap.fill(label, 46, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
 def style(i):
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
 
@@ -72,7 +78,8 @@ def panels(table):
     """A panel for each group that has curves, as tall as its legend; [(axes, rows), ...]."""
     parts = [(group, [row for row in rows if row.drawn]) for group, rows in groups(table).items()]
     parts = [(group, rows) for group, rows in parts if rows]
-    heights = [max(3.2, 0.5 + 0.175 * len(rows)) for _, rows in parts]
+    labels = [[wrapped(plain(f"{row.name} (+0.0000 to {row.baseline})")) for row in rows] for _, rows in parts]
+    heights = [max(3.2, 0.5 + 0.175 * sum(label.count("\n") + 1 for label in rows)) for rows in labels]
     figure, all_axes = plt.subplots(
         len(parts), 1, figsize=(8.5, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
     )
@@ -84,9 +91,11 @@ def panels(table):
 
 
 def legend(axes):
-    if not axes.get_legend_handles_labels()[0]:
-        return
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7.5, labelspacing=0.25)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        labels = [wrapped(label) for label in labels]
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        axes.legend(handles, labels, frameon=False, fontsize=7.5, labelspacing=0.25, **beside)
 
 
 def draw_losses(table, facts, path):

@@ -170,7 +170,7 @@ def run_sweep(options):
     )
     whole = at_work.go(todo)
     ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
-    print(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / 'runs'}")
+    runner.tell(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / 'runs'}")
     return 130 if not whole else 1 if at_work.count["died"] else 0
 
 

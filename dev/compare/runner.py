@@ -6,6 +6,7 @@ Children end with this process, however it ends, so that no two write to one fol
 """
 
 import ctypes
+import errno
 import fcntl
 import json
 import math
@@ -48,10 +49,25 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def hang_up(number, frame):
-    """The terminal is gone: nothing can be written there, and the shell may tell of it once more."""
-    signal.signal(number, signal.SIG_IGN)
+def fall_silent():
+    """The terminal, or what read from the pipe, is gone: nothing can be written there."""
     sys.stdout = sys.stderr = open(os.devnull, "w")
+
+
+def tell(text, end="\n"):
+    """Prints, if anybody is there: for the want of a reader no run is lost."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        fall_silent()
+
+
+def hang_up(number, frame):
+    """The shell may tell of it once more."""
+    signal.signal(number, signal.SIG_IGN)
+    fall_silent()
     raise KeyboardInterrupt
 
 
@@ -192,13 +208,13 @@ class Runner:
         line = f"{len(waiting)} waiting, {len(self.active)} running ({names})  {done / elapsed:.3g} tokens/s  eta {eta}"
         if terminal:
             line = line[: shutil.get_terminal_size().columns - 1]
-            print("\r" + line.ljust(self.width), end="", flush=True)
+            tell("\r" + line.ljust(self.width), end="")
             self.width = len(line)
         else:
-            print(line, flush=True)
+            tell(line)
 
     def say(self, line):
-        print(("\r" if self.width else "") + line.ljust(self.width), flush=True)
+        tell(("\r" if self.width else "") + line.ljust(self.width))
         self.width = 0
 
     def stop(self):

@@ -257,12 +257,20 @@ def test_terminal_that_closes(case):
     sweep = case.write(LONG.replace("save-every = 20", "save-every = 0"))
     folder = case.work / "a_s1"
     ours, its = pty.openpty()
-    process = subprocess.Popen(case.command(sweep), stdin=its, stdout=its, stderr=its, start_new_session=True)
+    process = subprocess.Popen(
+        case.command(sweep),
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may be under nohup
+    )
     os.close(its)
     wait_for(lambda: (folder / "log.jsonl").exists() and '"train"' in (folder / "log.jsonl").read_text())
     os.close(ours)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 130 and list(folder.glob("step_*/state.json")), "it has saved"
+    status = process.wait(timeout=60)
+    assert status == 130 and list(folder.glob("step_*/state.json")), f"{status}: it has saved"
     process = case.start(sweep, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     wait_for(lambda: processes(folder))
     process.send_signal(signal.SIGHUP)
@@ -273,6 +281,21 @@ def test_terminal_that_closes(case):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+def test_nobody_listens(case):
+    """`| tee log` ends at a Ctrl-C too, and the terminal may be gone before SIGHUP is here: the runs save all the same."""
+    sweep = case.write(LONG.replace("save-every = 20", "save-every = 0"))
+    for ours, its in (os.pipe(), pty.openpty()):
+        process = subprocess.Popen(case.command(sweep, "--no-report"), stdin=subprocess.DEVNULL, stdout=its, stderr=its)
+        os.close(its)
+        folder = case.work / "a_s1"
+        wait_for(lambda: (folder / "log.jsonl").exists() and '"train"' in (folder / "log.jsonl").read_text())
+        os.close(ours)
+        process.send_signal(signal.SIGINT)
+        status = process.wait(timeout=60)
+        assert status == 130 and list(folder.glob("step_*/state.json")), f"{status}: it has saved"
+        shutil.rmtree(case.work)
 
 
 def test_budget(case):
