@@ -49,25 +49,20 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def fall_silent():
-    """The terminal, or what read from the pipe, is gone: nothing can be written there."""
-    sys.stdout = sys.stderr = open(os.devnull, "w")
-
-
 def tell(text, end="\n"):
-    """Prints, if anybody is there: for the want of a reader no run is lost."""
+    """Prints, while the terminal, or what reads from the pipe, is there: for the want of a listener no run is lost."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EPIPE):
             raise
-        fall_silent()
+        sys.stdout = open(os.devnull, "w")
 
 
 def hang_up(number, frame):
-    """The shell may tell of it once more."""
+    """The terminal is gone: nothing can be written there, and the shell may tell of it once more."""
     signal.signal(number, signal.SIG_IGN)
-    fall_silent()
+    sys.stdout = sys.stderr = open(os.devnull, "w")
     raise KeyboardInterrupt
 
 
