@@ -56,9 +56,15 @@ class Case:
         folders = [] if "--out" in more else ["--out", self.out, "--work", self.work]
         return [sys.executable, str(COMPARE / "run.py"), str(sweep), *map(str, folders), *map(str, more)]
 
-    def start(self, sweep, *more, **how):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(self.command(sweep, *more), **pipes, **how)
+    def start(self, sweep, *more, hangup=signal.SIG_DFL, **how):
+        """Hears Ctrl-C, and SIGHUP unless `hangup` says otherwise, also where the tests are under nohup or a script's &."""
+
+        def hear():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, hangup)
+
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
+        return subprocess.Popen(self.command(sweep, *more), preexec_fn=hear, **how)
 
     def run(self, text, *more, status=0):
         sweep = self.write(text) if isinstance(text, str) else text
@@ -95,6 +101,11 @@ def wait_for(what, seconds=60):
     while not what():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
+
+
+def steps_logged(folder):
+    log = folder / "log.jsonl"
+    return log.read_text().count('"train"') if log.exists() else 0
 
 
 def processes(folder):
@@ -202,6 +213,7 @@ def test_corpus_counts_not_its_place(case):
 
 
 LONG = SWEEP.replace("steps = 4", "steps = 300\nsave-every = 20\ntokens-per-step = 128").replace("= 2\n", "= 100\n")
+UNSAVED = LONG.replace("save-every = 20", "save-every = 0")  # but for what it saves when it is stopped
 
 
 def test_resumes_after_kill(case):
@@ -226,8 +238,7 @@ def test_resumes_after_kill(case):
 
 def test_stops_children_at_ctrl_c(case):
     """They save; the second start goes on. Without a checkpoint a run begins anew."""
-    text = LONG.replace("save-every = 20", "save-every = 0")
-    process = case.start(case.write(text), "--jobs", 2)
+    process = case.start(case.write(UNSAVED), "--jobs", 2)
     wait_for(lambda: len(processes(case.work / "a_s1")) and len(processes(case.work / "b_s1")))
     wait_for(lambda: all((case.work / name / "log.jsonl").exists() for name in ("a_s1", "b_s1")))
     process.send_signal(signal.SIGINT)
@@ -237,7 +248,7 @@ def test_stops_children_at_ctrl_c(case):
     assert not list((case.out / "runs").glob("*.json"))
     begun = json.loads(next((case.work / "a_s1").glob("step_*/state.json")).read_text())["step"]
     shutil.rmtree(next((case.work / "b_s1").glob("step_*")))
-    case.run(text, "--no-report", "--jobs", 2)
+    case.run(UNSAVED, "--no-report", "--jobs", 2)
     assert case.record("a_s1")["resumed_at"] == begun and case.record("b_s1")["resumed_at"] == 0
     assert [case.record(name)["status"] for name in ("a_s1", "b_s1")] == ["done", "done"]
 
@@ -254,29 +265,20 @@ def test_two_at_once_are_refused(case):
 
 def test_terminal_that_closes(case):
     """Its runs save, and are stopped; under nohup nothing happens."""
-    sweep = case.write(LONG.replace("save-every = 20", "save-every = 0"))
-    folder = case.work / "a_s1"
+    sweep, folder = case.write(UNSAVED), case.work / "a_s1"
     ours, its = pty.openpty()
-    process = subprocess.Popen(
-        case.command(sweep),
-        stdin=its,
-        stdout=its,
-        stderr=its,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may be under nohup
-    )
+    process = case.start(sweep, stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
-    wait_for(lambda: (folder / "log.jsonl").exists() and '"train"' in (folder / "log.jsonl").read_text())
+    wait_for(lambda: steps_logged(folder))
     os.close(ours)
     process.send_signal(signal.SIGHUP)
     status = process.wait(timeout=60)
     assert status == 130 and list(folder.glob("step_*/state.json")), f"{status}: it has saved"
-    process = case.start(sweep, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process = case.start(sweep, hangup=signal.SIG_IGN)
     wait_for(lambda: processes(folder))
     process.send_signal(signal.SIGHUP)
-    said = (folder / "log.jsonl").read_text().count('"train"') if (folder / "log.jsonl").exists() else 0
-    # A run that was stopped would end at its next step.
-    wait_for(lambda: (folder / "log.jsonl").exists() and (folder / "log.jsonl").read_text().count('"train"') > said + 30)
+    said = steps_logged(folder)
+    wait_for(lambda: steps_logged(folder) > said + 30)  # a run that was stopped would end at its next step
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
@@ -285,12 +287,11 @@ def test_terminal_that_closes(case):
 
 def test_nobody_listens(case):
     """`| tee log` ends at a Ctrl-C too, and the terminal may be gone before SIGHUP is here: the runs save all the same."""
-    sweep = case.write(LONG.replace("save-every = 20", "save-every = 0"))
+    sweep, folder = case.write(UNSAVED), case.work / "a_s1"
     for ours, its in (os.pipe(), pty.openpty()):
-        process = subprocess.Popen(case.command(sweep, "--no-report"), stdin=subprocess.DEVNULL, stdout=its, stderr=its)
+        process = case.start(sweep, stdin=subprocess.DEVNULL, stdout=its, stderr=its)
         os.close(its)
-        folder = case.work / "a_s1"
-        wait_for(lambda: (folder / "log.jsonl").exists() and '"train"' in (folder / "log.jsonl").read_text())
+        wait_for(lambda: steps_logged(folder))
         os.close(ours)
         process.send_signal(signal.SIGINT)
         status = process.wait(timeout=60)
@@ -597,26 +598,27 @@ def test_committed_reports(case):
     assert studies, "no study is there"
 
 
+def study(name):
+    """{configuration: row} of table.csv of those that have ended."""
+    with (COMPARE / "results" / name / "table.csv").open(newline="") as file:
+        return {row["configuration"]: row for row in csv.DictReader(file) if row["final_loss"]}
+
+
+def table_of(text, head):
+    """[(line, cells), ...] of the Markdown table whose first line begins with `head`."""
+    lines = text.split(head, 1)[1].split("\n\n", 1)[0].split("\n")[2:]
+    return [(line, [cell.strip() for cell in line.strip("|").split("|")]) for line in lines]
+
+
 def test_readme_has_the_reports_figures(case):
-    """The tables in README.md and dev/compare/README.md row by row, and how many runs they say have ended."""
-
-    def study(name):
-        with (COMPARE / "results" / name / "table.csv").open(newline="") as file:
-            return [row for row in csv.DictReader(file) if row["final_loss"]]
-
-    def table(text, head):
-        lines = text.split(head, 1)[1].split("\n\n", 1)[0].split("\n")[2:]
-        return [(line, [cell.strip() for cell in line.strip("|").split("|")]) for line in lines]
-
-    readme, page = (ROOT / "README.md").read_text(), (COMPARE / "README.md").read_text()
-    rows = study("d6")
-    large = {row["configuration"]: row for row in study("gpt2")}
-    lines = table(readme, "| configuration | weights, m, v |")
+    """README's table, row by row."""
+    rows, large = study("d6"), study("gpt2")
+    lines = table_of((ROOT / "README.md").read_text(), "| configuration | weights, m, v |")
     for line, (name, formats, size, loss, difference, error, runs, at_124m) in lines:
         told = difference if name == "adamw32" else difference.split()[0]
         same = [
             row
-            for row in rows
+            for row in rows.values()
             if name in ("", row["configuration"])
             and formats.split(",")[0] == " ".join(row[key] for key in ("weights", "m", "v"))
             and abs(float(size) - float(row["state_bytes"]) - float(row["weights_bytes"])) < 0.0006
@@ -630,38 +632,43 @@ def test_readme_has_the_reports_figures(case):
         if name in large:
             row = large[name]
             expected = f"{float(row['difference']):+.4f}" if row["difference"] else "baseline"
-            if row["baseline"] != "adamw32":
-                expected += f" of {row['baseline']}"
+            expected += "" if row["baseline"] == "adamw32" else f" of {row['baseline']}"
         assert at_124m == expected, f"README.md: {line}: {expected}"
     assert len(lines) > 20
-    rows = {row["configuration"]: row for row in rows}
+
+
+def test_page_has_the_reports_figures(case):
+    """The table of dev/compare/README.md, where all is compared to adamw32."""
+    rows, large = study("d6"), study("gpt2")
     checked = []
-    for line, (_, take, _, differences, at_124m) in table(page, "| you want | take |"):
+    for line, (_, take, _, differences, at_124m) in table_of((COMPARE / "README.md").read_text(), "| you want | take |"):
         presets = re.findall(r"`(\w+)`", take)
         if presets == ["adamw32"]:
             continue
         for preset, told, told_124m in zip(presets, differences.split(", "), at_124m.split(", "), strict=True):
-            row = rows[preset]
             checked.append(preset)
-            if row["baseline"] == "adamw32":  # others are told there as differences to adamw32 all the same
+            row = rows[preset]
+            if row["baseline"] == "adamw32":
                 assert told == f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}", f"README.md: {line}"
-            row = large.get(preset)
-            if row is None:
-                assert told_124m == "to come", f"README.md: {line}"
-                continue
-            level = float(row["difference"])
-            if row["baseline"] != "adamw32":
-                level += float(large[row["baseline"]]["difference"])
-            assert told_124m == f"{level:+.3f}", f"README.md: {line}: {level}"
+            expected, row = "to come", large.get(preset)
+            if row:
+                its = 0 if row["baseline"] == "adamw32" else float(large[row["baseline"]]["difference"])
+                expected = f"{float(row['difference']) + its:+.3f}"
+            assert told_124m == expected, f"README.md: {line}: {expected}"
     assert len(set(checked)) >= 16, checked
-    for name, phrases in (
-        ("d6", ((readme, "{} of its {} runs"), (page, "{} of the {} runs of d6"))),
-        ("gpt2", ((readme, "`gpt2.toml`, {} of its {} runs"), (page, "{} of the {} runs are done"))),
+
+
+def test_pages_say_how_many_runs_have_ended(case):
+    readme, page = ((folder / "README.md").read_text() for folder in (ROOT, COMPARE))
+    for name, text, phrase in (
+        ("d6", readme, "{} of its {} runs"),
+        ("d6", page, "{} of the {} runs of d6"),
+        ("gpt2", readme, "`gpt2.toml`, {} of its {} runs"),
+        ("gpt2", page, "{} of the {} runs are done"),
     ):
         head = (COMPARE / "results" / name / "table.md").read_text()
-        counts = re.search(r"(\d+) of (\d+) runs", head).groups()
-        for text, phrase in phrases:
-            assert phrase.format(*counts) in " ".join(text.split()), phrase.format(*counts)
+        phrase = phrase.format(*re.search(r"(\d+) of (\d+) runs", head).groups())
+        assert phrase in " ".join(text.split()), phrase
 
 
 def test_progress(case):
