@@ -144,6 +144,7 @@ def test_unknown_preset_and_format(case):
     case.refuse(SWEEP.replace("[[run]]", formats + "[[run]]", 1), 14, 'dyn9: --m: "dyn9" is not known')
     case.refuse(SWEEP + 'm = "udyn8"\n', 15, "holds no negative numbers")
     case.refuse(SWEEP.replace("steps = 4", "steps = 4.5"), 7, "--steps takes a whole number")
+    case.refuse(SWEEP + 'matmul = "bf16"\n', 15, "type --set matmul=fp32")
 
 
 def test_missing_corpus(case):
