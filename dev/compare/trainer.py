@@ -75,7 +75,7 @@ def refused(sweep, run, text):
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
     named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.lines]
     line = run.lines.get(named[0] if named else "", run.lines[""])
-    sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", r"type --set \1=\2", sentence)  # what run.py takes
+    sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", r'write \1 = "\2"', sentence)  # as its line has it
     return Problem(f"{sweep.path}:{line}: {run.name}: {sentence}")
 
 

@@ -144,7 +144,7 @@ def test_unknown_preset_and_format(case):
     case.refuse(SWEEP.replace("[[run]]", formats + "[[run]]", 1), 14, 'dyn9: --m: "dyn9" is not known')
     case.refuse(SWEEP + 'm = "udyn8"\n', 15, "holds no negative numbers")
     case.refuse(SWEEP.replace("steps = 4", "steps = 4.5"), 7, "--steps takes a whole number")
-    case.refuse(SWEEP + 'matmul = "bf16"\n', 15, "type --set matmul=fp32")
+    case.refuse(SWEEP + 'matmul = "bf16"\n', 15, '; write matmul = "fp32"')
 
 
 def test_missing_corpus(case):
@@ -264,18 +264,24 @@ def test_two_at_once_are_refused(case):
     assert process.returncode == 130
 
 
-def test_terminal_that_closes(case):
-    """Its runs save, and are stopped; under nohup nothing happens."""
-    sweep, folder = case.write(UNSAVED), case.work / "a_s1"
-    ours, its = pty.openpty()
-    process = case.start(sweep, stdin=its, stdout=its, stderr=its, start_new_session=True)
+def saves_unheard(case, ours, its, number, **how):
+    """A sweep that writes to `its`, and gets the signal when nothing reads `ours` any more, has its runs save and ends."""
+    folder = case.work / "a_s1"
+    process = case.start(case.write(UNSAVED), stdout=its, stderr=its, **how)
     os.close(its)
     wait_for(lambda: steps_logged(folder))
     os.close(ours)
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(number)
     status = process.wait(timeout=60)
     assert status == 130 and list(folder.glob("step_*/state.json")), f"{status}: it has saved"
-    process = case.start(sweep, hangup=signal.SIG_IGN)
+
+
+def test_terminal_that_closes(case):
+    """Its runs save, and are stopped; under nohup nothing happens."""
+    ours, its = pty.openpty()
+    saves_unheard(case, ours, its, signal.SIGHUP, stdin=its, start_new_session=True)
+    folder = case.work / "a_s1"
+    process = case.start(case.write(UNSAVED), hangup=signal.SIG_IGN)
     wait_for(lambda: processes(folder))
     process.send_signal(signal.SIGHUP)
     said = steps_logged(folder)
@@ -288,15 +294,8 @@ def test_terminal_that_closes(case):
 
 def test_nobody_listens(case):
     """`| tee log` ends at a Ctrl-C too, and the terminal may be gone before SIGHUP is here: the runs save all the same."""
-    sweep, folder = case.write(UNSAVED), case.work / "a_s1"
     for ours, its in (os.pipe(), pty.openpty()):
-        process = case.start(sweep, stdin=subprocess.DEVNULL, stdout=its, stderr=its)
-        os.close(its)
-        wait_for(lambda: steps_logged(folder))
-        os.close(ours)
-        process.send_signal(signal.SIGINT)
-        status = process.wait(timeout=60)
-        assert status == 130 and list(folder.glob("step_*/state.json")), f"{status}: it has saved"
+        saves_unheard(case, ours, its, signal.SIGINT, stdin=subprocess.DEVNULL)
         shutil.rmtree(case.work)
 
 
