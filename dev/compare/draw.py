@@ -14,9 +14,10 @@ from matplotlib.patheffects import withStroke
 from curves import band, difference_curve, front, loss_curve
 from table import groups
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black is the baseline's. Dashes tell more apart.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black is the baseline's. Dashes, or markers, tell more apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5230"]
 DASHES = ["-", "--", ":", "-."]
+MARKERS = ["o", "s", "^", "D"]
 STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -188,7 +189,8 @@ def draw_pareto(table, facts, path):
     for i, (group, rows) in enumerate(groups(ended).items()):
         x, y = [row.bytes for row in rows], [row.level for row in rows]
         errors = [row.level_error or 0.0 for row in rows]
-        axes.errorbar(x, y, errors, fmt="o", markersize=4, elinewidth=0.7, color=COLOURS[i % len(COLOURS)], label=plain(group))
+        look = {"color": COLOURS[i % len(COLOURS)], "fmt": MARKERS[i // len(COLOURS) % len(MARKERS)]}
+        axes.errorbar(x, y, errors, markersize=4, elinewidth=0.7, label=plain(group), **look)
     best = front(ended)
     axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)
     axes.set_xscale("log")

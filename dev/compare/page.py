@@ -21,6 +21,7 @@ from draw import BYTES, COLOURS
 from table import HEADINGS, cells, groups
 
 DASHES = ["solid", "dashed", "dotted", "dotdash"]
+MARKERS = ["circle", "square", "triangle", "diamond"]
 TOOLS = "pan,wheel_zoom,box_zoom,reset,save"
 
 
@@ -133,7 +134,8 @@ def pareto_figure(table, facts):
         }
         fields["difference"] = [cells(row)[7] for row in rows]
         fields["error"] = [cells(row)[8] or "-" for row in rows]
-        dots = plot.scatter("x", "y", source=ColumnDataSource(fields), size=8, color=COLOURS[i % len(COLOURS)])
+        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
+        dots = plot.scatter("x", "y", source=ColumnDataSource(fields), size=8, **look)
         items.append((group, [dots]))
         renderers.append(dots)
     named = [row for row in best if row.group == table[0].group]  # the first group, presets in the studies here
