@@ -40,10 +40,11 @@ def band(base):
     return [tokens(base, step) for step in points], [-s for s in spread], spread
 
 
-def front(rows):
-    """Those that no other beats in bytes and loss at once, by bytes."""
-    best = []
-    for row in sorted(rows, key=lambda row: (row.bytes, row.level, row.name)):
+def front(table):
+    """Those of the table's first group that no other of it beats in bytes and loss at once, by bytes. Other groups may
+    differ in more than formats, and one of many single runs is good by luck."""
+    best, ended = [], [row for row in table if row.done and row.group == table[0].group]
+    for row in sorted(ended, key=lambda row: (row.bytes, row.level, row.name)):
         if not best or row.level < best[-1].level:
             best.append(row)
     return best

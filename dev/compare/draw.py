@@ -182,7 +182,8 @@ PLACES = [
 
 
 def draw_pareto(table, facts, path):
-    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the best."""
+    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the first group's
+    best."""
     figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
     base = {row.name: row for row in table}[facts["baseline"]]
     ended = [row for row in table if row.done]
@@ -191,7 +192,7 @@ def draw_pareto(table, facts, path):
         errors = [row.level_error or 0.0 for row in rows]
         look = {"color": COLOURS[i % len(COLOURS)], "fmt": MARKERS[i // len(COLOURS) % len(MARKERS)]}
         axes.errorbar(x, y, errors, markersize=4, elinewidth=0.7, label=plain(group), **look)
-    best = front(ended)
+    best = front(table)
     axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(BYTES))

@@ -18,7 +18,7 @@ from bokeh.resources import Resources
 
 from curves import band, difference_curve, front, loss_curve
 from draw import BYTES, COLOURS
-from table import HEADINGS, cells, groups
+from table import HEADINGS, cells, groups, shown
 
 DASHES = ["solid", "dashed", "dotted", "dotdash"]
 MARKERS = ["circle", "square", "triangle", "diamond"]
@@ -54,11 +54,6 @@ def window(values):
     near = sorted(map(abs, values))
     limit = max(1e-4, 2 * near[4 * (len(near) - 1) // 5])
     return Range1d(-limit, limit)
-
-
-def whole(values):
-    margin = 0.05 * (max(values) - min(values)) + 1e-4
-    return Range1d(min(values) - margin, max(values) + margin)
 
 
 def curves_figure(title, y, curves, bands=(), **more):
@@ -118,11 +113,11 @@ def pareto_figure(table, facts):
     plot = new_figure(
         "Bytes a parameter against final loss", "bytes of weights and states a parameter", y, x_axis_type="log"
     )
-    items, best = [], front(ended)
+    items, best = [], front(table)
     plot.xaxis.ticker = BYTES
     plot.x_range = Range1d(0.85 * min(row.bytes for row in ended), 1.3 * max(row.bytes for row in ended))
     if base.done:
-        plot.y_range = whole([row.level for row in ended])
+        plot.y_range = window([row.level for row in ended])
     plot.line([row.bytes for row in best], [row.level for row in best], color="black", line_width=1)
     renderers = []
     for i, (group, rows) in enumerate(groups(ended).items()):
@@ -131,18 +126,21 @@ def pareto_figure(table, facts):
             "y": [row.level for row in rows],
             "loss": [row.loss for row in rows],
             "name": [row.name for row in rows],
+            "low": [row.level - (row.level_error or 0) for row in rows],
+            "high": [row.level + (row.level_error or 0) for row in rows],
+            "error": [shown(row.level_error, " ± %.4f") for row in rows],
         }
-        fields["difference"] = [cells(row)[7] for row in rows]
-        fields["error"] = [cells(row)[8] or "-" for row in rows]
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
-        dots = plot.scatter("x", "y", source=ColumnDataSource(fields), size=8, **look)
-        items.append((group, [dots]))
+        source, colour = ColumnDataSource(fields), COLOURS[i % len(COLOURS)]
+        marker = MARKERS[i // len(COLOURS) % len(MARKERS)]
+        dots = plot.scatter("x", "y", source=source, size=8, color=colour, marker=marker)
+        bars = plot.segment("x", "low", "x", "high", source=source, color=colour, line_width=0.7)
+        items.append((group, [dots, bars]))
         renderers.append(dots)
-    named = [row for row in best if row.group == table[0].group]  # the first group, presets in the studies here
-    fields = {"x": [row.bytes for row in named], "y": [row.level for row in named], "name": [row.name for row in named]}
+    fields = {"x": [row.bytes for row in best], "y": [row.level for row in best], "name": [row.name for row in best]}
     look = {"text_font_size": "8pt", "x_offset": 6, "y_offset": -2}
     items.append(("names of the best", [plot.text("x", "y", text="name", source=ColumnDataSource(fields), **look)]))
-    tips = [("", "@name"), ("bytes", "@x{0.000}"), ("loss", "@loss{0.0000}"), ("− baseline", "@difference ± @error")]
+    tips = [("", "@name"), ("bytes", "@x{0.000}"), ("loss", "@loss{0.0000}")]
+    tips += [(f"− {base.name}'s", "@y{0.0000}@error")] if base.done else []
     plot.add_tools(HoverTool(tooltips=tips, renderers=renderers))
     add_legend(plot, items)
     return plot

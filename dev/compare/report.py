@@ -14,10 +14,10 @@ from sweep import Problem
 LEGEND = [
     "State and weights: bytes a parameter, in the optimizer's arrays. Val loss: final validation loss in nats a token, "
     "mean over the n seeds that are done. − baseline: difference of that loss, paired by seed. ± s.e.: its standard "
-    "error; with one or two pairs, by what the pairs of all configurations scatter, pooled (of two, by what they scatter "
-    "themselves where that is more), or where none has several √2 times the standard deviation of the baseline's seeds; 0 "
-    "where the bits are the baseline's. Memory: what ./train plans and allocates. Tokens/s: without the first "
-    "ten steps; in parentheses where several runs shared a device.",
+    f"error; with fewer than {tables.FEW} pairs by what the pairs of all configurations scatter, pooled, or by what its own "
+    "do where that is more; where none has several, by √2 times the standard deviation of the baseline's seeds; 0 "
+    "where the bits are the baseline's. Memory: what ./train plans and allocates, and what the driver has besides. "
+    "Tokens/s: without the first ten steps. Both are in parentheses where several runs shared a device.",
 ]
 
 
@@ -40,6 +40,9 @@ def facts_of(sweep, table, stale):
         f"{', or '.join(dict.fromkeys(shapes))}; data: {listed(used, 'data')}.",
         f"Device: {listed(used, 'device')}. Commit: {listed(used, 'commit')}.",
     ]
+    scatter, degrees = tables.scatter_of(table)
+    if scatter is not None:
+        lines.append(f"A pair of runs scatters by {scatter:.4f} nats ({degrees} degrees of freedom).")
     notices = []
     if len({record["data_key"] for record in used}) > 1:
         notices.append(

@@ -103,12 +103,12 @@ class Lines:
                 self.keys.setdefault((table, key[1]), number)
 
     def of(self, table, key, value=None):
-        """Line of a key; of the value where the key's list goes over several lines."""
-        line = self.keys.get((table, key), self.tables.get(table, 1))
+        """Line of a key, or of the table that it is; of the value, or key, where the key's list goes over several lines."""
+        line = self.keys.get((table, key)) or table == ("", 0) and self.tables.get((key, 0)) or self.tables.get(table, 1)
         others = [n for (t, k), n in self.keys.items() if n > line] + [n for n in self.tables.values() if n > line]
         for number in range(line, min(others, default=len(self.lines) + 1)):
             if value is not None and re.search(
-                rf'["\'\s\[=,]{re.escape(value)}["\'\s\],}}]', self.lines[number - 1] + " "
+                rf'["\'\s\[=,{{]{re.escape(value)}["\'\s\],}}=]', self.lines[number - 1] + " "
             ):
                 return number
         return line
@@ -157,6 +157,8 @@ class Reader:
                 raise Problem(f"{self.where(table, key)}: {key} is a list; a list belongs into a [[run]]")
             options[key] = value_text(value, self.where(table, key), key)
         for key, value in self.overrides.items():
+            if key == "seed" and not re.fullmatch(r"\d+", value):
+                raise Problem(f"--set seed={value}: give a whole number")
             if key in RESERVED:
                 raise Problem(f"--set {key}={value}: --{key} is the sweep's own affair; leave it out")
             if self.known is not None and key not in self.known:
@@ -186,8 +188,9 @@ class Reader:
         for point in value:
             for key, its in point.items():
                 if self.known is not None and key not in self.known or key in RESERVED:
+                    place = self.where(table, "each", key)
                     raise Problem(
-                        f"{where}: unknown option {key}{nearest(key, self.known or ())} (./train --help lists all)"
+                        f"{place}: unknown option {key}{nearest(key, self.known or ())} (./train --help lists all)"
                     )
         return [[(k, value_text(v, where, k)) for k, v in point.items()] for point in value]
 
@@ -233,6 +236,7 @@ class Reader:
             seed = options.pop("seed", "1")
             lines = {key: self.lines.of(("base", 0), key) for key in base}
             lines |= {key: self.lines.of(table, key if key in entry else "each", value) for key, value in point.items()}
+            lines |= dict.fromkeys(self.overrides, "--set")
             lines |= {"": self.lines.of(table, ""), "order": len(runs) + 1000000 * number}
             lines |= {key: self.lines.of(table, key) for key in ("name", "baseline") if key in entry}
             runs.append(

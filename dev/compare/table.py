@@ -3,15 +3,16 @@
 The difference is paired by seed where seeds match, as runs of one seed share initial weights, data order and noise:
 d_s = loss of the configuration - loss of its baseline, its mean, and as standard error
 
-    sd(d_s) / sqrt(n)                 n >= 3 pairs, and two where that is more than the next or the next is not known
-    pooled sd(d_s) / sqrt(n)          one or two: over the configurations of the study that have several, by their n - 1
+    sd(d_s) / sqrt(n)                 FEW pairs or more, and fewer where that is more than the next or the next is not known
+    pooled sd(d_s) / sqrt(n)          fewer: over the configurations of the study that have several, by their n - 1
     sd(baseline) sqrt(2)              one pair, and none has several: as if both runs scattered as the baseline's seeds do
     sqrt(s^2 / n + sd(baseline)^2 / k)  no pair: n runs of spread s (the baseline's where n is 1), k of the baseline
 
-with sd over n - 1. The sd of two is near zero by chance too often to be an error: one in six is below a fifth of what it
-should be. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
-baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed, such as lion's own,
-is taken to scatter as the study's baseline does; where that too has one, only what is paired can have an error.
+with sd over n - 1. The sd of two or three is small by chance too often to be an error: one in six, of three one in 25,
+is below a fifth of what it should be. Pairs move together, so the third is on the safe side; a configuration that has
+the very bits of its baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed,
+such as lion's own, is taken to scatter as the study's baseline does; where that too has one, only what is paired can
+have an error.
 """
 
 import csv
@@ -21,6 +22,8 @@ import statistics
 from dataclasses import dataclass, field
 
 from sweep import NEUTRAL
+
+FEW = 5  # from so many pairs on a configuration's own scatter is its error
 
 CSV_COLUMNS = (
     "group", "configuration", "rule", "weights", "m", "v", "state_bytes", "weights_bytes", "seeds_done", "seeds",
@@ -106,11 +109,19 @@ def paired(losses, others):
 
 
 def pair_scatter(rows_of_pairs):
-    """Standard deviation of a pair's difference, pooled over the lists of them; None where none has several."""
+    """(standard deviation of a pair's difference, pooled over the lists of them, its degrees of freedom); None, 0 where
+    none has several."""
     several = [pairs for pairs in rows_of_pairs if len(pairs) > 1 and any(pairs)]
     degrees = sum(len(pairs) - 1 for pairs in several)
     squares = math.fsum((len(pairs) - 1) * statistics.variance(pairs) for pairs in several)
-    return math.sqrt(squares / degrees) if degrees else None
+    return (math.sqrt(squares / degrees) if degrees else None), degrees
+
+
+def scatter_of(table):
+    """pair_scatter of a table's rows, each paired with its own baseline."""
+    by_name = {row.name: row for row in table}
+    others = [row for row in table if row.baseline != row.name]
+    return pair_scatter(paired(row.losses(), by_name[row.baseline].losses()) for row in others)
 
 
 def difference(losses, others, study=(), scatter=None):
@@ -124,7 +135,7 @@ def difference(losses, others, study=(), scatter=None):
     pairs = paired(losses, others)
     if pairs:
         spread = statistics.stdev(pairs) if len(pairs) > 1 else 0.0 if not any(pairs) else None
-        if scatter is not None and len(pairs) < 3 and any(pairs):
+        if scatter is not None and len(pairs) < FEW and any(pairs):
             spread = max(scatter, spread or 0.0)
         elif spread is None and noise is not None:
             spread = noise * math.sqrt(2)
@@ -170,8 +181,7 @@ def rows(sweep, records):
         result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items()))))
     by_name = {row.name: row for row in result}
     base = by_name[sweep.baseline].losses()
-    others = [row for row in result if row.baseline != row.name]
-    scatter = pair_scatter(paired(row.losses(), by_name[row.baseline].losses()) for row in others)
+    scatter, _ = scatter_of(result)
     for row in result:
         its = by_name[row.baseline]
         if its is not row:
@@ -230,17 +240,23 @@ HEADINGS = (
 
 
 def speed_text(row):
-    """Tokens a second; in parentheses where runs shared a GPU, so that it says nothing about the format."""
+    """Tokens a second."""
     speed = row.mean("tokens_per_second")
-    if speed is None:
-        return ""
-    text = f"{speed / 1e6:.3f}M" if speed >= 1e6 else f"{speed / 1e3:.1f}k"
-    return f"({text})" if (row.any("sharing") or 1) > 1 else text
+    return "" if speed is None else f"{speed / 1e6:.3f}M" if speed >= 1e6 else f"{speed / 1e3:.1f}k"
+
+
+def memory_text(row):
+    memory = row.any("memory_mib")
+    return "" if memory is None else f"{memory / 1024:.2f} GiB" if memory >= 1024 else f"{memory:.0f} MiB"
+
+
+def alone(row, text):
+    """In parentheses where runs shared a GPU: the time is then theirs too, and so is what the driver has of memory."""
+    return f"({text})" if text and (row.any("sharing") or 1) > 1 else text
 
 
 def cells(row):
     """A row as texts, in the order of HEADINGS."""
-    memory = row.any("memory_mib")
     differs = shown(row.difference, "%+.4f") if row.name != row.baseline else "baseline"
     if row.difference is not None and row.pairs == 0:
         differs += " (unpaired)"
@@ -255,8 +271,8 @@ def cells(row):
         differs,
         shown(row.error, "%.4f"),
         str(len(row.done)) + (f" ({row.pairs} pairs)" if 0 < row.pairs < len(row.done) else ""),
-        speed_text(row),
-        "" if memory is None else f"{memory / 1024:.2f} GiB" if memory >= 1024 else f"{memory:.0f} MiB",
+        alone(row, speed_text(row)),
+        alone(row, memory_text(row)),
         "" if row.status() == "done" else row.status(),
     ]
 

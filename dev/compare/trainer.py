@@ -71,12 +71,18 @@ def fingerprint(paths):
 
 
 def refused(sweep, run, text):
-    """./train's sentence with the line of the option that it names."""
+    """./train's sentence with the line of the option that it names, or with the --set that gave it."""
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
     named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.lines]
     line = run.lines.get(named[0] if named else "", run.lines[""])
-    sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", r'write \1 = "\2"', sentence)  # as its line has it
-    return Problem(f"{sweep.path}:{line}: {run.name}: {sentence}")
+    place = f"--set {named[0]}={({'seed': run.seed} | run.options).get(named[0], '')}" if line == "--set" else f"{sweep.path}:{line}"
+
+    def as_given(way_out):
+        name, value = way_out.groups()
+        return f"type --set {name}={value}" if run.lines.get(name) == "--set" else f'write {name} = "{value}"'
+
+    sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", as_given, sentence)
+    return Problem(f"{place}: {run.name}: {sentence}")
 
 
 def read_plan(text, weights):

@@ -8,6 +8,7 @@ Without ./train, Python 3.11 or what draws the report (dev/requirements.txt), al
 """
 
 import csv
+import html
 import json
 import math
 import os
@@ -129,7 +130,10 @@ def test_unknown_option(case):
     case.refuse(SWEEP.replace("batch = 1", "batches = 1"), 6, "unknown option batches", "did you mean batch?")
     case.refuse(SWEEP + 'each = [{ m = "fp32", w = 1 }]\n', 15, "unknown option w")
     case.refuse(SWEEP + 'resume = "auto"\n', 15, "--resume is the sweep's own affair")
-    case.refuse("keeps = 1\n" + SWEEP, 1, "unknown key keeps")
+    case.refuse(SWEEP + 'each = [\n    { m = "fp32" },\n    { m = "bf16", mm = "fp32" },\n]\n', 17, "unknown option mm")
+    case.refuse('title = "t"\nkeeps = 1\n' + SWEEP, 2, "unknown key keeps")
+    case.refuse(SWEEP + '[[runs]]\nname = "c"\n', 15, "unknown key runs", "did you mean run?")
+    assert "--set seed=x: give a whole number" in case.run(SWEEP, "--set", "seed=x", status=2)
     said = case.run(SWEEP, "--set", "bathc=1", status=2)
     assert "--set bathc=1: unknown option bathc; did you mean batch?" in said, said
 
@@ -150,6 +154,8 @@ def test_unknown_preset_and_format(case):
 def test_missing_corpus(case):
     case.refuse(SWEEP.replace("batch = 1", 'data = "build/none"'), 6, "--data build/none", "No such file")
     case.refuse(SWEEP + f'data = "{case.folder}/x.bin"\n', 15, "x.bin", "No such file")
+    said = case.run(SWEEP, "--set", "data=build/none", status=2)
+    assert "error: --set data=build/none: a: --data build/none" in said and "No such file" in said, said
 
 
 def test_wrong_files(case):
@@ -302,6 +308,8 @@ def test_nobody_listens(case):
 def test_budget(case):
     for wrong in ("-5", "nan"):
         assert f"--budget {wrong}: give seconds" in case.run(SWEEP, "--budget", wrong, status=2)
+    for wrong in ("0", "-1", "nan", "inf"):
+        assert f"--silence {wrong}: give seconds" in case.run(SWEEP, "--silence", wrong, status=2)
     said = case.run(SWEEP, "--budget", "0", "--no-report")
     assert "2 runs wait for the next start" in said and not list((case.out / "runs").glob("*")), said
     # After the first run it is known how long one takes: no second that would not end in time.
@@ -545,14 +553,19 @@ def test_differences(case):
     assert pairs == 0 and math.isclose(error, math.sqrt(0.02 / 2 + 0.01)), error
     assert difference({1: 3.5}, {1: 3.0}, {1: 3.0}.values()) == (0.5, None, 1)
     # One pair among configurations that have several: variances 0.01 (3 pairs) and 0.04 (2 pairs), pooled by 2 and 1.
-    scatter = pair_scatter([[0.1, 0.0, 0.2], [0.2, 0.2 + 0.2 * math.sqrt(2)], [0.3], [], [0.0, 0.0]])
-    assert math.isclose(scatter, math.sqrt((2 * 0.01 + 0.04) / 3)), scatter
-    assert pair_scatter([[0.3], [0.0, 0.0]]) is None
+    scatter, degrees = pair_scatter([[0.1, 0.0, 0.2], [0.2, 0.2 + 0.2 * math.sqrt(2)], [0.3], [], [0.0, 0.0]])
+    assert math.isclose(scatter, math.sqrt((2 * 0.01 + 0.04) / 3)) and degrees == 3, (scatter, degrees)
+    assert pair_scatter([[0.3], [0.0, 0.0]]) == (None, 0)
     for others in (base, {1: 3.0}):
         assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
+    five = {seed: 3.0 for seed in range(5)}
+    _, error, _ = difference({seed: 3.1 + 0.1 * (seed % 2) for seed in five}, five, (), 9.0)
+    assert math.isclose(error, statistics.stdev([0.1, 0.2, 0.1, 0.2, 0.1]) / math.sqrt(5)), "five pairs: their own"
     _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
-    assert math.isclose(error, 0.1 / math.sqrt(3)), "three pairs: their own"
-    # Two pairs may agree by chance, but not scatter by it; what is equal to the bit is so by none.
+    assert math.isclose(error, 9.0 / math.sqrt(3)), error
+    _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 0.02)
+    assert math.isclose(error, 0.1 / math.sqrt(3)), error
+    # Few pairs may agree by chance, but not scatter by it; what is equal to the bit is so by none.
     _, error, pairs = difference({1: 3.1, 2: 3.3001}, base, (), 0.02)
     assert pairs == 2 and math.isclose(error, 0.02 / math.sqrt(2)), error
     _, error, pairs = difference({1: 3.1, 2: 3.2}, base, (), 0.02)  # 0.1, 0
@@ -587,15 +600,60 @@ def test_errors_in_the_table(case):
 
 
 def test_committed_reports(case):
-    """The tables and pictures that are in the repository are what the records beside them give."""
-    studies = sorted(path.parent for path in (COMPARE / "results").glob("*/runs"))
-    for study in studies:
-        out = case.folder / study.name
-        shutil.copytree(study / "runs", out / "runs")
-        case.run(COMPARE / "sweeps" / f"{study.name}.toml", "--report-only", "--out", out, "--trainer", "none")
+    """The tables and pictures that are in the repository are what the records beside them give, and so is the page."""
+    folders = sorted(path.parent for path in (COMPARE / "results").glob("*/runs"))
+    for folder in folders:
+        out = case.folder / folder.name
+        shutil.copytree(folder / "runs", out / "runs")
+        case.run(COMPARE / "sweeps" / f"{folder.name}.toml", "--report-only", "--out", out, "--trainer", "none")
         for name in REPORT[:5]:
-            assert (study / name).read_bytes() == (out / name).read_bytes(), f"{study / name}: type --report-only"
-    assert studies, "no study is there"
+            assert (folder / name).read_bytes() == (out / name).read_bytes(), f"{folder / name}: type --report-only"
+        page_has_the_tables_figures((out / "report.html").read_text(), study(folder.name))
+    assert folders, "no study is there"
+
+
+def objects(node, kind):
+    """The attributes of all objects of a kind in Bokeh's JSON."""
+    if isinstance(node, dict):
+        if node.get("name") == kind:
+            yield node["attributes"]
+        node = list(node.values())
+    for its in node if isinstance(node, list) else ():
+        if isinstance(its, (dict, list)):
+            yield from objects(its, kind)
+
+
+def page_has_the_tables_figures(text, rows):
+    """report.html against table.csv: the picture of bytes and losses, the ends of the curves, the band, and the cells."""
+    figures = json.loads(re.search(r"for \(const item of (\[.*\])\) Bokeh", text)[1].replace("<\\/", "</"))
+    base = next(row for row in rows.values() if not row["difference"])
+    seen, ends, bands = {}, {}, []
+    for drawn in objects(figures, "GlyphRenderer"):
+        if "attributes" not in drawn["data_source"]:  # bars, whose dots came before with the same data
+            continue
+        data = dict(drawn["data_source"]["attributes"]["data"]["entries"])
+        if "low" in data:
+            seen |= {name: its for name, *its in zip(*(data[key] for key in ("name", "x", "y", "low", "high")))}
+        elif "y1" in data:
+            bands.append(data)
+        elif "name" in drawn:
+            ends.setdefault(drawn["name"], []).append(data["y"][-1])
+    assert set(seen) == set(rows), set(seen) ^ set(rows)
+    for name, row in rows.items():
+        x, y, low, high = seen[name]
+        assert abs(x - float(row["state_bytes"]) - float(row["weights_bytes"])) < 0.002, (name, x, row)
+        line = re.search(f"<tr><td>{re.escape(html.escape(name))}</td>.*", text)[0]
+        cells = re.findall("<td>(.*?)</td>", line)
+        assert abs(float(cells[6]) - float(row["final_loss"])) < 5.1e-5, (line, row)
+        if row["baseline"] == base["configuration"] != name:
+            error = float(row["standard_error"] or 0)
+            found = (y, high - y, y - low, ends[name][0])  # differences are the first curves
+            for its, right in zip(found, (float(row["difference"]), error, error, float(row["difference"]))):
+                assert abs(its - right) < 6e-6, (name, found, row)
+            assert abs(float(cells[7]) - float(row["difference"])) < 5.1e-5, (line, row)
+        assert abs(ends[name][-2] - float(row["final_loss"])) < 6e-6, (name, ends[name], row)
+    assert bands and all(its["y2"][-1] == -its["y1"][-1] > 0 for its in bands), "the seeds of the baseline"
+    assert {its["click_policy"] for its in objects(figures, "Legend")} == {"hide"}
 
 
 def study(name):
@@ -697,6 +755,18 @@ def test_progress(case):
     assert out.getvalue() == "2 waiting, 1 running (a seed 1 60%)  10 tokens/s  eta 4m00s\n", out.getvalue()
 
 
+def has_the_logs_figures(record, folder):
+    """A record of 100 steps against what ./train wrote: every loss, the speed, and the banner's memory."""
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().split("\n")[:-1]]
+    train = [line for line in log if line["type"] == "train"]
+    assert record["train"] == [[line["step"], round(line["loss"], 5)] for line in train] and len(train) == 100
+    assert record["val"] == [[line["step"], line["loss"]] for line in log if line["type"] == "val"]
+    seconds = [line["step_s"] for line in train[10:]]
+    assert math.isclose(record["tokens_per_second"], 90 * 256 / sum(seconds), rel_tol=1e-3), record["tokens_per_second"]
+    memory = re.search(r"^ ?memory .* = ([\d.]+) MiB", (folder / "log.txt").read_text(), re.M)
+    assert record["memory_mib"] == float(memory[1]), (record["memory_mib"], memory)
+
+
 def test_ci_sweep(case):
     """The sweep that CI runs, from the file that is there to the report."""
     begin = time.monotonic()
@@ -711,6 +781,7 @@ def test_ci_sweep(case):
         assert abs(float(row["difference"]) - (record["final_loss"] - base[0])) < 1e-6, row
         assert abs(float(row["standard_error"]) - statistics.stdev(base) * math.sqrt(2)) < 1e-6, row
         assert record["val"][0][1] - record["final_loss"] > 1.0, "it has learned"
+        has_the_logs_figures(record, case.work / f"{name}_s1")
     assert abs(float(rows["adamw32"]["final_loss"]) - statistics.fmean(base)) < 1e-6
     for name in REPORT[2:5]:
         assert (case.out / name).read_bytes()[:4] == b"\x89PNG", name
