@@ -14,7 +14,8 @@ from matplotlib.patheffects import withStroke
 from curves import band, difference_curve, front, loss_curve
 from table import groups
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black is the baseline's. Dashes, or markers, tell more apart.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black is the baseline's. Dashes of lines and markers of
+# dots tell more apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5230"]
 DASHES = ["-", "--", ":", "-."]
 MARKERS = ["o", "s", "^", "D"]
@@ -182,8 +183,7 @@ PLACES = [
 
 
 def draw_pareto(table, facts, path):
-    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the first group's
-    best."""
+    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the front."""
     figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
     base = {row.name: row for row in table}[facts["baseline"]]
     ended = [row for row in table if row.done]

@@ -70,7 +70,7 @@ def options_read(arguments):
             raise Problem(f"--set {text}: write --set OPTION=VALUE, such as --set data=build/wiki")
     if options.budget is not None and not options.budget >= 0:
         raise Problem(f"--budget {options.budget:g}: give seconds, 0 or more")
-    if not 0 < options.silence < math.inf:
+    if not options.silence > 0:
         raise Problem(f"--silence {options.silence:g}: give seconds, more than 0")
     options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
     options.overrides = dict(text.split("=", 1) for text in options.set)

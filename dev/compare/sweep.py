@@ -103,8 +103,9 @@ class Lines:
                 self.keys.setdefault((table, key[1]), number)
 
     def of(self, table, key, value=None):
-        """Line of a key, or of the table that it is; of the value, or key, where the key's list goes over several lines."""
-        line = self.keys.get((table, key)) or table == ("", 0) and self.tables.get((key, 0)) or self.tables.get(table, 1)
+        """Line of a key, or of the table that it is; where its list goes over several lines, of the value or key in it."""
+        header = (key, 0) if table == ("", 0) and (key, 0) in self.tables else table
+        line = self.keys.get((table, key), self.tables.get(header, 1))
         others = [n for (t, k), n in self.keys.items() if n > line] + [n for n in self.tables.values() if n > line]
         for number in range(line, min(others, default=len(self.lines) + 1)):
             if value is not None and re.search(
@@ -140,29 +141,26 @@ class Reader:
     def where(self, table, key, value=None):
         return f"{self.path}:{self.lines.of(table, key, value)}"
 
-    def key_checked(self, table, key, own):
+    def key_checked(self, place, key, own=()):
         """Refuses what is neither a key of the sweep nor an option of ./train."""
         if key in own or (self.known is None or key in self.known) and key not in RESERVED:
             return
         if key in RESERVED:
-            raise Problem(f"{self.where(table, key)}: --{key} is the sweep's own affair; leave it out")
+            raise Problem(f"{place}: --{key} is the sweep's own affair; leave it out")
         names = list(own) + [name for name in self.known if name not in RESERVED]
-        raise Problem(f"{self.where(table, key)}: unknown option {key}{nearest(key, names)} (./train --help lists all)")
+        raise Problem(f"{place}: unknown option {key}{nearest(key, names)} (./train --help lists all)")
 
     def base(self):
         table, options = ("base", 0), {}
         for key, value in self.data.get("base", {}).items():
-            self.key_checked(table, key, ())
+            self.key_checked(self.where(table, key), key)
             if isinstance(value, list):
                 raise Problem(f"{self.where(table, key)}: {key} is a list; a list belongs into a [[run]]")
             options[key] = value_text(value, self.where(table, key), key)
         for key, value in self.overrides.items():
+            self.key_checked(f"--set {key}={value}", key)
             if key == "seed" and not re.fullmatch(r"\d+", value):
                 raise Problem(f"--set seed={value}: give a whole number")
-            if key in RESERVED:
-                raise Problem(f"--set {key}={value}: --{key} is the sweep's own affair; leave it out")
-            if self.known is not None and key not in self.known:
-                raise Problem(f"--set {key}={value}: unknown option {key}{nearest(key, self.known or ())}")
         return options
 
     def axes(self, table, entry):
@@ -171,7 +169,7 @@ class Reader:
         for key, value in entry.items():
             if key in ("name", "group", "baseline", "turn"):
                 continue
-            self.key_checked(table, key, RUN_KEYS)
+            self.key_checked(self.where(table, key), key, RUN_KEYS)
             if key == "each":
                 result.append(self.each(table, value))
                 continue
@@ -185,14 +183,10 @@ class Reader:
         where = self.where(table, "each")
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) and v for v in value):
             raise Problem(f'{where}: each is a list of tables, such as each = [{{m = "dyn8", v = "udyn8"}}]')
-        for point in value:
-            for key, its in point.items():
-                if self.known is not None and key not in self.known or key in RESERVED:
-                    place = self.where(table, "each", key)
-                    raise Problem(
-                        f"{place}: unknown option {key}{nearest(key, self.known or ())} (./train --help lists all)"
-                    )
-        return [[(k, value_text(v, where, k)) for k, v in point.items()] for point in value]
+        places = {key: self.where(table, "each", key) for point in value for key in point}
+        for key, place in places.items():
+            self.key_checked(place, key)
+        return [[(key, value_text(its, places[key], key)) for key, its in point.items()] for point in value]
 
     def name(self, table, entry, options):
         """The name of a configuration, {option} replaced by its value."""
@@ -236,7 +230,7 @@ class Reader:
             seed = options.pop("seed", "1")
             lines = {key: self.lines.of(("base", 0), key) for key in base}
             lines |= {key: self.lines.of(table, key if key in entry else "each", value) for key, value in point.items()}
-            lines |= dict.fromkeys(self.overrides, "--set")
+            lines |= {key: f"--set {key}={value}" for key, value in self.overrides.items()}
             lines |= {"": self.lines.of(table, ""), "order": len(runs) + 1000000 * number}
             lines |= {key: self.lines.of(table, key) for key in ("name", "baseline") if key in entry}
             runs.append(

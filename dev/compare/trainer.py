@@ -75,11 +75,11 @@ def refused(sweep, run, text):
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
     named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.lines]
     line = run.lines.get(named[0] if named else "", run.lines[""])
-    place = f"--set {named[0]}={({'seed': run.seed} | run.options).get(named[0], '')}" if line == "--set" else f"{sweep.path}:{line}"
+    place = line if isinstance(line, str) else f"{sweep.path}:{line}"
 
     def as_given(way_out):
         name, value = way_out.groups()
-        return f"type --set {name}={value}" if run.lines.get(name) == "--set" else f'write {name} = "{value}"'
+        return f"type --set {name}={value}" if isinstance(run.lines.get(name), str) else f'write {name} = "{value}"'
 
     sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", as_given, sentence)
     return Problem(f"{place}: {run.name}: {sentence}")

@@ -308,7 +308,7 @@ def test_nobody_listens(case):
 def test_budget(case):
     for wrong in ("-5", "nan"):
         assert f"--budget {wrong}: give seconds" in case.run(SWEEP, "--budget", wrong, status=2)
-    for wrong in ("0", "-1", "nan", "inf"):
+    for wrong in ("0", "-1", "nan"):
         assert f"--silence {wrong}: give seconds" in case.run(SWEEP, "--silence", wrong, status=2)
     said = case.run(SWEEP, "--budget", "0", "--no-report")
     assert "2 runs wait for the next start" in said and not list((case.out / "runs").glob("*")), said
@@ -608,7 +608,7 @@ def test_committed_reports(case):
         case.run(COMPARE / "sweeps" / f"{folder.name}.toml", "--report-only", "--out", out, "--trainer", "none")
         for name in REPORT[:5]:
             assert (folder / name).read_bytes() == (out / name).read_bytes(), f"{folder / name}: type --report-only"
-        page_has_the_tables_figures((out / "report.html").read_text(), study(folder.name))
+        page_has_the_tables_figures(out, study(folder.name))
     assert folders, "no study is there"
 
 
@@ -623,8 +623,10 @@ def objects(node, kind):
             yield from objects(its, kind)
 
 
-def page_has_the_tables_figures(text, rows):
-    """report.html against table.csv: the picture of bytes and losses, the ends of the curves, the band, and the cells."""
+def page_has_the_tables_figures(out, rows):
+    """report.html against table.csv, of a baseline with several seeds: the picture of bytes and losses, the ends of the
+    curves, the band, and the cells."""
+    text = (out / "report.html").read_text()
     figures = json.loads(re.search(r"for \(const item of (\[.*\])\) Bokeh", text)[1].replace("<\\/", "</"))
     base = next(row for row in rows.values() if not row["difference"])
     seen, ends, bands = {}, {}, []
@@ -641,7 +643,8 @@ def page_has_the_tables_figures(text, rows):
     assert set(seen) == set(rows), set(seen) ^ set(rows)
     for name, row in rows.items():
         x, y, low, high = seen[name]
-        assert abs(x - float(row["state_bytes"]) - float(row["weights_bytes"])) < 0.002, (name, x, row)
+        size = float(row["state_bytes"]) + float(row["weights_bytes"])  # of four digits each
+        assert abs(x - size) < 0.0011, (name, x, row)
         line = re.search(f"<tr><td>{re.escape(html.escape(name))}</td>.*", text)[0]
         cells = re.findall("<td>(.*?)</td>", line)
         assert abs(float(cells[6]) - float(row["final_loss"])) < 5.1e-5, (line, row)
@@ -649,10 +652,17 @@ def page_has_the_tables_figures(text, rows):
             error = float(row["standard_error"] or 0)
             found = (y, high - y, y - low, ends[name][0])  # differences are the first curves
             for its, right in zip(found, (float(row["difference"]), error, error, float(row["difference"]))):
-                assert abs(its - right) < 6e-6, (name, found, row)
+                assert abs(its - right) < 6e-6, (name, found, row)  # curves have five digits, the table six
             assert abs(float(cells[7]) - float(row["difference"])) < 5.1e-5, (line, row)
         assert abs(ends[name][-2] - float(row["final_loss"])) < 6e-6, (name, ends[name], row)
-    assert bands and all(its["y2"][-1] == -its["y1"][-1] > 0 for its in bands), "the seeds of the baseline"
+    range_ = next(its for its in objects(figures[0], "Range1d") if its["start"] < 0)
+    inside = sum(range_["start"] < y < range_["end"] for _, y, _, _ in seen.values())
+    assert inside >= (0.8 if len(seen) > 5 else 1) * len(seen), (inside, range_)
+    records = map(json.loads, (path.read_text() for path in (out / "runs").glob("*.json")))
+    ended = [its["final_loss"] for its in records if its["name"] == base["configuration"]]
+    for band in bands:
+        assert math.isclose(band["y2"][-1], statistics.stdev(ended)) and band["y1"][-1] == -band["y2"][-1], band
+    assert bands
     assert {its["click_policy"] for its in objects(figures, "Legend")} == {"hide"}
 
 
@@ -782,6 +792,7 @@ def test_ci_sweep(case):
         assert abs(float(row["standard_error"]) - statistics.stdev(base) * math.sqrt(2)) < 1e-6, row
         assert record["val"][0][1] - record["final_loss"] > 1.0, "it has learned"
         has_the_logs_figures(record, case.work / f"{name}_s1")
+    page_has_the_tables_figures(case.out, rows)
     assert abs(float(rows["adamw32"]["final_loss"]) - statistics.fmean(base)) < 1e-6
     for name in REPORT[2:5]:
         assert (case.out / name).read_bytes()[:4] == b"\x89PNG", name
