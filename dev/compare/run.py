@@ -152,7 +152,7 @@ def run_sweep(options):
         raise Problem(f"--only {' '.join(options.only)}: no run has such a name; --dry-run lists them")
     done = [run for run in wanted if is_done(run, trainer, records)]
     todo = [run for run in wanted if run not in done]
-    check(sweep, todo, trainer, environment, options.no_check)
+    check(todo, trainer, environment, options.no_check)
     if options.dry_run:
         tell_plan(todo, done)
         return 0

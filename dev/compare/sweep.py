@@ -46,7 +46,8 @@ class Run:
     baseline: str  # name of the configuration it is compared to
     turn: int  # lower ones run first
     own: set  # the options that [[run]] gives, not [base]
-    lines: dict = field(repr=False)  # option or key: its line; "": that of [[run]]
+    places: dict = field(repr=False)  # option or key: the FILE:LINE or --set that gives it; "": that of [[run]]
+    order: int = 0  # in the file
     plan: dict = field(default_factory=dict)  # what ./train --dry-run says: tokens, ...
 
     @property
@@ -74,7 +75,7 @@ class Sweep:
     def configurations(self):
         """{name: its runs}, in the order of the file."""
         result = {}
-        for run in sorted(self.runs, key=lambda run: run.lines["order"]):
+        for run in sorted(self.runs, key=lambda run: run.order):
             result.setdefault(run.name, []).append(run)
         return result
 
@@ -223,16 +224,14 @@ class Reader:
         runs = []
         for point in points:
             options = {**USUAL, **base, **point, **self.overrides}
+            places = {key: self.where(("base", 0), key) for key in base}
+            places |= {key: self.where(table, key if key in entry else "each", value) for key, value in point.items()}
+            places |= {key: f"--set {key}={value}" for key, value in self.overrides.items()}
+            places |= {"": self.where(table, "")}
+            places |= {key: self.where(table, key) for key in ("name", "baseline") if key in entry}
             if options.get("val-every") == "0":
-                place = self.where(table if "val-every" in point else ("base", 0), "val-every")
-                place = "--set" if "val-every" in self.overrides else place
-                raise Problem(f"{place}: val-every is 0; a run is told by its last validation")
+                raise Problem(f"{places['val-every']}: val-every is 0; a run is told by its last validation")
             seed = options.pop("seed", "1")
-            lines = {key: self.lines.of(("base", 0), key) for key in base}
-            lines |= {key: self.lines.of(table, key if key in entry else "each", value) for key, value in point.items()}
-            lines |= {key: f"--set {key}={value}" for key, value in self.overrides.items()}
-            lines |= {"": self.lines.of(table, ""), "order": len(runs) + 1000000 * number}
-            lines |= {key: self.lines.of(table, key) for key in ("name", "baseline") if key in entry}
             runs.append(
                 Run(
                     name=self.name(table, entry, {**options, "seed": seed}),
@@ -242,7 +241,7 @@ class Reader:
                     baseline=entry.get("baseline", self.data["baseline"]),
                     turn=turns.get(seed, 1),
                     own=set(point) - {"seed"},
-                    lines=lines,
+                    places=places,
                 )
             )
         return runs
@@ -276,6 +275,8 @@ class Reader:
         if not runs:
             raise Problem(f"{self.path}:{len(self.lines.lines)}: there is no [[run]] in it; add one")
         self.check_names(runs)
+        for order, run in enumerate(runs):
+            run.order = order
         runs.sort(key=lambda run: run.turn)
         title = self.data.get("title", self.path.stem)
         return Sweep(
@@ -286,26 +287,25 @@ class Reader:
         """A name is one configuration, a configuration has one name, and baselines are among them."""
         names, keys = {}, {}
         for run in runs:
-            at = f"{self.path}:{run.lines.get('name', run.lines[''])}"
+            at = run.places.get("name", run.places[""])
             first = names.setdefault(run.name, run)
             if first.options != run.options:
                 differs = next(
                     k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k)
                 )
                 raise Problem(
-                    f"{at}: {run.name} is already the name of runs with another {differs} (line {first.lines['']})"
+                    f"{at}: {run.name} is already the name of runs with another {differs} ({first.places['']})"
                 )
             twin = keys.setdefault(run.options_key(), run)
             if twin is not run:
                 raise Problem(
-                    f"{at}: {run.label} has the same options as {twin.label} of line {twin.lines['']}; leave one out"
+                    f"{at}: {run.label} has the same options as {twin.label} of {twin.places['']}; leave one out"
                 )
         for run in runs:
             if run.baseline not in names:
-                line = run.lines.get("baseline", self.lines.of(("", 0), "baseline"))
+                place = run.places.get("baseline", self.where(("", 0), "baseline"))
                 raise Problem(
-                    f"{self.path}:{line}: baseline {run.baseline} is not the name of a run"
-                    + nearest(run.baseline, names)
+                    f"{place}: baseline {run.baseline} is not the name of a run" + nearest(run.baseline, names)
                 )
 
 

@@ -70,19 +70,18 @@ def fingerprint(paths):
     return result.hexdigest()[:16]
 
 
-def refused(sweep, run, text):
-    """./train's sentence with the line of the option that it names, or with the --set that gave it."""
+def refused(run, text):
+    """./train's sentence with the place of the option that it names."""
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
-    named = [name for name in re.findall(r"--([\w-]+)", sentence) if name in run.lines]
-    line = run.lines.get(named[0] if named else "", run.lines[""])
-    place = line if isinstance(line, str) else f"{sweep.path}:{line}"
+    named = next((name for name in re.findall(r"--([\w-]+)", sentence) if name in run.places), "")
 
     def as_given(way_out):
         name, value = way_out.groups()
-        return f"type --set {name}={value}" if isinstance(run.lines.get(name), str) else f'write {name} = "{value}"'
+        typed = run.places.get(name, "").startswith("--set ")
+        return f"type --set {name}={value}" if typed else f'write {name} = "{value}"'
 
     sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", as_given, sentence)
-    return Problem(f"{place}: {run.name}: {sentence}")
+    return Problem(f"{run.places[named]}: {run.name}: {sentence}")
 
 
 def read_plan(text, weights):
@@ -131,7 +130,7 @@ def group(run):
     return digest([outside, run.name if "format" in run.options else ""])
 
 
-def check(sweep, runs, trainer, environment, briefly=False):
+def check(runs, trainer, environment, briefly=False):
     """Lets ./train look at every configuration; the first of the file that it refuses is a Problem.
 
     One of each group is planned as it will run, GPU and memory included; all others without, for names and values,
@@ -148,7 +147,7 @@ def check(sweep, runs, trainer, environment, briefly=False):
     for run, (status, out, err) in zip([*whole.values(), *others], answers):
         plans[run.name] = read_plan(out, trainer.weights)
         if status != 0:
-            refusals.append((run.lines["order"], refused(sweep, run, err)))
+            refusals.append((run.order, refused(run, err)))
         elif not plans[run.name]:
             raise Problem(f"{trainer.path}: the plan of --dry-run does not read as ./train's; name another --trainer")
     if refusals:
