@@ -478,11 +478,6 @@ static double cpu_ms() {
     return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
 }
 
-static int compare_double(const void* a, const void* b) {
-    double x = *(const double*)a, y = *(const double*)b;
-    return (x > y) - (x < y);
-}
-
 // The processor's time, all threads', of the first call in a new process: it opens libnvrtc, too. The new process is
 // this program with the same case, which NIBBLE_TEST_JIT_TIMES tells to measure and where to write.
 static double first_call_ms(Test* test, const char* expression, bool cached) {
@@ -524,7 +519,8 @@ TEST_ALONE(jit_times) {
         return;
     }
     if (!jit_available()) skip("libnvrtc was not found");
-    // Processor time, so that a machine with other work does not fail. The formats whose kernels are longest.
+    // Processor time, and the least of three: other work, on this machine or on its host, only adds to it. The formats
+    // whose kernels are longest.
     constexpr int TIMES = 3;
     const char* const drawn[][4] = {{"", "bf16:sr", "dyn8/64", "udyn8/64:sr"},
                                     {"ademamix16", "e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
@@ -534,19 +530,17 @@ TEST_ALONE(jit_times) {
     for (const auto& names : drawn) {
         OptimConfig config = make_config(names[0], names[1], "bf16", names[2], names[3]);
         char expression[2048];
-        double compiled[TIMES], cached[TIMES];
+        double compiled = INFINITY, cached = INFINITY;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
         for (int i = 0; i < TIMES; i++) {
             folder_files(folder.path, true);
-            compiled[i] = first_call_ms(test, expression, false);
-            cached[i] = first_call_ms(test, expression, true);
+            compiled = fmin(compiled, first_call_ms(test, expression, false));
+            cached = fmin(cached, first_call_ms(test, expression, true));
         }
-        qsort(compiled, TIMES, sizeof(double), compare_double);
-        qsort(cached, TIMES, sizeof(double), compare_double);
-        expect(compiled[TIMES / 2] < 1000.0, "%s: %.0f ms", expression, compiled[TIMES / 2]);
-        expect(cached[TIMES / 2] < 20.0, "%s: %.1f ms from the cache", expression, cached[TIMES / 2]);
-        if (!(compiled[TIMES / 2] <= worst_compiled)) worst_compiled = compiled[TIMES / 2];
-        if (!(cached[TIMES / 2] <= worst_cached)) worst_cached = cached[TIMES / 2];
+        expect(compiled < 1000.0, "%s: %.0f ms", expression, compiled);
+        expect(cached < 20.0, "%s: %.1f ms from the cache", expression, cached);
+        worst_compiled = fmax(worst_compiled, compiled);
+        worst_cached = fmax(worst_cached, cached);
     }
     snprintf(test->note, sizeof(test->note), "first use %.0f ms of 1000, from the cache %.1f ms of 20", worst_compiled,
              worst_cached);
