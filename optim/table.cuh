@@ -130,8 +130,8 @@
     ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                           \
     ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)             \
     ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>)  \
-    ROW("fp16", "for m of no less than 1e-7; more digits than bf16", Elementwise<Fp16, NEAREST>)                       \
-    ROW("fp16:sr", "likewise, unbiased", Elementwise<Fp16, STOCHASTIC>)                                                \
+    ROW("fp16", "for comparison: below 3e-8 all becomes 0, and the loss shows it", Elementwise<Fp16, NEAREST>)         \
+    ROW("fp16:sr", "for m, unbiased; a v below 3e-8 is still 0 at most steps", Elementwise<Fp16, STOCHASTIC>)          \
     OPTIM_BLOCKS(ROW, "dyn8", "for m, as torchao and bitsandbytes: seven decades a block", Dyn8, 256)                  \
     OPTIM_BLOCKS(ROW, "udyn8", "for v, likewise", Udyn8, 256)                                                          \
     OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as torchao", E4m3, 256)                        \
