@@ -52,15 +52,14 @@ static int plan_group(Plan* plan, double lr, double decay) {
     return plan->groups++;
 }
 
-// What the overrides make of one tensor; `matched` counts for each of them.
-static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index, int* matched) {
+// What the overrides make of one tensor.
+static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
     const char *weights = config->weights, *m = config->m, *v = config->v, *pattern[2] = {"", ""};
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
         if (!override_matches(change, tensor->name)) continue;
-        matched[i]++;
         if (*change->weights) weights = change->weights, pattern[0] = change->patterns;
         if (*change->m) m = change->m, pattern[1] = change->patterns;
         if (*change->v) v = change->v, pattern[1] = change->patterns;
@@ -75,9 +74,26 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index, int* m
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
 }
 
-// Whether the overrides are the preset's, which need not match any tensor.
-static bool of_preset(const OptimConfig* config) {
-    return strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0;
+// Refuses a pattern that matches no tensor, and so each of those between |. A preset's need not match any.
+static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int count) {
+    const OptimConfig* config = &plan->launch[0].config;
+    if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
+    for (int i = 0; i < plan->override_count; i++) {
+        Override alone = plan->overrides[i];
+        for (const char* p = plan->overrides[i].patterns; *p;) {
+            size_t length = strcspn(p, "|");
+            snprintf(alone.patterns, sizeof(alone.patterns), "%.*s", (int)length, p);
+            int t = 0;
+            while (t < count && !override_matches(&alone, tensors[t].name)) t++;
+            if (t == count) {
+                user_error(
+                    "--override: \"%s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or "
+                    "h.0",
+                    alone.patterns);
+            }
+            p += length + (p[length] == '|');
+        }
+    }
 }
 
 // Offsets of the tensors need not be set yet: runs are for plan_ranges.
@@ -97,14 +113,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan->launch_of = (int*)calloc((size_t)count + 1, sizeof(int));
     plan->group_of = (int*)calloc((size_t)count + 1, sizeof(int));
     plan->at = (int64_t(*)[SPANS])calloc((size_t)count + 1, sizeof(plan->at[0]));
-    int matched[OVERRIDES] = {};
-    for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t, matched);
-    for (int i = 0; i < plan->override_count && !of_preset(config); i++) {
-        if (matched[i]) continue;
-        user_error(
-            "--override: \"%s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or h.0",
-            plan->overrides[i].patterns);
-    }
+    for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
+    plan_patterns(plan, tensors, count);
     return plan;
 }
 

@@ -230,6 +230,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--override wte:weights=fp33", "--override weights", "fp32"},
     {ALL, "--override none;wte:lr=2", "none", "stands alone"},
     {ALL, "--override wte:lr=2;wqe:lr=3", "\"wqe\"", "wte, wpe, ln*"},
+    {ALL, "--override wte|*.bais|ln*:lr=2", "\"*.bais\"", "wte, wpe, ln*"},
     {ALL, "--override ****************************************z:m=bf16", "*z\"", "wte, wpe, ln*"},
     {ALL, "--v fp33", "--v", "fp32"},
     {ALL, "--grads fp33", "--grads", "fp32"},
