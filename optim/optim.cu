@@ -728,7 +728,8 @@ void optim_list_formats(FILE* file, const char* formats) {
         file,
         "  NAME alone takes the block above; of those in blocks there are NAME/32 to NAME/2048 too (of log8 256 and\n"
         "  2048, of log16 and adalog8 2048), and NAME@bf16, NAME@fp16 and NAME@e8m0, which say how scales are stored;\n"
-        "  NAME:sr is any but fp32 and :dither with stochastic rounding. With 8-bit scales of scales:");
+        "  NAME:sr is any but fp32 and :dither with stochastic rounding. With 8-bit scales of scales, in v for a\n"
+        "  --beta2 up to 0.95:");
     int doubled = 0;
     for (const FormatRow& row : state_rows) {
         if (!strstr(row.name, "@dq8") || strchr(row.name, ':')) continue;

@@ -194,14 +194,14 @@
     ROW("adamwfp8", "adamw", "bf16:sr", "e4m3/256", "e4m3/256", "fp8 states as torchao keeps them")                  \
     ROW("adamw4", "adamw", "bf16:sr", "de4/128", "lin4/128", "4-bit states as lpmm and torchao keep them")           \
     ROW("adamw4s", "adamw", "bf16:sr", "de4/128", "sqrt4/128", "4-bit states, v by its root")                        \
-    ROW("adamw4d", "adamw", "bf16:sr", "de4/32@dq8", "sqrt4/32@dq8", "4-bit states, scales of 8 bits every 32")      \
+    ROW("adamw4d", "adamw", "bf16:sr", "de4/32@dq8", "sqrt4/32@dq8", "4-bit states, 8-bit scales; beta2 up to 0.95") \
     ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
     ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
     ROW("int8w8", "adamw", "lin8:ef", "e4m3/256:sr", "sqrt8/32", "8-bit linear weights in place, 8-bit states")      \
     ROW("fp8w8e", "adamw", "e4m3:ef", "e4m3/256:sr", "sqrt8/32", "fp8 weights of matrices but wpe, errors fed back", \
         "ln*|*.bias|wpe: weights=bf16:ef")                                                                           \
     ROW("fp8w4", "adamw", "e4m3:sr", "de4/128", "sqrt4/128", "2 bytes a parameter in all")                           \
-    ROW("int8w4", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "2.1 bytes, closer than fp8w4",                  \
+    ROW("int8w4", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "closer than fp8w4; beta2 up to 0.95",           \
         "ln*|*.bias: weights=bf16:sr")                                                                               \
     ROW("lion8", "lion", "bf16:sr", "soft8/32", "none", "3 bytes a parameter")
 

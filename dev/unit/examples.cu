@@ -27,19 +27,6 @@ static const PresetExample presets[] = {
 };
 #undef ROW
 
-// The text of a file beside this program; the caller frees it.
-static char* read_text(Test* test, const char* name) {
-    char path[4096], *text = nullptr, piece[4096];
-    size_t bytes = 0, got;
-    snprintf(path, sizeof(path), "%s/%s", test_folder(), name);
-    FILE *file = fopen(path, "r"), *to = open_memstream(&text, &bytes);
-    expect(file, "%s cannot be opened", path);
-    while (file && (got = fread(piece, 1, sizeof(piece), file)) > 0) fwrite(piece, 1, got, to);
-    if (file) fclose(file);
-    fclose(to);
-    return text;
-}
-
 TEST(examples_stand_in_the_readme) {
     char* readme = read_text(test, "optim/README.md");
     for (const char* name : {"dev/examples/format.cuh", "dev/examples/rule.cuh", "dev/examples/preset.cuh"}) {

