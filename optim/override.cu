@@ -26,14 +26,18 @@ static bool matches_here(const char* p, const char* end, const char* name) {
     }
 }
 
+bool pattern_matches(const char* begin, const char* end, const char* name) {
+    for (const char* part = name; part; part = strchr(part, '.')) {
+        if (*part == '.') part++;
+        if (matches_here(begin, end, part)) return true;
+    }
+    return false;
+}
+
 bool override_matches(const Override* rule, const char* name) {
-    for (const char* p = rule->patterns; *p;) {
-        const char* end = p + strcspn(p, "|");
-        for (const char* part = name; part; part = strchr(part, '.')) {
-            if (*part == '.') part++;
-            if (matches_here(p, end, part)) return true;
-        }
-        p = *end ? end + 1 : end;
+    for (const char *p = rule->patterns, *end; *p; p = *end ? end + 1 : end) {
+        end = p + strcspn(p, "|");
+        if (pattern_matches(p, end, name)) return true;
     }
     return false;
 }

@@ -79,19 +79,14 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     const OptimConfig* config = &plan->launch[0].config;
     if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
     for (int i = 0; i < plan->override_count; i++) {
-        Override alone = plan->overrides[i];
-        for (const char* p = plan->overrides[i].patterns; *p;) {
-            size_t length = strcspn(p, "|");
-            snprintf(alone.patterns, sizeof(alone.patterns), "%.*s", (int)length, p);
+        for (const char *p = plan->overrides[i].patterns, *end; *p; p = *end ? end + 1 : end) {
+            end = p + strcspn(p, "|");
             int t = 0;
-            while (t < count && !override_matches(&alone, tensors[t].name)) t++;
-            if (t == count) {
-                user_error(
-                    "--override: \"%s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or "
-                    "h.0",
-                    alone.patterns);
-            }
-            p += length + (p[length] == '|');
+            while (t < count && !pattern_matches(p, end, tensors[t].name)) t++;
+            if (t < count) continue;
+            user_error(
+                "--override: \"%.*s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or h.0",
+                (int)(end - p), p);
         }
     }
 }
