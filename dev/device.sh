@@ -7,9 +7,9 @@
 #   dev/device.sh train      GPT-2 124M, 300 steps of 0.5M tokens of .carry's Wikipedia text; export and resume checked
 #   dev/device.sh prove      what a change of device code needs, on built programs: all tests (28 at once), racecheck;
 #                            $OUT/logs.tgz
-#   dev/device.sh speed      after prove, what a change of kernels needs besides: the optimizer's table (1558M on the second
-#                            GPU, if there is one), 500 steps of GPT-2 124M with each of PRESETS, a GPU each;
-#                            $OUT/logs.tgz
+#   dev/device.sh speed      after prove, what a change of kernels needs besides: the optimizer's table (of OPTIM, or all;
+#                            1558M on the second GPU, if there is one), 500 steps of GPT-2 124M with each of PRESETS, a
+#                            GPU each; $OUT/logs.tgz
 #   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds
 #                            (480, or what TOTAL leaves), JOBS (1) a GPU: $OUT/$SWEEP.tgz holds all records, for
 #                            dev/compare/results/$SWEEP (COMMIT: what they record where git cannot be asked)
@@ -149,7 +149,7 @@ unpack() {
 
 # The optimizer's table of some sizes on one GPU, to build/logs/optim_NAME.csv and .log.
 table() { # GPU SIZES NAME
-    CUDA_VISIBLE_DEVICES=$1 ./build/dev/optim --sizes "$2" --csv "build/logs/optim_$3.csv" > "build/logs/optim_$3.log" 2>&1
+    CUDA_VISIBLE_DEVICES=$1 ./build/dev/optim --sizes "$2" --csv "build/logs/optim_$3.csv" ${OPTIM:-} > "build/logs/optim_$3.log" 2>&1
 }
 
 # Both tables, at once where there are two GPUs.

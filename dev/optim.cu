@@ -23,6 +23,7 @@ static const char* const COMBINATIONS[] = {
     "adamw4",
     "adamw4s",
     "adamw4d",
+    "adamw4l",
     "flash24",
     "fp8w8",
     "fp8w8e",

@@ -195,6 +195,7 @@
     ROW("adamw4", "adamw", "bf16:sr", "de4/128", "lin4/128", "4-bit states as lpmm and torchao keep them")           \
     ROW("adamw4s", "adamw", "bf16:sr", "de4/128", "sqrt4/128", "4-bit states, v by its root")                        \
     ROW("adamw4d", "adamw", "bf16:sr", "de4/32@dq8", "sqrt4/32@dq8", "4-bit states, 8-bit scales; beta2 up to 0.95") \
+    ROW("adamw4l", "adamw", "bf16:sr", "de4/32@dq8", "lin4/64", "4-bit states for a beta2 above 0.95; v is linear")  \
     ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
     ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
     ROW("int8w8", "adamw", "lin8:ef", "e4m3/256:sr", "sqrt8/32", "8-bit linear weights in place, 8-bit states")      \
@@ -227,6 +228,8 @@
     ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                   \
         Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                 \
     ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>, DoubleBlocks<Sqrt4, 32, NEAREST>, None) \
+    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>, Blocks<Lin4, 64, ScaleFp32, NEAREST>,   \
+        None)                                                                                                         \
     ROW(AdamW, Feedback<Elementwise<Bf16, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,                     \
         Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                 \
     ROW(AdamW, Split<int8_t, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>,  \

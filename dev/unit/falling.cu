@@ -9,11 +9,10 @@ constexpr int64_t ELEMENTS = ROWS * COLUMNS;
 static_assert(ELEMENTS % OPTIM_ALIGN == 0, "no padding");
 
 static const char* const names[] = {
-    "fp32",       "bf16",     "bf16:sr",      "udyn8",           "udyn8:sr",     "e4m3",
-    "e4m3:sr",    "e5m2",     "sqrt8",        "sqrt8@bf16",      "sqrt8/32@dq8", "ulin8",
-    "log8",       "log8:sr",  "log16",        "adalog8",         "lin4",         "lin4/64@dq8",
-    "sqrt4",      "sqrt4/64", "sqrt4/32@dq8", "sqrt4/32@dq8:sr", "sqrt4@bf16",   "e2m1",
-    "e4m3/tensor"};
+    "fp32",  "bf16",       "bf16:sr",      "udyn8", "udyn8:sr", "e4m3",         "e4m3:sr",         "e5m2",
+    "sqrt8", "sqrt8@bf16", "sqrt8/32@dq8", "ulin8", "log8",     "log8:sr",      "log16",           "adalog8",
+    "lin4",  "lin4/64",    "lin4/64@dq8",  "sqrt4", "sqrt4/64", "sqrt4/32@dq8", "sqrt4/32@dq8:sr", "sqrt4@bf16",
+    "e2m1",  "e4m3/tensor"};
 constexpr int NAMES = sizeof(names) / sizeof(names[0]);
 static const float betas[] = {0.95f, 0.99f, 0.999f};
 

@@ -521,7 +521,8 @@ static const char* const all_states[] = {OPTIM_STATES(STATE_NAME)};
 static const char* const all_weights[] = {OPTIM_WEIGHTS(WEIGHTS_NAME)};
 #define RULE_NAME(NAME, NOTE, ...) NAME,
 static const char* const all_rules[] = {OPTIM_RULES(RULE_NAME)};
-static const char* const block_presets[] = {"adamw8", "adamw8e", "adamw8c", "adamwfp8", "adamw4", "adamw4s", "adamw4d"};
+static const char* const block_presets[] = {"adamw8", "adamw8e", "adamw8c", "adamwfp8",
+                                            "adamw4", "adamw4s", "adamw4d", "adamw4l"};
 constexpr int STATES = sizeof(all_states) / sizeof(all_states[0]);
 
 static OptimConfig state_config(const char* rule, const char* weights, const char* grads, const char* m,
