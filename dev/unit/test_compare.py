@@ -717,10 +717,13 @@ def test_page_has_the_reports_figures(case):
     """The table of dev/compare/README.md, where all is compared to adamw32."""
     rows, large = study("d6"), study("gpt2")
     checked = []
-    for line, (_, take, _, differences, at_124m) in table_of((COMPARE / "README.md").read_text(), "| you want | take |"):
+    for line, (_, take, _, differences, at_0999, at_124m) in table_of((COMPARE / "README.md").read_text(), "| you want | take |"):
         presets = re.findall(r"`(\w+)`", take)
         if presets == ["adamw32"]:
             continue
+        slow = [rows[f"{preset} beta2 0.999"] for preset in presets if f"{preset} beta2 0.999" in rows]
+        expected = ", ".join(f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}" for row in slow)
+        assert at_0999 == expected, f"README.md: {line}: {expected}"
         for preset, told, told_124m in zip(presets, differences.split(", "), at_124m.split(", "), strict=True):
             checked.append(preset)
             row = rows[preset]
