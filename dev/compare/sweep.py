@@ -45,10 +45,14 @@ class Run:
     group: str
     baseline: str  # name of the configuration it is compared to
     turn: int  # lower ones run first
-    own: set  # the options that [[run]] gives, not [base]
+    given: dict  # the options that [[run]] gives, not [base], with the seed, as in the file
     places: dict = field(repr=False)  # option or key: the FILE:LINE or --set that gives it; "": that of [[run]]
     order: int = 0  # in the file
     plan: dict = field(default_factory=dict)  # what ./train --dry-run says: tokens, ...
+
+    @property
+    def own(self):
+        return set(self.given) - {"seed"}
 
     @property
     def label(self):
@@ -122,6 +126,14 @@ def value_text(value, where, key):
     return value if isinstance(value, str) else repr(value)
 
 
+def is_zero(text):
+    """As ./train reads whole numbers: 00 is one."""
+    try:
+        return int(text) == 0
+    except ValueError:
+        return False
+
+
 def nearest(name, names):
     close = difflib.get_close_matches(name, names, 1, 0.5)
     return f"; did you mean {close[0]}?" if close else ""
@@ -178,6 +190,10 @@ class Reader:
             if not values:
                 raise Problem(f"{self.where(table, key)}: {key} is an empty list; give it a value or leave it out")
             result.append([[(key, value_text(v, self.where(table, key), key))] for v in values])
+        for key in entry:
+            if any(key in point for point in entry.get("each", ())):
+                its = self.where(table, "each", key)
+                raise Problem(f"{self.where(table, key)}: {key} is in the run's each too ({its}); give it once")
         return result
 
     def each(self, table, value):
@@ -228,8 +244,8 @@ class Reader:
             places |= {key: self.where(table, key if key in entry else "each", value) for key, value in point.items()}
             places |= {key: f"--set {key}={value}" for key, value in self.overrides.items()}
             places |= {"": self.where(table, "")}
-            places |= {key: self.where(table, key) for key in ("name", "baseline") if key in entry}
-            if options.get("val-every") == "0":
+            places |= {key: self.where(table, key) for key in ("name", "baseline", "group") if key in entry}
+            if is_zero(options.get("val-every", "")):
                 raise Problem(f"{places['val-every']}: val-every is 0; a run is told by its last validation")
             seed = options.pop("seed", "1")
             runs.append(
@@ -240,7 +256,7 @@ class Reader:
                     group=entry.get("group", "runs"),
                     baseline=entry.get("baseline", self.data["baseline"]),
                     turn=turns.get(seed, 1),
-                    own=set(point) - {"seed"},
+                    given=point,
                     places=places,
                 )
             )
@@ -283,12 +299,22 @@ class Reader:
             self.path, self.path.stem, title, self.data["baseline"], self.data.get("keep-checkpoints", False), runs
         )
 
+    def set_to_blame(self, run, other):
+        """The --set of an option that the file gives these two different values of, or None."""
+        keys = [key for key in self.overrides if run.given.get(key) != other.given.get(key)]
+        return f"--set {keys[0]}={self.overrides[keys[0]]}" if keys else None
+
     def check_names(self, runs):
-        """A name is one configuration, a configuration has one name, and baselines are among them."""
+        """A name is one configuration, with one group and baseline, a configuration has one name, and baselines are
+        among them."""
         names, keys = {}, {}
         for run in runs:
             at = run.places.get("name", run.places[""])
             first = names.setdefault(run.name, run)
+            twin = keys.setdefault(run.options_key(), run)
+            typed = self.set_to_blame(run, twin if twin is not run else first)
+            if typed and (twin is not run or first.options != run.options):
+                raise Problem(f"{typed}: runs of {run.name} are told apart by it ({run.places['']}); leave it out")
             if first.options != run.options:
                 differs = next(
                     k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k)
@@ -296,24 +322,30 @@ class Reader:
                 raise Problem(
                     f"{at}: {run.name} is already the name of runs with another {differs} ({first.places['']})"
                 )
-            twin = keys.setdefault(run.options_key(), run)
             if twin is not run:
                 raise Problem(
                     f"{at}: {run.label} has the same options as {twin.label} of {twin.places['']}; leave one out"
                 )
+            for key in ("group", "baseline"):
+                its = getattr(first, key)
+                if its != getattr(run, key):
+                    place = run.places.get(key, run.places[""])
+                    raise Problem(f"{place}: {run.name} has another {key} already, {its} ({first.places['']}); write that")
         for run in runs:
+            place = run.places.get("baseline", self.where(("", 0), "baseline"))
             if run.baseline not in names:
-                place = run.places.get("baseline", self.where(("", 0), "baseline"))
                 raise Problem(
                     f"{place}: baseline {run.baseline} is not the name of a run" + nearest(run.baseline, names)
                 )
+            if run.name == self.data["baseline"] != run.baseline:
+                raise Problem(f"{place}: {run.name} is the baseline of the whole sweep and has no other; leave this out")
 
 
 def load(path, overrides=None, known=None):
     """The Sweep of a file. `known`: names of ./train's options, None where they cannot be asked."""
     path = Path(path)
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); name a sweep file"

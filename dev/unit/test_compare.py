@@ -169,8 +169,14 @@ def test_wrong_files(case):
     case.refuse(SWEEP + 'seed = ["x"]\n', 15, "seed is x; give whole numbers")
     case.refuse(SWEEP + '[[run]]\nname = "a"\nm = "bf16"\n', 16, "already the name of runs with another m (", "sweep.toml:10)")
     case.refuse(SWEEP + '[[run]]\nname = "c"\npreset = "adamw8"\n', 16, "c seed 1 has the same options as b seed 1")
-    case.refuse(SWEEP.replace("val-every = 2", "val-every = 0"), 8, "a run is told by its last validation")
+    case.refuse(SWEEP + 'm = "bf16"\neach = [\n    { v = "bf16" },\n    { m = "fp32" },\n]\n', 15, "each too (", "sweep.toml:18)")
+    for value in ("0", '"00"'):
+        case.refuse(SWEEP.replace("val-every = 2", f"val-every = {value}"), 8, "a run is told by its last validation")
     assert "error: --set val-every=0: val-every is 0" in case.run(SWEEP, "--set", "val-every=0", status=2)
+    own = SWEEP + 'baseline = "{}"\n[[run]]\nname = "b"\npreset = "adamw8"\nseed = 2\n'
+    case.refuse(own.format("b"), 16, "b has another baseline already, b (", "sweep.toml:12)")
+    case.refuse(own.format("a") + 'group = "x"\n', 20, "b has another group already, runs (")
+    case.refuse(SWEEP.replace('name = "a"', 'name = "a"\nbaseline = "b"'), 12, "a is the baseline of the whole sweep")
     case.refuse('keep-checkpoints = "false"\n' + SWEEP, 1, "keep-checkpoints is true or false")
     case.refuse(SWEEP.replace('baseline = "a"', 'baseline = "a"\ntitle = ["x"]'), 2, "title is a text")
     case.refuse(SWEEP + 'group = ["x", "y"]\n', 15, "group is a text of one line")
@@ -178,6 +184,10 @@ def test_wrong_files(case):
     case.refuse('baseline = "a"\nrun = [1, 2]\n' + BASE, 2, "write [[run]] for each run")
     case.refuse(SWEEP + "seed = 99999999999999999999999\n", 15, "--seed")
     assert "--run is the sweep's own affair" in case.run(SWEEP, "--set", "run=x", status=2)
+    for typed, named in (("seed=5", ""), ("lr=1", "{seed}")):  # what the file tells runs apart by
+        several = SWEEP + f'[[run]]\nname = "c{named}"\nlr = [1, 2]\nseed = 2\n' if named else SWEEP + "seed = [1, 2]\n"
+        said = case.run(several, "--set", typed, status=2)
+        assert said.startswith(f"compare: error: --set {typed}: runs of ") and "told apart by it" in said, said
     assert "compare: error: " in case.run(SWEEP, "--out", "/dev/null", status=2)
     assert "cannot be read" in case.run(case.folder / "none.toml", status=2)
     assert "type `make` first" in case.run(SWEEP, "--trainer", case.folder / "none", status=2)
@@ -342,7 +352,7 @@ def test_turns_and_products(case):
     text = 'baseline = "a"\n' + BASE + '[[run]]\nname = "a"\nseed = [1, 2]\nturn = [1, 3]\n'
     text += '[[run]]\nname = "{m} {beta2} {v}"\nturn = 2\nbeta2 = [0.9, 0.99]\n'
     text += 'each = [{ m = "dyn8", v = "udyn8" }, { m = "bf16", v = "fp32" }]\n'
-    said = case.run(text, "--dry-run")
+    said = case.run("\ufeff" + text, "--dry-run")  # as some editors begin a file
     names = [line[7:47].strip() for line in said.split("\n") if line.startswith("run ")]
     inner = [f"{m} {b} {v} seed 1" for b in ("0.9", "0.99") for m, v in (("dyn8", "udyn8"), ("bf16", "fp32"))]
     assert names == ["a seed 1", *inner, "a seed 2"], names
