@@ -176,43 +176,51 @@ def make(run, folder, returncode, words, weights):
         "weights_bytes": weights_bytes,
         "state_bytes": state_bytes,
         "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
-        "data": re.sub(r"^\S*/", "", plan["data"]),  # the folder's name, wherever it is
+        "data": re.sub(r"^.*/(?=.*  \S+ tokens in )", "", plan["data"]),  # the folder's name, wherever it is
         "device": config.get("device"),
     }
 
 
 def is_record(record):
     """Whether it has what a report is made from, as `make` writes it."""
-    number = (int, float)
+
+    def number(value):
+        return isinstance(value, (int, float)) and -math.inf < value < math.inf
 
     def losses(pairs):
-        return all(isinstance(step, int) and (loss is None or isinstance(loss, number)) for step, loss in pairs)
+        return all(isinstance(step, int) and (loss is None or number(loss)) for step, loss in pairs)
 
     return (
         isinstance(record, dict)
         and all(isinstance(record[key], str) for key in ("name", "status", "reason", "options_key", "data_key"))
         and all(isinstance(record[key], int) for key in ("seed", "steps", "tokens_per_step", "skipped", "sharing"))
-        and all(isinstance(record[key], number) for key in ("weights_bytes", "state_bytes"))
-        and all(record[key] is None or isinstance(record[key], number) for key in ("tokens_per_second", "memory_mib"))
+        and all(number(record[key]) for key in ("weights_bytes", "state_bytes"))
+        and all(record[key] is None or number(record[key]) for key in ("tokens_per_second", "memory_mib"))
         and (record["parameters"] is None or isinstance(record["parameters"], int))
         and isinstance(record["resolved"], dict)
-        and isinstance(record["final_loss"], number) == (record["status"] == "done")
+        and all(isinstance(value, str) for value in record["resolved"].values())
+        and number(record["final_loss"]) == (record["status"] == "done")
         and losses(record["val"])
         and losses(record["train"])
         and "device" in record
     )
 
 
+def read(path):
+    """The record in a file; None where it is none, or not under its own name."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        return record if is_record(record) and path.stem == slug(record["name"], record["seed"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def read_all(folder):
     """{(name, seed): record} of a folder of records; what is none, or not under its own name, is told."""
     records = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            record = json.loads(path.read_text("utf-8"))
-            good = is_record(record) and path.stem == slug(record["name"], record["seed"])
-        except (OSError, ValueError, KeyError, TypeError):
-            good = False
-        if good:
+        record = read(path)
+        if record:
             records[record["name"], record["seed"]] = record
         else:
             print(f"compare: notice: {path} is no record of a run, or not under its own name: left out", file=sys.stderr)

@@ -70,6 +70,9 @@ def options_read(arguments):
             raise Problem(f"--set {text}: write --set OPTION=VALUE, such as --set data=build/wiki")
     if options.budget is not None and not options.budget >= 0:
         raise Problem(f"--budget {options.budget:g}: give seconds, 0 or more")
+    for other in ("--dry-run", "--no-report"):
+        if options.report_only and getattr(options, other[2:].replace("-", "_")):
+            raise Problem(f"--report-only with {other} does nothing; leave one out")
     if not options.silence > 0:
         raise Problem(f"--silence {options.silence:g}: give seconds, more than 0")
     options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
@@ -156,9 +159,6 @@ def run_sweep(options):
     if options.dry_run:
         tell_plan(todo, done)
         return 0
-    if not options.replace:
-        refuse_to_replace(todo, records, options.out / "runs")
-    print(f"{sweep.name}: {len(done)} of {len(wanted)} runs are done")
     at_work = runner.Runner(
         sweep,
         trainer,
@@ -170,7 +170,17 @@ def run_sweep(options):
         options.silence,
         options.commit or commit_now(),
     )
-    whole = at_work.go(todo)
+
+    def left():
+        """Of what was to be run what is not done by now, should another start have ended meanwhile."""
+        found = {(run.name, run.seed): record.read(at_work.path(run)) for run in todo}
+        still = [run for run in todo if not is_done(run, trainer, found)]
+        if not options.replace:
+            refuse_to_replace(still, found, options.out / "runs")
+        print(f"{sweep.name}: {len(wanted) - len(still)} of {len(wanted)} runs are done")
+        return still
+
+    whole = at_work.go(left)
     ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
     runner.tell(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / 'runs'}")
     return 130 if not whole else 1 if at_work.count["died"] else 0

@@ -5,6 +5,7 @@ writes; its record goes to `records`. A run whose folder holds a checkpoint goes
 Children end with this process, however it ends, so that no two write to one folder.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -229,25 +230,35 @@ class Runner:
             job.process.wait()
             self.finish(job)
 
-    def lock(self):
+    @contextlib.contextmanager
+    def locked(self):
+        """Meanwhile no other run.py writes to these run folders or these records. Of the records the folder itself is
+        locked, for a file would lie in the report's."""
         self.work.mkdir(parents=True, exist_ok=True)
-        file = (self.work / "lock").open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Problem(
-                f"{self.work}: another run.py is at work there; wait for it, or give another --work"
-            ) from None
-        return file
+        self.records.mkdir(parents=True, exist_ok=True)
+        places = (self.work / "lock", os.O_WRONLY | os.O_CREAT, "--work"), (self.records, os.O_RDONLY, "--out")
+        with contextlib.ExitStack() as at_end:
+            for path, flags, option in places:
+                number = os.open(path, flags, 0o666)
+                at_end.callback(os.close, number)
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise Problem(
+                        f"{path.parent}: another run.py is at work there; wait for it, or give another {option}"
+                    ) from None
+                except OSError:
+                    pass  # of a file system that locks no folders
+            yield
 
-    def go(self, todo):
-        """True when everything was run, or was found not to fit the budget; False after Ctrl-C, SIGTERM or SIGHUP."""
-        waiting = list(todo)
+    def go(self, left):
+        """Runs what `left` returns when no other start can end runs any more. True when everything was run, or was found
+        not to fit the budget; False after Ctrl-C, SIGTERM or SIGHUP."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGHUP, hang_up)
-        with self.lock():
-            self.records.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            waiting = left()
             try:
                 while waiting or self.active:
                     while waiting and self.free and self.in_time(waiting[0]):

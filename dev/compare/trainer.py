@@ -25,8 +25,10 @@ SMALL = {"device": "cpu", "matmul": "fp32", "batch": "1"}
 class Trainer:
     def __init__(self, path):
         self.path = Path(path).resolve()
-        if not os.access(self.path, os.X_OK) or self.path.is_dir():
+        if not self.path.is_file():
             raise Problem(f"{path}: there is no such program; type `make` first, or --trainer PATH")
+        if not os.access(self.path, os.X_OK):
+            raise Problem(f"{path}: may not be started; type `chmod +x {path}`, or --trainer PATH")
         self.options = set(re.findall(r"^  --([\w-]+)", self.ask("--help"), re.M))
         table = self.ask("--list-formats").split("\n--grads")[0]
         self.weights = {m[1]: float(m[2]) for m in re.finditer(r"^  (\S+) +\d+ +\S+ +([\d.]+) ", table, re.M)}

@@ -184,13 +184,16 @@ def test_wrong_files(case):
     case.refuse('baseline = "a"\nrun = [1, 2]\n' + BASE, 2, "write [[run]] for each run")
     case.refuse(SWEEP + "seed = 99999999999999999999999\n", 15, "--seed")
     assert "--run is the sweep's own affair" in case.run(SWEEP, "--set", "run=x", status=2)
-    for typed, named in (("seed=5", ""), ("lr=1", "{seed}")):  # what the file tells runs apart by
-        several = SWEEP + f'[[run]]\nname = "c{named}"\nlr = [1, 2]\nseed = 2\n' if named else SWEEP + "seed = [1, 2]\n"
-        said = case.run(several, "--set", typed, status=2)
+    for more, typed in (("seed = [1, 2]\n", "seed=5"), ('[[run]]\nname = "c {lr}"\nlr = [1, 2]\n', "lr=1")):
+        said = case.run(SWEEP + more, "--set", typed, status=2)
         assert said.startswith(f"compare: error: --set {typed}: runs of ") and "told apart by it" in said, said
     assert "compare: error: " in case.run(SWEEP, "--out", "/dev/null", status=2)
     assert "cannot be read" in case.run(case.folder / "none.toml", status=2)
     assert "type `make` first" in case.run(SWEEP, "--trainer", case.folder / "none", status=2)
+    text = case.write("no program", "text")
+    assert f"{text}: may not be started; type `chmod +x {text}`" in case.run(SWEEP, "--trainer", text, status=2)
+    for more in ("--dry-run", "--no-report"):
+        assert f"--report-only with {more} does nothing" in case.run(SWEEP, "--report-only", more, status=2)
 
 
 # What is run, and when.
@@ -220,14 +223,17 @@ def test_done_runs_are_skipped(case):
 
 
 def test_corpus_counts_not_its_place(case):
+    place = case.folder / "a place"
+    place.mkdir()
     for name in ("here", "there"):
-        (case.folder / name).write_bytes(bytes(range(256)) * 200)
-    assert "2 done" in case.run(SWEEP, "--no-report", "--set", f"data={case.folder}/here")
-    assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report", "--set", f"data={case.folder}/there")
-    with (case.folder / "there").open("ab") as file:
+        (place / name).write_bytes(bytes(range(256)) * 200)
+    assert "2 done" in case.run(SWEEP, "--no-report", "--set", f"data={place}/here")
+    assert case.record("a_s1")["data"].startswith("here  48.6k tokens in 1 file"), case.record("a_s1")["data"]
+    assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report", "--set", f"data={place}/there")
+    with (place / "there").open("ab") as file:
         file.write(b"more")
-    assert "other corpus" in case.run(SWEEP, "--set", f"data={case.folder}/there", status=2)
-    assert "0 of 2 runs are done" in case.run(SWEEP, "--no-report", "--replace", "--set", f"data={case.folder}/there")
+    assert "other corpus" in case.run(SWEEP, "--set", f"data={place}/there", status=2)
+    assert "0 of 2 runs are done" in case.run(SWEEP, "--no-report", "--replace", "--set", f"data={place}/there")
 
 
 LONG = SWEEP.replace("steps = 4", "steps = 300\nsave-every = 20\ntokens-per-step = 128").replace("= 2\n", "= 100\n")
@@ -275,10 +281,25 @@ def test_two_at_once_are_refused(case):
     sweep = case.write(LONG)
     process = case.start(sweep)
     wait_for(lambda: processes(case.work / "a_s1"))
-    assert "another run.py is at work" in case.run(sweep, status=2)
+    assert f"{case.work}: another run.py is at work" in case.run(sweep, status=2)
+    said = case.run(sweep, "--out", case.out, "--work", case.folder / "w", status=2)
+    assert f"{case.out}: another run.py is at work" in said, said
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130 and os.listdir(case.out) == ["runs"] and not os.listdir(case.out / "runs")
+
+
+def test_what_another_ended_meanwhile(case):
+    """A start whose check runs while another ends its runs does not repeat them."""
+    sweep, here, go = case.write(SWEEP), case.folder / "here", case.folder / "go"
+    slow = case.wrapper(f'case "$SLOW$*" in 1*--dry-run*) touch {here}; until [ -e {go} ]; do sleep 0.02; done ;; esac')
+    more = ("--trainer", slow, "--no-report")
+    process = case.start(sweep, *more, env={**os.environ, "SLOW": "1"})
+    wait_for(here.exists)
+    case.run(sweep, "--only", "b", *more)
+    go.touch()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "1 of 2 runs are done" in out and "1 done" in out, (out, err)
 
 
 def saves_unheard(case, ours, its, number, **how):
@@ -488,7 +509,8 @@ def test_files_that_are_no_records(case):
     broken = case.record("a_s1")
     for key, value in (
         ("val", None), ("val", [["a", 1.0]]), ("train", [[1, "x"]]), ("final_loss", "4"), ("status", None), ("parameters", "x"),
-    ):
+        ("final_loss", math.nan), ("resolved", {**broken["resolved"], "m": 1}),
+    ):  # fmt: skip
         (case.out / "runs/a_s1.json").write_text(json.dumps({**broken, key: value}))
         said = case.run(SWEEP, "--report-only")
         assert "a_s1.json is no record" in said and case.rows()["a"]["status"] == "not run yet", (key, said)
