@@ -42,8 +42,8 @@ def band(base):
 
 def front(table):
     """Those of the table's first group that no other of it beats in bytes and loss at once, by bytes. Other groups may
-    differ in more than formats, and one of many single runs is good by luck."""
-    best, ended = [], [row for row in table if row.done and row.group == table[0].group]
+    differ in more than formats, and one of many single runs is good by luck, as are the seeds that did not diverge."""
+    best, ended = [], [row for row in table if row.done and row.whole and row.group == table[0].group]
     for row in sorted(ended, key=lambda row: (row.bytes, row.level, row.name)):
         if not best or row.level < best[-1].level:
             best.append(row)

@@ -5,18 +5,20 @@ import itertools
 import textwrap
 
 import matplotlib
+import numpy as np
 from PIL import Image
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patheffects import withStroke
+from matplotlib.transforms import Bbox
 
 from curves import band, difference_curve, front, loss_curve
 from table import groups
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black is the baseline's. Dashes of lines and markers of
-# dots tell more apart.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5230"]
+# Okabe and Ito's colours but yellow, a brown, and Tol's indigo, which colour-blind readers can tell apart (a grey would be the
+# fourth to some); black is the baseline's. Dashes of lines and markers of dots tell more apart.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5230", "#332288"]
 DASHES = ["-", "--", ":", "-."]
 MARKERS = ["o", "s", "^", "D"]
 STYLE = {
@@ -149,49 +151,95 @@ def draw_differences(table, facts, path):
     save(figure, path)
 
 
-def place_labels(figure, axes, points, dots):
-    """A label beside each of [(x, y, text), ...] in order of rank, where no other and no dot is in the way; else none."""
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()
-    inside, taken = axes.get_window_extent(renderer), []
-    for x, y in dots:
-        px, py = axes.transData.transform((x, y))
-        taken.append(matplotlib.transforms.Bbox.from_bounds(px - 3, py - 3, 6, 6))
-    for x, y, text in points:
-        for dx, dy, ha, va in PLACES:
+def square(at, size):
+    return Bbox.from_bounds(at[0] - size / 2, at[1] - size / 2, size, size)
+
+
+class Labels:
+    """Names beside dots, in boxes of pixels: no name lies over what is `covered`, and no line to one over what is `told`,
+    which dots without a name are not."""
+
+    def __init__(self, figure, axes, named, dots):
+        figure.canvas.draw()
+        self.figure, self.axes, self.inside = figure, axes, axes.get_window_extent()
+        self.named = axes.transData.transform(named)
+        self.covered = [square(at, 6) for at in axes.transData.transform(dots)]
+        self.told = [square(at, 6) for at in self.named]
+
+    def is_free(self, box):
+        within = self.inside.x0 <= box.x0 and box.x1 <= self.figure.bbox.x1
+        within = within and self.inside.y0 <= box.y0 and box.y1 <= self.inside.y1
+        return within and not any(box.overlaps(other) for other in self.covered)
+
+    def line(self, i, way):
+        """Boxes along the line from the i-th dot by `way`, None where another dot, name or line is in it."""
+        length = np.hypot(*way)
+        boxes = [square(self.named[i] + way * at / length, 2) for at in np.arange(4, length, 2)]
+        others = self.told[:i] + self.told[i + 1 :]
+        return None if any(box.overlaps(other) for box in boxes for other in others) else boxes
+
+    def put(self, i, at, text, places, far):
+        """The label of the i-th of those that have names, at the first of the places where nothing is in the way and no
+        other of them is nearer, or, far off, with a line to its dot; whether there is one."""
+        for dx, dy, ha, va in places:
             look = {"fontsize": 7, "ha": ha, "va": va, "path_effects": [withStroke(linewidth=2, foreground="white")]}
-            label = axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", **look)
-            box = label.get_window_extent(renderer)
-            fits = inside.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
-            if fits and not any(box.overlaps(other) for other in taken):
-                taken.append(box)
-                break
+            label = self.axes.annotate(text, at, (dx, dy), textcoords="offset points", **look)
+            box = label.get_window_extent(self.figure.canvas.get_renderer())
+            ways = np.clip(self.named, box.min, box.max) - self.named  # from each dot to the nearest point of the label
+            lengths = np.hypot(*ways.T)
+            line = self.line(i, ways[i]) if far else [] if lengths[i] <= lengths.min() + 1 else None
+            if line is not None and self.is_free(box):
+                self.covered += [box, *line]
+                self.told += [box, *line]
+                if far:
+                    look = {"arrowstyle": "-", "linewidth": 0.6, "color": "#777777", "shrinkA": 0, "shrinkB": 0}
+                    end = ways[i] * 72 / self.figure.dpi
+                    self.axes.annotate("", at, end, textcoords="offset points", arrowprops=look, zorder=1.5)
+                return True
             label.remove()
+        return False
 
 
-PLACES = [
-    (5, 0, "left", "center"),
-    (-5, 0, "right", "center"),
-    (0, 5, "center", "bottom"),
-    (0, -5, "center", "top"),
-] + [
-    (sign * dx, dy, "left" if sign > 0 else "right", "center")
-    for dy in (8, -8, 14, -14)
-    for dx in (4, 10)
-    for sign in (1, -1)
-]
+def place_labels(figure, axes, points, dots):
+    """A label for each of [(x, y, text), ...] in order of rank: beside its dot, else farther off with a line, else none."""
+    labels = Labels(figure, axes, [point[:2] for point in points], dots)
+    left = [i for i, (*at, text) in enumerate(points) if not labels.put(i, at, text, PLACES, False)]
+    for i in left:
+        *at, text = points[i]
+        labels.put(i, at, text, FAR, True)
+
+
+def sideways(up, right):
+    """Places to the right and the left of a dot, higher and lower, in points."""
+    return [
+        (sign * dx, dy, "left" if sign > 0 else "right", "center")
+        for height in up
+        for dy in (height, -height)
+        for dx in right
+        for sign in (1, -1)
+    ]
+
+
+PLACES = [(5, 0, "left", "center"), (-5, 0, "right", "center"), (0, 5, "center", "bottom"), (0, -5, "center", "top")]
+PLACES += sideways((8,), (4,))
+FAR = sideways((0, 8, 14, 20, 30, 40), (10, 20, 30))
 
 
 def draw_pareto(table, facts, path):
-    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the front."""
+    """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the front. Groups
+    are drawn over those after them; a hollow dot has a seed that is not done."""
     figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
     base = {row.name: row for row in table}[facts["baseline"]]
     ended = [row for row in table if row.done]
     for i, (group, rows) in enumerate(groups(ended).items()):
         x, y = [row.bytes for row in rows], [row.level for row in rows]
         errors = [row.level_error or 0.0 for row in rows]
-        look = {"color": COLOURS[i % len(COLOURS)], "fmt": MARKERS[i // len(COLOURS) % len(MARKERS)]}
-        axes.errorbar(x, y, errors, markersize=4, elinewidth=0.7, label=plain(group), **look)
+        colour, marker, over = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS) % len(MARKERS)], 2 + 0.8 / (i + 1)
+        axes.errorbar(x, y, errors, fmt=marker, color=colour, markersize=4, elinewidth=0.7, label=plain(group), zorder=over)
+        hollow = [(row.bytes, row.level) for row in rows if not row.whole]
+        if hollow:
+            look = {"color": colour, "marker": marker, "markersize": 4, "markerfacecolor": "white"}
+            axes.plot(*zip(*hollow), linestyle="", zorder=over + 0.15, **look)
     best = front(table)
     axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)
     axes.set_xscale("log")
@@ -214,8 +262,10 @@ def draw_pareto(table, facts, path):
     save(figure, path)
 
 
+PICTURES = {"loss.png": draw_losses, "difference.png": draw_differences, "pareto.png": draw_pareto}
+
+
 def draw(table, facts, folder):
     with plt.rc_context(STYLE):
-        draw_losses(table, facts, folder / "loss.png")
-        draw_differences(table, facts, folder / "difference.png")
-        draw_pareto(table, facts, folder / "pareto.png")
+        for name, picture in PICTURES.items():
+            picture(table, facts, folder / name)

@@ -82,12 +82,20 @@ def curves_figure(title, y, curves, bands=(), **more):
     return plot
 
 
+def difference_label(row, facts):
+    """Its name; where it is not the study's baseline that it is compared to, with the difference and to what."""
+    other = row.baseline != facts["baseline"] and row.difference is not None
+    return f"{row.name} ({row.difference:+.4f} to {row.baseline})" if other else row.name
+
+
 def group_figures(group, rows, by_name, facts):
     """Differences, validation loss and training loss of a group."""
     base = by_name[facts["baseline"]]
     done, drawn = [row for row in rows if row.done], [row for row in rows if row.drawn]
     differences = [
-        (row.name, *difference_curve(row, by_name[row.baseline]), False) for row in done if row.name != row.baseline
+        (difference_label(row, facts), *difference_curve(row, by_name[row.baseline]), False)
+        for row in done
+        if row.name != row.baseline
     ]
     names = list(dict.fromkeys(row.baseline for row in done))
     names.sort(key=lambda name: name != base.name)  # its band is the filled one
@@ -121,7 +129,8 @@ def pareto_figure(table, facts):
         plot.y_range = window([row.level for row in ended])
     plot.line([row.bytes for row in best], [row.level for row in best], color="black", line_width=1)
     renderers = []
-    for i, (group, rows) in enumerate(groups(ended).items()):
+    for i, (group, rows) in reversed(list(enumerate(groups(ended).items()))):  # the first is drawn over the others
+        colour = COLOURS[i % len(COLOURS)]
         fields = {
             "x": [row.bytes for row in rows],
             "y": [row.level for row in rows],
@@ -130,12 +139,13 @@ def pareto_figure(table, facts):
             "low": [row.level - (row.level_error or 0) for row in rows],
             "high": [row.level + (row.level_error or 0) for row in rows],
             "error": [shown(row.level_error, " ± %.4f") for row in rows],
+            "fill": [colour if row.whole else "white" for row in rows],
         }
-        source, colour = ColumnDataSource(fields), COLOURS[i % len(COLOURS)]
+        source = ColumnDataSource(fields)
         marker = MARKERS[i // len(COLOURS) % len(MARKERS)]
-        dots = plot.scatter("x", "y", source=source, size=8, color=colour, marker=marker)
+        dots = plot.scatter("x", "y", source=source, size=8, color=colour, fill_color="fill", marker=marker)
         bars = plot.segment("x", "low", "x", "high", source=source, color=colour, line_width=0.7)
-        items.append((group, [dots, bars]))
+        items.insert(0, (group, [dots, bars]))
         renderers.append(dots)
     fields = {"x": [row.bytes for row in best], "y": [row.level for row in best], "name": [row.name for row in best]}
     look = {"text_font_size": "8pt", "x_offset": 6, "y_offset": -2}
@@ -151,7 +161,7 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1300px; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; font-size: 13px; } th, td { padding: 2px 8px; text-align: left; }
 th { border-bottom: 1px solid #888; } tr:hover td { background: #f2f2f2; }
-td:nth-child(n+5):nth-child(-n+12) { text-align: right; font-variant-numeric: tabular-nums; }
+td:nth-child(n+5):not(:nth-child(11)):nth-child(-n+13) { text-align: right; font-variant-numeric: tabular-nums; }
 .plot { margin: 1em 0; }
 """
 

@@ -13,11 +13,14 @@ from sweep import Problem
 
 LEGEND = [
     "State and weights: bytes a parameter, in the optimizer's arrays. Val loss: final validation loss in nats a token, "
-    "mean over the n seeds that are done. − baseline: difference of that loss, paired by seed. ± s.e.: its standard "
-    f"error; with fewer than {tables.FEW} pairs by what the pairs of all configurations scatter, pooled, or by what its own "
-    "do where that is more; where none has several, by √2 times the standard deviation of the baseline's seeds; 0 "
-    "where the bits are the baseline's. Memory: what ./train plans and allocates, and what the driver has besides. "
-    "Tokens/s: without the first ten steps. Both are in parentheses where several runs shared a device.",
+    "mean over the n seeds that are done. − baseline: difference of that loss to the baseline's, mean over the seeds that "
+    "both have, so it need not be that of the two means; rows of one baseline share its runs and err together. ± s.e.: "
+    f"the difference's standard error; with fewer than {tables.FEW} pairs by what the pairs of all configurations of its "
+    "baseline scatter, pooled, or by what its own do where that is more; where none has several, by √2 times the standard "
+    "deviation of the baseline's seeds; 0 where the bits are the baseline's. Baseline: what the row is compared to. "
+    "Memory: what ./train plans and allocates, and what the driver has besides. Tokens/s: without the first ten steps. "
+    "Both are in parentheses where several runs shared a device. Of bytes against loss, a hollow dot has a seed that "
+    "diverged or died, and is not among the best.",
 ]
 
 
@@ -40,9 +43,10 @@ def facts_of(sweep, table, stale):
         f"{', or '.join(dict.fromkeys(shapes))}; data: {listed(used, 'data')}.",
         f"Device: {listed(used, 'device')}. Commit: {listed(used, 'commit')}.",
     ]
-    scatter, degrees = tables.scatter_of(table)
-    if scatter is not None:
-        lines.append(f"A pair of runs scatters by {scatter:.4f} nats ({degrees} degrees of freedom).")
+    scatters = {name: its for name, its in tables.scatters(table).items() if its[1]}
+    if scatters:
+        said = [f"{scatter:.4f} ({name or 'all'}, {degrees})" for name, (scatter, degrees) in scatters.items()]
+        lines.append(f"A pair of runs scatters by, in nats (baseline, degrees of freedom): {', '.join(said)}.")
     notices = []
     if len({record["data_key"] for record in used}) > 1:
         notices.append(
@@ -67,5 +71,8 @@ def write(sweep, folder):
     (folder / "table.md").write_text(tables.markdown(table, facts), "utf-8")
     if any(row.done for row in table):
         draw.draw(table, facts, folder)
+    else:
+        for name in draw.PICTURES:
+            (folder / name).unlink(missing_ok=True)
     (folder / "report.html").write_text(page.page(table, facts), "utf-8")
     print(folder / "report.html")

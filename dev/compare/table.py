@@ -4,13 +4,15 @@ The difference is paired by seed where seeds match, as runs of one seed share in
 d_s = loss of the configuration - loss of its baseline, its mean, and as standard error
 
     sd(d_s) / sqrt(n)                 FEW pairs or more, and fewer where that is more than the next or the next is not known
-    pooled sd(d_s) / sqrt(n)          fewer: over the configurations of the study that have several, by their n - 1
+    pooled sd(d_s) / sqrt(n)          fewer: over the configurations of its baseline that have several, by their n - 1; over
+                                      those of all baselines where that has fewer than ENOUGH degrees of freedom
     sd(baseline) sqrt(2)              one pair, and none has several: as if both runs scattered as the baseline's seeds do
     sqrt(s^2 / n + sd(baseline)^2 / k)  no pair: n runs of spread s (the baseline's where n is 1), k of the baseline
 
 with sd over n - 1. The sd of two or three is small by chance too often to be an error: one in six, of three one in 25,
-is below a fifth of what it should be. Pairs move together, so the third is on the safe side; a configuration that has
-the very bits of its baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed,
+is below a fifth of what it should be. What a pair scatters by depends on the rule and its constants, hence a pool for
+each baseline. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
+baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed,
 such as lion's own, is taken to scatter as the study's baseline does; where that too has one, only what is paired can
 have an error.
 """
@@ -23,7 +25,8 @@ from dataclasses import dataclass, field
 
 from sweep import NEUTRAL
 
-FEW = 5  # from so many pairs on a configuration's own scatter is its error
+FEW = 10  # from so many pairs on a configuration's own scatter is its error
+ENOUGH = 10  # degrees of freedom: the pooled sd is then within a factor of 1.8, nineteen times in twenty
 
 CSV_COLUMNS = (
     "group", "configuration", "rule", "weights", "m", "v", "state_bytes", "weights_bytes", "seeds_done", "seeds",
@@ -54,6 +57,11 @@ class Row:
         return {seed: record for seed, record in self.records.items() if record["status"] == "done"}
 
     @property
+    def whole(self):
+        """Whether all that have ended are done: no seed says that the others were lucky."""
+        return len(self.done) == len(self.records)
+
+    @property
     def drawn(self):
         """Whose losses are curves: of those that are done, else of those that diverged and were validated on the way."""
         return self.done or {
@@ -74,6 +82,20 @@ class Row:
 
     def format(self, key):
         return next((record["resolved"][key] for record in self.records.values() if key in record["resolved"]), "")
+
+    @property
+    def sharing(self):
+        """How many runs at once, at most, one of its own was among."""
+        return max((record["sharing"] for record in self.records.values()), default=0)
+
+    def differing(self):
+        """Options as used in which the seeds that are done differ, with their values."""
+        values = {}
+        for record in self.done.values():
+            for key, value in record["resolved"].items():
+                if key not in ("seed", *NEUTRAL):
+                    values.setdefault(key, {})[value] = True
+        return [f"{key} ({', '.join(its)})" for key, its in values.items() if len(its) > 1]
 
     @property
     def loss(self):
@@ -98,6 +120,8 @@ class Row:
         skipped = sum(record["skipped"] for record in self.done.values())
         if skipped:
             words.append(f"{skipped} steps skipped")
+        if self.differing():
+            words.append("its seeds differ in " + ", ".join(self.differing()))
         if self.unasked:
             words.append("also differs from the baseline in " + ", ".join(self.unasked))
         return "; ".join(words) or "done"
@@ -117,17 +141,23 @@ def pair_scatter(rows_of_pairs):
     return (math.sqrt(squares / degrees) if degrees else None), degrees
 
 
-def scatter_of(table):
-    """pair_scatter of a table's rows, each paired with its own baseline."""
+def scatters(table):
+    """{baseline: pair_scatter of the rows that are paired with it}, of those with ENOUGH; under None that of all rows."""
     by_name = {row.name: row for row in table}
-    others = [row for row in table if row.baseline != row.name]
-    return pair_scatter(paired(row.losses(), by_name[row.baseline].losses()) for row in others)
+    pairs = {None: []}
+    for row in table:
+        if row.baseline != row.name:
+            its = paired(row.losses(), by_name[row.baseline].losses())
+            pairs[None].append(its)
+            pairs.setdefault(row.baseline, []).append(its)
+    found = {name: pair_scatter(its) for name, its in pairs.items()}
+    return {name: its for name, its in found.items() if name is None or its[1] >= ENOUGH}
 
 
 def difference(losses, others, study=(), scatter=None):
     """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing.
 
-    `study`: losses of the study's baseline; `scatter`: what pair_scatter found in it.
+    `study`: losses of the study's baseline; `scatter`: a pair's, pooled (`scatters`).
     """
     if not losses or not others:
         return None, None, 0
@@ -155,6 +185,8 @@ def unasked(row, other):
         asked |= {"beta3", "alpha", "ramp"}  # no other rule reads them
     if "preset" in row.own | other.own:
         asked |= {"rule", "weights", "m", "v", "override"}
+    if "rule" in row.own | other.own and "none" in (row.format("v"), other.format("v")):
+        asked.add("v")  # the rule has no v
     pairs = [(row.records[seed], other.records[seed]) for seed in row.records if seed in other.records]
     found = {}
     for mine, its in pairs:
@@ -181,13 +213,15 @@ def rows(sweep, records):
         result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items()))))
     by_name = {row.name: row for row in result}
     base = by_name[sweep.baseline].losses()
-    scatter, _ = scatter_of(result)
+    scatter = scatters(result)
     for row in result:
         its = by_name[row.baseline]
+        spread, _ = scatter.get(row.baseline, scatter[None])
         if its is not row:
-            row.difference, row.error, row.pairs = difference(row.losses(), its.losses(), base.values(), scatter)
+            row.difference, row.error, row.pairs = difference(row.losses(), its.losses(), base.values(), spread)
             row.unasked = unasked(row, its)
-        row.level, row.level_error, _ = difference(row.losses(), base, (), scatter) if base else (row.loss, None, 0)
+        pooled = spread if row.baseline == sweep.baseline else scatter[None][0]
+        row.level, row.level_error, _ = difference(row.losses(), base, (), pooled) if base else (row.loss, None, 0)
         if row.name == sweep.baseline:
             row.level_error = None
     return result, stale
@@ -214,7 +248,7 @@ def csv_text(table):
             ]
             + [
                 shown(row.mean("tokens_per_second"), "%.0f"),
-                row.any("sharing") or "",
+                row.sharing or "",
                 shown(row.any("memory_mib"), "%.1f"),
             ]
             + [sum(record["skipped"] for record in row.records.values()), row.status()]
@@ -233,6 +267,7 @@ HEADINGS = (
     "− baseline",
     "± s.e.",
     "n",
+    "baseline",
     "tokens/s",
     "memory",
     "",
@@ -252,7 +287,7 @@ def memory_text(row):
 
 def alone(row, text):
     """In parentheses where runs shared a GPU: the time is then theirs too, and so is what the driver has of memory."""
-    return f"({text})" if text and (row.any("sharing") or 1) > 1 else text
+    return f"({text})" if text and row.sharing > 1 else text
 
 
 def cells(row):
@@ -271,6 +306,7 @@ def cells(row):
         differs,
         shown(row.error, "%.4f"),
         str(len(row.done)) + (f" ({row.pairs} pairs)" if 0 < row.pairs < len(row.done) else ""),
+        row.baseline if row.name != row.baseline else "",
         alone(row, speed_text(row)),
         alone(row, memory_text(row)),
         "" if row.status() == "done" else row.status(),
@@ -286,17 +322,10 @@ def groups(table):
 
 
 def markdown(table, facts):
-    """The table, a section a group; baselines of a group other than the study's are named above it."""
+    """The table, a section a group."""
     text = [f"# {facts['title']}", "", *[f"{line}  " for line in facts["lines"]], ""]
     for group, members in groups(table).items():
-        text += [f"## {group}", ""]
-        for name in dict.fromkeys(row.baseline for row in members if row.baseline != facts["baseline"]):
-            text += [
-                f"Compared to {name}: "
-                + ", ".join(row.name for row in members if row.baseline == name and row.name != name),
-                "",
-            ]
-        text += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+        text += [f"## {group}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
         text += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in members]
         text.append("")
     return "\n".join(text + facts["legend"]) + "\n"

@@ -425,14 +425,20 @@ def test_runs_differ_by_the_option_alone(case):
 
 
 def test_what_nobody_asked_for_is_told(case):
-    case.run(SWEEP)
-    path = case.out / "runs" / "b_s1.json"
-    record = json.loads(path.read_text())
-    record["resolved"]["batch"] = "2"
-    path.write_text(json.dumps(record))
-    case.run(SWEEP, "--report-only")
+    """In pairs, and among the seeds of one configuration; what a rule has none of is no such thing."""
+    text = SWEEP + 'seed = [1, 2]\n[[run]]\nname = "c"\nrule = "sgd"\n'
+    case.run(text)
+    assert {row["status"] for row in case.rows().values()} == {"done"}, case.rows()
+    for seed, key, value in ((1, "batch", "2"), (2, "m", "bf16")):
+        path = case.out / "runs" / f"b_s{seed}.json"
+        record = json.loads(path.read_text())
+        record["resolved"][key], record["sharing"] = value, seed
+        path.write_text(json.dumps(record))
+    case.run(text, "--report-only")
     rows = case.rows()
-    assert rows["b"]["status"] == "also differs from the baseline in batch (2, not 1)" and rows["a"]["status"] == "done"
+    told = "its seeds differ in batch (2, 1), m (dyn8/256, bf16); also differs from the baseline in batch (2, not 1)"
+    assert rows["b"]["status"] == told and rows["a"]["status"] == "done", rows["b"]
+    assert rows["b"]["runs_sharing"] == "2" and markdown_cells(case.out)["b"][11].startswith("("), "one of its seeds did"
 
 
 def test_a_preset_is_asked_for_with_its_overrides(case):
@@ -562,6 +568,62 @@ def test_report_of_nothing_and_of_a_part(case):
     case.run(SWEEP + "beta2 = 0.9\n", "--only", "a")
     assert "1 records are of other options" in (case.out / "table.md").read_text()
     assert case.rows()["b"]["status"] == "not run yet"
+    died = case.record("a_s1") | {"status": "died", "final_loss": None}
+    (case.out / "runs/a_s1.json").write_text(json.dumps(died))
+    case.run(SWEEP + "beta2 = 0.9\n", "--report-only")
+    assert sorted(path.name for path in case.out.iterdir()) == ["report.html", "runs", "table.csv", "table.md"]
+
+
+def row_of(name, group, size, level, *ends):
+    """A row whose runs have ended so."""
+    sys.path.insert(0, str(COMPARE))
+    from table import Row
+
+    bytes_ = {"state_bytes": size - 2, "weights_bytes": 2}
+    records = {seed: {"status": end, "final_loss": 4.0, **bytes_} for seed, end in enumerate(ends)}
+    return Row(name, group, "a", len(ends), set(), records, level=level)
+
+
+def test_picture_of_bytes_and_losses(case):
+    """A row of which a seed is not done is hollow and not among the best; the first group is over the others."""
+    sys.path.insert(0, str(COMPARE))
+    from PIL import Image
+
+    from curves import front
+    from draw import COLOURS, draw_pareto
+
+    table = [row_of("a", "one", 14, 0.0, "done"), row_of("b", "one", 3, -0.1, "done", "diverged")]
+    table += [row_of("c", "one", 4, 0.1, "done", "done"), row_of("d", "two", 4, 0.1, "done")]
+    assert [row.name for row in front(table)] == ["c", "a"]
+    draw_pareto(table, {"baseline": "a"}, case.folder / "pareto.png")
+    counts = {colour: number for number, colour in Image.open(case.folder / "pareto.png").convert("RGB").getcolors()}
+    first, second = (counts[tuple(bytes.fromhex(colour[1:]))] for colour in COLOURS[:2])
+    assert 2.2 * second < first < 3.8 * second, (first, second)  # two dots, a ring and the legend's; the legend's alone
+    assert len(set(COLOURS)) == 8, "as many as d6 has groups"
+
+
+def test_labels_are_beside_their_dots(case):
+    """No other dot that has a name is nearer to one, unless a line leads to its own."""
+    sys.path.insert(0, str(COMPARE))
+    import random
+
+    from draw import place_labels, plt
+
+    for seed in range(3):
+        draw = random.Random(seed)
+        points = [(draw.gauss(0, 1), draw.gauss(0, 1), f"adamw{i}") for i in range(8)] + [(9, 9, "a"), (-9, -9, "b")]
+        figure, axes = plt.subplots()
+        axes.plot(*zip(*(point[:2] for point in points)), "o")
+        place_labels(figure, axes, points, [point[:2] for point in points])
+        at = {text: axes.transData.transform((x, y)) for x, y, text in points}
+        lines = [its.xy for its in axes.texts if not its.get_text()]
+        names = [its for its in axes.texts if its.get_text()]
+        for its in names:
+            box = its.get_window_extent()
+            away = {text: math.hypot(*(max(box.min[i] - x[i], x[i] - box.max[i], 0) for i in (0, 1))) for text, x in at.items()}
+            assert away[its.get_text()] <= min(away.values()) + 1 or its.xy in lines, (its.get_text(), away)
+        assert len(names) == 10 and lines, f"{len(names)} have one, {len(lines)} with a line"
+        plt.close(figure)
 
 
 def test_differences(case):
@@ -592,9 +654,12 @@ def test_differences(case):
     assert pair_scatter([[0.3], [0.0, 0.0]]) == (None, 0)
     for others in (base, {1: 3.0}):
         assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
-    five = {seed: 3.0 for seed in range(5)}
-    _, error, _ = difference({seed: 3.1 + 0.1 * (seed % 2) for seed in five}, five, (), 9.0)
-    assert math.isclose(error, statistics.stdev([0.1, 0.2, 0.1, 0.2, 0.1]) / math.sqrt(5)), "five pairs: their own"
+    ten = {seed: 3.0 for seed in range(10)}
+    losses = {seed: 3.1 + 0.1 * (seed % 2) for seed in ten}
+    _, error, _ = difference(losses, ten, (), 9.0)
+    assert math.isclose(error, statistics.stdev([0.1, 0.2] * 5) / math.sqrt(10)), "ten pairs: their own"
+    _, error, _ = difference({seed: losses[seed] for seed in range(9)}, ten, (), 9.0)
+    assert math.isclose(error, 3.0), "nine pairs: the pooled one"
     _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
     assert math.isclose(error, 9.0 / math.sqrt(3)), error
     _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 0.02)
@@ -606,6 +671,30 @@ def test_differences(case):
     assert pairs == 2 and math.isclose(error, 0.05), error
     for n, same in ((1, {1: 3.0}), (2, {1: 3.0, 2: 3.2})):
         assert difference(same, base, (), 0.02) == (0.0, 0.0, n)
+
+
+def test_errors_of_two_baselines(case):
+    """Each has a pool of its own; the picture's bar of what is compared to the study's baseline is the table's error."""
+    from types import SimpleNamespace
+
+    sys.path.insert(0, str(COMPARE))
+    from table import rows
+
+    def run(name, seed, baseline):
+        its = {"name": name, "seed": seed, "group": "g", "baseline": baseline, "own": set()}
+        return SimpleNamespace(**its, options_key=lambda: "")
+
+    pairs = [(f"{base}{i}", base) for base in "ab" for i in range(10)]
+    names = {name: [run(name, seed, base) for seed in (1, 2)] for name, base in [("a", "a"), ("b", "a"), *pairs]}
+    ended = {"status": "done", "options_key": "", "resolved": {}, "device": ""}
+    spread = {"a": 0.01, "b": 0.04}  # of a pair: the losses of seed 2 are off by it times √2
+    loss = {(name, 1): 4.0 for name in names} | {(name, 2): 4.0 + spread[base] * math.sqrt(2) for name, base in pairs}
+    records = {key: {**ended, "final_loss": 4.0} for key in ((name, 2) for name in "ab")}
+    records |= {key: {**ended, "final_loss": its} for key, its in loss.items()}
+    table, _ = rows(SimpleNamespace(baseline="a", configurations=lambda: names), records)
+    for row in table[2:]:
+        assert math.isclose(row.error, spread[row.baseline] / math.sqrt(2)), row
+        assert row.baseline == "b" or row.level_error == row.error, row
 
 
 def test_errors_in_the_table(case):
@@ -631,6 +720,10 @@ def test_errors_in_the_table(case):
         assert abs(float(row["difference"]) - difference) < 1e-6, (name, row)
         assert abs(float(row["standard_error"]) - error) < 1e-6 and error > 1e-5, (name, row, error)
     assert rows["a"]["difference"] == rows["a"]["standard_error"] == ""
+    cells = markdown_cells(case.out)
+    assert cells["configuration"][6:11] == ["val loss", "− baseline", "± s.e.", "n", "baseline"], cells["configuration"]
+    assert [cells[name][10] for name in "abcde"] == ["", "a", "a", "a", "d"], cells
+    page_has_the_tables_figures(case.out, rows)
 
 
 def test_committed_reports(case):
@@ -675,6 +768,7 @@ def page_has_the_tables_figures(out, rows):
         elif "name" in drawn:
             ends.setdefault(drawn["name"], []).append(data["y"][-1])
     assert set(seen) == set(rows), set(seen) ^ set(rows)
+    assert rows[list(seen)[-1]]["group"] == next(iter(rows.values()))["group"], "the first group is drawn last"
     for name, row in rows.items():
         x, y, low, high = seen[name]
         size = float(row["state_bytes"]) + float(row["weights_bytes"])  # of four digits each
@@ -688,6 +782,10 @@ def page_has_the_tables_figures(out, rows):
             for its, right in zip(found, (float(row["difference"]), error, error, float(row["difference"]))):
                 assert abs(its - right) < 6e-6, (name, found, row)  # curves have five digits, the table six
             assert abs(float(cells[7]) - float(row["difference"])) < 5.1e-5, (line, row)
+        elif row["difference"]:
+            label = f"{name} ({float(row['difference']):+.4f} to {row['baseline']})"
+            assert abs(ends[label][0] - float(row["difference"])) < 6e-6, (label, row)
+        assert cells[10] == (html.escape(row["baseline"]) if row["difference"] else ""), (line, row)
         assert abs(ends[name][-2] - float(row["final_loss"])) < 6e-6, (name, ends[name], row)
     range_ = next(its for its in objects(figures[0], "Range1d") if its["start"] < 0)
     inside = sum(range_["start"] < y < range_["end"] for _, y, _, _ in seen.values())
@@ -698,6 +796,13 @@ def page_has_the_tables_figures(out, rows):
         assert math.isclose(band["y2"][-1], statistics.stdev(ended)) and band["y1"][-1] == -band["y2"][-1], band
     assert bands
     assert {its["click_policy"] for its in objects(figures, "Legend")} == {"hide"}
+
+
+def markdown_cells(out):
+    """{configuration: cells} of table.md, its head included."""
+    lines = (out / "table.md").read_text().split("\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {cells[0]: cells for cells in rows}
 
 
 def study(name):
@@ -766,6 +871,15 @@ def test_page_has_the_reports_figures(case):
             expected = f"{float(row['difference']) + its:+.3f}{error_of_several(row, 3)}"
             assert told_124m == expected, f"README.md: {line}: {expected}"
     assert len(set(checked)) >= 16, checked
+    studies = [(study("d6"), "", 1), (study("d6_once"), "", 1), (large, "", 2)]
+    studies += [(study(name), " beta2 0.999", 1) for name in ("d6", "d6_once")]
+    targets = table_of((COMPARE / "README.md").read_text(), "| target | preset |")
+    for line, (_, preset, *told) in targets:
+        for its, (rows, more, least) in zip(told, studies, strict=True):
+            row = rows.get(preset.strip("`") + more)
+            error = f" ± {float(row['standard_error']):.3f}" if row and int(row["pairs"]) >= least else ""
+            assert its == (f"{float(row['difference']):+.3f}{error}" if row else ""), f"README.md: {line}"
+    assert len(targets) == 4, targets
 
 
 def test_pages_say_how_many_runs_have_ended(case):
@@ -775,6 +889,7 @@ def test_pages_say_how_many_runs_have_ended(case):
         ("d6", page, "{} of the {} runs of d6"),
         ("gpt2", readme, "`gpt2.toml`, {} of its {} runs"),
         ("gpt2", page, "{} of the {} runs are done"),
+        ("d6_once", page, "`sweeps/d6_once.toml`, {} runs, three seeds each"),
     ):
         head = (COMPARE / "results" / name / "table.md").read_text()
         phrase = phrase.format(*re.search(r"(\d+) of (\d+) runs", head).groups())
@@ -840,14 +955,14 @@ def test_studies_are_accepted(case):
     """Every configuration of the studies, by name and format; a smaller model stands in for theirs."""
     small = {"data": "", "device": "cpu", "model": "nano", "seq": 64, "batch": 1, "tokens-per-step": 64}
     options = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
-    for name, least in (("d6", 150), ("d6_65536", 28), ("gpt2", 15)):
+    for name, least in (("d6", 150), ("d6_65536", 28), ("d6_once", 24), ("gpt2", 15)):
         said = case.run(COMPARE / "sweeps" / f"{name}.toml", "--dry-run", *options)
         count = int(said.strip().split("\n")[-1].split()[0])
         assert count >= least, said
         listed = subprocess.run([ROOT / "train", "--list-presets"], capture_output=True, text=True).stdout
         presets = [line.split()[0] for line in listed.strip().split("\n")[1:] if not line.split()[0].startswith("--")]
         left_out = [preset for preset in presets if f"run    {preset} seed 1 " not in said]
-        assert not left_out or name == "d6_65536", f"{name}.toml has not {left_out}"
+        assert not left_out or name in ("d6_65536", "d6_once"), f"{name}.toml has not {left_out}"
         if name == "d6":
             states_are_covered(said)
 
