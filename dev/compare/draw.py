@@ -155,6 +155,9 @@ def square(at, size):
     return Bbox.from_bounds(at[0] - size / 2, at[1] - size / 2, size, size)
 
 
+MARGIN = 3  # pixels from a name to the axis and to the edge
+
+
 class Labels:
     """Names beside dots, in boxes of pixels: no name lies over what is `covered`, and no line to one over what is `told`,
     which dots without a name are not."""
@@ -167,7 +170,7 @@ class Labels:
         self.told = [square(at, 6) for at in self.named]
 
     def is_free(self, box):
-        within = self.inside.x0 <= box.x0 and box.x1 <= self.figure.bbox.x1
+        within = self.inside.x0 + MARGIN <= box.x0 and box.x1 <= self.figure.bbox.x1 - MARGIN
         within = within and self.inside.y0 <= box.y0 and box.y1 <= self.inside.y1
         return within and not any(box.overlaps(other) for other in self.covered)
 
@@ -227,7 +230,7 @@ FAR = sideways((0, 8, 14, 20, 30, 40), (10, 20, 30))
 
 def draw_pareto(table, facts, path):
     """Bytes of weights and states a parameter against final loss, from the baseline's on; a line joins the front. Groups
-    are drawn over those after them; a hollow dot has a seed that is not done."""
+    are drawn over those after them; a hollow dot has a seed that diverged or died."""
     figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
     base = {row.name: row for row in table}[facts["baseline"]]
     ended = [row for row in table if row.done]
@@ -239,7 +242,7 @@ def draw_pareto(table, facts, path):
         hollow = [(row.bytes, row.level) for row in rows if not row.whole]
         if hollow:
             look = {"color": colour, "marker": marker, "markersize": 4, "markerfacecolor": "white"}
-            axes.plot(*zip(*hollow), linestyle="", zorder=over + 0.15, **look)
+            axes.plot(*zip(*hollow), linestyle="", zorder=over + 0.105, **look)
     best = front(table)
     axes.plot([row.bytes for row in best], [row.level for row in best], color="black", linewidth=0.8, zorder=1)
     axes.set_xscale("log")

@@ -16,8 +16,9 @@ LEGEND = [
     "mean over the n seeds that are done. − baseline: difference of that loss to the baseline's, mean over the seeds that "
     "both have, so it need not be that of the two means; rows of one baseline share its runs and err together. ± s.e.: "
     f"the difference's standard error; with fewer than {tables.FEW} pairs by what the pairs of all configurations of its "
-    "baseline scatter, pooled, or by what its own do where that is more; where none has several, by √2 times the standard "
-    "deviation of the baseline's seeds; 0 where the bits are the baseline's. Baseline: what the row is compared to. "
+    f"baseline scatter, pooled (of all baselines, where that has fewer than {tables.ENOUGH} degrees of freedom), or by what "
+    "its own do where that is more; where none has several, by √2 times the standard deviation of the baseline's seeds; 0 "
+    "where the bits are the baseline's. Baseline: what the row is compared to. "
     "Memory: what ./train plans and allocates, and what the driver has besides. Tokens/s: without the first ten steps. "
     "Both are in parentheses where several runs shared a device. Of bytes against loss, a hollow dot has a seed that "
     "diverged or died, and is not among the best.",

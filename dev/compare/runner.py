@@ -243,12 +243,12 @@ class Runner:
                 at_end.callback(os.close, number)
                 try:
                     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                except OSError as error:
+                    if path == self.records and not isinstance(error, BlockingIOError):
+                        continue  # of a file system that locks no folders
                     raise Problem(
                         f"{path.parent}: another run.py is at work there; wait for it, or give another {option}"
                     ) from None
-                except OSError:
-                    pass  # of a file system that locks no folders
             yield
 
     def go(self, left):
