@@ -1,4 +1,4 @@
-"""Runs the cases of test_prepare.py, test_compare.py and test_scaling.py: one line each, `N passed, N failed, N skipped` last."""
+"""Runs the cases of the tests in Python beside it: one line each, `N passed, N failed, N skipped` last."""
 
 import sys
 import tempfile

@@ -1,0 +1,104 @@
+"""What the tests of dev/compare share: a temporary folder with ways to run sweeps in it, the smallest sweep, and what is
+missing where nothing can be tested."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPARE = ROOT / "dev" / "compare"
+BASE = """
+[base]
+device = "cpu"
+model = "nano"
+batch = 1
+steps = 4
+val-every = 2
+val-tokens = 640
+"""
+SWEEP = 'baseline = "a"\n' + BASE + '[[run]]\nname = "a"\n[[run]]\nname = "b"\npreset = "adamw8"\n'
+
+
+class Case:
+    """A temporary folder and ways to run sweeps in it."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.out, self.work = self.folder / "out", self.folder / "work"
+        self.environment = None  # this one's
+
+    def write(self, text, name="sweep.toml"):
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def command(self, sweep, *more):
+        folders = [] if "--out" in more else ["--out", self.out, "--work", self.work]
+        return [sys.executable, str(COMPARE / "run.py"), str(sweep), *map(str, folders), *map(str, more)]
+
+    def start(self, sweep, *more, hangup=signal.SIG_DFL, **how):
+        """Hears Ctrl-C, and SIGHUP unless `hangup` says otherwise, also where the tests are under nohup or a script's &."""
+
+        def hear():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, hangup)
+
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
+        return subprocess.Popen(self.command(sweep, *more), preexec_fn=hear, **how)
+
+    def run(self, text, *more, status=0):
+        sweep = self.write(text) if isinstance(text, str) else text
+        command = self.command(sweep, *more)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.environment)
+        assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def refuse(self, text, line, *expected):
+        """Expects status 2, one sentence that begins with file and line, and no run."""
+        said = self.run(text, status=2)
+        begin = f"compare: error: {self.folder}/sweep.toml:{line}: "
+        assert said.startswith(begin) and said.count("\n") == 1, (begin, said)
+        assert all(word in said for word in expected), (expected, said)
+        assert not self.out.exists() and not self.work.exists(), "something was run"
+
+    def record(self, slug):
+        return json.loads((self.out / "runs" / f"{slug}.json").read_text())
+
+    def rows(self):
+        with (self.out / "table.csv").open(newline="") as file:
+            return {row["configuration"]: row for row in csv.DictReader(file)}
+
+    def cells(self):
+        """{configuration: cells} of table.md, its head included."""
+        lines = (self.out / "table.md").read_text().split("\n")
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+        return {cells[0]: cells for cells in rows}
+
+    def wrapper(self, lines):
+        """A program that does something before it becomes ./train, or in its place."""
+        path = self.folder / "wrapper"
+        path.write_text(f'#!/bin/bash\n{lines}\nexec {ROOT}/train "$@"\n')
+        path.chmod(0o755)
+        return path
+
+
+def wait_for(what, seconds=60):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def missing_tools():
+    """Why nothing can be tested here, or None."""
+    if sys.version_info < (3, 11):
+        return "Python 3.11 reads sweep files"
+    if not (ROOT / "train").exists():
+        return "type `make`"
+    if subprocess.run([sys.executable, "-c", "import matplotlib, bokeh"], capture_output=True).returncode:
+        return "type `make venv`"
+    return None

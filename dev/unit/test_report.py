@@ -1,0 +1,496 @@
+#!/usr/bin/env python3
+"""Tests of what dev/compare says of runs: errors, tables, pictures, the page, and the studies that are in the repository.
+One line a case, `N passed, N failed, N skipped` last; exit status 1 when a case fails.
+
+    .venv/bin/python dev/unit/test_report.py [-k SUBSTRING]
+
+What test_compare.py says of its cases holds for these.
+"""
+
+import csv
+import html
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+from cases import run_cases
+from compare_case import COMPARE, ROOT, SWEEP, Case, missing_tools
+
+REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "pareto.png", "report.html")
+
+
+def test_diverged_and_dead_runs(case):
+    """Both stand in the table with their reason and the others go on; the dead one alone is tried again."""
+    # By 64 tokens a step, at the default rate one seed of sixteen did end above its beginning after 20.
+    text = SWEEP.replace("steps = 4", "steps = 20\nlr = 3e-4") + '[[run]]\nname = "hot"\nlr = 1000\nclip = 0\n'
+    text += 'on-nonfinite = "stop"\n[[run]]\nname = "dead"\nseed = 13\n[[run]]\nname = "refused"\nseed = 14\n'
+    text += '[[run]]\nname = "last"\nm = "bf16"\n'
+    mended = case.folder / "mended"
+    trainer = case.wrapper(
+        f'case "$*" in *--dry-run*) ;; *--seed=13*) [ -e {mended} ] || kill -9 $$ ;; '
+        '*--seed=14*) echo "train: error: the disk is full" >&2; exit 2 ;; esac'
+    )
+    said = case.run(text, "--trainer", trainer, status=1)
+    assert "3 done, 1 diverged, 2 died" in said, said
+    status = {name: row["status"] for name, row in case.rows().items()}
+    assert status["hot"].startswith("diverged: step ") and "the norm of the gradient" in status["hot"], status
+    assert (
+        status["dead"] == "died: killed by signal 9 at step 0 of 20" and status["refused"] == "died: the disk is full"
+    )
+    assert [status[name] for name in ("a", "b", "last")] == ["done"] * 3 and case.rows()["hot"]["final_loss"] == ""
+    table = (case.out / "table.md").read_text()
+    assert all(words in table for words in (status["hot"], status["dead"], status["refused"])), table
+    mended.touch()
+    said = case.run(text, "--trainer", trainer, status=1)
+    assert "4 of 6 runs are done" in said and "1 done, 1 died" in said, said
+    assert case.rows()["dead"]["status"] == "done"
+
+
+def test_ends(case):
+    """What a run that ended was: a kill beside a skipped step is no divergence, a loss that rose is no result."""
+    sys.path.insert(0, str(COMPARE))
+    from record import outcome
+
+    def log(first, last, train=4.0):
+        return {"train": [{"step": 9, "loss": train}], "val": [{"step": 0, "loss": first}, {"step": 9, "loss": last}]}
+
+    sentence = "step 9: the loss is nan and the norm of the gradient inf"
+    assert outcome(0, 9, log(5.4, 4.0), "") == ("done", "")
+    assert outcome(0, 9, log(5.4, 4.0, None), "") == ("done", ""), "a last step that was skipped"
+    assert outcome(0, 9, log(5.4, 5.45), "") == ("done", ""), "a short run"
+    assert outcome(0, 9, log(5.4, 104.0), "") == ("diverged", "the validation loss rose from 5.4000 to 104.0000")
+    assert outcome(0, 9, log(5.4, None), "")[0] == "diverged"
+    assert outcome(2, 99, log(5.4, 4.0, None), f"train: error: {sentence}; type a smaller --lr") == ("diverged", sentence)
+    assert outcome(1, 99, log(5.4, 4.0, None), "train: error: out of memory\n") == ("died", "out of memory")
+    assert outcome(-9, 99, log(5.4, 4.0, None), "")[0] == "died" and outcome(0, 99, log(5.4, 4.0, None), "")[0] == "died"
+
+
+def test_files_that_are_no_records(case):
+    """They are told and left out, and what they should have been is run again."""
+    case.run(SWEEP)
+    for name, text in (("notes", "garbage"), ("b_s1", '{"name": "b", "seed": 1}'), ("zz", None)):
+        path = case.out / "runs" / f"{name}.json"
+        path.write_text(text if text is not None else (case.out / "runs/a_s1.json").read_text())
+    said = case.run(SWEEP, "--report-only")
+    assert said.count("is no record of a run, or not under its own name: left out") == 3, said
+    assert [row["status"] for row in case.rows().values()] == ["done", "not run yet"], case.rows()
+    assert "1 of 2 runs are done" in case.run(SWEEP) and case.rows()["b"]["status"] == "done"
+    broken = case.record("a_s1")
+    for key, value in (
+        ("val", None), ("val", [["a", 1.0]]), ("train", [[1, "x"]]), ("final_loss", "4"), ("status", None), ("parameters", "x"),
+        ("final_loss", math.nan), ("resolved", {**broken["resolved"], "m": 1}),
+    ):  # fmt: skip
+        (case.out / "runs/a_s1.json").write_text(json.dumps({**broken, key: value}))
+        said = case.run(SWEEP, "--report-only")
+        assert "a_s1.json is no record" in said and case.rows()["a"]["status"] == "not run yet", (key, said)
+
+
+def test_names_are_shown_as_they_are(case):
+    """What matplotlib would read as formulas or leave out, and a name that is too long for a file."""
+    names = ["cost $\\foo$ x", "$5 and $6", "_hidden", "n" * 300]
+    text = SWEEP.replace("steps = 4", "steps = 2")
+    text += "".join(f"[[run]]\nname = {json.dumps(name)}\nbeta1 = 0.{i + 1}\n" for i, name in enumerate(names))
+    said = case.run(text)
+    assert "6 done" in said and "Warning" not in said, said
+    assert all((case.out / name).exists() for name in REPORT)
+
+
+def test_hung_run(case):
+    """It is killed and stands in the table; what comes after it is run."""
+    text = SWEEP + '[[run]]\nname = "hung"\nseed = 13\nturn = 0\n'
+    trainer = case.wrapper('case "$*" in *--dry-run*) ;; *--seed=13*) exec sleep 600 ;; esac')
+    said = case.run(text, "--trainer", trainer, "--silence", "10", status=1)
+    assert "2 done, 1 died" in said, said
+    assert case.rows()["hung"]["status"] == "died: hung: nothing in its log for 10 s at step 0 of 4", case.rows()["hung"]
+
+
+def test_report_twice_is_the_same(case):
+    """The same bytes from copied records, without ./train and without a GPU; the page asks no network."""
+    text = SWEEP.replace('name = "a"\n', 'name = "a"\nseed = [1, 2]\n')
+    case.run(text)
+    there = case.folder / "there"
+    shutil.copytree(case.out / "runs", there / "runs")
+    sweep, none = case.write(text), case.folder / "none"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    command = case.command(sweep, "--out", there, "--report-only", "--trainer", none, "--work", none)
+    done = subprocess.run(command, env=environment, cwd=case.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and not none.exists(), done.stderr
+    for name in REPORT:
+        assert (case.out / name).read_bytes() == (there / name).read_bytes(), name
+    page = (case.out / "report.html").read_text()
+    assert page.count("embed_item(item)") == 1 and len(page) > 1000000, "the program is inside"
+    head, body = page.split("<script>")[0], page.split("</script>")[1]
+    assert "<link" not in page and "<script src" not in page and "http" not in head + body
+    assert max((case.out / "runs" / name).stat().st_size for name in os.listdir(case.out / "runs")) < 10000
+
+
+def test_report_of_nothing_and_of_a_part(case):
+    assert "holds no run" in case.run(SWEEP, "--report-only", status=2)
+    case.run(SWEEP, "--only", "b")
+    assert case.rows()["a"]["status"] == "not run yet" and case.rows()["b"]["difference"] == ""
+    case.run(SWEEP + "beta2 = 0.9\n", "--only", "a")
+    assert "1 records are of other options" in (case.out / "table.md").read_text()
+    assert case.rows()["b"]["status"] == "not run yet"
+    died = case.record("a_s1") | {"status": "died", "final_loss": None}
+    (case.out / "runs/a_s1.json").write_text(json.dumps(died))
+    case.run(SWEEP + "beta2 = 0.9\n", "--report-only")
+    assert sorted(path.name for path in case.out.iterdir()) == ["report.html", "runs", "table.csv", "table.md"]
+
+
+def row_of(name, group, size, level, *ends):
+    """A row whose runs have ended so."""
+    sys.path.insert(0, str(COMPARE))
+    from table import Row
+
+    bytes_ = {"state_bytes": size - 2, "weights_bytes": 2}
+    records = {seed: {"status": end, "final_loss": 4.0, **bytes_} for seed, end in enumerate(ends)}
+    return Row(name, group, "a", len(ends), set(), records, level=level)
+
+
+def test_picture_of_bytes_and_losses(case):
+    """A row of which a seed is not done is hollow and not among the best; the first group is over the others."""
+    sys.path.insert(0, str(COMPARE))
+    from PIL import Image
+
+    from curves import front
+    from draw import COLOURS, draw_pareto
+
+    table = [row_of("a", "one", 14, 0.0, "done"), row_of("b", "one", 3, -0.1, "done", "diverged")]
+    table += [row_of("c", "one", 4, 0.1, "done", "done"), row_of("d", "two", 4, 0.1, "done")]
+    assert [row.name for row in front(table)] == ["c", "a"]
+    draw_pareto(table, {"baseline": "a"}, case.folder / "pareto.png")
+    counts = {colour: number for number, colour in Image.open(case.folder / "pareto.png").convert("RGB").getcolors()}
+    first, second = (counts[tuple(bytes.fromhex(colour[1:]))] for colour in COLOURS[:2])
+    assert 2.2 * second < first < 3.8 * second, (first, second)  # two dots, a ring and the legend's; the legend's alone
+    assert len(set(COLOURS)) == 8, "as many as d6 has groups"
+
+
+def test_labels_are_beside_their_dots(case):
+    """No other dot that has a name is nearer to one, unless a line leads to its own."""
+    sys.path.insert(0, str(COMPARE))
+    import random
+
+    from draw import place_labels, plt
+
+    for seed in range(3):
+        draw = random.Random(seed)
+        points = [(draw.gauss(0, 1), draw.gauss(0, 1), f"adamw{i}") for i in range(8)] + [(9, 9, "a"), (-9, -9, "b")]
+        figure, axes = plt.subplots()
+        axes.plot(*zip(*(point[:2] for point in points)), "o")
+        place_labels(figure, axes, points, [point[:2] for point in points])
+        at = {text: axes.transData.transform((x, y)) for x, y, text in points}
+        lines = [its.xy for its in axes.texts if not its.get_text()]
+        names = [its for its in axes.texts if its.get_text()]
+        for its in names:
+            box = its.get_window_extent()
+            away = {text: math.hypot(*(max(box.min[i] - x[i], x[i] - box.max[i], 0) for i in (0, 1))) for text, x in at.items()}
+            assert away[its.get_text()] <= min(away.values()) + 1 or its.xy in lines, (its.get_text(), away)
+        assert len(names) == 10 and lines, f"{len(names)} have one, {len(lines)} with a line"
+        plt.close(figure)
+
+
+def test_differences(case):
+    """Of pairs, of one pair, and of runs without a common seed."""
+    sys.path.insert(0, str(COMPARE))
+    from table import difference, pair_scatter
+
+    base = {1: 3.0, 2: 3.2, 3: 3.1}
+    mean, error, pairs = difference({1: 3.1, 2: 3.2, 3: 3.3}, base)  # 0.1, 0, 0.2
+    assert pairs == 3 and math.isclose(mean, 0.1) and math.isclose(error, 0.1 / math.sqrt(3)), (mean, error)
+    mean, error, pairs = difference({2: 3.25}, base)
+    assert pairs == 1 and math.isclose(mean, 0.05) and math.isclose(error, 0.1 * math.sqrt(2)), (mean, error)
+    mean, error, pairs = difference({7: 3.0, 8: 3.4}, base)
+    assert pairs == 0 and math.isclose(mean, 0.1) and math.isclose(error, math.sqrt(0.08 / 2 + 0.01 / 3)), (mean, error)
+    assert difference({1: 3.5}, {1: 3.0}) == (0.5, None, 1) and difference({}, base) == (None, None, 0)
+    # More seeds on one side than on the other: what both have is paired.
+    mean, error, pairs = difference({1: 3.1, 2: 3.2, 7: 9.0}, base)  # 0.1, 0
+    assert pairs == 2 and math.isclose(mean, 0.05) and math.isclose(error, 0.05), (mean, error)
+    # A baseline of one seed scatters as the study's does.
+    mean, error, pairs = difference({1: 3.5}, {1: 3.0}, base.values())
+    assert (mean, pairs) == (0.5, 1) and math.isclose(error, 0.1 * math.sqrt(2)), error
+    mean, error, pairs = difference({4: 3.5, 5: 3.7}, {1: 3.0}, base.values())
+    assert pairs == 0 and math.isclose(error, math.sqrt(0.02 / 2 + 0.01)), error
+    assert difference({1: 3.5}, {1: 3.0}, {1: 3.0}.values()) == (0.5, None, 1)
+    # One pair among configurations that have several: variances 0.01 (3 pairs) and 0.04 (2 pairs), pooled by 2 and 1.
+    scatter, degrees = pair_scatter([[0.1, 0.0, 0.2], [0.2, 0.2 + 0.2 * math.sqrt(2)], [0.3], [], [0.0, 0.0]])
+    assert math.isclose(scatter, math.sqrt((2 * 0.01 + 0.04) / 3)) and degrees == 3, (scatter, degrees)
+    assert pair_scatter([[0.3], [0.0, 0.0]]) == (None, 0)
+    for others in (base, {1: 3.0}):
+        assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
+    ten = {seed: 3.0 for seed in range(10)}
+    losses = {seed: 3.1 + 0.1 * (seed % 2) for seed in ten}
+    _, error, _ = difference(losses, ten, (), 9.0)
+    assert math.isclose(error, statistics.stdev([0.1, 0.2] * 5) / math.sqrt(10)), "ten pairs: their own"
+    _, error, _ = difference({seed: losses[seed] for seed in range(9)}, ten, (), 9.0)
+    assert math.isclose(error, 3.0), "nine pairs: the pooled one"
+    _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
+    assert math.isclose(error, 9.0 / math.sqrt(3)), error
+    _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 0.02)
+    assert math.isclose(error, 0.1 / math.sqrt(3)), error
+    # Few pairs may agree by chance, but not scatter by it; what is equal to the bit is so by none.
+    _, error, pairs = difference({1: 3.1, 2: 3.3001}, base, (), 0.02)
+    assert pairs == 2 and math.isclose(error, 0.02 / math.sqrt(2)), error
+    _, error, pairs = difference({1: 3.1, 2: 3.2}, base, (), 0.02)  # 0.1, 0
+    assert pairs == 2 and math.isclose(error, 0.05), error
+    for n, same in ((1, {1: 3.0}), (2, {1: 3.0, 2: 3.2})):
+        assert difference(same, base, (), 0.02) == (0.0, 0.0, n)
+
+
+def test_errors_of_two_baselines(case):
+    """Each has a pool of its own; the picture's bar of what is compared to the study's baseline is the table's error."""
+    from types import SimpleNamespace
+
+    sys.path.insert(0, str(COMPARE))
+    from table import rows
+
+    def run(name, seed, baseline):
+        its = {"name": name, "seed": seed, "group": "g", "baseline": baseline, "own": set()}
+        return SimpleNamespace(**its, options_key=lambda: "")
+
+    pairs = [(f"{base}{i}", base) for base in "ab" for i in range(10)]
+    names = {name: [run(name, seed, base) for seed in (1, 2)] for name, base in [("a", "a"), ("b", "a"), *pairs]}
+    ended = {"status": "done", "options_key": "", "resolved": {}, "device": ""}
+    spread = {"a": 0.01, "b": 0.04}  # of a pair: the losses of seed 2 are off by it times √2
+    loss = {(name, 1): 4.0 for name in names} | {(name, 2): 4.0 + spread[base] * math.sqrt(2) for name, base in pairs}
+    records = {key: {**ended, "final_loss": 4.0} for key in ((name, 2) for name in "ab")}
+    records |= {key: {**ended, "final_loss": its} for key, its in loss.items()}
+    table, _ = rows(SimpleNamespace(baseline="a", configurations=lambda: names), records)
+    for row in table[2:]:
+        assert math.isclose(row.error, spread[row.baseline] / math.sqrt(2)), row
+        assert row.baseline == "b" or row.level_error == row.error, row
+
+
+def test_errors_in_the_table(case):
+    """Of a sweep in which one configuration has three pairs, one has one, and one a baseline of its own."""
+    text = SWEEP.replace("steps = 4", "steps = 2")
+    for line in ('name = "a"\n', 'preset = "adamw8"\n'):
+        text = text.replace(line, line + "seed = [1, 2, 3]\n")
+    # Learning rates differ in every bit of the loss; a format may give lion's signs of two steps, and with them an error of 0.
+    text += '[[run]]\nname = "c"\nlr = 0.002\n[[run]]\nname = "d"\nrule = "lion"\n'
+    text += '[[run]]\nname = "e"\nbaseline = "d"\nrule = "lion"\nlr = 0.002\n'
+    case.run(text)
+    slugs = "a_s1 a_s2 a_s3 b_s1 b_s2 b_s3 c_s1 d_s1 e_s1".split()
+    loss = {slug: case.record(slug)["final_loss"] for slug in slugs}
+    pairs = [loss[f"b_s{seed}"] - loss[f"a_s{seed}"] for seed in (1, 2, 3)]
+    rows = case.rows()
+    for name, difference, error in (
+        ("b", statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(3)),
+        ("c", loss["c_s1"] - loss["a_s1"], statistics.stdev(pairs)),
+        ("d", loss["d_s1"] - loss["a_s1"], statistics.stdev(pairs)),
+        ("e", loss["e_s1"] - loss["d_s1"], statistics.stdev(pairs)),
+    ):
+        row = rows[name]
+        assert abs(float(row["difference"]) - difference) < 1e-6, (name, row)
+        assert abs(float(row["standard_error"]) - error) < 1e-6 and error > 1e-5, (name, row, error)
+    assert rows["a"]["difference"] == rows["a"]["standard_error"] == ""
+    cells = case.cells()
+    assert cells["configuration"][6:11] == ["val loss", "− baseline", "± s.e.", "n", "baseline"], cells["configuration"]
+    assert [cells[name][10] for name in "abcde"] == ["", "a", "a", "a", "d"], cells
+    page_has_the_tables_figures(case.out, rows)
+
+
+def test_committed_reports(case):
+    """The tables and pictures that are in the repository are what the records beside them give, and so is the page."""
+    folders = sorted(path.parent for path in (COMPARE / "results").glob("*/runs"))
+    for folder in folders:
+        out = case.folder / folder.name
+        shutil.copytree(folder / "runs", out / "runs")
+        case.run(COMPARE / "sweeps" / f"{folder.name}.toml", "--report-only", "--out", out, "--trainer", "none")
+        for name in REPORT[:5]:
+            assert (folder / name).read_bytes() == (out / name).read_bytes(), f"{folder / name}: type --report-only"
+        page_has_the_tables_figures(out, study(folder.name))
+    assert folders, "no study is there"
+
+
+def objects(node, kind):
+    """The attributes of all objects of a kind in Bokeh's JSON."""
+    if isinstance(node, dict):
+        if node.get("name") == kind:
+            yield node["attributes"]
+        node = list(node.values())
+    for its in node if isinstance(node, list) else ():
+        if isinstance(its, (dict, list)):
+            yield from objects(its, kind)
+
+
+def page_has_the_tables_figures(out, rows):
+    """report.html against table.csv, of a baseline with several seeds: the picture of bytes and losses, the ends of the
+    curves, the band, and the cells."""
+    text = (out / "report.html").read_text()
+    figures = json.loads(re.search(r"for \(const item of (\[.*\])\) Bokeh", text)[1].replace("<\\/", "</"))
+    base = next(row for row in rows.values() if not row["difference"])
+    seen, ends, bands = {}, {}, []
+    for drawn in objects(figures, "GlyphRenderer"):
+        if "attributes" not in drawn["data_source"]:  # bars, whose dots came before with the same data
+            continue
+        data = dict(drawn["data_source"]["attributes"]["data"]["entries"])
+        if "low" in data:
+            seen |= {name: its for name, *its in zip(*(data[key] for key in ("name", "x", "y", "low", "high")))}
+        elif "y1" in data:
+            bands.append(data)
+        elif "name" in drawn:
+            ends.setdefault(drawn["name"], []).append(data["y"][-1])
+    assert set(seen) == set(rows), set(seen) ^ set(rows)
+    assert rows[list(seen)[-1]]["group"] == next(iter(rows.values()))["group"], "the first group is drawn last"
+    for name, row in rows.items():
+        x, y, low, high = seen[name]
+        size = float(row["state_bytes"]) + float(row["weights_bytes"])  # of four digits each
+        assert abs(x - size) < 0.0011, (name, x, row)
+        line = re.search(f"<tr><td>{re.escape(html.escape(name))}</td>.*", text)[0]
+        cells = re.findall("<td>(.*?)</td>", line)
+        assert abs(float(cells[6]) - float(row["final_loss"])) < 5.1e-5, (line, row)
+        if row["baseline"] == base["configuration"] != name:
+            error = float(row["standard_error"] or 0)
+            found = (y, high - y, y - low, ends[name][0])  # differences are the first curves
+            for its, right in zip(found, (float(row["difference"]), error, error, float(row["difference"]))):
+                assert abs(its - right) < 6e-6, (name, found, row)  # curves have five digits, the table six
+            assert abs(float(cells[7]) - float(row["difference"])) < 5.1e-5, (line, row)
+        elif row["difference"]:
+            label = f"{name} ({float(row['difference']):+.4f} to {row['baseline']})"
+            assert abs(ends[label][0] - float(row["difference"])) < 6e-6, (label, row)
+        assert cells[10] == (html.escape(row["baseline"]) if row["difference"] else ""), (line, row)
+        assert abs(ends[name][-2] - float(row["final_loss"])) < 6e-6, (name, ends[name], row)
+    range_ = next(its for its in objects(figures[0], "Range1d") if its["start"] < 0)
+    inside = sum(range_["start"] < y < range_["end"] for _, y, _, _ in seen.values())
+    assert inside >= (0.8 if len(seen) > 5 else 1) * len(seen), (inside, range_)
+    records = map(json.loads, (path.read_text() for path in (out / "runs").glob("*.json")))
+    ended = [its["final_loss"] for its in records if its["name"] == base["configuration"]]
+    for band in bands:
+        assert math.isclose(band["y2"][-1], statistics.stdev(ended)) and band["y1"][-1] == -band["y2"][-1], band
+    assert bands
+    assert {its["click_policy"] for its in objects(figures, "Legend")} == {"hide"}
+
+
+def study(name):
+    """{configuration: row} of table.csv of those that have ended."""
+    with (COMPARE / "results" / name / "table.csv").open(newline="") as file:
+        return {row["configuration"]: row for row in csv.DictReader(file) if row["final_loss"]}
+
+
+def table_of(text, head):
+    """[(line, cells), ...] of the Markdown table whose first line begins with `head`."""
+    lines = text.split(head, 1)[1].split("\n\n", 1)[0].split("\n")[2:]
+    return [(line, [cell.strip() for cell in line.strip("|").split("|")]) for line in lines]
+
+
+def error_of_several(row, digits):
+    """' ± ' and its standard error where it has more than one pair; the 124M column leaves out the pooled one."""
+    return f" ± {float(row['standard_error']):.{digits}f}" if int(row["pairs"]) > 1 else ""
+
+
+def test_readme_has_the_reports_figures(case):
+    """README's table, row by row."""
+    rows, large = study("d6"), study("gpt2")
+    lines = table_of((ROOT / "README.md").read_text(), "| configuration | weights, m, v |")
+    for line, (name, formats, size, loss, difference, error, runs, at_124m) in lines:
+        told = difference if name == "adamw32" else difference.split()[0]
+        same = [
+            row
+            for row in rows.values()
+            if name in ("", row["configuration"])
+            and formats.split(",")[0] == " ".join(row[key] for key in ("weights", "m", "v"))
+            and abs(float(size) - float(row["state_bytes"]) - float(row["weights_bytes"])) < 0.0006
+            and loss == f"{float(row['final_loss']):.4f}"
+            and told == (f"{float(row['difference']):+.4f}" if row["difference"] else "baseline")
+            and error == (f"{float(row['standard_error']):.4f}" if row["standard_error"] else "")
+            and runs == row["seeds_done"]
+        ]
+        assert len(same) == 1, f"README.md: {line}"
+        expected = ""
+        if name in large:
+            row = large[name]
+            expected = f"{float(row['difference']):+.4f}" if row["difference"] else "baseline"
+            expected += error_of_several(row, 4)
+            expected += "" if row["baseline"] == "adamw32" else f" of {row['baseline']}"
+        assert at_124m == expected, f"README.md: {line}: {expected}"
+    assert len(lines) > 20
+
+
+def test_page_has_the_reports_figures(case):
+    """The table of dev/compare/README.md, where all is compared to adamw32."""
+    rows, large = study("d6"), study("gpt2")
+    checked = []
+    for line, (_, take, _, differences, at_0999, at_124m) in table_of((COMPARE / "README.md").read_text(), "| you want | take |"):
+        presets = re.findall(r"`(\w+)`", take)
+        if presets == ["adamw32"]:
+            continue
+        slow = [rows[f"{preset} beta2 0.999"] for preset in presets if f"{preset} beta2 0.999" in rows]
+        expected = ", ".join(f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}" for row in slow)
+        assert at_0999 == expected, f"README.md: {line}: {expected}"
+        for preset, told, told_124m in zip(presets, differences.split(", "), at_124m.split(", "), strict=True):
+            checked.append(preset)
+            row = rows[preset]
+            if row["baseline"] == "adamw32":
+                assert told == f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}", f"README.md: {line}"
+            row = large[preset]
+            its = 0 if row["baseline"] == "adamw32" else float(large[row["baseline"]]["difference"])
+            expected = f"{float(row['difference']) + its:+.3f}{error_of_several(row, 3)}"
+            assert told_124m == expected, f"README.md: {line}: {expected}"
+    assert len(set(checked)) >= 16, checked
+    studies = [(study("d6"), "", 1), (study("d6_once"), "", 1), (large, "", 2)]
+    studies += [(study(name), " beta2 0.999", 1) for name in ("d6", "d6_once")]
+    targets = table_of((COMPARE / "README.md").read_text(), "| target | preset |")
+    for line, (_, preset, *told) in targets:
+        for its, (rows, more, least) in zip(told, studies, strict=True):
+            row = rows.get(preset.strip("`") + more)
+            error = f" ± {float(row['standard_error']):.3f}" if row and int(row["pairs"]) >= least else ""
+            assert its == (f"{float(row['difference']):+.3f}{error}" if row else ""), f"README.md: {line}"
+    assert len(targets) == 4, targets
+
+
+def test_pages_say_how_many_runs_have_ended(case):
+    readme, page = ((folder / "README.md").read_text() for folder in (ROOT, COMPARE))
+    for name, text, phrase in (
+        ("d6", readme, "{} of its {} runs"),
+        ("d6", page, "{} of the {} runs of d6"),
+        ("gpt2", readme, "`gpt2.toml`, {} of its {} runs"),
+        ("gpt2", page, "{} of the {} runs are done"),
+        ("d6_once", page, "`sweeps/d6_once.toml`, {} runs, three seeds each"),
+    ):
+        head = (COMPARE / "results" / name / "table.md").read_text()
+        phrase = phrase.format(*re.search(r"(\d+) of (\d+) runs", head).groups())
+        assert phrase in " ".join(text.split()), phrase
+
+
+def has_the_logs_figures(record, folder):
+    """A record of 100 steps against what ./train wrote: every loss, the speed, and the banner's memory."""
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().split("\n")[:-1]]
+    train = [line for line in log if line["type"] == "train"]
+    assert record["train"] == [[line["step"], round(line["loss"], 5)] for line in train] and len(train) == 100
+    assert record["val"] == [[line["step"], line["loss"]] for line in log if line["type"] == "val"]
+    seconds = [line["step_s"] for line in train[10:]]
+    assert math.isclose(record["tokens_per_second"], 90 * 256 / sum(seconds), rel_tol=1e-3), record["tokens_per_second"]
+    memory = re.search(r"^ ?memory .* = ([\d.]+) MiB", (folder / "log.txt").read_text(), re.M)
+    assert record["memory_mib"] == float(memory[1]), (record["memory_mib"], memory)
+
+
+def test_ci_sweep(case):
+    """The sweep that CI runs, from the file that is there to the report."""
+    begin = time.monotonic()
+    case.run(COMPARE / "sweeps" / "ci.toml")
+    seconds = time.monotonic() - begin
+    rows = case.rows()
+    assert list(rows) == ["adamw32", "adamw8c", "fp8w4"] and {row["status"] for row in rows.values()} == {"done"}, rows
+    base = [case.record(f"adamw32_s{seed}")["final_loss"] for seed in (1, 2, 3)]
+    for name, state, weights in (("adamw8c", "2.25", "2"), ("fp8w4", "1.062", "1.008")):
+        row, record = rows[name], case.record(f"{name}_s1")
+        assert (row["state_bytes"], row["weights_bytes"], row["pairs"]) == (state, weights, "1"), row
+        assert abs(float(row["difference"]) - (record["final_loss"] - base[0])) < 1e-6, row
+        assert abs(float(row["standard_error"]) - statistics.stdev(base) * math.sqrt(2)) < 1e-6, row
+        assert record["val"][0][1] - record["final_loss"] > 1.0, "it has learned"
+        has_the_logs_figures(record, case.work / f"{name}_s1")
+    page_has_the_tables_figures(case.out, rows)
+    assert abs(float(rows["adamw32"]["final_loss"]) - statistics.fmean(base)) < 1e-6
+    for name in REPORT[2:5]:
+        assert (case.out / name).read_bytes()[:4] == b"\x89PNG", name
+    assert seconds < 120, f"{seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases(globals(), Case, missing_tools()))
