@@ -40,6 +40,12 @@ def band(base):
     return [tokens(base, step) for step in points], [-s for s in spread], spread
 
 
+def difference_label(row, baseline):
+    """Its name with where that curve ends, and to what it is compared where that is not the study's baseline."""
+    to = "" if row.baseline == baseline else f" to {row.baseline}"
+    return row.name + ("" if row.difference is None else f" ({row.difference:+.4f}{to})")
+
+
 def front(table):
     """Those of the table's first group that no other of it beats in bytes and loss at once, by bytes. Other groups may
     differ in more than formats, and one of many single runs is good by luck, as are the seeds that did not diverge."""

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from curves import band, difference_curve, front, loss_curve
+from curves import band, difference_curve, difference_label, front, loss_curve
 from table import groups
 
 # Okabe and Ito's colours but yellow, a brown, and Tol's indigo, which colour-blind readers can tell apart (a grey would be the
@@ -131,9 +131,8 @@ def draw_differences(table, facts, path):
             x, y = difference_curve(row, by_name[row.baseline])
             if x:
                 shown[row.baseline] = True
-                to = "" if row.baseline == facts["baseline"] else f" to {row.baseline}"
-                label = row.name + ("" if row.difference is None else f" ({row.difference:+.4f}{to})")
-                axes.plot(x, y, linewidth=1, marker=".", markersize=3, label=plain(label), **style(i))
+                label = plain(difference_label(row, facts["baseline"]))
+                axes.plot(x, y, linewidth=1, marker=".", markersize=3, label=label, **style(i))
         for name in shown or {facts["baseline"]: True}:
             x, low, high = band(by_name[name])
             if x:

@@ -17,7 +17,7 @@ from bokeh.models import ColumnDataSource, HoverTool, Legend, Range1d, Span
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from curves import band, difference_curve, front, loss_curve
+from curves import band, difference_curve, difference_label, front, loss_curve
 from draw import BYTES, COLOURS
 from table import HEADINGS, cells, groups, shown
 
@@ -82,18 +82,12 @@ def curves_figure(title, y, curves, bands=(), **more):
     return plot
 
 
-def difference_label(row, facts):
-    """Its name; where it is not the study's baseline that it is compared to, with the difference and to what."""
-    other = row.baseline != facts["baseline"] and row.difference is not None
-    return f"{row.name} ({row.difference:+.4f} to {row.baseline})" if other else row.name
-
-
 def group_figures(group, rows, by_name, facts):
     """Differences, validation loss and training loss of a group."""
     base = by_name[facts["baseline"]]
     done, drawn = [row for row in rows if row.done], [row for row in rows if row.drawn]
     differences = [
-        (difference_label(row, facts), *difference_curve(row, by_name[row.baseline]), False)
+        (difference_label(row, facts["baseline"]), *difference_curve(row, by_name[row.baseline]), False)
         for row in done
         if row.name != row.baseline
     ]

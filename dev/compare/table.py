@@ -12,9 +12,8 @@ d_s = loss of the configuration - loss of its baseline, its mean, and as standar
 with sd over n - 1. The sd of two or three is small by chance too often to be an error: one in six, of three one in 25,
 is below a fifth of what it should be. What a pair scatters by depends on the rule and its constants, hence a pool for
 each baseline. Pairs move together, so the third is on the safe side; a configuration that has the very bits of its
-baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed,
-such as lion's own, is taken to scatter as the study's baseline does; where that too has one, only what is paired can
-have an error.
+baseline says nothing about the others, is not pooled and has an error of 0. A baseline of one seed, such as lion's own,
+is taken to scatter as the study's baseline does; where that too has one, only what is paired can have an error.
 """
 
 import csv

@@ -336,6 +336,8 @@ def page_has_the_tables_figures(out, rows):
             bands.append(data)
         elif "name" in drawn:
             ends.setdefault(drawn["name"], []).append(data["y"][-1])
+    labels = filter(None, (re.fullmatch(r"(.*) \(([+-][\d.]+)(?: to (.*))?\)", name, re.S) for name in ends))
+    labels = {label[1]: label for label in labels}
     assert set(seen) == set(rows), set(seen) ^ set(rows)
     assert rows[list(seen)[-1]]["group"] == next(iter(rows.values()))["group"], "the first group is drawn last"
     for name, row in rows.items():
@@ -345,15 +347,15 @@ def page_has_the_tables_figures(out, rows):
         line = re.search(f"<tr><td>{re.escape(html.escape(name))}</td>.*", text)[0]
         cells = re.findall("<td>(.*?)</td>", line)
         assert abs(float(cells[6]) - float(row["final_loss"])) < 5.1e-5, (line, row)
+        if row["difference"]:
+            difference, label = float(row["difference"]), labels[name]
+            assert label[3] == (None if row["baseline"] == base["configuration"] else row["baseline"]), (label, row)
+            assert abs(ends[label[0]][0] - difference) < 6e-6, (label, row)  # curves have five digits, the table six
+            assert max(abs(float(its) - difference) for its in (label[2], cells[7])) < 5.1e-5, (label, line, row)
         if row["baseline"] == base["configuration"] != name:
             error = float(row["standard_error"] or 0)
-            found = (y, high - y, y - low, ends[name][0])  # differences are the first curves
-            for its, right in zip(found, (float(row["difference"]), error, error, float(row["difference"]))):
-                assert abs(its - right) < 6e-6, (name, found, row)  # curves have five digits, the table six
-            assert abs(float(cells[7]) - float(row["difference"])) < 5.1e-5, (line, row)
-        elif row["difference"]:
-            label = f"{name} ({float(row['difference']):+.4f} to {row['baseline']})"
-            assert abs(ends[label][0] - float(row["difference"])) < 6e-6, (label, row)
+            for its, right in zip((y, high - y, y - low), (difference, error, error)):
+                assert abs(its - right) < 6e-6, (name, its, row)
         assert cells[10] == (html.escape(row["baseline"]) if row["difference"] else ""), (line, row)
         assert abs(ends[name][-2] - float(row["final_loss"])) < 6e-6, (name, ends[name], row)
     range_ = next(its for its in objects(figures[0], "Range1d") if its["start"] < 0)
