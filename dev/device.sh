@@ -219,7 +219,7 @@ presets() {
 records() {
     local sweep=${SWEEP:-d6} records=build/study/${SWEEP:-d6}
     mkdir -p "$records"
-    [ -d "$records/runs" ] || cp -r "dev/compare/results/$sweep/runs" "$records/" 2> /dev/null || echo "no runs of $sweep yet" >&2
+    [ -f "$records/runs.jsonl" ] || cp "dev/compare/results/$sweep/runs.jsonl" "$records/" 2> /dev/null || echo "no runs of $sweep yet" >&2
     echo "$records"
 }
 
@@ -268,7 +268,7 @@ for step in "$@"; do
         python3 dev/compare/run.py "dev/compare/sweeps/${SWEEP:-d6}.toml" --out "$to" --budget "${BUDGET:-${left:-480}}" \
             --jobs "${JOBS:-1}" --no-check --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
         tail -n 2 "$OUT/study.log"
-        tar -C "$to" -czf "$OUT/${SWEEP:-d6}.tgz" runs ;;
+        tar -C "$to" -czf "$OUT/${SWEEP:-d6}.tgz" runs.jsonl ;;
     multi)
         build train test_gpt2
         nvidia-smi topo -m

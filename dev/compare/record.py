@@ -1,4 +1,5 @@
 """The record of one run: a few KB of JSON that the report is made from, taken from the run folder that ./train wrote.
+A study's records are one file, results/NAME/runs.jsonl, with one record per line, sorted by name and seed.
 
     {"name", "seed", "options", "options_key", "data_key", "status": "done" | "diverged" | "died", "reason", "resolved",
      "final_loss", "val": [[step, loss], ...], "train": [[step, mean loss of the steps since the one before], ...],
@@ -14,8 +15,9 @@ import re
 import struct
 import sys
 
-from sweep import slug
 from trainer import read_plan
+
+FILE = "runs.jsonl"
 
 ITS_OWN = ("run", "resume", "sample", "data", "val")  # differ from start to start or from machine to machine
 RISEN = 0.1  # nats above the loss of the initial weights, where a loss is no result but a run that has diverged
@@ -206,30 +208,42 @@ def is_record(record):
     )
 
 
-def read(path):
-    """The record in a file; None where it is none, or not under its own name."""
+def parsed(line):
+    """The record on a line, or None if the line holds none."""
     try:
-        record = json.loads(path.read_text("utf-8"))
-        return record if is_record(record) and path.stem == slug(record["name"], record["seed"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        record = json.loads(line)
+        return record if is_record(record) else None
+    except (ValueError, KeyError, TypeError):
         return None
 
 
-def read_all(folder):
-    """{(name, seed): record} of a folder of records; what is none, or not under its own name, is told."""
+def lines_of(path):
+    """The lines of a file of records; none if there is no such file."""
+    try:
+        return [line for line in path.read_text("utf-8", "replace").split("\n") if line.strip()]
+    except FileNotFoundError:
+        return []
+
+
+def read_all(path):
+    """{(name, seed): record} of a file of records. A line that holds no record is reported and left out; of two records
+    of one run the later line counts, so files of several machines may be joined."""
     records = {}
-    for path in sorted(folder.glob("*.json")):
-        record = read(path)
+    for number, line in enumerate(lines_of(path), 1):
+        record = parsed(line)
         if record:
             records[record["name"], record["seed"]] = record
         else:
-            print(f"compare: notice: {path} is no record of a run, or not under its own name: left out", file=sys.stderr)
+            print(f"compare: notice: {path}:{number} is no record of a run: left out", file=sys.stderr)
     return records
 
 
 def write(path, record):
-    """One line a member, so that a diff shows what changed; whole or not at all."""
-    text = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    """Puts a record into the file, in the place of an earlier one of the same run. The file changes as a whole or not at
+    all. Lines that hold no record are dropped."""
+    records = {(its["name"], its["seed"]): its for its in map(parsed, lines_of(path)) if its}
+    records[record["name"], record["seed"]] = record
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("{\n" + text + "\n}\n", "utf-8")
+    temporary.write_text("".join(json.dumps(records[key]) + "\n" for key in sorted(records)), "utf-8")
     temporary.replace(path)

@@ -62,11 +62,11 @@ def facts_of(sweep, table, stale):
 
 
 def write(sweep, folder):
-    records = record.read_all(folder / "runs")
+    records = record.read_all(folder / record.FILE)
     table, stale = tables.rows(sweep, records)
     if not any(row.records for row in table):
         other = f" but {stale} of other options" if stale else ""
-        raise Problem(f"{folder / 'runs'} holds no run of {sweep.path}{other}; run it first, or name another --out")
+        raise Problem(f"{folder / record.FILE} holds no run of {sweep.path}{other}; run it first, or name another --out")
     facts = facts_of(sweep, table, stale)
     (folder / "table.csv").write_text(tables.csv_text(table), "utf-8")
     (folder / "table.md").write_text(tables.markdown(table, facts), "utf-8")

@@ -147,7 +147,7 @@ def run_sweep(options):
     """Runs what is not done; the exit status."""
     trainer = Trainer(options.trainer)
     sweep = sweeps.load(options.sweep, options.overrides, trainer.options)
-    records = record.read_all(options.out / "runs")
+    records = record.read_all(options.out / record.FILE)
     gpus = gpus_of(options, sweep.runs)
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {})}
     wanted = [run for run in sweep.runs if not options.only or any(fnmatchcase(run.name, p) for p in options.only)]
@@ -163,7 +163,7 @@ def run_sweep(options):
         sweep,
         trainer,
         options.work,
-        options.out / "runs",
+        options.out / record.FILE,
         options.jobs,
         gpus,
         options.until,
@@ -173,16 +173,16 @@ def run_sweep(options):
 
     def left():
         """Of what was to be run what is not done by now, should another start have ended meanwhile."""
-        found = {(run.name, run.seed): record.read(at_work.path(run)) for run in todo}
+        found = record.read_all(options.out / record.FILE)
         still = [run for run in todo if not is_done(run, trainer, found)]
         if not options.replace:
-            refuse_to_replace(still, found, options.out / "runs")
+            refuse_to_replace(still, found, options.out / record.FILE)
         print(f"{sweep.name}: {len(wanted) - len(still)} of {len(wanted)} runs are done")
         return still
 
     whole = at_work.go(left)
     ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
-    runner.tell(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / 'runs'}")
+    runner.tell(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / record.FILE}")
     return 130 if not whole else 1 if at_work.count["died"] else 0
 
 

@@ -1,7 +1,7 @@
 """Runs what is left of a sweep: as many processes at once as there are slots, until all is done or the budget is spent.
 
 A slot is a GPU, or the CPU; `jobs` of them share one. Each run has a folder of its own under `work`, where ./train
-writes; its record goes to `records`. A run whose folder holds a checkpoint goes on from there, one without begins anew.
+writes; its record goes to the file `records`. A run whose folder holds a checkpoint goes on from there, one without begins anew.
 Children end with this process, however it ends, so that no two write to one folder.
 """
 
@@ -104,9 +104,6 @@ class Runner:
         self.shown, self.width = time.monotonic() - TELL_EVERY + 5, 0
         self.count = {"done": 0, "diverged": 0, "died": 0}
 
-    def path(self, run):
-        return self.records / f"{run.slug()}.json"
-
     # One run.
 
     def start(self, run, slot):
@@ -164,7 +161,7 @@ class Runner:
             "sharing": self.jobs,
             "commit": self.commit,
         }
-        record.write(self.path(job.run), result)
+        record.write(self.records, result)
         self.count[result["status"]] += 1
         # A run that died may be mended and go on from its checkpoint.
         if not self.sweep.keep and result["status"] != "died":
@@ -232,11 +229,12 @@ class Runner:
 
     @contextlib.contextmanager
     def locked(self):
-        """Meanwhile no other run.py writes to these run folders or these records. Of the records the folder itself is
-        locked, for a file would lie in the report's."""
+        """Meanwhile no other run.py writes to these run folders or these records. The folder of the records is locked
+        itself: a lock file would lie among the report's files."""
+        out = self.records.parent
         self.work.mkdir(parents=True, exist_ok=True)
-        self.records.mkdir(parents=True, exist_ok=True)
-        places = (self.work / "lock", os.O_WRONLY | os.O_CREAT, "--work"), (self.records, os.O_RDONLY, "--out")
+        out.mkdir(parents=True, exist_ok=True)
+        places = (self.work / "lock", os.O_WRONLY | os.O_CREAT, "--work"), (out, os.O_RDONLY, "--out")
         with contextlib.ExitStack() as at_end:
             for path, flags, option in places:
                 number = os.open(path, flags, 0o666)
@@ -244,10 +242,11 @@ class Runner:
                 try:
                     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
-                    if path == self.records and not isinstance(error, BlockingIOError):
-                        continue  # of a file system that locks no folders
+                    if path == out and not isinstance(error, BlockingIOError):
+                        continue  # this file system cannot lock folders
+                    place = out if path == out else path.parent
                     raise Problem(
-                        f"{path.parent}: another run.py is at work there; wait for it, or give another {option}"
+                        f"{place}: another run.py is at work there; wait for it, or give another {option}"
                     ) from None
             yield
 

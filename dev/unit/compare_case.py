@@ -11,6 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARE = ROOT / "dev" / "compare"
+sys.path.insert(0, str(COMPARE))
+from sweep import slug  # noqa: E402
+
 BASE = """
 [base]
 device = "cpu"
@@ -65,8 +68,19 @@ class Case:
         assert all(word in said for word in expected), (expected, said)
         assert not self.out.exists() and not self.work.exists(), "something was run"
 
-    def record(self, slug):
-        return json.loads((self.out / "runs" / f"{slug}.json").read_text())
+    def records(self, out=None):
+        """{slug: record} of runs.jsonl."""
+        path = (out or self.out) / "runs.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return {slug(record["name"], record["seed"]): record for record in map(json.loads, lines)}
+
+    def record(self, name):
+        return self.records()[name]
+
+    def put(self, *records):
+        """Makes runs.jsonl of these records, or lines of text."""
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        (self.out / "runs.jsonl").write_text("".join(line + "\n" for line in lines))
 
     def rows(self):
         with (self.out / "table.csv").open(newline="") as file:

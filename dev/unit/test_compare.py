@@ -123,12 +123,12 @@ def test_wrong_files(case):
 def test_done_runs_are_skipped(case):
     said = case.run(SWEEP, "--no-report")
     assert "0 of 2 runs are done" in said and "2 done" in said, said
-    before = {path: path.read_bytes() for path in (case.out / "runs").iterdir()}
+    before = (case.out / "runs.jsonl").read_bytes()
     assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report")
     shutil.rmtree(case.work)  # the records alone say what is done, wherever they were made
     said = case.run(SWEEP, "--no-report")
     assert "2 of 2 runs are done" in said and "nothing was run" in said, said
-    assert before == {path: path.read_bytes() for path in (case.out / "runs").iterdir()}
+    assert before == (case.out / "runs.jsonl").read_bytes()
     edited = SWEEP + "beta2 = 0.99\n"  # of b alone
     said = case.run(edited, status=2)
     assert "1 finished run(s) of these names but of other options" in said and "b seed 1" in said, said
@@ -138,9 +138,9 @@ def test_done_runs_are_skipped(case):
     assert "2 of 2" in case.run(
         SWEEP + "beta2 = 0.99\nprint-every = 3\n", "--no-report"
     ), "an option that changes nothing"
-    case.out.joinpath("runs/a_s1.json").write_text('{"name": "a", ')
+    case.put('{"name": "a", ', case.record("b_s1"))
     said = case.run(SWEEP + "beta2 = 0.99\n", "--no-report")
-    assert "a_s1.json is no record of a run" in said and "1 of 2 runs are done" in said, said
+    assert "runs.jsonl:1 is no record of a run" in said and "1 of 2 runs are done" in said, said
 
 
 def test_corpus_counts_not_its_place(case):
@@ -171,9 +171,9 @@ def test_resumes_after_kill(case):
     process.kill()
     process.communicate()
     wait_for(lambda: not processes(folder), 10)
-    assert not (case.out / "runs" / "a_s1.json").exists()
+    assert not case.records()
     case.run(sweep, "--only", "a", "--no-report")
-    resumed, whole = case.record("a_s1"), json.loads((case.folder / "whole/runs/a_s1.json").read_text())
+    resumed, whole = case.record("a_s1"), case.records(case.folder / "whole")["a_s1"]
     assert resumed["resumed_at"] >= 20 and whole["resumed_at"] == 0, resumed["resumed_at"]
     for key in ("val", "train", "final_loss", "resolved"):
         assert resumed[key] == whole[key], key
@@ -190,7 +190,7 @@ def test_stops_children_at_ctrl_c(case):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopping 2 runs" in out, (out, err)
     assert not processes(case.work / "a_s1") and not processes(case.work / "b_s1")
-    assert not list((case.out / "runs").glob("*.json"))
+    assert not case.records()
     begun = json.loads(next((case.work / "a_s1").glob("step_*/state.json")).read_text())["step"]
     shutil.rmtree(next((case.work / "b_s1").glob("step_*")))
     case.run(UNSAVED, "--no-report", "--jobs", 2)
@@ -207,7 +207,7 @@ def test_two_at_once_are_refused(case):
     assert f"{case.out}: another run.py is at work" in said, said
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == 130 and os.listdir(case.out) == ["runs"] and not os.listdir(case.out / "runs")
+    assert process.returncode == 130 and not os.listdir(case.out)
 
 
 def test_what_another_ended_meanwhile(case):
@@ -264,11 +264,11 @@ def test_budget(case):
     for wrong in ("0", "-1", "nan"):
         assert f"--silence {wrong}: give seconds" in case.run(SWEEP, "--silence", wrong, status=2)
     said = case.run(SWEEP, "--budget", "0", "--no-report")
-    assert "2 runs wait for the next start" in said and not list((case.out / "runs").glob("*")), said
+    assert "2 runs wait for the next start" in said and not case.records(), said
     # After the first run it is known how long one takes: no second that would not end in time.
     slow = case.wrapper('case "$*" in *--run=*) sleep 3 ;; esac')
     said = case.run(SWEEP, "--budget", "5", "--no-report", "--trainer", slow)
-    assert "1 runs wait" in said and (case.out / "runs/a_s1.json").exists(), said
+    assert "1 runs wait" in said and list(case.records()) == ["a_s1"], said
 
 
 def test_spread_over_gpus(case):
@@ -325,10 +325,8 @@ def test_runs_differ_by_the_option_alone(case):
     text += '[[run]]\nname = "m {m} v {v}"\nweights = "fp32"\neach = [{ m = "bf16:sr", v = "fp32" }, '
     text += '{ m = "bf16:sr", v = "bf16:sr" }, { m = "dyn8:sr", v = "sqrt4" }]\n'
     case.run(text)
-    runs = {
-        json.loads(p.read_text())["name"] + str(json.loads(p.read_text())["seed"]): p.stem
-        for p in (case.out / "runs").glob("*.json")
-    }
+    records = case.records()
+    runs = {record["name"] + str(record["seed"]): slug for slug, record in records.items()}
     losses = {name: train_losses(case.work / slug) for name, slug in runs.items()}
     assert len(losses) == 5 and all(len(values) == 4 for values in losses.values()), losses
     other = losses.pop("a2")
@@ -337,9 +335,7 @@ def test_runs_differ_by_the_option_alone(case):
     assert {row["status"] for row in case.rows().values()} == {"done"}, "nothing differs that was not asked for"
     saved = {name: case.work / slug / "step_00000004" for name, slug in runs.items()}
     assert stream(saved["m bf16:sr v fp321"], "m") == stream(saved["m bf16:sr v bf16:sr1"], "m")
-    resolved = {
-        name: json.loads((case.out / "runs" / f"{slug}.json").read_text())["resolved"] for name, slug in runs.items()
-    }
+    resolved = {name: records[slug]["resolved"] for name, slug in runs.items()}
     for name in losses:
         differs = {key for key, value in resolved[name].items() if value != resolved["a1"][key]}
         assert differs <= {"m", "v"}, (name, differs)
@@ -350,11 +346,11 @@ def test_what_nobody_asked_for_is_told(case):
     text = SWEEP + 'seed = [1, 2]\n[[run]]\nname = "c"\nrule = "sgd"\n'
     case.run(text)
     assert {row["status"] for row in case.rows().values()} == {"done"}, case.rows()
+    records = case.records()
     for seed, key, value in ((1, "batch", "2"), (2, "m", "bf16")):
-        path = case.out / "runs" / f"b_s{seed}.json"
-        record = json.loads(path.read_text())
+        record = records[f"b_s{seed}"]
         record["resolved"][key], record["sharing"] = value, seed
-        path.write_text(json.dumps(record))
+    case.put(*records.values())
     case.run(text, "--report-only")
     rows = case.rows()
     told = "its seeds differ in batch (2, 1), m (dyn8/256, bf16); also differs from the baseline in batch (2, not 1)"

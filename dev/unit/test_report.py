@@ -20,7 +20,7 @@ import sys
 import time
 
 from cases import run_cases
-from compare_case import COMPARE, ROOT, SWEEP, Case, missing_tools
+from compare_case import COMPARE, SWEEP, Case, missing_tools
 
 REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "pareto.png", "report.html")
 
@@ -71,14 +71,12 @@ def test_ends(case):
     assert outcome(-9, 99, log(5.4, 4.0, None), "")[0] == "died" and outcome(0, 99, log(5.4, 4.0, None), "")[0] == "died"
 
 
-def test_files_that_are_no_records(case):
-    """They are told and left out, and what they should have been is run again."""
+def test_lines_that_are_no_records(case):
+    """Lines that are no records are reported and left out, and the runs that they should have been are run again."""
     case.run(SWEEP)
-    for name, text in (("notes", "garbage"), ("b_s1", '{"name": "b", "seed": 1}'), ("zz", None)):
-        path = case.out / "runs" / f"{name}.json"
-        path.write_text(text if text is not None else (case.out / "runs/a_s1.json").read_text())
+    case.put(case.record("a_s1"), "garbage", '{"name": "b", "seed": 1}', "[1]")
     said = case.run(SWEEP, "--report-only")
-    assert said.count("is no record of a run, or not under its own name: left out") == 3, said
+    assert said.count("is no record of a run: left out") == 3, said
     assert [row["status"] for row in case.rows().values()] == ["done", "not run yet"], case.rows()
     assert "1 of 2 runs are done" in case.run(SWEEP) and case.rows()["b"]["status"] == "done"
     broken = case.record("a_s1")
@@ -86,9 +84,9 @@ def test_files_that_are_no_records(case):
         ("val", None), ("val", [["a", 1.0]]), ("train", [[1, "x"]]), ("final_loss", "4"), ("status", None), ("parameters", "x"),
         ("final_loss", math.nan), ("resolved", {**broken["resolved"], "m": 1}),
     ):  # fmt: skip
-        (case.out / "runs/a_s1.json").write_text(json.dumps({**broken, key: value}))
+        case.put({**broken, key: value}, case.record("b_s1"))
         said = case.run(SWEEP, "--report-only")
-        assert "a_s1.json is no record" in said and case.rows()["a"]["status"] == "not run yet", (key, said)
+        assert "runs.jsonl:1 is no record" in said and case.rows()["a"]["status"] == "not run yet", (key, said)
 
 
 def test_names_are_shown_as_they_are(case):
@@ -115,7 +113,8 @@ def test_report_twice_is_the_same(case):
     text = SWEEP.replace('name = "a"\n', 'name = "a"\nseed = [1, 2]\n')
     case.run(text)
     there = case.folder / "there"
-    shutil.copytree(case.out / "runs", there / "runs")
+    there.mkdir()
+    shutil.copy(case.out / "runs.jsonl", there)
     sweep, none = case.write(text), case.folder / "none"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = case.command(sweep, "--out", there, "--report-only", "--trainer", none, "--work", none)
@@ -127,7 +126,7 @@ def test_report_twice_is_the_same(case):
     assert page.count("embed_item(item)") == 1 and len(page) > 1000000, "the program is inside"
     head, body = page.split("<script>")[0], page.split("</script>")[1]
     assert "<link" not in page and "<script src" not in page and "http" not in head + body
-    assert max((case.out / "runs" / name).stat().st_size for name in os.listdir(case.out / "runs")) < 10000
+    assert max(map(len, (case.out / "runs.jsonl").read_text().split("\n"))) < 10000
 
 
 def test_report_of_nothing_and_of_a_part(case):
@@ -138,9 +137,9 @@ def test_report_of_nothing_and_of_a_part(case):
     assert "1 records are of other options" in (case.out / "table.md").read_text()
     assert case.rows()["b"]["status"] == "not run yet"
     died = case.record("a_s1") | {"status": "died", "final_loss": None}
-    (case.out / "runs/a_s1.json").write_text(json.dumps(died))
+    case.put(died)
     case.run(SWEEP + "beta2 = 0.9\n", "--report-only")
-    assert sorted(path.name for path in case.out.iterdir()) == ["report.html", "runs", "table.csv", "table.md"]
+    assert sorted(path.name for path in case.out.iterdir()) == ["report.html", "runs.jsonl", "table.csv", "table.md"]
 
 
 def row_of(name, group, size, level, *ends):
@@ -297,10 +296,11 @@ def test_errors_in_the_table(case):
 
 def test_committed_reports(case):
     """The tables and pictures that are in the repository are what the records beside them give, and so is the page."""
-    folders = sorted(path.parent for path in (COMPARE / "results").glob("*/runs"))
+    folders = sorted(path.parent for path in (COMPARE / "results").glob("*/runs.jsonl"))
     for folder in folders:
         out = case.folder / folder.name
-        shutil.copytree(folder / "runs", out / "runs")
+        out.mkdir()
+        shutil.copy(folder / "runs.jsonl", out)
         case.run(COMPARE / "sweeps" / f"{folder.name}.toml", "--report-only", "--out", out, "--trainer", "none")
         for name in REPORT[:5]:
             assert (folder / name).read_bytes() == (out / name).read_bytes(), f"{folder / name}: type --report-only"
@@ -361,7 +361,7 @@ def page_has_the_tables_figures(out, rows):
     range_ = next(its for its in objects(figures[0], "Range1d") if its["start"] < 0)
     inside = sum(range_["start"] < y < range_["end"] for _, y, _, _ in seen.values())
     assert inside >= (0.8 if len(seen) > 5 else 1) * len(seen), (inside, range_)
-    records = map(json.loads, (path.read_text() for path in (out / "runs").glob("*.json")))
+    records = map(json.loads, (out / "runs.jsonl").read_text().split("\n")[:-1])
     ended = [its["final_loss"] for its in records if its["name"] == base["configuration"]]
     for band in bands:
         assert math.isclose(band["y2"][-1], statistics.stdev(ended)) and band["y1"][-1] == -band["y2"][-1], band
@@ -373,91 +373,6 @@ def study(name):
     """{configuration: row} of table.csv of those that have ended."""
     with (COMPARE / "results" / name / "table.csv").open(newline="") as file:
         return {row["configuration"]: row for row in csv.DictReader(file) if row["final_loss"]}
-
-
-def table_of(text, head):
-    """[(line, cells), ...] of the Markdown table whose first line begins with `head`."""
-    lines = text.split(head, 1)[1].split("\n\n", 1)[0].split("\n")[2:]
-    return [(line, [cell.strip() for cell in line.strip("|").split("|")]) for line in lines]
-
-
-def error_of_several(row, digits):
-    """' ± ' and its standard error where it has more than one pair; the 124M column leaves out the pooled one."""
-    return f" ± {float(row['standard_error']):.{digits}f}" if int(row["pairs"]) > 1 else ""
-
-
-def test_readme_has_the_reports_figures(case):
-    """README's table, row by row."""
-    rows, large = study("d6"), study("gpt2")
-    lines = table_of((ROOT / "README.md").read_text(), "| configuration | weights, m, v |")
-    for line, (name, formats, size, loss, difference, error, runs, at_124m) in lines:
-        told = difference if name == "adamw32" else difference.split()[0]
-        same = [
-            row
-            for row in rows.values()
-            if name in ("", row["configuration"])
-            and formats.split(",")[0] == " ".join(row[key] for key in ("weights", "m", "v"))
-            and abs(float(size) - float(row["state_bytes"]) - float(row["weights_bytes"])) < 0.0006
-            and loss == f"{float(row['final_loss']):.4f}"
-            and told == (f"{float(row['difference']):+.4f}" if row["difference"] else "baseline")
-            and error == (f"{float(row['standard_error']):.4f}" if row["standard_error"] else "")
-            and runs == row["seeds_done"]
-        ]
-        assert len(same) == 1, f"README.md: {line}"
-        expected = ""
-        if name in large:
-            row = large[name]
-            expected = f"{float(row['difference']):+.4f}" if row["difference"] else "baseline"
-            expected += error_of_several(row, 4)
-            expected += "" if row["baseline"] == "adamw32" else f" of {row['baseline']}"
-        assert at_124m == expected, f"README.md: {line}: {expected}"
-    assert len(lines) > 20
-
-
-def test_page_has_the_reports_figures(case):
-    """The table of dev/compare/README.md, where all is compared to adamw32."""
-    rows, large = study("d6"), study("gpt2")
-    checked = []
-    for line, (_, take, _, differences, at_0999, at_124m) in table_of((COMPARE / "README.md").read_text(), "| you want | take |"):
-        presets = re.findall(r"`(\w+)`", take)
-        if presets == ["adamw32"]:
-            continue
-        slow = [rows[f"{preset} beta2 0.999"] for preset in presets if f"{preset} beta2 0.999" in rows]
-        expected = ", ".join(f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}" for row in slow)
-        assert at_0999 == expected, f"README.md: {line}: {expected}"
-        for preset, told, told_124m in zip(presets, differences.split(", "), at_124m.split(", "), strict=True):
-            checked.append(preset)
-            row = rows[preset]
-            if row["baseline"] == "adamw32":
-                assert told == f"{float(row['difference']):+.3f} ± {float(row['standard_error']):.3f}", f"README.md: {line}"
-            row = large[preset]
-            its = 0 if row["baseline"] == "adamw32" else float(large[row["baseline"]]["difference"])
-            expected = f"{float(row['difference']) + its:+.3f}{error_of_several(row, 3)}"
-            assert told_124m == expected, f"README.md: {line}: {expected}"
-    assert len(set(checked)) >= 16, checked
-    studies = [(study("d6"), "", 1), (study("d6_once"), "", 1), (large, "", 2)]
-    studies += [(study(name), " beta2 0.999", 1) for name in ("d6", "d6_once")]
-    targets = table_of((COMPARE / "README.md").read_text(), "| target | preset |")
-    for line, (_, preset, *told) in targets:
-        for its, (rows, more, least) in zip(told, studies, strict=True):
-            row = rows.get(preset.strip("`") + more)
-            error = f" ± {float(row['standard_error']):.3f}" if row and int(row["pairs"]) >= least else ""
-            assert its == (f"{float(row['difference']):+.3f}{error}" if row else ""), f"README.md: {line}"
-    assert len(targets) == 4, targets
-
-
-def test_pages_say_how_many_runs_have_ended(case):
-    readme, page = ((folder / "README.md").read_text() for folder in (ROOT, COMPARE))
-    for name, text, phrase in (
-        ("d6", readme, "{} of its {} runs"),
-        ("d6", page, "{} of the {} runs of d6"),
-        ("gpt2", readme, "`gpt2.toml`, {} of its {} runs"),
-        ("gpt2", page, "{} of the {} runs are done"),
-        ("d6_once", page, "`sweeps/d6_once.toml`, {} runs, three seeds each"),
-    ):
-        head = (COMPARE / "results" / name / "table.md").read_text()
-        phrase = phrase.format(*re.search(r"(\d+) of (\d+) runs", head).groups())
-        assert phrase in " ".join(text.split()), phrase
 
 
 def has_the_logs_figures(record, folder):
