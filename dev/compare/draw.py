@@ -264,7 +264,35 @@ def draw_pareto(table, facts, path):
     save(figure, path)
 
 
-PICTURES = {"loss.png": draw_losses, "difference.png": draw_differences, "pareto.png": draw_pareto}
+def draw_presets(table, facts, path):
+    """The configurations that the sweep names in `picture`: bytes against the difference to the baseline, large enough to
+    read at page width. No picture where the sweep names none or none of them has ended."""
+    rows = [row for row in table if row.done and row.name in facts["picture"]]
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
+    figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
+    x, y, errors = [row.bytes for row in rows], [row.level for row in rows], [row.level_error or 0.0 for row in rows]
+    axes.axhline(0, color="#777777", linewidth=0.8, zorder=1)
+    axes.errorbar(x, y, errors, fmt="o", color=COLOURS[0], markersize=6, elinewidth=1.2, capsize=3)
+    for row in rows:
+        left = any(0 < other.bytes - row.bytes < 1 and abs(other.level - row.level) < 0.003 for other in rows)
+        where = {"xytext": (-7 if left else 7, 0), "ha": "right" if left else "left"}
+        where["path_effects"] = [withStroke(linewidth=3, foreground="white")]
+        axes.annotate(plain(row.name), (row.bytes, row.level), textcoords="offset points", va="center", fontsize=10, **where)
+    axes.set_xlim(0, max(x) * 1.12)
+    axes.tick_params(labelsize=10)
+    axes.set_xlabel("bytes per parameter, weights and states", fontsize=11)
+    axes.set_ylabel(plain(f"validation loss − {facts['baseline']}'s (nats)"), fontsize=11)
+    save(figure, path)
+
+
+PICTURES = {
+    "loss.png": draw_losses,
+    "difference.png": draw_differences,
+    "pareto.png": draw_pareto,
+    "presets.png": draw_presets,
+}
 
 
 def draw(table, facts, folder):

@@ -20,7 +20,7 @@ RESERVED = ("run", "resume", "sample", "dry-run", "list-formats", "list-presets"
 NEUTRAL = ("print-every", "save-every", "keep")
 # Where they lie may differ from machine to machine; what they hold is compared instead.
 PATHS = ("data", "val")
-STUDY_KEYS = ("title", "baseline", "keep-checkpoints", "base", "run")
+STUDY_KEYS = ("title", "baseline", "picture", "keep-checkpoints", "base", "run")
 RUN_KEYS = ("name", "group", "baseline", "turn", "each")
 USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
@@ -74,6 +74,7 @@ class Sweep:
     title: str
     baseline: str
     keep: bool  # checkpoints stay
+    picture: list  # names of the configurations in presets.png, which a README can show at page width
     runs: list  # in the order in which they run
 
     def configurations(self):
@@ -267,6 +268,9 @@ class Reader:
         for key, kind, what in (("title", str, "a text"), ("keep-checkpoints", bool, "true or false")):
             if not isinstance(self.data.get(key, kind()), kind):
                 raise Problem(f"{self.where(('', 0), key)}: {key} is {what}")
+        picture = self.data.get("picture", [])
+        if not isinstance(picture, list) or len(picture) > 10 or not all(isinstance(name, str) for name in picture):
+            raise Problem(f"{self.where(('', 0), 'picture')}: picture is a list of at most ten names")
         for number, entry in enumerate(self.data.get("run", [])):
             if not isinstance(entry, dict):
                 raise Problem(f"{self.where(('', 0), 'run')}: write [[run]] for each run, with its options below")
@@ -296,7 +300,13 @@ class Reader:
         runs.sort(key=lambda run: run.turn)
         title = self.data.get("title", self.path.stem)
         return Sweep(
-            self.path, self.path.stem, title, self.data["baseline"], self.data.get("keep-checkpoints", False), runs
+            self.path,
+            self.path.stem,
+            title,
+            self.data["baseline"],
+            self.data.get("keep-checkpoints", False),
+            self.data.get("picture", []),
+            runs,
         )
 
     def set_to_blame(self, run, other):
