@@ -833,7 +833,7 @@ TEST(model_file_orientation) {
     path_join(path, folder, "model.safetensors");
     Model m;
     float* values = initial_weights(&m, &dev, &setup, 4);
-    CheckpointFile sum = {"model.safetensors", 0, -1};
+    CheckpointFile sum = {"model.safetensors", 0, -1, false};
     bool written = model_write(&m, path, &sum, error);
     expect(written, "%s", error);
     Safetensors file;

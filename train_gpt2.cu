@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "data/checkpoint.h"        // checkpoint_commit, checkpoint_verify, ...: whole or not there
+#include "data/finite.h"            // values_finite: nothing that is not finite is saved or loaded
 #include "data/gpt2_config.h"       // gpt2_config_read, gpt2_config_write: the model's shape in a folder
 #include "data/launch.h"            // Launch: ranks, one a GPU
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
@@ -747,8 +748,10 @@ static int prompt_tokens(const Tokenizer* tokenizer, const char* prompt, int V, 
 // Continues `prompt` by `length` tokens and hands each piece of text to `put`. There is no key-value cache: the whole
 // window is computed again for each token, its length rounded up to 64 so that few matmul shapes occur. Of several
 // ranks the first alone has a tokenizer and draws; the others compute with it.
-static void sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, int64_t length, double temperature,
+// Returns false where the model's output is not finite: there it ends.
+static bool sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, int64_t length, double temperature,
                    int64_t top_k, uint64_t seed, void (*put)(void*, const char*, int), void* context) {
+    constexpr int END = -1, NOT_FINITE = -2;
     int T = m->T, V = m->config.V, most = (int)strlen(prompt) + 16;
     int* tokens = (int*)calloc(most + length + 1, sizeof(int));
     int used = tokenizer ? prompt_tokens(tokenizer, prompt, V, tokens, most) : 0;
@@ -757,6 +760,7 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
     put(context, prompt, (int)strlen(prompt));
     float* logits = (float*)malloc(V * sizeof(float));
     int* window = (int*)malloc(T * sizeof(int));
+    int token = 0;
     for (int64_t i = 0; i < length && !asks_to_stop(m); i++) {
         shard_hurry(m->shard, "a sample");
         int visible = used < T ? used : T;  // the last T tokens
@@ -766,8 +770,10 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
         copy_to_device(m->dev, m->input, window, rounded * (int64_t)sizeof(int));
         next_logits(m, rounded, visible - 1, logits);
         double coin = (double)(random_bits(seed, (uint64_t)1 << 20, used) >> 11) / 9007199254740992.0;
-        int token = draw_token(logits, V, temperature, top_k, coin), bytes = 0;
-        if (tokenizer && token == tokenizer_end(tokenizer)) token = -1;
+        int bytes = 0;
+        token = draw_token(logits, V, temperature, top_k, coin);
+        if (tokenizer && token == tokenizer_end(tokenizer)) token = END;
+        if (!values_finite("", "F32", logits, V * (int64_t)sizeof(float), 0, nullptr)) token = NOT_FINITE;
         shard_share(m->shard, &token, sizeof(token));
         if (token < 0) break;
         tokens[used++] = token;
@@ -778,6 +784,7 @@ static void sample(const Model* m, const Tokenizer* tokenizer, const char* promp
     free(window);
     free(logits);
     free(tokens);
+    return token != NOT_FINITE;
 }
 
 // Model folders in Hugging Face's format. model.safetensors has transformers' names and orientation and no padding of
@@ -841,7 +848,8 @@ static bool model_write(const Model* m, const char* path, CheckpointFile* file, 
         if (!first) continue;
         bool turn = is_transposed(t, m->count);
         if (turn) transpose(turned, values, rows, tensor->cols, size);
-        fine = safetensors_write(writer, turn ? turned : values, n * size, error);
+        file->nonfinite = !values_finite(tensor->name, stream.dtype, values, n * size, 0, error);
+        fine = !file->nonfinite && safetensors_write(writer, turn ? turned : values, n * size, error);
     }
     if (fine && writer) {
         fine = safetensors_finish(writer, &file->crc, &file->bytes, error);
@@ -885,6 +893,10 @@ static void model_tensor_read(const Model* m, const Safetensors* file, int t, fl
     safetensors_floats(found, turn ? turned : values);
     if (turn) transpose(values, turned, cols, rows, 4);
     free(turned);
+    char error[DATA_ERROR_BYTES];
+    if (!values_finite(found->name, "F32", values, n * (int64_t)sizeof(float), 0, error)) {
+        user_error("%s: %s, so the model is of no use; name another one", file->path, error);
+    }
 }
 
 // The weights of FOLDER/model.safetensors into the model.
@@ -925,6 +937,8 @@ struct Run {
     double best_val;       // infinite until the first validation
     int64_t skipped;       // of the steps done: those that changed nothing, see --on-nonfinite
     int64_t skipped_last;  // the last ones among them, without a good one in between
+    bool nonfinite;        // the checkpoint that could not be written held a value that is not finite
+    double last_val;       // loss of the last validation; 0 before the first
     char last_checkpoint[PATH_BYTES];
     double started;  // seconds
 };
@@ -979,7 +993,10 @@ static bool optimizer_write(const Model* m, const char* path, CheckpointFile* fi
             int64_t count = arrays.bytes[i] - at < piece ? arrays.bytes[i] - at : piece;
             if (arrays.ranks > 1) shard_to_first(m->shard, host, data + at, count, i % arrays.ranks, false);
             if (arrays.ranks == 1 && first) copy_to_host(m->dev, host, data + at, count);
-            if (first) fine = safetensors_write(writer, host, count, error);
+            if (!first) continue;
+            const ShardArray* array = &arrays.whole[i / arrays.ranks];
+            file->nonfinite = !values_finite(array->name, array->dtype, host, count, at / array->element_bytes, error);
+            fine = !file->nonfinite && safetensors_write(writer, host, count, error);
         }
     }
     free(host);
@@ -1001,6 +1018,11 @@ struct CheckpointReader {
 static const void* reader_array(void* context, const char* name, const char* dtype, int64_t bytes) {
     const CheckpointReader* reader = (const CheckpointReader*)context;
     const SafetensorsTensor* found = safetensors_find(&reader->optimizer, name);
+    char error[DATA_ERROR_BYTES];
+    if (found && !values_finite(name, found->dtype, found->data, found->bytes, 0, error)) {
+        user_error("%s: %s, so the run cannot go on from it; name an earlier checkpoint", reader->optimizer.path,
+                   error);
+    }
     return found && strcmp(found->dtype, dtype) == 0 && found->bytes == bytes ? found->data : nullptr;
 }
 
@@ -1069,11 +1091,11 @@ static void state_write(const Run* run, FILE* state) {
 }
 
 static bool checkpoint_write(Run* run, const char* folder, char* error) {
-    CheckpointFile files[] = {{"model.safetensors", 0, -1},
-                              {"optimizer.safetensors", 0, -1},
-                              {"config.json", 0, -1},
-                              {"vocab.json", 0, -1},
-                              {"merges.txt", 0, -1}};
+    CheckpointFile files[] = {{"model.safetensors", 0, -1, false},
+                              {"optimizer.safetensors", 0, -1, false},
+                              {"config.json", 0, -1, false},
+                              {"vocab.json", 0, -1, false},
+                              {"merges.txt", 0, -1, false}};
     const Config* c = &run->model->config;
     if (rank_of(run->model) > 0) {
         bool alone = !shard_splits(run->model->shard, SHARD_STATES);  // then rank 0 has all that it needs
@@ -1087,9 +1109,12 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     }
     char path[PATH_BYTES];
     path_join(path, folder, files[0].name);
-    if (!folder_make(folder, error) || !model_write(run->model, path, &files[0], error)) return false;
+    if (!folder_make(folder, error)) return false;
+    bool written = model_write(run->model, path, &files[0], error);
     path_join(path, folder, files[1].name);
-    if (!optimizer_write(run->model, path, &files[1], error)) return false;
+    written = written && optimizer_write(run->model, path, &files[1], error);
+    run->nonfinite = files[0].nonfinite || files[1].nonfinite;
+    if (!written) return false;
     path_join(path, folder, files[2].name);
     if (!gpt2_config_write(path, &shape, dtype, error)) return false;
     for (int i = 3; i < 5; i++) {
@@ -1105,11 +1130,24 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     return fine;
 }
 
+// Weights or states are not finite, so the run ends without a checkpoint of them.
+[[noreturn]] static void nonfinite_failed(const Run* run, const char* what) {
+    if (run->last_checkpoint[0]) {
+        user_error("step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)",
+                   (long long)run->step, what, run->last_checkpoint, run->options->lr);
+    }
+    user_error(
+        "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a smaller --lr "
+        "(now %g)",
+        (long long)run->step, what, run->options->lr);
+}
+
 // Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
 // it.
 static void checkpoint_save(Run* run) {
     char path[PATH_BYTES], temporary[PATH_BYTES], error[DATA_ERROR_BYTES], ignored[DATA_ERROR_BYTES];
     double begin = seconds_now();
+    signals_doing("this save", 0);
     checkpoint_name(run->folder, run->step, path, sizeof(path));
     path_join(temporary, path, nullptr);
     strcat(temporary, ".tmp");
@@ -1130,6 +1168,7 @@ static void checkpoint_save(Run* run) {
     if (folder_exists(temporary)) folder_remove(temporary, ignored);
     if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
         folder_remove(temporary, ignored);
+        if (run->nonfinite) nonfinite_failed(run, error);
         user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s%s",
                    (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "auto --run ",
                    run->last_checkpoint[0] ? "" : run->folder);
@@ -1410,9 +1449,11 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
 }
 
 static void run_validation(Run* run, const Dataset* data) {
+    signals_doing("this part of the validation", 0);
     double begin = seconds_now(), loss = validate(run->model, data, run->options->val_tokens);
     if (stops(run->model)) return;
     if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
+    run->last_val = loss;
     if (loss < run->best_val) run->best_val = loss;
     double bpb = run->bytes_per_token > 0 ? loss / log(2.0) / run->bytes_per_token : NAN;
     say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)run->step, loss, run->best_val);
@@ -1429,6 +1470,7 @@ static void put_text(void* context, const char* text, int bytes) {
         if (to[i]) fwrite(text, 1, bytes, to[i]);
         if (to[i]) fflush(to[i]);
     }
+    if (to[0] == stdout && !to[1] && ferror(stdout)) exit(0);  // of --sample: nobody reads on
 }
 
 static void run_sample(Run* run) {
@@ -1437,9 +1479,15 @@ static void run_sample(Run* run) {
     size_t bytes = 0;
     FILE* memory = open_memstream(&text, &bytes);
     FILE* to[2] = {memory, nullptr};
-    sample(run->model, run->tokenizer, o->prompt, o->sample_tokens, o->temperature, o->top_k, (uint64_t)o->seed,
-           put_text, to);
+    signals_doing("this token", 0);
+    const bool finite = sample(run->model, run->tokenizer, o->prompt, o->sample_tokens, o->temperature, o->top_k,
+                               (uint64_t)o->seed, put_text, to);
     fclose(memory);
+    if (!finite) {
+        say(run, "sample   none: the model's output is not finite\n");
+        free(text);
+        return;
+    }
     say(run, "sample ------------------------------------------------------------\n");
     FILE* copies[2] = {run->quiet ? nullptr : stdout, run->quiet ? nullptr : run->text};
     put_text(copies, text, (int)bytes);
@@ -1506,6 +1554,12 @@ static void tell_end(Run* run, double counted, double seconds) {
         say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)run->skipped,
             (long long)run->step);
     }
+    if (run->skipped_last == 0 || stops(run->model)) return;
+    say(run, "skipped  the last %lld of them in a row, so the weights are those of step %lld\n",
+        (long long)run->skipped_last, (long long)(run->step - run->skipped_last));
+    if (run->skipped < run->step && isfinite(run->last_val)) return;
+    user_error("the run ended without a finite loss; the weights of %s are of no use: type a smaller --lr (now %g)",
+               run->last_checkpoint, run->options->lr);
 }
 
 // The data cannot be read on: what there is is saved, and the rank with bad data ends all.
@@ -1562,10 +1616,12 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     float* scalars = (float*)(m->dev->gpu ? pinned_alloc : malloc)(SCALARS * sizeof(float));
     StepTimer timer = {run->step, run->step, seconds_now(), 0};
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
-    bool due = false;  // a checkpoint
+    bool due = false;    // a checkpoint
+    double seconds = 0;  // of the last step
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
     while (run->step < o->steps && !stops(m)) {
         double begin = seconds_now(), lr = learning_rate(o, run->step);
+        signals_doing("this step", seconds);
         int64_t update = run->step + 1 - run->skipped;  // what moments and their bias corrections count
         if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = save_asked(run);
         int64_t micro_batches = slice.run / m->B;
@@ -1573,6 +1629,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
         shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
         if (!fine || scalars[SCALAR_BAD] > 0) data_failed(run, &feeder, run->step <= saved_at);
+        seconds = seconds_now() - begin;
         step_done(run, scalars, lr, begin, &timer, memory);
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
@@ -1676,7 +1733,10 @@ static int sample_main(Options* o) {
     model_allocate(&m, nullptr);
     model_read(&m, o->model);
     FILE* to[2] = {stdout, nullptr};
-    sample(&m, tokenizer, o->sample, o->sample_tokens, o->temperature, o->top_k, (uint64_t)o->seed, put_text, to);
+    if (!sample(&m, tokenizer, o->sample, o->sample_tokens, o->temperature, o->top_k, (uint64_t)o->seed, put_text,
+                to)) {
+        user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
+    }
     printf("\n");
     tokenizer_close(tokenizer);
     model_free(&m);
@@ -1899,7 +1959,7 @@ static void training_begin(Training* t) {
     rehearse(m, &t->dev);
     model_begin(&t->run, &t->config, t->state, checkpoint);
     if (m->shard) shard_publish(m->shard);
-    signals_catch();
+    signals_doing("this step", 0);
     // Paths as they are found from any folder, so that the run can be resumed from anywhere.
     if (o->data[0]) o->data = path_absolute(o->data);
     if (o->val[0]) o->val = path_absolute(o->val);
@@ -1953,6 +2013,12 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 }
 
 #ifndef TESTING
+// Before the shared libraries' own start, so that a signal finds its handler whenever it comes.
+static void before_all(int, char**, char**) {
+    signals_catch();
+}
+__attribute__((section(".preinit_array"), used)) static void (*const first_of_all)(int, char**, char**) = before_all;
+
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
     Options options = {};
@@ -1971,12 +2037,14 @@ int main(int argc, char** argv) {
     bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
+    if (launch.rank > 0) signals_quiet();
     if (samples) return launch.rank == 0 ? sample_main(&options) : 0;
     if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
         user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave one of them out",
                    (long long)options.gpus);
     }
     if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
+    if (launch.rank > 0) signals_quiet();
     if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
     int code = train_main(&options, given, &launch);
     launch_leave(&launch);

@@ -33,7 +33,8 @@ void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t by
 typedef struct {
     const char* name;
     uint32_t crc;
-    int64_t bytes;  // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
+    int64_t bytes;   // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
+    bool nonfinite;  // it was not written to the end, because a value is not finite
 } CheckpointFile;
 // Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
 // follow.

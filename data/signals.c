@@ -1,27 +1,62 @@
 // See signals.h.
 #define _GNU_SOURCE
 #include "signals.h"
-#include <stddef.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 volatile sig_atomic_t signal_stop, signal_save;
-static volatile sig_atomic_t first_seconds;
+static const char* volatile doing;     // what a stop waits for; NULL: there is nothing to save
+static volatile double began, expect;  // the clock when it began, and the seconds that it may take; 0: unknown
+static volatile double first_signal;   // the clock at the first request to stop
+static volatile sig_atomic_t quiet;
 
-static void on_signal(int number) {
-    if (number == SIGUSR1) {
-        signal_save = 1;
-        return;
-    }
+static double seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    // A second one means now; but launchers deliver one signal twice, to the program and to its group.
-    if (signal_stop && now.tv_sec - first_seconds >= 2) _exit(128 + number);
-    if (!signal_stop) first_seconds = (sig_atomic_t)now.tv_sec;
-    signal_stop = 1;
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// A mapped file that was cut short, or a disk that cannot be read any more.
+// A line on stderr, by calls that a signal handler may make. `number` follows `text` unless it is negative.
+static void tell(const char* text, const char* what, long number, const char* end) {
+    char line[256] = "", digits[24];
+    int at = sizeof(digits) - 1;
+    if (quiet) return;
+    digits[at] = 0;
+    for (long rest = number; number >= 0 && (rest > 0 || !digits[at]); rest /= 10)
+        digits[--at] = (char)('0' + rest % 10);
+    const char* parts[] = {"\ntrain: ", text, what, number < 0 ? "" : ", about ", number < 0 ? "" : digits + at, end};
+    for (size_t i = 0, used = 0; i < sizeof(parts) / sizeof(parts[0]); i++) {
+        for (const char* c = parts[i]; *c && used + 1 < sizeof(line); c++) line[used++] = *c;
+    }
+    if (write(2, line, strlen(line)) < 0) return;
+}
+
+static void on_signal(int number) {
+    int error = errno;
+    double now = seconds_now(), since = now - first_signal;
+    if (number == SIGUSR1) {
+        signal_save = 1;
+    } else if (!doing) {
+        tell("stopped by a signal; there was nothing to save", "", -1, "\n");
+        _exit(128 + number);
+    } else if (!signal_stop) {
+        double left = expect - (now - began);
+        first_signal = now;
+        signal_stop = 1;
+        tell("stopping after ", doing, expect > 0 ? (long)(left > 0 ? left + 0.999 : 0) : -1,
+             expect > 0 ? " s; press again to quit without saving\n" : "; press again to quit without saving\n");
+    } else if (since >= (number == SIGINT ? 0.5 : 2.0)) {
+        tell("stopped again: ended without saving", "", -1, "\n");
+        _exit(128 + number);
+    }
+    errno = error;
+}
+
+// A disk that cannot be read any more, or a mapped file that was cut short.
 static void on_bus_error(int number) {
     static const char text[] =
         "train: error: a mapped file was cut short or cannot be read while in use; go on with --resume\n";
@@ -30,10 +65,25 @@ static void on_bus_error(int number) {
 }
 
 void signals_catch(void) {
-    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    for (int i = 0; i <= 2; i++) {
+        if (fcntl(i, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) break;  // open takes the lowest free number, i
+    }
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, hangup;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGUSR1, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, NULL);
+    signal(SIGPIPE, SIG_IGN);
     signal(SIGBUS, on_bus_error);
     signal(SIGXFSZ, SIG_IGN);  // a file over the shell's limit is a write error with a sentence, not a death
+}
+
+void signals_quiet(void) {
+    quiet = 1;
+}
+
+void signals_doing(const char* what, double seconds) {
+    began = seconds_now();
+    expect = seconds;
+    doing = what;
 }

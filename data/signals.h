@@ -1,5 +1,12 @@
-// Signals of a run: SIGINT and SIGTERM ask it to save and end, SIGUSR1 to save and go on. The handlers only set flags;
-// the run looks at them between steps, and while it validates or samples.
+// Signals of a run. The handlers set flags, which the run looks at between steps and while it validates or samples.
+//
+//     SIGINT, SIGTERM, SIGHUP   stop: the run saves and ends. Where there is nothing to save the process ends at once.
+//     the same once more        ends the process without saving: SIGINT half a second or more after the first, the
+//                               others two seconds, for a launcher may deliver one signal twice
+//     SIGUSR1                   save and go on
+//     SIGPIPE, SIGXFSZ          ignored: a closed stdout does not end a run, and a full file is a write error
+//
+// SIGHUP stays ignored where it was ignored at the start, as under nohup.
 #pragma once
 #include <signal.h>
 #include <stdbool.h>
@@ -9,8 +16,14 @@ extern "C" {
 
 extern volatile sig_atomic_t signal_stop, signal_save;
 
-// A second SIGINT or SIGTERM, two seconds or more after the first, ends the process at once.
+// Installs the handlers, and opens /dev/null in the place of closed descriptors 0 to 2, so that no file of the run gets
+// their number and with it text that was meant for the terminal. Call it before anything else.
 void signals_catch(void);
+// No messages from this process: it is a rank other than 0.
+void signals_quiet(void);
+// What a stop has to wait for, such as "this step", and the seconds that it may take (0: unknown); NULL: there is
+// nothing to save, and a signal ends the process at once. The text must outlive the call.
+void signals_doing(const char* what, double seconds);
 
 #ifdef __cplusplus
 }

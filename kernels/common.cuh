@@ -10,6 +10,7 @@
 #include <cuda.h>  // types; the driver's functions are found at run time, so that nothing links with it
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -101,7 +102,11 @@ bool driver_bind(const char* name, Function* function) {
 inline void openmp_wait_asleep(char** argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
     setenv("OMP_WAIT_POLICY", "passive", 1);
-    execv("/proc/self/exe", argv);  // on failure: go on, only slower
+    struct sigaction before, ignore = {};
+    ignore.sa_handler = SIG_IGN;
+    sigaction(SIGUSR1, &ignore, &before);  // ignored, it cannot end the new program before its handlers are there
+    execv("/proc/self/exe", argv);         // on failure: go on, only slower
+    sigaction(SIGUSR1, &before, nullptr);
 }
 
 struct MatmulPlan;

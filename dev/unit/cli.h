@@ -335,14 +335,14 @@ inline void make_model(const char* work, const char* name, const char* from, con
     free(config), free(changed), free(weights);
 }
 
-// A copy of a checkpoint in bf16 with one infinite weight, the last: every loss is NaN.
-inline void make_infinite_model(const char* work, const char* name, const char* from) {
+// A copy of a checkpoint in bf16 whose last weight has the two bytes `value`.
+inline void make_model_ending(const char* work, const char* name, const char* from, const char* value) {
     char folder[PATH_MAX];
     int64_t bytes;
     make_model(work, name, from, "gelu_new", "gelu_new", 1);
     snprintf(folder, sizeof(folder), "%s/%s", work, name);
     char* weights = contents(folder, "model.safetensors", &bytes);
-    memcpy(weights + bytes - 2, "\x80\x7f", 2);
+    memcpy(weights + bytes - 2, value, 2);
     write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
     free(weights);
 }

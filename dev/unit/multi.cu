@@ -906,7 +906,7 @@ TEST(multi_failures) {
     train_well("%s --data %s/text.txt --run %s/used --batch 1 --steps 2", SEVERAL, work, work);
     snprintf(from, sizeof(from), "%s/used/step_00000002", work);
     snprintf(bad, sizeof(bad), "%s/bad", work);
-    make_infinite_model(work, "bad", from);
+    make_model_ending(work, "bad", from, "\x7f\x7f");
     Child nan = new_child();
     start_ranks(
         &nan, false, 2,

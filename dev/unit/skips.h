@@ -77,3 +77,45 @@ TEST(model_skips_nonfinite_steps_gpu) {
     check_skips(test, &dev, &setup);
     device_close(&dev);
 }
+
+// One value of each stored array in turn is no longer finite: the checkpoint's files are refused, each with its array's
+// name, and are written once it is mended.
+static void check_refuses_to_save(Test* test, const Device* dev, const Setup* setup) {
+    char path[] = "/tmp/nibble_nonfinite_XXXXXX", error[DATA_ERROR_BYTES];
+    close(mkstemp(path));
+    Model m;
+    model_open(&m, dev, setup);
+    model_init(&m, 5);
+    for (int i = -1; i < optim_stream_count(m.optim); i++) {
+        OptimStream stream = i < 0 ? OptimStream{} : optim_stream(m.optim, i);
+        const bool fp32 = i >= 0 && strcmp(stream.dtype, "F32") == 0;
+        if (i >= 0 && !fp32 && strcmp(stream.dtype, "BF16") != 0) continue;
+        char before[4], bad[4];
+        const float nan = NAN;
+        memcpy(bad, (const char*)&nan + (fp32 ? 0 : 2), fp32 ? 4 : 2);
+        const int64_t bytes = fp32 ? 4 : 2;
+        char* at = (char*)stream.data + 7 * bytes;
+        if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
+        CheckpointFile model = {"", 0, -1, false}, states = {"", 0, -1, false};
+        bool written = model_write(&m, path, &model, error) && optimizer_write(&m, path, &states, error);
+        expect(written == (i < 0), "%s: %s", i < 0 ? "finite" : stream.name, written ? "written" : error);
+        expect((model.nonfinite || states.nonfinite) == (i >= 0), "%s is not told", i < 0 ? "finite" : stream.name);
+        if (i >= 0) expect(strstr(error, "holds nan at element 7"), "%s: %s", stream.name, error);
+        if (i >= 0) copy_to_device(dev, at, before, bytes);
+    }
+    model_free(&m);
+    unlink(path);
+}
+
+TEST(model_refuses_to_save_nonfinite) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_refuses_to_save(test, &dev, &TRAINED);
+}
+
+TEST(model_refuses_to_save_nonfinite_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_refuses_to_save(test, &dev, &TRAINED);
+    device_close(&dev);
+}

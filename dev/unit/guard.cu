@@ -1,0 +1,190 @@
+// Tests of what guards a run: values that are not finite are neither saved nor loaded, and signals in every phase.
+#include "../../data/finite.h"
+#include "cli.h"
+
+TEST(guard_values) {
+    static const struct {
+        const char* dtype;
+        int bytes;
+        uint64_t good, infinite, nan;  // the largest value; 0: the type has no infinity
+    } types[] = {
+        {"F32", 4, 0x7f7fffff, 0xff800000, 0x7fc00001},
+        {"BF16", 2, 0x7f7f, 0xff80, 0x7fff},
+        {"F16", 2, 0xfbff, 0x7c00, 0x7e00},
+        {"F64", 8, 0x7fefffffffffffff, 0xfff0000000000000, 0x7ff8000000000000},
+        {"F8_E5M2", 1, 0x7b, 0xfc, 0x7d},
+        {"F8_E4M3", 1, 0x7e, 0, 0xff},
+        {"F8_E8M0", 1, 0xfe, 0, 0xff},
+        {"U8", 1, 0xff, 0, 0},
+    };
+    constexpr int COUNT = 200000;
+    char error[DATA_ERROR_BYTES], *values = (char*)malloc(8 * COUNT + 1);
+    for (const auto& type : types) {
+        char* at = values + 1;  // not aligned
+        for (int i = 0; i < COUNT; i++) memcpy(at + (int64_t)i * type.bytes, &type.good, type.bytes);
+        expect(values_finite("x", type.dtype, at, (int64_t)COUNT * type.bytes, 0, error), "%s: %s", type.dtype, error);
+        for (int place : {0, 70001, COUNT - 1}) {
+            for (uint64_t bad : {type.infinite, type.nan}) {
+                if (!bad) continue;
+                memcpy(at + (int64_t)place * type.bytes, &bad, type.bytes);
+                char want[64];
+                snprintf(want, sizeof(want), "x holds %s at element %d", bad == type.nan ? "nan" : "infinity",
+                         place + 5);
+                bool found = !values_finite("x", type.dtype, at, (int64_t)COUNT * type.bytes, 5, error);
+                expect(found && strcmp(error, want) == 0, "%s: '%s', want '%s'", type.dtype, error, want);
+                memcpy(at + (int64_t)place * type.bytes, &type.good, type.bytes);
+            }
+        }
+    }
+    free(values);
+}
+
+// Writes state.json's sums and seal anew, as somebody would who changed a file of the checkpoint on purpose.
+static void seal_again(Test* test, const char* checkpoint) {
+    char error[DATA_ERROR_BYTES];
+    int64_t bytes;
+    char *state = contents(checkpoint, "state.json", &bytes), *files = state ? strstr(state, "\"files\"") : nullptr;
+    expect(files, "%s/state.json has no files", checkpoint);
+    if (files) *files = 0;
+    const CheckpointFile all[] = {
+        {"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}, {"config.json", 0, -1, false}};
+    if (files) expect(checkpoint_seal(checkpoint, state, all, 3, error), "%s", error);
+    free(state);
+}
+
+// One NaN or infinity in the last value of a file: no option that loads it goes on.
+TEST(guard_poisoned_checkpoints) {
+    const char* work = work_folder();
+    static const struct {
+        const char *formats, *file, *bytes;
+        int count;
+    } poisons[] = {
+        {"--preset adamw32", "model.safetensors", "\x80\x7f", 2},
+        {"--preset adamw32", "optimizer.safetensors", "\x00\x00\xc0\x7f", 4},  // v, or the master
+        {"--weights fp32 --m fp32 --v bf16:sr", "optimizer.safetensors", "\x80\x7f", 2},
+        {"--weights bf16:sr --m dyn8 --v udyn8", "optimizer.safetensors", "\x00\x00\x80\x7f", 4},  // a scale
+    };
+    int number = 0;
+    for (const auto& poison : poisons) {
+        char run[PATH_MAX], step[PATH_MAX];
+        int64_t bytes;
+        snprintf(run, sizeof(run), "%s/run%d", work, number++);
+        train_well("%s %s --data %s/text.txt --device cpu --run %s --steps 2 %s", SHAPE, QUICK, work, run,
+                   poison.formats);
+        checkpoint_name(run, 2, step, sizeof(step));
+        char* text = contents(step, poison.file, &bytes);
+        memcpy(text + bytes - poison.count, poison.bytes, (size_t)poison.count);
+        write_bytes(step, poison.file, text, (size_t)bytes);
+        free(text);
+        seal_again(test, step);
+        run_train(resumed, "--resume %s --steps 4 --device cpu", run);
+        expect_error(test, &resumed, "--resume", " holds ", " at element ");
+        if (strcmp(poison.file, "model.safetensors") == 0) {
+            run_train(sampled, "--sample a --model %s --device cpu", step);
+            expect_error(test, &sampled, "--sample", " holds ", " at element ");
+            expect(!*OUT(sampled), "text from bad weights: %s", OUT(sampled));
+            run_train(begun, "%s --data %s/text.txt --model %s --device cpu --run %s/begun --steps 1", QUICK, work,
+                      step, work);
+            expect_error(test, &begun, "--model", " holds ", " at element ");
+            forget(&sampled), forget(&begun);
+        }
+        forget(&resumed);
+    }
+    remove_tree(work);
+}
+
+// A run whose weights leave the finite numbers keeps its good checkpoints, saves none of bad weights, and fails.
+TEST(guard_diverging_run) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --device cpu --run %s --steps 2 --weights fp32", SHAPE, QUICK, work, run);
+    run_train(child, "--resume %s --steps 9 --rule sgd --lr 1000 --clip 0 --weight-decay 100 --device cpu", run);
+    expect(child.code == 2 && (strstr(ERR(child), "was not saved") || strstr(ERR(child), "without a finite loss")),
+           "exit code %d: %s", child.code, ERR(child));
+    expect(exists(run, "step_00000002"), "the good checkpoint is gone");
+    forget(&child);
+    train_well("--resume %s/step_00000002 --run %s/again --steps 3 --device cpu", run, work);
+    remove_tree(work);
+}
+
+// Sends a signal after a time and expects one of two exit codes; returns what it wrote to stderr. The caller forgets.
+static void signalled(Test* test, Child* child, int number, double ms, int code, int other) {
+    pause_ms(ms);
+    kill(child->pid, number);
+    finish(child);
+    expect(child->code == code || child->code == other, "signal %d after %g ms: exit code %d; stderr: %s", number, ms,
+           child->code, ERR(*child));
+}
+
+#define LONG_RUN SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 100000 --save-every 0 --run %s/%s"
+
+TEST(guard_stop_in_every_phase) {
+    const char* work = work_folder();
+    char name[32];
+    int number = 0;
+    for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        for (double ms : {5.0, 20.0, 50.0, 100.0, 300.0}) {
+            Child child = new_child();
+            snprintf(name, sizeof(name), "run%d", number++);
+            start(&child, LONG_RUN, work, work, name);
+            signalled(test, &child, signal, ms, 0, 128 + signal);
+            bool saved = child.code == 0, told = strstr(ERR(child), "stopp");
+            expect(told || ms < 50, "signal %d after %g ms is not answered: %s", signal, ms, ERR(child));
+            if (saved) expect(strstr(ERR(child), "press again to quit without saving"), "%s", ERR(child));
+            forget(&child);
+        }
+    }
+    // A second Ctrl-C ends a run at once; SIGHUP that is ignored at the start, as under nohup, stays ignored.
+    char run[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/twice", work);
+    Child twice = new_child(), nohup = new_child();
+    start(&twice, LONG_RUN " --val-every 1 --val-tokens 1000000", work, work, "twice");
+    pause_ms(700);
+    kill(twice.pid, SIGINT);
+    pause_ms(600);
+    signalled(test, &twice, SIGINT, 0, 0, 130);
+    signal(SIGHUP, SIG_IGN);
+    snprintf(run, sizeof(run), "%s/nohup", work);
+    start(&nohup, SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 400 --run %s", work, run);
+    expect(wait_for_step(&nohup, run, 5), "it does not start");
+    kill(nohup.pid, SIGHUP);
+    finish(&nohup);
+    expect_code(nohup, 0);
+    expect(exists(run, "step_00000400"), "it did not go on");
+    forget(&twice), forget(&nohup);
+    remove_tree(work);
+}
+
+TEST(guard_save_signal_never_kills) {
+    const char* work = work_folder();
+    for (int i = 0; i < 10; i++) {
+        Child child = new_child();
+        start(&child, SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 20 --run %s/run%d", work, work, i);
+        signalled(test, &child, SIGUSR1, 10 + 15 * i, 0, 0);
+        forget(&child);
+    }
+    remove_tree(work);
+}
+
+// What a shell can do to the three standard descriptors: a reader that leaves, and descriptors that are closed.
+TEST(guard_closed_output) {
+    const char* work = work_folder();
+    static const char* const ways[] = {"| head -n 1 > /dev/null", "<&- >&- 2>&-", ">&-", "2>&-", "<&- >&-"};
+    for (int i = 0; i < (int)(sizeof(ways) / sizeof(ways[0])); i++) {
+        char command[4 * PATH_MAX], run[PATH_MAX];
+        snprintf(run, sizeof(run), "%s/run%d", work, i);
+        snprintf(
+            command, sizeof(command),
+            "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 %s/train %s --batch 2 --data %s/text.txt --device cpu "
+            "--steps 30 --print-every 1 --val-every 5 --run %s %s",
+            test_folder(), SHAPE, work, run, ways[i]);
+        int status = system(command);
+        expect(status == 0, "%s: status %d", ways[i], status);
+        expect(exists(run, "step_00000030"), "%s: the run did not end", ways[i]);
+        static Losses losses;
+        read_losses(test, run, &losses);  // every line is JSON
+        expect(losses.lines == 30, "%s: %d lines", ways[i], losses.lines);
+    }
+    remove_tree(work);
+}
