@@ -47,7 +47,7 @@ CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenm
 NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
              -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
 CXXFLAGS := -std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
-            -Wno-unused-parameter -include initializer_list -MMD -MP
+            -Wno-unused-parameter -Wno-unused-function -Wno-maybe-uninitialized -include initializer_list -MMD -MP
 ifneq ($(NVCC),)
 COMPILE = $(NVCC) $(NVCCFLAGS)
 LINK := $(NVCC) $(GENCODE)
