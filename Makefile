@@ -3,21 +3,33 @@
 # The CUDA toolkit is the one whose nvcc is on PATH, else /usr/local/cuda; CUDA_HOME=... chooses another. The code is
 # built for the GPU of this machine; without one for sm_90a, plus PTX that a driver compiles for sm_80 and later.
 # CUDA_ARCH="80 90a" (any list) overrides.
+#
+# Without nvcc (or with `make NVCC=`) the C++ compiler alone builds the same program for the CPU: what is in #ifdef
+# __CUDACC__ is left out and kernels/no_cuda.h stands in for CUDA's headers. Its objects have a folder of their own.
 
 NVCC := $(or $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc)),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+BUILD := $(if $(NVCC),build,build/cpu)
 ifneq ($(filter-out clean help venv format format-check loc,$(or $(MAKECMDGOALS),all)),)
 ifeq ($(NVCC),)
-$(error nvcc was not found on PATH or in /usr/local/cuda: install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda)
+ifeq ($(origin CUDA_HOME) $(origin NVCC),command line file)
+$(error CUDA_HOME is $(CUDA_HOME) and there is no $(CUDA_HOME)/bin/nvcc; name the folder of a CUDA toolkit or leave CUDA_HOME out)
+endif
+ifneq ($(filter bench benches sanitize build/dev/%,$(MAKECMDGOALS)),)
+$(error $(MAKECMDGOALS) needs a GPU and nvcc was not found: install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda $(MAKECMDGOALS))
+endif
+$(info CPU build: there is no nvcc on PATH or in /usr/local/cuda; for GPUs install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda)
 endif
 endif
 CUDA_HOME := $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
 # An apt or .run toolkit has lib64; a pip or conda one has lib.
 CUDA_LIB := $(firstword $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib))
-CUDA_RELEASE := $(shell $(NVCC) --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+CUDA_RELEASE := $(if $(NVCC),$(shell $(NVCC) --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p'))
 
 find_header = $(firstword $(wildcard $(CUDA_HOME)/include/$(1) /usr/include/$(1) /usr/include/x86_64-linux-gnu/$(1)))
-CUBLASLT := $(call find_header,cublasLt.h)
-NVRTC := $(call find_header,nvrtc.h)
+# The file that is linked: toolkits from PyPI have libcublasLt.so.13 alone, without a name that ends in .so.
+find_library = $(firstword $(foreach d,$(CUDA_LIB) /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/lib,$(wildcard $(d)/$(1).so $(d)/$(1).so.[0-9] $(d)/$(1).so.[0-9][0-9])))
+CUBLASLT := $(if $(call find_header,cublasLt.h),$(call find_library,libcublasLt))
+NVRTC := $(call find_library,libnvrtc)
 NCCL := $(call find_header,nccl.h)
 
 ifeq ($(origin CUDA_ARCH),undefined)
@@ -34,12 +46,22 @@ CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenm
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
 NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
              -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
-LDFLAGS := -L$(CUDA_LIB) -Xlinker -rpath,$(CUDA_LIB) -lcublasLt -lgomp -lpthread -ldl -lrt
+CXXFLAGS := -std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
+            -Wno-unused-parameter -Wno-unused-function -Wno-maybe-uninitialized -include initializer_list -MMD -MP
+ifneq ($(NVCC),)
+COMPILE = $(NVCC) $(NVCCFLAGS)
+LINK := $(NVCC) $(GENCODE)
+LDFLAGS := -L$(CUDA_LIB) -Xlinker -rpath,$(CUDA_LIB) -l:$(notdir $(CUBLASLT)) -lgomp -lpthread -ldl -lrt
+else
+COMPILE = $(CXX) -x c++ $(CXXFLAGS)
+LINK := $(CXX) -fopenmp
+LDFLAGS := -lpthread -ldl -lrt
+endif
 
-DATA_OBJECTS := $(patsubst data/%.c,build/data/%.o,$(wildcard data/*.c))
-OPTIM_OBJECTS := $(patsubst optim/%.cu,build/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,build/optim/%.o,$(wildcard optim/*.c))
-UNIT_OBJECTS := $(patsubst dev/unit/%.cu,build/unit/%.o,$(wildcard dev/unit/*.cu))
-SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) build/corpus.o
+DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
+OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
+UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
+SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
                              data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
@@ -47,47 +69,53 @@ CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $
 
 all: train
 
-train: build/train_gpt2.o $(SHARED_OBJECTS)
-	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
+# ./train and ./test_gpt2 are links to the programs of the build that was asked for last.
+train test_gpt2: %: $(BUILD)/% FORCE
+	@[ $< -ef $@ ] || ln -f $< $@
 
-test_gpt2: build/test_gpt2.o $(UNIT_OBJECTS) $(SHARED_OBJECTS)
-	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
+$(BUILD)/train: $(BUILD)/train_gpt2.o $(SHARED_OBJECTS)
+	$(LINK) -o $@ $^ $(LDFLAGS)
 
-build/dev/%: build/dev/%.o $(SHARED_OBJECTS)
-	$(NVCC) $(GENCODE) -o $@ $^ $(LDFLAGS)
+$(BUILD)/test_gpt2: $(BUILD)/test_gpt2.o $(UNIT_OBJECTS) $(SHARED_OBJECTS)
+	$(LINK) -o $@ $^ $(LDFLAGS)
 
-build/%.o: %.cu build/found
+$(BUILD)/dev/%: $(BUILD)/dev/%.o $(SHARED_OBJECTS)
+	$(LINK) -o $@ $^ $(LDFLAGS)
+
+$(BUILD)/%.o: %.cu $(BUILD)/found
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -c -o $@ $<
+	$(COMPILE) -c -o $@ $<
 
-build/unit/%.o: dev/unit/%.cu build/found
+$(BUILD)/unit/%.o: dev/unit/%.cu $(BUILD)/found
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -c -o $@ $<
+	$(COMPILE) -c -o $@ $<
 
 # The optimizer's bits are the same on the host and on every device: nothing is contracted behind our back.
-build/optim/%.o: NVCCFLAGS += -fmad=false
+$(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 
-build/data/%.o build/optim/%.o: CFLAGS += -I$(CUDA_HOME)/include
-build/data/%.o: data/%.c
+$(BUILD)/data/%.o: data/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
 
-build/optim/%.o: optim/%.c
+$(BUILD)/optim/%.o: optim/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
 
 # The default corpus: this program's own source text, linked in between two symbols.
-build/corpus.txt: $(CORPUS)
+$(BUILD)/corpus.txt: $(CORPUS)
 	@mkdir -p $(@D)
 	cat $^ > $@
 
-build/corpus.o: build/corpus.txt
+$(BUILD)/corpus.o: $(BUILD)/corpus.txt
 	printf '.section .rodata\n.global corpus_begin, corpus_end\ncorpus_begin: .incbin "$<"\ncorpus_end: .byte 0\n.section .note.GNU-stack,"",@progbits\n' | $(CC) -x assembler -c -o $@ -
 
 # What the build uses, printed once, and what is missing, with the package that has it. Objects depend on it, so that
 # another toolkit or architecture builds them again.
-build/found: FORCE
+$(BUILD)/found: FORCE
 	@mkdir -p $(@D)
+ifeq ($(NVCC),)
+	@echo "$(CXX)" | cmp -s - $@ || echo "$(CXX)" > $@
+else
 	@{ echo "nvcc      $(CUDA_RELEASE)  $(NVCC)"; \
 	   echo "cuBLASLt  $(or $(CUBLASLT),missing: install libcublas-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
 	   echo "NVRTC     $(or $(NVRTC),missing: install cuda-nvrtc-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
@@ -95,15 +123,16 @@ build/found: FORCE
 	   echo "target    $(foreach a,$(CUDA_ARCH),sm_$(a)) $(foreach a,$(CUDA_PTX),and PTX of compute_$(a))$(if $(GPU_ARCH), (the GPU of this machine))"; } > $@.new
 	@cmp -s $@.new $@ && rm $@.new || { cat $@.new; mv $@.new $@; }
 	@! grep missing $@ 1>&2
+endif
 
 test: train test_gpt2
 	./test_gpt2 $(TEST)
 
-bench: build/dev/bench
-	./build/dev/bench $(BENCH)
+bench: $(BUILD)/dev/bench
+	./$(BUILD)/dev/bench $(BENCH)
 
 # Every benchmark in dev/, so that none stays behind when a kernel changes.
-benches: $(patsubst dev/%.cu,build/dev/%,$(wildcard dev/*.cu))
+benches: $(patsubst dev/%.cu,$(BUILD)/dev/%,$(wildcard dev/*.cu))
 
 # Memory errors in every GPU test; races in the shared memory of the kernels whose warps and copies go at their own pace,
 # in tests so small that the slow checker can take them and on so few multiprocessors that all memory is used again.
@@ -140,9 +169,9 @@ help:
 	@echo "make format       clang-format in place; make format-check only looks"
 	@echo "make loc          lines of each file"
 	@echo "make clean        remove what was built"
-	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets"
+	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
 .PHONY: all test bench benches sanitize venv format format-check loc clean help FORCE
 .SECONDARY:
--include $(wildcard build/*.d build/*/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)

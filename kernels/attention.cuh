@@ -16,9 +16,6 @@
 
 #include <math.h>
 
-#include "attention_hopper_backward.cuh"
-#include "attention_hopper_forward.cuh"
-#include "attention_parts.cuh"
 #include "common.cuh"
 #include "matmul.cuh"
 
@@ -111,6 +108,11 @@ inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* d
                                     HS);
     }
 }
+
+#ifdef __CUDACC__
+#include "attention_hopper_backward.cuh"
+#include "attention_hopper_forward.cuh"
+#include "attention_parts.cuh"
 
 // Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
 // shared memory across the waits.
@@ -846,6 +848,7 @@ inline void attention_forward_launch(const Device* dev, X* out /*(B,T,C)*/, floa
         attention_forward_mma<HS>(dev, out, lse, qkv, B, T, NH);
     }
 }
+#endif
 
 // X float or bf16 (on the CPU float alone). On the GPU C / NH must be 64 or 128.
 template <typename X>
@@ -856,11 +859,14 @@ void attention_forward(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH
         if constexpr (std::is_same_v<X, float>) return attention_forward_cpu(out, lse, qkv, B, T, C, NH);
         user_error("attention on the CPU computes in fp32; type --matmul fp32");
     }
+#ifdef __CUDACC__
     if (C == NH * 64) return attention_forward_launch<X, 64>(dev, out, lse, qkv, B, T, NH);
     if (C == NH * 128) return attention_forward_launch<X, 128>(dev, out, lse, qkv, B, T, NH);
+#endif
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
 
+#ifdef __CUDACC__
 // What lies in the scratch memory of the backward pass: {ticket, flags}, D, dq_sum.
 struct AttentionScratch {
     int64_t flags;   // bytes of the ticket (the first 256) and of the flags, one per 32 queries of a head
@@ -876,15 +882,21 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
     scratch.dq_sum = heads * padded * (C / NH) * 4;
     return scratch;
 }
+#endif
 
 // Whatever X is. fp32 needs less, the CPU none.
 inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
     if (!dev->gpu) return 0;
+#ifdef __CUDACC__
     if (dev->compute == 90) return hopper_backward_scratch(B, T, NH, C / NH).bytes;  // never less than the other
     AttentionScratch scratch = attention_scratch(B, T, C, NH);
     return scratch.flags + scratch.D + scratch.dq_sum;
+#else
+    return 0;
+#endif
 }
 
+#ifdef __CUDACC__
 template <typename Shape>
 inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch, AttentionScratch sizes,
                                     const bf16* dout, const bf16* qkv, const float* lse, int B, int T, int NH) {
@@ -947,6 +959,7 @@ inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/,
     attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     return nullptr;
 }
+#endif
 
 template <typename X>
 float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, const X* dout, const X* qkv, const X* out,
@@ -958,11 +971,13 @@ float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, con
         }
         user_error("attention on the CPU computes in fp32; type --matmul fp32");
     }
+#ifdef __CUDACC__
     char* memory = (char*)scratch;
     if (C == NH * 64)
         return attention_backward_launch<X, 64>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns);
     if (C == NH * 128)
         return attention_backward_launch<X, 128>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns);
+#endif
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
 
@@ -982,8 +997,11 @@ void attention_backward_bias(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* db
                              const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH,
                              bool accumulate) {
     float* sums = attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, true);
-    if (sums)
+#ifdef __CUDACC__
+    if (sums) {
         column_sum(dev, &dbias, 1, sums, (int)hopper_backward_strips(B, T), 3 * C, accumulate);
-    else
-        matmul_backward_bias(dev, dbias, (float*)scratch, dqkv, (int64_t)B * T, 3 * C, accumulate);
+        return;
+    }
+#endif
+    if (!sums) matmul_backward_bias(dev, dbias, (float*)scratch, dqkv, (int64_t)B * T, 3 * C, accumulate);
 }

@@ -18,11 +18,9 @@
 // the largest, and is 0 below 2^-40 of it. In all 10 instructions a logit.
 #pragma once
 #include <assert.h>
-#include <cuda_fp16.h>
 
 #include "common.cuh"
 #include "cpu_math.h"
-#include "hopper.cuh"
 
 constexpr int CLASSIFIER_THREADS = 1024;  // 2 blocks a multiprocessor: their rows stay in L2 between the two reads
 // Rows in shared memory: 18 warps that compute (11 vectors a thread of GPT-2's rows, with little left over) and one
@@ -63,6 +61,11 @@ inline void loss_mean_cpu(float* mean, const float* losses, int64_t N, bool accu
     for (int64_t i = 0; i < N; i++) sum += losses[i];
     *mean = (float)((accumulate ? *mean : 0.0) + scale * sum);
 }
+
+#ifdef __CUDACC__
+#include <cuda_fp16.h>
+
+#include "hopper.cuh"
 
 __device__ inline float classifier_exp(float x) {
     return exp2f(x * LOG2_OF_E);
@@ -342,6 +345,7 @@ __global__ static void __launch_bounds__(1024)
     sum = block_sum(sum);
     if (threadIdx.x == 0) *mean = (accumulate ? *mean : 0.0f) + scale * sum;
 }
+#endif
 
 // losses: (N); logits: (N, Vp), dlogits on return when backward; targets: (N), each in [0, V)
 template <typename X>
@@ -354,6 +358,7 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
         classifier_cpu(losses, (float*)logits, targets, dloss, backward, N, V, Vp);
         return;
     }
+#ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
         int bytes = classifier_resident_bytes(Vp);
         if (classifier_resident_fits(dev, Vp)) {
@@ -367,6 +372,7 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
     }
     classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp);
     check_launch();
+#endif
 }
 
 // mean: a device scalar, (+)= scale * sum of losses: (N)
@@ -375,6 +381,8 @@ inline void loss_mean(const Device* dev, float* mean, const float* losses, int64
         loss_mean_cpu(mean, losses, N, accumulate, scale);
         return;
     }
+#ifdef __CUDACC__
     loss_mean_kernel<<<1, 1024, 0, dev->stream>>>(mean, losses, N, accumulate, scale);
     check_launch();
+#endif
 }

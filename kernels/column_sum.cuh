@@ -21,6 +21,7 @@ inline void column_sum_cpu(float* totals, const float* rows, int64_t N, int colu
     }
 }
 
+#ifdef __CUDACC__
 template <typename G>
 struct ColumnTotals {
     G* vector[3];  // (columns) each, or NULL: not wanted
@@ -59,3 +60,4 @@ void column_sum(const Device* dev, G* const* totals, int vectors, const float* p
     column_sum_kernel<<<grid, block, 0, dev->stream>>>(all, partial, rows, columns, accumulate);
     check_launch();
 }
+#endif

@@ -18,7 +18,7 @@
 #include "common.cuh"
 #include "peer.cuh"
 
-#if __has_include(<nccl.h>)
+#if defined(__CUDACC__) && __has_include(<nccl.h>)
 #include <nccl.h>
 #define COMM_HAS_NCCL 1
 #else

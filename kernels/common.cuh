@@ -6,10 +6,14 @@
 // rstd, lse, losses) are always fp32, and so is every sum.
 #pragma once
 
+#ifdef __CUDACC__
 #include <cublasLt.h>
 #include <cuda.h>  // types; the driver's functions are found at run time, so that nothing links with it
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#else
+#include "no_cuda.h"
+#endif
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -313,6 +317,7 @@ struct alignas(16) Vec {
     T lane[size];
 };
 
+#ifdef __CUDACC__
 template <typename T>
 __device__ inline Vec<T> load_vec(const T* address) {
     Vec<T> vec;
@@ -447,3 +452,4 @@ __device__ inline float block_max(float value) {
     __syncthreads();
     return warp_max(lane < warps ? partial[lane] : -INFINITY);
 }
+#endif

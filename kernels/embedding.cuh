@@ -48,6 +48,7 @@ inline void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, 
     }
 }
 
+#ifdef __CUDACC__
 // Grid B * T (a block per position), block any, C a multiple of 8. Deterministic.
 template <typename X>
 __global__ void embedding_forward_kernel(X* out, const int* tokens, const X* wte, const X* wpe, int T, int C) {
@@ -149,6 +150,7 @@ __global__ static void embedding_round_kernel(bf16* dwte, const float* dwte_sum,
     EmbeddingPack<float, 8> sum = *(const EmbeddingPack<float, 8>*)(dwte_sum + i);
     store_vec(dwte + i, round_vec<bf16>(sum.lane));
 }
+#endif
 
 // out: (B, T, C); tokens: (B, T); wte: (Vp, C); wpe: (maxT, C)
 template <typename X>
@@ -159,10 +161,12 @@ void embedding_forward(const Device* dev, X* out, const int* tokens, const X* wt
         embedding_forward_cpu((float*)out, tokens, (const float*)wte, (const float*)wpe, B, T, C);
         return;
     }
+#ifdef __CUDACC__
     int threads = ceil_div(C / Vec<X>::size, 32) * 32;
     threads = threads < 256 ? threads : 256;
     embedding_forward_kernel<<<(int64_t)B * T, threads, 0, dev->stream>>>(out, tokens, wte, wpe, T, C);
     check_launch();
+#endif
 }
 
 // dwte: (Vp, C); dwpe: (T, C); dwte_sum: (Vp, C); dout: (B, T, C); order: (B * T) positions sorted by token;
@@ -178,6 +182,7 @@ void embedding_backward(const Device* dev, G* dwte, G* dwpe, float* dwte_sum, co
                                accumulate);
         return;
     }
+#ifdef __CUDACC__
     int64_t positions = (int64_t)T * C;
     embedding_backward_position_kernel<<<ceil_div(positions, 256 * Vec<X>::size), 256, 0, dev->stream>>>(
         dwpe, dout, B, positions, accumulate);
@@ -191,4 +196,5 @@ void embedding_backward(const Device* dev, G* dwte, G* dwpe, float* dwte_sum, co
         embedding_round_kernel<<<ceil_div(n, 256 * 8), 256, 0, dev->stream>>>(dwte, dwte_sum, n);
         check_launch();
     }
+#endif
 }

@@ -34,6 +34,7 @@ inline void gelu_backward_inplace_cpu(float* d, const float* inp, int64_t n) {
     }
 }
 
+#ifdef __CUDACC__
 __device__ inline float gelu_sigmoid(float x) {
     return 1.0f / (1.0f + expf(-x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR)));
 }
@@ -93,6 +94,7 @@ __global__ void gelu_backward_inplace_kernel(X* d, const X* inp, int64_t n) {
         for (; i < n; i++) d[i] = from_float<X>(to_float(d[i]) * gelu_slope_of<X>(to_float(inp[i])));
     }
 }
+#endif
 
 // out, inp: (n)
 template <typename X>
@@ -103,8 +105,10 @@ void gelu_forward(const Device* dev, X* out, const X* inp, int64_t n) {
         gelu_forward_cpu((float*)out, (const float*)inp, n);
         return;
     }
+#ifdef __CUDACC__
     gelu_forward_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp, n);
     check_launch();
+#endif
 }
 
 // d: (n), in: the gradient of gelu(inp), out: that of inp.
@@ -116,6 +120,8 @@ void gelu_backward_inplace(const Device* dev, X* d, const X* inp, int64_t n) {
         gelu_backward_inplace_cpu((float*)d, (const float*)inp, n);
         return;
     }
+#ifdef __CUDACC__
     gelu_backward_inplace_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(d, inp, n);
     check_launch();
+#endif
 }

@@ -37,6 +37,7 @@ inline void global_norm_cpu(float* norm, double* parts, const float* grads, int6
     global_norm_result(norm, sum, clip, loss);
 }
 
+#ifdef __CUDACC__
 // Sum over the block in double, valid in thread 0. Block GLOBAL_NORM_THREADS.
 __device__ inline double global_norm_block_sum(double value) {
     __shared__ double partial[GLOBAL_NORM_THREADS / 32];
@@ -77,6 +78,7 @@ __global__ static void __launch_bounds__(GLOBAL_NORM_THREADS)
     sum = global_norm_block_sum(sum);
     if (threadIdx.x == 0) global_norm_result(norm, sum, clip, loss);
 }
+#endif
 
 inline int global_norm_blocks(const Device* dev) {
     return dev->sm_count * (2048 / GLOBAL_NORM_THREADS);
@@ -97,9 +99,11 @@ void global_norm(const Device* dev, float* norm, float* scratch, const G* grads,
         global_norm_cpu(norm, parts, (const float*)grads, n, clip, loss);
         return;
     }
+#ifdef __CUDACC__
     int blocks = global_norm_blocks(dev);
     global_norm_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, dev->stream>>>(parts, grads, n);
     check_launch();
     global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(norm, parts, blocks, clip, loss);
     check_launch();
+#endif
 }

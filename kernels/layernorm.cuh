@@ -27,7 +27,6 @@
 #include "column_sum.cuh"
 #include "common.cuh"
 #include "cpu_math.h"
-#include "hopper.cuh"
 
 constexpr float LAYERNORM_EPS = 1e-5f;
 
@@ -102,6 +101,9 @@ inline void layernorm_backward_cpu(float* dinp, float* dweight, float* dbias, fl
         layernorm_backward_row_cpu(dinp + i * C, dout + i * C, inp + i * C, weight, mean[i], rstd[i], C);
     if (dcolumns) column_sum_cpu(dcolumns, dinp, N, C, accumulate);
 }
+
+#ifdef __CUDACC__
+#include "hopper.cuh"
 
 template <typename X>
 __device__ inline Vec<X> layernorm_add(Vec<X> a, Vec<X> b) {
@@ -396,6 +398,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         *(float4*)(own + 2 * C + c) = *(const float4*)(total.dcolumns + k);
     }
 }
+#endif
 
 // Of the backward kernel: channels a thread, threads of a block, blocks, stages of a block's ring, its bytes of shared
 // memory. As many blocks as find room at once, where a thread has 8 channels.
@@ -424,6 +427,7 @@ LayernormShape layernorm_backward_shape(const Device* dev, int C) {
     return shape;
 }
 
+#ifdef __CUDACC__
 // out, inp: (N, C); mean, rstd: (N); weight, bias: (C). With inp2: residual: (N, C) = inp1 + inp2 is what is
 // normalised.
 template <typename X>
@@ -448,6 +452,7 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
     }
     check_launch();
 }
+#endif
 
 // out, inp: (N, C); mean, rstd: (N); weight, bias: (C)
 template <typename X>
@@ -459,7 +464,9 @@ void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, cons
                               C);
         return;
     }
+#ifdef __CUDACC__
     layernorm_forward_launch<X>(dev, nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C);
+#endif
 }
 
 // residual: (N, C) = inp1 + inp2, may be inp1; out: (N, C) = layernorm(residual); mean, rstd: (N); weight, bias: (C)
@@ -472,7 +479,9 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
                                        (const float*)inp2, (const float*)weight, (const float*)bias, N, C);
         return;
     }
+#ifdef __CUDACC__
     layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+#endif
 }
 
 // Refuses what backward would, before anything is allocated.
@@ -481,6 +490,7 @@ int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
     return dev->gpu ? (int64_t)layernorm_backward_shape<X>(dev, C).blocks * 3 * C * sizeof(float) : 0;
 }
 
+#ifdef __CUDACC__
 // Returns the rows that partial got. Its arguments are the kernel's.
 template <typename X>
 int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
@@ -496,6 +506,7 @@ int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const 
     check_launch();
     return blocks;
 }
+#endif
 
 // dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
 // layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288.
@@ -510,7 +521,9 @@ void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dco
                                (const float*)inp, (const float*)weight, mean, rstd, N, C, accumulate);
         return;
     }
+#ifdef __CUDACC__
     int blocks = layernorm_backward_launch(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C);
     G* totals[3] = {dweight, dbias, dcolumns};
     column_sum(dev, totals, 3, scratch, blocks, C, accumulate);
+#endif
 }

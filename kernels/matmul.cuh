@@ -17,8 +17,10 @@
 #include "common.cuh"
 #include "cpu_gemm.h"
 #include "gelu.cuh"
+#ifdef __CUDACC__
 #include "matmul_gelu.cuh"
 #include "matmul_plan.cuh"
+#endif
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
 inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, const float* weight, const float* bias,
@@ -54,6 +56,7 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
     cpu_gemm(&gemm);
 }
 
+#ifdef __CUDACC__
 [[noreturn]] inline void matmul_unsupported(const char* product, int64_t N, int C, int OC) {
     user_error(
         "cuBLASLt has no algorithm for the %s of a linear layer with %lld rows, %d inputs and %d outputs; take "
@@ -107,6 +110,7 @@ __global__ void __launch_bounds__(256, MATMUL_BIAS_BLOCKS)
     for (int warp = 0; warp < 8; warp++) total += sums[warp][threadIdx.y][threadIdx.x];
     partial[(int64_t)blockIdx.y * OC + column + threadIdx.y] = total;
 }
+#endif
 
 // out: (N, OC) = inp W^T + bias; with pre_gelu: (N, OC) that goes there and out = gelu(pre_gelu).
 // inp: (N, C); weight: (OC, C); bias: (OC) or NULL
@@ -119,6 +123,7 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
                            N, C, OC);
         return;
     }
+#ifdef __CUDACC__
     cublasLtEpilogue_t plain = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     if constexpr (std::is_same_v<X, bf16>) {
         if (pre_gelu && bias && matmul_gelu_fits(dev, N, OC, C)) {
@@ -135,6 +140,7 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
     if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, plain, false))
         matmul_unsupported("output", N, C, OC);
     if (pre_gelu) gelu_forward(dev, out, pre_gelu, N * OC);
+#endif
 }
 
 // dinp: (N, C) = dout W. dout: (N, OC); weight: (OC, C)
@@ -145,9 +151,11 @@ void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* w
         matmul_backward_input_cpu((float*)dinp, (const float*)dout, (const float*)weight, N, C, OC);
         return;
     }
+#ifdef __CUDACC__
     MatmulPointers pointers = {weight, dout, dinp, nullptr, nullptr};
     if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DEFAULT, false))
         matmul_unsupported("input's gradient", N, C, OC);
+#endif
 }
 
 // dweight: (OC, C) (+)= dout^T inp. dout: (N, OC); inp: (N, C). Adding to float loses one fp32 rounding; adding to bf16
@@ -160,15 +168,21 @@ void matmul_backward_weight(const Device* dev, G* dweight, const X* dout, const 
         matmul_backward_weight_cpu((float*)dweight, (const float*)dout, (const float*)inp, N, C, OC, accumulate);
         return;
     }
+#ifdef __CUDACC__
     MatmulPointers pointers = {inp, dout, dweight, nullptr, nullptr};
     if (!matmul_launch<X, G>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_T, C, OC, N, CUBLASLT_EPILOGUE_DEFAULT, accumulate))
         matmul_unsupported("weight's gradient", N, C, OC);
+#endif
 }
 
 inline int64_t matmul_backward_bias_scratch_bytes(const Device* dev, int OC) {
     if (!dev->gpu) return 0;
+#ifdef __CUDACC__
     int a = matmul_bias_slices<float>(dev, OC), b = matmul_bias_slices<bf16>(dev, OC);
     return (int64_t)(a > b ? a : b) * OC * sizeof(float);
+#else
+    return 0;
+#endif
 }
 
 // dbias: (OC) (+)= the column sums of dout: (N, OC); scratch: matmul_backward_bias_scratch_bytes
@@ -181,17 +195,23 @@ void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* 
         column_sum_cpu((float*)dbias, (const float*)dout, N, OC, accumulate);
         return;
     }
+#ifdef __CUDACC__
     int slices = matmul_bias_slices<X>(dev, OC);
     dim3 grid(ceil_div(OC, matmul_bias_columns<X>), slices), block(32, 8);
     matmul_backward_bias_kernel<<<grid, block, 0, dev->stream>>>(scratch, dout, N, OC);
     check_launch();
     column_sum<G>(dev, &dbias, 1, scratch, slices, OC, accumulate);
+#endif
 }
 
 inline int64_t matmul_backward_gelu_scratch_bytes(const Device* dev, int64_t N, int C) {
     if (!dev->gpu) return 0;
+#ifdef __CUDACC__
     int64_t ours = matmul_gelu_scratch_bytes(N, C), bias = matmul_backward_bias_scratch_bytes(dev, C);
     return ours > bias ? ours : bias;
+#else
+    return 0;
+#endif
 }
 
 // Back through a linear layer to the GELU before it and the bias before that: dinp: (N, C) = (dout W) *
@@ -206,6 +226,7 @@ void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, 
                                  (const float*)pre_gelu, N, C, OC, accumulate);
         return;
     }
+#ifdef __CUDACC__
     bool fused = false;
     if constexpr (std::is_same_v<X, bf16>) {
         if (matmul_gelu_fits(dev, N, C, OC)) {
@@ -220,4 +241,5 @@ void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, 
         gelu_backward_inplace(dev, dinp, pre_gelu, N * C);
     }
     matmul_backward_bias(dev, dbias, scratch, dinp, N, C, accumulate);
+#endif
 }

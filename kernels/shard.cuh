@@ -29,7 +29,9 @@
 // 2^-31 of the largest in its tile.
 #pragma once
 #include <assert.h>
+#ifdef __CUDACC__
 #include <cuda_fp8.h>
+#endif
 
 #include "comm.cuh"
 #include "global_norm.cuh"
@@ -211,6 +213,7 @@ inline void shard_agree_cpu(float* scalars, const float* gathered, int world) {
     scalars[SCALAR_LOSS] = scalars[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
 }
 
+#ifdef __CUDACC__
 // The same on the device. A tile is a block of SHARD_TILE / 8 threads, 8 elements each; nothing here is far from the
 // speed of a copy. All are deterministic.
 
@@ -321,16 +324,19 @@ __global__ static void shard_agree_kernel(float* scalars, const float* gathered,
     for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
     scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;
 }
+#endif
 
 template <typename G, CommFormat FORMAT>
 void shard_encode(const Device* dev, cudaStream_t stream, char* out, const G* grads, int64_t tiles,
                   int64_t tile_bytes) {
     if (tiles == 0) return;
+#ifdef __CUDACC__
     if (dev->gpu) {
         shard_encode_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, grads, tile_bytes);
         check_launch();
         return;
     }
+#endif
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < tiles; t++) {
         shard_encode_tile_cpu(out + t * tile_bytes, (const float*)grads + t * SHARD_TILE, FORMAT);
@@ -340,23 +346,27 @@ void shard_encode(const Device* dev, cudaStream_t stream, char* out, const G* gr
 template <typename G, CommFormat FORMAT>
 void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles) {
     if (tiles == 0) return;
+#ifdef __CUDACC__
     if (dev->gpu) {
         shard_sum_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c);
         check_launch();
-    } else {
-        shard_sum_cpu<G, FORMAT>(out, c, tiles);
+        return;
     }
+#endif
+    shard_sum_cpu<G, FORMAT>(out, c, tiles);
 }
 
 template <typename G>
 void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, int64_t n, bool add) {
     if (n == 0) return;
+#ifdef __CUDACC__
     if (dev->gpu) {
         shard_keep_kernel<G><<<(unsigned)(n / SHARD_TILE), SHARD_THREADS, 0, stream>>>(kept, sum, add);
         check_launch();
-    } else {
-        shard_keep_cpu<G>(kept, sum, n, add);
+        return;
     }
+#endif
+    shard_keep_cpu<G>(kept, sum, n, add);
 }
 
 // Cuts, buckets and memory.
@@ -612,6 +622,12 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     CommPiece *sends = s->sends, *receives = s->receives;
     const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
     device_after_comm(&s->comm);
+    if (!dev->gpu) {
+        memcpy(scalars + SCALAR_STOP, s->flags, sizeof(s->flags));
+        shard_squares_cpu(parts + begin, (const float*)kept, tiles);
+        memcpy(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float));
+    }
+#ifdef __CUDACC__
     if (dev->gpu) {
         shard_flags_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->flags[0], s->flags[1], s->flags[2]);
         if (tiles > 0)
@@ -619,11 +635,8 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
         check(cudaMemcpyAsync(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float), cudaMemcpyDeviceToDevice,
                               dev->stream));
         check_launch();
-    } else {
-        memcpy(scalars + SCALAR_STOP, s->flags, sizeof(s->flags));
-        shard_squares_cpu(parts + begin, (const float*)kept, tiles);
-        memcpy(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float));
     }
+#endif
     comm_after_device(&s->comm);
     for (int r = 0; r < world; r++) {
         sends[r] = {parts + begin, tiles * (int64_t)sizeof(double)};
@@ -639,6 +652,7 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     comm_exchange(&s->comm, sends, receives);
     comm_group(&s->comm, false);
     device_after_comm(&s->comm);
+#ifdef __CUDACC__
     if (dev->gpu) {
         shard_agree_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->gathered, world);
         global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(scalars + SCALAR_NORM, parts, (int)all,
@@ -646,6 +660,7 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
         check_launch();
         return;
     }
+#endif
     double sum = 0.0;
     for (int64_t i = 0; i < all; i++) sum += parts[i];
     shard_agree_cpu(scalars, s->gathered, world);

@@ -26,7 +26,11 @@ typedef long long int64_t;
 #endif
 EMBED_SOURCE
 
+#ifdef __CUDACC__
 #define OPTIM_INLINE __host__ __device__ __forceinline__
+#else
+#define OPTIM_INLINE inline __attribute__((always_inline))
+#endif
 
 // Before a function that only the host calls. NVRTC compiles none for the host; there it is for the device and unused.
 #ifdef __CUDACC_RTC__

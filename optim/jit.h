@@ -12,10 +12,15 @@
 // A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer; the 210 KB of source are read in 0.03 s. From
 // the cache it is 7 ms, nearly all of which opens the library to ask for its version (tests: jit_times).
 #pragma once
-#include <cuda.h>
-#include <cuda_runtime.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#ifdef __CUDACC__
+#include <cuda.h>
+#include <cuda_runtime.h>
+#else
+#include "../kernels/no_cuda.h"
+#endif
 
 constexpr size_t JIT_ERROR_BYTES = 16384;  // a compiler's log may be long; it is cut here
 

@@ -374,18 +374,20 @@ OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, c
             whole.span ? whole.span + index : nullptr};
 }
 
+// Bytes of constants that a storage keeps in shared memory: 0 for one that has none to prepare.
+template <class Storage, class = void>
+constexpr int SHARED_BYTES = 0;
+template <class Storage>
+constexpr int SHARED_BYTES<Storage, decltype((void)Storage::TABLE_BYTES)> = Storage::TABLE_BYTES;
+
+constexpr int DECODE_ELEMENTS = 8;  // of a thread of optim_decode_kernel
+
 #ifdef __CUDACC__
 #ifdef OPTIM_STAGES
 constexpr bool HAS_STAGES = true;
 #else
 constexpr bool HAS_STAGES = false;
 #endif
-
-// Bytes of constants that a storage keeps in shared memory: 0 for one that has none to prepare.
-template <class Storage, class = void>
-constexpr int SHARED_BYTES = 0;
-template <class Storage>
-constexpr int SHARED_BYTES<Storage, decltype((void)Storage::TABLE_BYTES)> = Storage::TABLE_BYTES;
 
 // Storages whose store() fills key.seen.
 template <class Storage, class = void>
@@ -785,8 +787,6 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
 
 // The weights as the model sees them, rounded to nearest into the type that the matmuls read.
 // grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
-constexpr int DECODE_ELEMENTS = 8;
-
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
     static_assert(SHARED_BYTES<Weights> == 0, "tables are for moments");

@@ -58,16 +58,22 @@ constexpr FormatRow format_row(const char* name, const char* note, const char* t
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
-#define WEIGHTS_ROW(NAME, NOTE, ...)                                             \
-    {format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),                          \
-     {(const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
-      (const void*)optim_decode_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
+// The address of a kernel, where there are kernels.
+#ifdef __CUDACC__
+#define KERNEL(...) (const void*)__VA_ARGS__
+#else
+#define KERNEL(...) nullptr
+#endif
+#define WEIGHTS_ROW(NAME, NOTE, ...)                                        \
+    {format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),                     \
+     {KERNEL(optim_decode_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>), \
+      KERNEL(optim_decode_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>)}},
 #define RULE_ROW(NAME, NOTE, SLOWER, TYPE) \
     {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, EachElement<TYPE>::update},
-#define BUILT_IN_ROW(...)                                                      \
-    {#__VA_ARGS__,                                                             \
-     {(const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>, \
-      (const void*)optim_step_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>}},
+#define BUILT_IN_ROW(...)                                                 \
+    {#__VA_ARGS__,                                                        \
+     {KERNEL(optim_step_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>), \
+      KERNEL(optim_step_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>)}},
 
 static const RuleRow rule_rows[] = {OPTIM_RULES(RULE_ROW)};
 static const WeightsRow weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};

@@ -37,6 +37,7 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
     return tile;
 }
 
+#ifdef __CUDACC__
 // grid: ceil(count / block), block: any; deterministic.
 __global__ void spans_settle_kernel(float* now, float* next, int64_t count, const float* grad_scale) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -44,15 +45,20 @@ __global__ void spans_settle_kernel(float* now, float* next, int64_t count, cons
     now[i] = next[i];
     next[i] = 0.0f;
 }
+#endif
 
 void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
-    constexpr int THREADS = 256;
     if (settle->count == 0) return;
+#ifdef __CUDACC__
     if (dev->gpu) {
+        constexpr int THREADS = 256;
         unsigned blocks = (unsigned)ceil_div(settle->count, THREADS);
         spans_settle_kernel<<<blocks, THREADS, 0, dev->stream>>>(settle->now, settle->next, settle->count, grad_scale);
         check_launch();
-    } else if (is_finite(*grad_scale)) {
+        return;
+    }
+#endif
+    if (is_finite(*grad_scale)) {
         memcpy(settle->now, settle->next, (size_t)settle->count * sizeof(float));
         memset(settle->next, 0, (size_t)settle->count * sizeof(float));
     }

@@ -225,6 +225,7 @@ static double run_forward(Test* test, GpuCase<X>* c, const Device* dev, double e
     return worst;
 }
 
+#ifdef __CUDACC__
 static void forward_by_mma(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
     if (C == NH * 64) return attention_forward_mma<64>(dev, out, lse, qkv, B, T, NH);
     attention_forward_mma<128>(dev, out, lse, qkv, B, T, NH);
@@ -560,3 +561,4 @@ TEST(attention_hopper_uneven_blocks_gpu) {
     device_close(&dev);
     if (!hopper) skip("needs a GPU of compute capability 9.0 and a build for sm_90a");
 }
+#endif

@@ -116,6 +116,7 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
     device_free(dev, device_targets);
 }
 
+#ifdef __CUDACC__
 // Rows that stay in shared memory, several a block: of two chunks, GPT-2's with and without padding, and so long that a
 // multiprocessor has one block.
 TEST(classifier_resident_rows_gpu) {
@@ -143,6 +144,7 @@ TEST(classifier_race_gpu) {
     device_close(&dev);
     if (!resident) skip("needs compute capability 9.0 and a build for it");
 }
+#endif
 
 TEST(classifier_gpu) {
     Device dev;

@@ -154,7 +154,9 @@ static StepArguments step_arguments(Arrays* a, int step) {
 // A step's kernel with the rule, and the same on the CPU.
 template <class Weights, class M, class V, class Grads>
 struct Combination {
+#ifdef __CUDACC__
     typedef StepLayout<example::NAdamW, Weights, M, V, None, Grads> Layout;
+#endif
 
     static void start(Arrays* a) {
         static float values[ELEMENTS];
@@ -205,6 +207,7 @@ struct Combination {
         return table;
     }
 
+#ifdef __CUDACC__
     static void run_gpu(Arrays* a, const Device* gpu, const JitKernel* kernel) {
         void *m_table = table_create<M>(gpu), *v_table = table_create<V>(gpu);
         Arrays* there = (Arrays*)device_alloc(gpu, sizeof(Arrays));
@@ -226,6 +229,7 @@ struct Combination {
         device_free(gpu, m_table);
         device_free(gpu, v_table);
     }
+#endif
 };
 
 typedef Elementwise<Fp32, NEAREST> Wide;
@@ -298,6 +302,7 @@ TEST(examples_rule_compiles) {
     }
 }
 
+#ifdef __CUDACC__
 template <class Combination>
 static void compare_rule(Test* test, const Device* gpu, const char* types) {
     static Arrays got;
@@ -325,6 +330,7 @@ TEST(examples_rule_equal_cpu_gpu) {
     compare_rule<Narrow>(test, &gpu, narrow_types);
     device_close(&gpu);
 }
+#endif
 
 static OptimConfig preset_config(Test* test, const PresetExample* row) {
     OptimConfig config = rule_config();

@@ -117,6 +117,7 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
         copy_to_host(dev, got, d_sum, n * sizeof(G));
         expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU keeps otherwise, add %d", what, add);
     }
+#ifdef __CUDACC__
     double *d_parts = (double*)device_alloc(dev, TILES * sizeof(double)), parts[TILES], want[TILES];
     shard_squares_kernel<G><<<1, 256, 0, dev->stream>>>(d_parts, d_grads, TILES);
     check_launch();
@@ -128,7 +129,9 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
         expect(huge ? isinf(parts[t]) : fabs(parts[t] - want[t]) <= bound, "%s: squares of tile %d: %g, want %g", what,
                t, parts[t], want[t]);
     }
-    device_free(dev, d_grads), device_free(dev, d_sum), device_free(dev, d_codes), device_free(dev, d_parts);
+    device_free(dev, d_parts);
+#endif
+    device_free(dev, d_grads), device_free(dev, d_sum), device_free(dev, d_codes);
     free(grads), free(typed), free(sum), free(got), free(codes), free(back);
 }
 

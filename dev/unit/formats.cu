@@ -852,6 +852,7 @@ __device__ unsigned long long packed_differ(uint32_t first, float inverse, int l
     return wrong;
 }
 
+#ifdef __CUDACC__
 template <class Format>
 __global__ void packed_kernel(unsigned long long* total) {
 #if __CUDA_ARCH__ >= 900
@@ -906,6 +907,7 @@ TEST(formats_packed_codes_equal_the_portable_gpu) {
         expect(count[i][1] == 1ull << 32, "%llu floats compared as %s", count[i][1], names[i]);
     }
 }
+#endif
 
 constexpr int RANDOM_COMBINATIONS = 300;
 
@@ -936,6 +938,7 @@ TEST(formats_random_combinations_equal_cpu_gpu) {
     device_close(&gpu);
 }
 
+#ifdef __CUDACC__
 // Counts where the sequences without branches differ from the correctly rounded instructions, over every float that
 // each may be given. grid: any, block: any; a count by atomic adds of integers.
 __global__ void fast_arithmetic_kernel(unsigned long long* wrong) {
@@ -968,3 +971,4 @@ TEST(formats_fast_arithmetic_is_exact_gpu) {
     device_free(&gpu, wrong);
     device_close(&gpu);
 }
+#endif

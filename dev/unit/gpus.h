@@ -1,8 +1,9 @@
 // What a case asks of the GPUs before it says that it needs more than they have.
 #pragma once
-#include <cuda_runtime.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include "../../kernels/common.cuh"
 
 // Whether the first `most` GPUs can write to each other's memory, and ranks can tell that they are on one machine: what
 // kernels/peer.cuh needs.

@@ -504,6 +504,7 @@ TEST(layernorm_backward_gpu) {
     note_worst(test, worst);
 }
 
+#ifdef __CUDACC__
 // What a device keeps of its products goes with it: many tables one after another take no more memory than a few.
 TEST(matmul_plans_close_leaves_nothing) {
     MatmulShape shape;
@@ -520,6 +521,7 @@ TEST(matmul_plans_close_leaves_nothing) {
     int64_t left = (int64_t)(mallinfo2().uordblks - before);
     expect(left < 4096, "%lld bytes of 1000 plans are left", (long long)left);
 }
+#endif
 
 // How a process ends, and what it says, that asks for the scratch of a layer norm's backward pass on a GPU of which a
 // block gets 100 KB of shared memory.
@@ -777,6 +779,7 @@ TEST(matmul_backward_gpu) {
              worst_sum);
 }
 
+#ifdef __CUDACC__
 // The product with GELU of our own at shapes with rows, columns and steps over, blocks with one tile and with two:
 // that it takes part in the tests above on a GPU that has it, that GELU has the bits of the kernel that computes it
 // again, and that a second run has the bits of the first.
@@ -821,6 +824,7 @@ TEST(matmul_gelu_gpu) {
     }
     device_close(&dev);
 }
+#endif
 
 template <typename X, typename G>
 void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int T, int C, int V, int Vp, double skew) {

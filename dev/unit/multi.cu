@@ -2,7 +2,6 @@
 // the stand-in of kernels/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
 // NIBBLE_NCCL says so, for as many GPUs as are there.
 #include <arpa/inet.h>
-#include <cuda_runtime.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include "cli.h"

@@ -858,6 +858,7 @@ TEST(optim_every_preset_equals_cpu_gpu) {
     device_close(&gpu);
 }
 
+#ifdef __CUDACC__
 // Nodes of the graph that a step is when it is captured.
 static int launches_of_step(const Device* gpu, const OptimConfig* config, Model model) {
     optim_layout(model.tensor, model.count, config);
@@ -897,6 +898,7 @@ TEST(optim_step_is_one_launch_gpu) {
     expect(!jit_available() || launches == 2, "with other formats %d", launches);
     device_close(&gpu);
 }
+#endif
 
 TEST(optim_built_in_equals_jit_gpu) {
     if (!jit_available()) skip("libnvrtc was not found");

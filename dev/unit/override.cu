@@ -171,8 +171,8 @@ static void expect_seen(Test* test, const NamedRun* run, OptimType compute) {
         for (int i = 0; i < NAMED_LENGTH; i++) {
             int64_t at = run->tensor[t].offset + i;
             float seen = compute == OPTIM_FP32 ? ((const float*)optim_weights(run->optim))[at]
-                                               : (float)((const bf16*)optim_weights(run->optim))[at];
-            float rounded = compute == OPTIM_FP32 ? want[i] : (float)(bf16)want[i];
+                                               : to_float(((const bf16*)optim_weights(run->optim))[at]);
+            float rounded = compute == OPTIM_FP32 ? want[i] : to_float(from_float<bf16>(want[i]));
             if (seen == rounded) continue;
             expect(false, "%s, element %d: %g is seen of %g", named[t], i, (double)seen, (double)want[i]);
             break;

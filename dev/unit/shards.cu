@@ -168,6 +168,7 @@ TEST(shards_equal_whole_gpu) {
     with_empty_cache(test, check_presets_gpu);
 }
 
+#ifdef __CUDACC__
 // One tensor of more than 2^31 elements on a GPU, of which the CPU computes the parts at its begin and beyond 2^31.
 constexpr int64_t MANY = ((int64_t)1 << 31) + 5000;
 
@@ -232,3 +233,4 @@ TEST(shards_beyond_2_31_elements_gpu) {
     device_close(&cpu);
     device_close(&gpu);
 }
+#endif

@@ -334,6 +334,10 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
     }
 }
 
+// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
+// them up, for a third of the instructions. Room for the groups of threads of a thread block.
+constexpr int LOG_GROUPS = 8;
+
 #ifdef __CUDACC__
 // log_range for neighbouring threads of a block: one of two computes the lower end and one the upper, which are the
 // same operations with another sign.
@@ -380,10 +384,6 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
     LogScale s = log_encoding<Codes, ROUNDING>(range);
     log_put<Codes, ROUNDING, COUNT>(streams, first, value, ends, zeros, s, key);
 }
-
-// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
-// them up, for a third of the instructions. Room for the groups of threads of a thread block.
-constexpr int LOG_GROUPS = 8;
 
 template <class Codes, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
