@@ -1,6 +1,6 @@
 // Files that are no text are recognized by the signature they begin with; what has none is judged by a sample: a text
-// in any 8-bit or UTF-8 encoding has next to no NUL and control bytes, while numbers, tokens and UTF-16 are full of
-// them.
+// in any 8-bit or UTF-8 encoding has next to no NUL and control bytes, and no NUL at its beginning, while numbers,
+// tokens and UTF-16 are full of them and a container of texts begins with a NUL or more.
 #define _GNU_SOURCE  // memmem
 #include "content.h"
 #include <stdlib.h>
@@ -8,12 +8,13 @@
 #include <unistd.h>
 #include "safetensors.h"
 
-enum { HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
+enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
 
 typedef struct {
     int64_t bytes;
-    int64_t nul[2];   // NUL bytes at even and at odd positions
-    int64_t control;  // bytes that no text has, beside NUL
+    int64_t nul[2];       // NUL bytes at even and at odd positions
+    int64_t control;      // bytes that no text has, beside NUL
+    bool begins_as_text;  // no NUL in the first BEGIN bytes
 } Sample;
 
 // What to do about a file. %s is its name as a shell takes it.
@@ -34,6 +35,7 @@ static const struct {
     {0, 4, "\x28\xB5\x2F\xFD", "zstd data", prepare},
     {4, 6, "1AY&SY", "bzip2 data", prepare},
     {0, 4, "PAR1", "a parquet table", "type python3 data/prepare.py %s"},
+    {0, 3, "\x5D\0\0", "lzma data", prepare},
     {0, 4, "\x04\x22\x4D\x18", "lz4 data", "type lz4 -d %s, and name the text that comes out"},
     {0, 2, "\x1F\x9D", "compressed data (.Z)", "type zcat %s > unpacked.txt, and name that file"},
     {0, 6, "7z\xBC\xAF\x27\x1C", "a 7z archive", "type 7z x %s, and name a text that comes out"},
@@ -52,6 +54,7 @@ static const struct {
     {0, 16, "SQLite format 3", "a SQLite database", not_text},
     {0, 8, "\x89HDF\r\n\x1A\n", "an HDF5 file", not_text},
     {0, 8, "ARROW1\0\0", "an Arrow file", not_text},
+    {0, 4, "\xFF\xFF\xFF\xFF", "an Arrow stream", not_text},
     {0, 3, "ORC", "an ORC table", not_text},
     {0, 4, "Obj\1", "an Avro file", not_text},
     {0, 4, "GGUF", "a GGUF model", not_text},
@@ -106,7 +109,7 @@ static void sample_add(Sample* sample, const unsigned char* bytes, int64_t count
 
 static bool sample_is_text(const Sample* sample) {
     int64_t nul = sample->nul[0] + sample->nul[1];
-    return nul * 1000 <= sample->bytes && sample->control * 100 <= sample->bytes;
+    return sample->begins_as_text && nul * 1000 <= sample->bytes && sample->control * 100 <= sample->bytes;
 }
 
 static bool is_printable(const char* bytes, int length) {
@@ -126,7 +129,7 @@ static bool is_safetensors(const unsigned char* head, int64_t bytes, int64_t siz
 
 // A pickle begins with its protocol and goes on with a frame, a memo, or a dictionary, list, tuple, text or class.
 static bool is_pickle(const unsigned char* head, int64_t bytes) {
-    return bytes > 3 && head[0] == 0x80 && head[1] >= 2 && head[1] <= 5 && strchr("\x95}](cXq", head[2]);
+    return bytes > 3 && head[0] == 0x80 && head[1] >= 2 && head[1] <= 5 && memchr("\x95}](cXq", head[2], 7);
 }
 
 static void refuse(char* error, const char* path, const char* name, const char* advice) {
@@ -150,7 +153,7 @@ static const char* known_content(const unsigned char* head, int64_t bytes, int64
     *advice = "name its folder as --model, and a text as --data";
     if (is_safetensors(head, bytes, size)) return "a safetensors file of weights";
     *advice = not_text;
-    if (!text && is_pickle(head, bytes)) return "a Python pickle";
+    if (is_pickle(head, bytes)) return "a Python pickle";
     for (int side = 0; side < 2; side++) {
         // Text of a European language in 16-bit units has a NUL in most of them, always on the same side.
         if (sample->nul[side] * 4 < sample->bytes || sample->nul[1 - side] * 100 > sample->bytes) continue;
@@ -166,7 +169,9 @@ static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int
     unsigned char block[BLOCK];
     int64_t bytes = size < HEAD ? size : HEAD;
     bool fine = read_at(descriptor, head, bytes, 0);
-    if (fine) sample_add(sample, head, bytes);
+    if (fine) sample_add(sample, head, bytes < BEGIN ? bytes : BEGIN);
+    sample->begins_as_text = sample->nul[0] + sample->nul[1] == 0;
+    if (fine && bytes > BEGIN) sample_add(sample, head + BEGIN, bytes - BEGIN);
     for (int64_t i = 1; fine && size > HEAD + BLOCK && i <= BLOCKS; i++) {
         fine = read_at(descriptor, block, BLOCK, (size - BLOCK) / BLOCKS * i & ~1ll);
         if (fine) sample_add(sample, block, BLOCK);

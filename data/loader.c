@@ -562,7 +562,7 @@ static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, c
     char block[BLOCK];
     bool fine = true;
     for (int64_t i = 0; fine && (all ? i * BLOCK < bytes : i < BLOCKS); i++) {
-        int64_t at = all ? i * BLOCK : (bytes - BLOCK) / (BLOCKS - 1) * i, left = bytes - at;
+        int64_t at = all ? i * BLOCK : (bytes - BLOCK) * i / (BLOCKS - 1), left = bytes - at;
         int64_t size = left < BLOCK ? left : BLOCK;
         fine = read_at(descriptor, block, size, first + at);
         *crc = crc32c(*crc, block, size);

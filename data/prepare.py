@@ -143,11 +143,11 @@ class ZstdFile(io.RawIOBase):
 
 PACKINGS = (  # the pattern of the first bytes, what opens the file
     (rb"\x1f\x8b", gzip.open),
-    (rb"\xfd7zXZ\x00", lzma.open),
+    (rb"\xfd7zXZ\x00|\x5d\x00\x00", lzma.open),
     (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
     (rb"\x28\xb5\x2f\xfd", lambda path: io.BufferedReader(ZstdFile(path), 1 << 20)),
 )
-PACKED_NAME = re.compile(r"\.(xz|gz|bz2|zst)$", re.IGNORECASE)
+PACKED_NAME = re.compile(r"\.(xz|lzma|gz|bz2|zst)$", re.IGNORECASE)
 
 
 def first_bytes(path):
@@ -261,6 +261,8 @@ def read_text(path):
             line = stream.readline(PIECE_BYTES)
             if line_number == 1 and line_starts:
                 line = line.removeprefix(BYTE_ORDER_MARK)
+                if b"\0" in line[:512]:
+                    raise Problem(f"{path}: binary, not text; unpack an archive, or convert UTF-16 by iconv -t UTF-8")
             ends = line_starts and line.rstrip(b"\r\n") == separator
             if (ends or not line) and data:
                 if not begins or data.strip():

@@ -144,6 +144,8 @@ TEST(corpus_content) {
         {"SQLite format 3", 16, 0, "SQLite", "name a text"},
         {"\x89HDF\r\n\x1A\n", 8, 0, "HDF5", "name a text"},
         {"ARROW1\0\0", 8, 0, "Arrow", "name a text"},
+        {"\xFF\xFF\xFF\xFF\x80\0\0\0", 8, 0, "Arrow stream", "name a text"},
+        {"\x5D\0\0\x80\0", 5, 0, "lzma", "type python3 data/prepare.py"},
         {"\x80\4\x95\1\2\3", 6, 0, "pickle", "name a text"},
         {"\xFF\xFE"
          "a",
@@ -206,10 +208,17 @@ TEST(corpus_text_or_not) {
         if (item.refused) expect(!open && strstr(error, item.refused), "%s: %s", item.what, open ? "taken" : error);
     }
     memset(bytes, 'a', BYTES);
-    for (int i = 0; i < BYTES; i += 5000) bytes[i] = 0;
+    for (int i = 3000; i < BYTES; i += 5000) bytes[i] = 0;
     put(test, path, bytes, BYTES);
     expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);
-    // A text at the beginning alone is not enough.
+    // A container of texts, such as a tar archive, has NUL bytes at its beginning; a text at the beginning alone is not
+    // enough either.
+    bytes[3] = 0;
+    put(test, path, bytes, BYTES);
+    expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, "is binary");
+    memcpy(bytes + 257, "ustar", 5);
+    put(test, path, bytes, BYTES);
+    expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, "a tar archive");
     memset(bytes, 'a', BYTES);
     memset(bytes + BYTES / 4, 0, BYTES / 2);
     put(test, path, bytes, BYTES);
@@ -330,10 +339,11 @@ TEST(corpus_short_shards) {
     }
 }
 
-static uint32_t fingerprint(Test* test, const char* path, DatasetPart part) {
+static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, DataFormat format = DATA_AUTO) {
     char error[DATA_ERROR_BYTES] = "";
     Dataset data = {};
-    expect(dataset_open(&data, path, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s", error);
+    expect(dataset_open_as(&data, path, format, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s",
+           error);
     uint32_t crc = data.crc;
     dataset_close(&data);
     return crc;
@@ -371,6 +381,21 @@ TEST(corpus_fingerprint) {
     expect(fingerprint(test, in(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
     write_shard(folder.path, "train_1.bin", 20240520, 1, 200, 200, 7);
     expect(fingerprint(test, folder.path, DATASET_TRAIN) != shards, "with another token");
+    // Of a file over 256 MiB (a sparse one) blocks are read: the first and the last are among them.
+    const char* large = in(folder, "large");
+    const int64_t size = 257 << 20, changed[] = {0, size - 1, (size - 4096) * 31 / 63 + 5};
+    int descriptor = open(large, O_RDWR | O_CREAT, 0600);
+    expect(ftruncate(descriptor, size) == 0, "%s", strerror(errno));
+    const uint32_t zeros = fingerprint(test, large, DATASET_WHOLE, DATA_BYTES);
+    for (int64_t at : changed) {
+        expect(pwrite(descriptor, "x", 1, at) == 1, "%s", strerror(errno));
+        expect(fingerprint(test, large, DATASET_WHOLE, DATA_BYTES) != zeros, "byte %lld", (long long)at);
+        expect(pwrite(descriptor, "", 1, at) == 1, "%s", strerror(errno));
+    }
+    expect(fingerprint(test, large, DATASET_WHOLE, DATA_BYTES) == zeros, "zeros again");
+    expect(ftruncate(descriptor, size + 1) == 0 && fingerprint(test, large, DATASET_WHOLE, DATA_BYTES) != zeros,
+           "one byte more");
+    close(descriptor);
     folder_end(test, folder);
 }
 

@@ -303,6 +303,11 @@ def test_packed_by_contents_and_names(case):
             case.refuse("cut.txt" + ending + ": cannot be read", "cut.txt" + ending)
         (case.folder / ("plain.txt" + ending)).write_text("not packed")
         case.refuse("cannot be read (it is not packed, as its name says)", "plain.txt" + ending)
+    (case.folder / "a.lzma").write_bytes(lzma.compress(text.encode(), format=lzma.FORMAT_ALONE))
+    assert len(case.prepare("a.lzma", "--val", val, out="lzma").documents("train")) == len(documents)
+    for name, content in (("a.tar.gz", b"a/file\0\0\0\0text"), ("utf16.txt", text.encode("utf-16-le"))):
+        (case.folder / name).write_bytes(content if name.endswith("txt") else gzip.compress(content))
+        case.refuse(f"{name}: binary, not text", name)
     two = pack_zstd(b"one\n") + pack_zstd(b"two\n")
     (case.folder / "two.txt.zst").write_bytes(two)
     assert case.prepare("two.txt.zst", "--val", val, out="two").documents("train") == ["one\ntwo\n"]
