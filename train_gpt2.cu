@@ -919,13 +919,14 @@ struct Run {
     FILE* log;  // log.jsonl
     Tokenizer* tokenizer;
     double bytes_per_token;
-    int64_t step;               // optimizer steps done
-    int64_t sequences;          // consumed so far: the data position
-    int64_t data_tokens;        // of the training data: their number decides the order
-    int64_t data_crc, val_crc;  // checksums of the training and the validation data
-    double best_val;            // infinite until the first validation
-    int64_t skipped;            // of the steps done: those that changed nothing, see --on-nonfinite
-    int64_t skipped_last;       // the last ones among them, without a good one in between
+    int64_t step;          // optimizer steps done
+    int64_t sequences;     // consumed so far: the data position
+    int64_t data_tokens;   // of the training data: their number decides the order
+    int64_t data_crc;      // checksum of the training data
+    int64_t val_crc;       // checksum of the validation data
+    double best_val;       // infinite until the first validation
+    int64_t skipped;       // of the steps done: those that changed nothing, see --on-nonfinite
+    int64_t skipped_last;  // the last ones among them, without a good one in between
     char last_checkpoint[PATH_BYTES];
     double started;  // seconds
 };

@@ -18,7 +18,7 @@ typedef struct {
 } Sample;
 
 // What to do about a file. %s is its name as a shell takes it.
-static const char prepare[] = "type python3 data/prepare.py %s, or unpack it";
+static const char prepare[] = "type make venv && .venv/bin/python data/prepare.py %s, or unpack it";
 static const char not_text[] = "name a text or shards of tokens";
 static const char utf16[] = "type iconv -f UTF-16 -t UTF-8 %s > text.txt, and name text.txt";
 static const char utf16_little[] = "type iconv -f UTF-16LE -t UTF-8 %s > text.txt, and name text.txt";
@@ -34,7 +34,7 @@ static const struct {
     {0, 6, "\3757zXZ\0", "xz data", prepare},
     {0, 4, "\x28\xB5\x2F\xFD", "zstd data", prepare},
     {4, 6, "1AY&SY", "bzip2 data", prepare},
-    {0, 4, "PAR1", "a parquet table", "type python3 data/prepare.py %s"},
+    {0, 4, "PAR1", "a parquet table", "type make venv && .venv/bin/python data/prepare.py %s"},
     {0, 3, "\x5D\0\0", "lzma data", prepare},
     {0, 4, "\x04\x22\x4D\x18", "lz4 data", "type lz4 -d %s, and name the text that comes out"},
     {0, 2, "\x1F\x9D", "compressed data (.Z)", "type zcat %s > unpacked.txt, and name that file"},

@@ -315,7 +315,7 @@ static bool file_map(DatasetFile* file, int descriptor, DataFormat format, char*
     int32_t header[3] = {0, 0, 0};
     if (size == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
     if (!read_at(descriptor, header, size < 12 ? size : 12, 0)) {
-        return data_error(error, "cannot read %s: %s", path, strerror(errno));
+        return data_error(error, "cannot read %s: it became shorter, or its disk failed", path);
     }
     void* map = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0);
     if (map == MAP_FAILED) return data_error(error, "cannot map %s: %s", path, strerror(errno));

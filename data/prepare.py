@@ -39,6 +39,7 @@ import operator
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -911,7 +912,7 @@ def prepare(options):
         print(line)
     if meta["val"]["tokens"] < 1025:
         print(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
-    print(f"next: ./train --data {out}")
+    print(f"next: ./train --data {shlex.quote(str(out))}")
 
 
 def main(arguments=None):

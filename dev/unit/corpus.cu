@@ -129,11 +129,11 @@ TEST(corpus_content) {
         int length, at;
         const char *name, *advice;
     } cases[] = {
-        {"\x1F\x8B\x08\x00", 4, 0, "gzip", "type python3 data/prepare.py"},
-        {"\3757zXZ\0", 6, 0, "xz data", "type python3 data/prepare.py"},
-        {"\x28\xB5\x2F\xFD", 4, 0, "zstd", "type python3 data/prepare.py"},
-        {"BZh91AY&SY", 10, 0, "bzip2", "type python3 data/prepare.py"},
-        {"PAR1", 4, 0, "parquet", "type python3 data/prepare.py"},
+        {"\x1F\x8B\x08\x00", 4, 0, "gzip", "type make venv && .venv/bin/python data/prepare.py"},
+        {"\3757zXZ\0", 6, 0, "xz data", "type make venv && .venv/bin/python data/prepare.py"},
+        {"\x28\xB5\x2F\xFD", 4, 0, "zstd", "type make venv && .venv/bin/python data/prepare.py"},
+        {"BZh91AY&SY", 10, 0, "bzip2", "type make venv && .venv/bin/python data/prepare.py"},
+        {"PAR1", 4, 0, "parquet", "type make venv && .venv/bin/python data/prepare.py"},
         {"PK\3\4", 4, 0, "zip", "type unzip"},
         {"ustar", 5, 257, "tar", "type tar"},
         {"\x10\1\0\0\0\0\0\0{\"__metadata__\"", 22, 0, "safetensors", "--model"},
@@ -145,7 +145,7 @@ TEST(corpus_content) {
         {"\x89HDF\r\n\x1A\n", 8, 0, "HDF5", "name a text"},
         {"ARROW1\0\0", 8, 0, "Arrow", "name a text"},
         {"\xFF\xFF\xFF\xFF\x80\0\0\0", 8, 0, "Arrow stream", "name a text"},
-        {"\x5D\0\0\x80\0", 5, 0, "lzma", "type python3 data/prepare.py"},
+        {"\x5D\0\0\x80\0", 5, 0, "lzma", "type make venv && .venv/bin/python data/prepare.py"},
         {"\x80\4\x95\1\2\3", 6, 0, "pickle", "name a text"},
         {"\xFF\xFE"
          "a",
@@ -454,7 +454,7 @@ TEST(corpus_cli) {
         {"--data-format nanogpt --data WORK/nanogpt", "validation reads 64 of 500  vocabulary 61\n", 0},
         {"--data WORK/nanogpt", "add --data-format nanogpt", 2},
         {"--data WORK/nanogpt/train.bin", "--data-format nanogpt", 2},
-        {"--data WORK/packed.gz", "packed.gz is gzip data; type python3 data/prepare.py ", 2},
+        {"--data WORK/packed.gz", "packed.gz is gzip data; type make venv && .venv/bin/python data/prepare.py ", 2},
         {"--data WORK/text.txt --val WORK/packed.gz", "packed.gz is gzip data", 2},
         {"--data WORK/text.txt --val WORK/packed.gz --data-format bytes --seq 16", "reads 32 of 44", 0},
         {"--data WORK/text.txt --data-format tokens", "auto|bytes|shards|nanogpt", 2},
