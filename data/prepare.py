@@ -882,6 +882,16 @@ def write_corpus(options, folder, train_files, validation_files):
     return meta, notes
 
 
+def next_command(out):
+    """A shell's line that trains on the folder `out`; it builds ./train first where it is not built."""
+    root = Path(__file__).resolve().parents[1]
+    here = Path.cwd() == root
+    train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])
+    if (root / "train").exists():
+        return train
+    return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
+
+
 def prepare(options):
     started = time.time()
     out = Path(options.out)
@@ -912,7 +922,7 @@ def prepare(options):
         print(line)
     if meta["val"]["tokens"] < 1025:
         print(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
-    print(f"next: ./train --data {shlex.quote(str(out))}")
+    print(f"next: {next_command(out)}")
 
 
 def main(arguments=None):
