@@ -485,3 +485,74 @@ TEST(doors_warning) {
         remove_tree(work);
     }
 }
+
+// A checkpoint that names a file of --format, with the checksum that it then has.
+static void name_format(const char* folder, const char* format) {
+    int64_t bytes;
+    char *text = contents(folder, "state.json", &bytes), *changed = nullptr;
+    const char *from = "\"format\": \"", *at = strstr(text, from) + strlen(from), *end = strchr(at, '"');
+    if (asprintf(&changed, "%.*s%s%s", (int)(at - text), text, format, end) < 0) abort();
+    char* seal = strstr(changed, "\n\"crc32c\": ") + 1;
+    snprintf(seal, strlen(seal) + 1, "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
+    write_text(folder, "state.json", changed);
+    free(text), free(changed);
+}
+
+// Code that only a checkpoint names runs if it is this user's own and the path is one that the program itself wrote. A
+// format takes a GPU, so that on the CPU what is not refused here is refused next, by another sentence.
+TEST(doors_format_of_a_checkpoint) {
+    const char* work = work_folder();
+    char run[PATH_MAX], folder[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 1 --device cpu", SHAPE, QUICK, work, run);
+    checkpoint_name(run, 1, folder, sizeof(folder));
+    for (const char* name : {"own.cuh", "open.cuh", "other.cuh", "run/beside.cuh"}) write_text(work, name, "// none\n");
+    snprintf(path, sizeof(path), "%s/link.cuh", work);
+    expect(symlink("own.cuh", path) == 0, "%s", strerror(errno));
+    snprintf(path, sizeof(path), "%s/open.cuh", work);
+    expect(chmod(path, 0666) == 0, "%s", strerror(errno));
+    const bool root = geteuid() == 0;
+    snprintf(path, sizeof(path), "%s/other.cuh", work);
+    if (root) expect(chown(path, 65534, 65534) == 0, "%s", strerror(errno));
+    const char* cpu = "a format of your own is compiled for a GPU";
+    const struct {
+        const char *format, *typed, *needle;
+    } cases[] = {
+        {"own.cuh", "", "its path is not one that this program writes"},
+        {"/proc/self/cwd/own.cuh", "", "its path is not one that this program writes"},
+        {"WORK/link.cuh", "", "its path is not one that this program writes"},
+        {"WORK/run/../own.cuh", "", "its path is not one that this program writes"},
+        {"WORK/own.cuh,own.cuh", "", "its path is not one that this program writes"},
+        {"WORK/run/beside.cuh", "", "the file lies in the run's folder"},
+        {"WORK/open.cuh", "", "everybody can write the file"},
+        {"WORK/other.cuh", "", root ? "the file belongs to another user" : ""},
+        {"WORK/other.cuh", "--format WORK/other.cuh", cpu},
+        {"own.cuh", "--format own.cuh", cpu},
+        {"WORK/own.cuh", "", cpu},
+        {"WORK/\\u001b[2Jgone.cuh", "", cpu},
+    };
+    for (int i = 0; i < (int)(sizeof(cases) / sizeof(cases[0])) + root; i++) {
+        const bool owner = i == (int)(sizeof(cases) / sizeof(cases[0]));  // at last the checkpoint is another user's
+        const auto& c = cases[owner ? 10 : i];
+        char format[PATH_MAX], typed[PATH_MAX];
+        const char* work_in[] = {strstr(c.format, "WORK"), strstr(c.typed, "WORK")};
+        snprintf(format, sizeof(format), "%s%s", work_in[0] ? work : "", work_in[0] ? work_in[0] + 4 : c.format);
+        snprintf(typed, sizeof(typed), "%s%s%s", work_in[1] ? "--format " : c.typed, work_in[1] ? work : "",
+                 work_in[1] ? work_in[1] + 4 : "");
+        name_format(folder, format);
+        snprintf(path, sizeof(path), "%s/state.json", folder);
+        if (owner) expect(chown(path, 65534, 65534) == 0, "%s", strerror(errno));
+        Child child = new_child();
+        child.folder = work;
+        start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
+        finish(&child);
+        const char* needle = owner ? "the checkpoint belongs to another user" : c.needle;
+        expect(child.code == 2 && strstr(ERR(child), needle), "%s %s: %d, %s", format, typed, child.code, ERR(child));
+        const bool notes = needle == cpu && !*c.typed;
+        expect((strncmp(ERR(child), "train: note: the code in ", 25) == 0) == notes, "%s: %s", format, ERR(child));
+        expect((strstr(ERR(child), "if you trust it") != nullptr) == (needle != cpu), "%s: %s", format, ERR(child));
+        expect(!strchr(ERR(child), '\033'), "%s: %s", format, ERR(child));
+        forget(&child);
+    }
+    remove_tree(work);
+}
