@@ -491,9 +491,9 @@ static void name_format(const char* folder, const char* format) {
     int64_t bytes;
     char *text = contents(folder, "state.json", &bytes), *changed = nullptr;
     const char *from = "\"format\": \"", *at = strstr(text, from) + strlen(from), *end = strchr(at, '"');
-    if (asprintf(&changed, "%.*s%s%s", (int)(at - text), text, format, end) < 0) abort();
+    if (asprintf(&changed, "%.*s%s%s%32s", (int)(at - text), text, format, end, "") < 0) abort();
     char* seal = strstr(changed, "\n\"crc32c\": ") + 1;
-    snprintf(seal, strlen(seal) + 1, "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
+    snprintf(seal, strlen(seal), "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
     write_text(folder, "state.json", changed);
     free(text), free(changed);
 }
