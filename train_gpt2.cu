@@ -1916,6 +1916,7 @@ static void run_begin(Run* run, const Launch* launch, const char* tokenizer, con
         run_tokenizer_open(run, tokenizer, checkpoint, bytes);
     }
     launch_share(launch, 0, run->folder, sizeof(run->folder));
+    run->folder[sizeof(run->folder) - 1] = 0;
     launch_share(launch, 0, &run->options->sample_every, sizeof(run->options->sample_every));
 }
 
@@ -1964,6 +1965,7 @@ static void training_resume(Training* t) {
     const Json* saved = json_get(t->state, "options");
     bool asked = json_int(t->state, "version", 1) > 1;
     resume_options(o, t->given, saved, asked, t->changed, sizeof(t->changed) - 256);
+    require_own_formats(o, t->given, t->folder, first);
     resume_rule(o, t->given, saved, t->changed, sizeof(t->changed) - 256);
     const char* overrides = resume_override(o, t->given, t->state, t->changed, sizeof(t->changed) - 256);
     t->run.asked = *o, t->run.asked.overrides = overrides;

@@ -83,7 +83,8 @@ static const Option OPTIONS[] = {
     {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
     {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
     {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
-     "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files"},
+     "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files; runs the "
+     "code in them, and so does a checkpoint that names one"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
      "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not even the preset's, "
      "which go with its --weights, --m and --v"},

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "data/checkpoint.h"
 #include "data/gpt2_config.h"
@@ -59,6 +60,7 @@ static Json* resume_locate(Options* o, const Launch* launch, char* folder, size_
     }
     if (!state) folder[0] = 0;
     launch_share(launch, 0, folder, (int64_t)bytes);
+    folder[bytes - 1] = 0;
     if (launch->rank > 0 && folder[0]) state = checkpoint_state(folder, error);
     if (folder[0] && !state) user_error("%s", error);
     return state;
@@ -129,6 +131,48 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
         snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, *now ? now : "''",
                  *text ? text : "''");
     }
+}
+
+// Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
+// program writes paths that name a file in one way, so that a path which can mean another file in another place, such
+// as a downloaded one, is not its own.
+static const char* format_distrust(const char* path, const char* folder) {
+    struct stat info;
+    char parent[4500];
+    if (stat(path, &info) != 0) return nullptr;  // there is no code, which another sentence says
+    char *real = realpath(path, nullptr), *run = realpath(folder_parent(folder, parent, sizeof(parent)), nullptr);
+    const size_t length = run ? strlen(run) : 0;
+    const bool same = real && strcmp(real, path) == 0;
+    const bool beside = real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/';
+    free(real), free(run);
+    if (!same) return "its path is not one that this program writes";
+    if (beside) return "the file lies in the run's folder";
+    if (info.st_uid != geteuid() && info.st_uid != 0) return "the file belongs to another user";
+    return info.st_mode & S_IWOTH ? "everybody can write the file" : nullptr;
+}
+
+// Code that was not typed runs only if this user's own run has used it before.
+static void require_own_formats(const Options* o, const bool* given, const char* folder, bool first) {
+    char path[4500];
+    struct stat info;
+    if (is_given(given, "format") || !o->formats[0]) return;
+    snprintf(path, sizeof(path), "%s/state.json", folder);
+    const bool own = stat(path, &info) == 0 && info.st_uid == geteuid();
+    const char* reason = own ? nullptr : "the checkpoint belongs to another user";
+    char *list = strdup(o->formats), *shown = strdup(o->formats), *rest = nullptr;
+    for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(nullptr, ",", &rest)) {
+        reason = format_distrust(one, folder);
+    }
+    text_disarm(shown, false);
+    if (reason) {
+        user_error(
+            "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, or "
+            "begin "
+            "anew without --resume",
+            folder, shown, reason, shown);
+    }
+    if (first) fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+    free(list), free(shown);
 }
 
 // A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.

@@ -74,7 +74,8 @@ char* path_absolute(const char* path) {
 char* paths_absolute(const char* list) {
     char *all = strdup(""), *copy = strdup(list), *rest = NULL;
     for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
-        char *absolute = path_absolute(path), *longer = NULL;
+        char *absolute = realpath(path, NULL), *longer = NULL;
+        if (!absolute) absolute = path_absolute(path);
         if (asprintf(&longer, "%s%s%s", all, *all ? "," : "", absolute) < 0) abort();
         free(absolute);
         free(all);

@@ -90,6 +90,21 @@ int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
     return *point = value, length;
 }
 
+void text_disarm(char* text, bool lines) {
+    uint32_t point = 0;
+    int64_t left = (int64_t)strlen(text);
+    for (int length; left > 0; text += length, left -= length) {
+        length = utf8_next(text, left, &point);
+        bool kept = lines && (*text == '\n' || *text == '\t');
+        bool control = point < 0x20 || (point >= 0x7f && point < 0xa0);
+        bool turns = (point >= 0x200e && point <= 0x200f) || (point >= 0x2028 && point <= 0x202e) ||
+                     (point >= 0x2066 && point <= 0x2069);  // other lines, and other directions of writing
+        if (length > 0 && (kept || (!control && !turns))) continue;
+        if (length == 0) length = 1;
+        memset(text, '?', (size_t)length);
+    }
+}
+
 static char* utf8_write(char* to, uint32_t point) {
     if (point < 0x80) {
         *to++ = (char)point;

@@ -1,10 +1,7 @@
-// See launch.h. First who this rank is, then the rendezvous, what ranks tell each other, and the watch.
+// See launch.h. First who this rank is, then --gpus, the watch, and what ranks tell each other.
 #define _GNU_SOURCE
 #include "launch.h"
 #include <errno.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <omp.h>
 #include <poll.h>
 #include <pthread.h>
@@ -13,29 +10,18 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
+#include "rendezvous.h"
 
 enum {
-    PORTS = 8,  // that rank 0 may take, from the first on, where another program has some of them
     MOST_RANKS = 1024,
     TEXT_BYTES = 4000,  // of a message
     STOP_SECONDS = 5,   // that the others have to end by themselves before they are killed
-    MAGIC = 0x6e69626c  // "nibl", and this version of the protocol
+    MAGIC = 0x6e69626c  // "nibl"
 };
-
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static void pause_ms(int ms) {
-    struct timespec time = {ms / 1000, ms % 1000 * 1000000L};
-    nanosleep(&time, NULL);
-}
 
 // Who this rank is.
 
@@ -142,8 +128,15 @@ static const char* incomplete_set(void) {
     return NULL;
 }
 
+// The key of the run from NIBBLE_SECRET, a text of any length. Without it the key is one that everybody knows.
+static void take_secret(Launch* launch) {
+    const char *secret = text_variable("NIBBLE_SECRET"), *purpose = "nibble rendezvous";
+    launch->has_secret = secret[0] != 0;
+    hmac_sha256(secret, strlen(secret), purpose, strlen(purpose), launch->key);
+}
+
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
-    *launch = (Launch){.world = 1, .listener = -1};
+    *launch = (Launch){.world = 1};
     bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
     const char *rank = text_variable("RANK"), *world = text_variable("WORLD_SIZE");
     // One rank of several that trains alone would be a surprise; one of one is alone.
@@ -177,7 +170,8 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
         return data_error(error, "%s does not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
                           launch->source);
     }
-    if (launch->world == 1) *launch = (Launch){.world = 1, .listener = -1};
+    if (launch->world == 1) *launch = (Launch){.world = 1};
+    if (launch->world > 1) take_secret(launch);
     return true;
 }
 
@@ -194,33 +188,6 @@ static void set_variable(const char* name, int number) {
     char text[16];
     snprintf(text, sizeof(text), "%d", number);
     setenv(name, text, 1);
-}
-
-// A socket that listens at the first free port from `port` on; 0: any. -1 when there is none.
-static int listen_at(const char* host, int* port, int ports) {
-    for (int i = 0; i < ports; i++) {
-        bool local = strcmp(host, "127.0.0.1") == 0;
-        int listener = socket(local ? AF_INET : AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, no = 0;
-        struct sockaddr_in v4 = {.sin_family = AF_INET, .sin_port = htons((uint16_t)(*port + i))};
-        struct sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)(*port + i))};
-        v4.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
-        if (listener < 0 && !local) {  // a system without IPv6
-            listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-            local = true;
-        }
-        if (listener < 0) return -1;
-        setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
-        if (!local) setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof(no));
-        struct sockaddr* address = local ? (struct sockaddr*)&v4 : (struct sockaddr*)&v6;
-        socklen_t bytes = local ? sizeof(v4) : sizeof(v6);
-        if (bind(listener, address, bytes) == 0 && listen(listener, 512) == 0) {
-            getsockname(listener, address, &bytes);
-            *port = ntohs(local ? v4.sin_port : v6.sin6_port);
-            return listener;
-        }
-        close(listener);
-    }
-    return -1;
 }
 
 // What a rank that has ended makes of the code that the run ends with: a signal, which is why the others stopped, goes
@@ -262,8 +229,11 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
     sigset_t signals, before;
     const int handled[] = {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGQUIT};
     *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1"};
-    launch->listener = listen_at(launch->host, &launch->port, 1);
-    if (launch->listener < 0) return data_error(error, "--gpus %d: no port to listen at: %s", gpus, strerror(errno));
+    if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
+        return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
+    }
+    launch->has_secret = true;  // which the ranks inherit in memory alone
+    if (!rendezvous_listen(launch, 1, error)) return false;
     snprintf(launch->job, sizeof(launch->job), "fork %d", (int)getpid());
     sigemptyset(&signals);
     for (size_t i = 0; i < sizeof(handled) / sizeof(handled[0]); i++) sigaddset(&signals, handled[i]);
@@ -282,230 +252,13 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
         sigprocmask(SIG_SETMASK, &before, NULL);
         free(ranks);
         launch->rank = launch->local_rank = rank;
-        if (rank > 0) close(launch->listener), launch->listener = -1;
+        if (rank > 0) rendezvous_close(launch);
         set_variable("RANK", rank), set_variable("WORLD_SIZE", gpus), set_variable("LOCAL_RANK", rank);
         return true;
     }
-    close(launch->listener);
+    rendezvous_close(launch);
     supervise(ranks, gpus, &signals);
     return false;
-}
-
-// The rendezvous.
-
-enum { TALK, CONTROL, CHANNELS };
-
-typedef struct {
-    uint32_t magic;
-    int32_t rank, world, channel, pid;
-    char job[128], host[64];
-} Hello;
-
-typedef struct {
-    uint32_t magic;
-    int32_t accepted, pid;  // accepted 0: another job's; the next port may be ours
-    char error[512];        // why not, when nothing else can help
-} Welcome;
-
-typedef struct {
-    int socket[CHANNELS];
-    char host[64];
-    int pid;
-} Peer;
-
-// All of it, or false: the other side has ended, or (with a time limit on the socket) said nothing.
-static bool send_all(int socket, const void* bytes, size_t count) {
-    for (size_t done = 0; done < count;) {
-        ssize_t sent = send(socket, (const char*)bytes + done, count - done, MSG_NOSIGNAL);
-        if (sent < 0 && errno == EINTR) continue;
-        if (sent <= 0) return false;
-        done += (size_t)sent;
-    }
-    return true;
-}
-
-static bool receive_all(int socket, void* bytes, size_t count) {
-    for (size_t done = 0; done < count;) {
-        ssize_t got = recv(socket, (char*)bytes + done, count - done, 0);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return false;
-        done += (size_t)got;
-    }
-    return true;
-}
-
-static void set_time_limit(int socket, int limit) {
-    struct timeval time = {limit, 0};
-    int yes = 1;
-    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time));
-    setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time));
-    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
-}
-
-// Whether the other side, which has nothing to say, has closed it: it gave up waiting and knocks again.
-static bool is_closed(int socket) {
-    char byte;
-    return recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
-}
-
-// Rank 0: one that knocked, and says who it is at once; others knock too, such as scanners of ports. Returns false with
-// a sentence when the run cannot go on.
-static bool admit(const Launch* launch, Peer* peers, int socket, int* came, char* error) {
-    Hello hello;
-    Welcome welcome = {MAGIC, 0, getpid(), ""};
-    set_time_limit(socket, 1);
-    bool said = receive_all(socket, &hello, sizeof(hello)) && hello.magic == MAGIC;
-    if (!said || is_closed(socket)) return close(socket), true;
-    hello.job[sizeof(hello.job) - 1] = hello.host[sizeof(hello.host) - 1] = 0;
-    bool ours = strcmp(hello.job, launch->job) == 0;
-    bool fits = hello.world == launch->world && hello.rank > 0 && hello.rank < launch->world && hello.channel >= 0 &&
-                hello.channel < CHANNELS;
-    int* known = ours && fits ? &peers[hello.rank].socket[hello.channel] : NULL;
-    if (known && *known >= 0 && is_closed(*known)) close(*known), *known = -1, --*came;
-    if (ours && !fits) {
-        data_error(error, "rank %d of %d came from %s and this run has %d ranks; start all with the same number",
-                   hello.rank, hello.world, hello.host, launch->world);
-    } else if (known && *known >= 0) {
-        data_error(error, "two processes say that they are rank %d: on %s and on %s; give each a rank of its own",
-                   hello.rank, peers[hello.rank].host, hello.host);
-        fits = false;
-    }
-    welcome.accepted = ours && fits;
-    if (ours && !fits) snprintf(welcome.error, sizeof(welcome.error), "%.500s", error);
-    bool sent = send_all(socket, &welcome, sizeof(welcome));
-    if (!welcome.accepted || !sent) return close(socket), !ours || fits;
-    Peer* peer = &peers[hello.rank];
-    peer->socket[hello.channel] = socket;
-    snprintf(peer->host, sizeof(peer->host), "%s", hello.host);
-    peer->pid = hello.pid;
-    ++*came;
-    return true;
-}
-
-// "1, 3 and 5"; at most some of them.
-static void list_missing(const Launch* launch, const Peer* peers, char* text, size_t bytes) {
-    int listed = 0;
-    text[0] = 0;
-    for (int r = 1; r < launch->world; r++) {
-        if (peers[r].socket[TALK] >= 0 && peers[r].socket[CONTROL] >= 0) continue;
-        size_t used = strlen(text);
-        if (listed++ < 16) snprintf(text + used, bytes - used, "%s%d", used ? ", " : "", r);
-    }
-    size_t used = strlen(text);
-    if (listed > 16) snprintf(text + used, bytes - used, " and %d more", listed - 16);
-}
-
-// Every other rank is told whether all have come.
-static void tell_all(const Launch* launch, const Peer* peers, bool fine, const char* error) {
-    Welcome word = {MAGIC, fine, 0, ""};
-    if (!fine) snprintf(word.error, sizeof(word.error), "%.500s", error);
-    for (int r = 1; r < launch->world; r++) {
-        if (peers[r].socket[TALK] >= 0) send_all(peers[r].socket[TALK], &word, sizeof(word));
-    }
-}
-
-static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error) {
-    double deadline = seconds() + (double)limit;
-    int came = 0, want = CHANNELS * (launch->world - 1);
-    bool fine = true;
-    if (launch->listener < 0) launch->listener = listen_at(launch->host, &launch->port, PORTS);
-    if (launch->listener < 0) {
-        return data_error(error,
-                          "rank 0 cannot listen at port %d or the %d after it: %s; set MASTER_PORT to a free one",
-                          launch->port, PORTS - 1, strerror(errno));
-    }
-    while (came < want && fine) {
-        double left = deadline - seconds();
-        struct pollfd listener = {launch->listener, POLLIN, 0};
-        if (left <= 0) {
-            char missing[256];
-            list_missing(launch, peers, missing, sizeof(missing));
-            fine = data_error(error,
-                              "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
-                              "they say, or give them longer with --join-timeout",
-                              (long long)limit, launch->world, launch->host, launch->port, missing);
-        } else if (poll(&listener, 1, (int)(left * 1000) + 1) > 0) {
-            int socket = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
-            if (socket >= 0) fine = admit(launch, peers, socket, &came, error);
-        }
-    }
-    tell_all(launch, peers, fine, error);
-    close(launch->listener);
-    launch->listener = -1;
-    return fine;
-}
-
-// A connection within a second, or -1; *unknown is what getaddrinfo says of the host, 0 when it has an address.
-static int connect_to(const char* host, int port, int* unknown) {
-    char service[16];
-    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
-    snprintf(service, sizeof(service), "%d", port);
-    *unknown = getaddrinfo(host, service, &hints, &found);
-    if (*unknown != 0) return -1;
-    int made = -1;
-    for (struct addrinfo* at = found; at && made < 0; at = at->ai_next) {
-        made = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (made < 0) continue;
-        set_time_limit(made, 1);  // of connect too
-        if (connect(made, at->ai_addr, at->ai_addrlen) == 0) break;
-        close(made);
-        made = -1;
-    }
-    freeaddrinfo(found);
-    return made;
-}
-
-// One channel to rank 0; false: try again, or with a sentence never.
-static bool knock(const Launch* launch, int port, int channel, Peer* first, int* unknown, char* error) {
-    Hello hello = {.magic = MAGIC, .rank = launch->rank, .world = launch->world, .channel = channel, .pid = getpid()};
-    Welcome welcome;
-    memcpy(hello.job, launch->job, sizeof(hello.job));
-    gethostname(hello.host, sizeof(hello.host) - 1);
-    int socket = connect_to(launch->host, port, unknown);
-    if (socket < 0) return false;
-    set_time_limit(socket, 5);
-    bool answered = send_all(socket, &hello, sizeof(hello)) && receive_all(socket, &welcome, sizeof(welcome));
-    if (answered && welcome.magic == MAGIC && welcome.accepted) {
-        first->socket[channel] = socket;
-        first->pid = welcome.pid;
-        return true;
-    }
-    if (answered && welcome.magic == MAGIC && welcome.error[0]) data_error(error, "%s", welcome.error);
-    close(socket);
-    return false;
-}
-
-static bool reach_first(Launch* launch, Peer* first, int64_t limit, char* error) {
-    double deadline = seconds() + (double)limit;
-    int ports = strcmp(launch->source, "--gpus") == 0 ? 1 : PORTS, unknown = 0;
-    error[0] = 0;
-    for (int at = 0;; at++) {
-        int port = launch->port + at % ports;
-        bool in =
-            knock(launch, port, TALK, first, &unknown, error) && knock(launch, port, CONTROL, first, &unknown, error);
-        if (in || error[0]) break;
-        if (first->socket[TALK] >= 0) close(first->socket[TALK]), first->socket[TALK] = -1;
-        if (seconds() > deadline && unknown != 0) {
-            return data_error(error, "rank %d knows no host %s (%s); set MASTER_ADDR to rank 0's host", launch->rank,
-                              launch->host, gai_strerror(unknown));
-        }
-        if (seconds() > deadline) {
-            return data_error(
-                error,
-                "rank %d has had no answer from rank 0 at %s:%d for %lld s; look at what rank 0 says, set "
-                "MASTER_ADDR to its host, or give it longer with --join-timeout",
-                launch->rank, launch->host, launch->port, (long long)limit);
-        }
-        if (at % ports == ports - 1) pause_ms(50);
-    }
-    if (error[0]) return false;
-    Welcome word;
-    set_time_limit(first->socket[TALK], (int)limit + 5);
-    if (!receive_all(first->socket[TALK], &word, sizeof(word))) {
-        return data_error(error, "rank 0 at %s has ended before all ranks had come", launch->host);
-    }
-    if (!word.accepted) exit(2);  // rank 0 has said why
-    return true;
 }
 
 // The watch: a thread on every rank.
@@ -581,10 +334,12 @@ static void drain(LaunchWatch* watch, double limit) {
     }
 }
 
-// The end of this process, and from rank 0 of all. `spoken`: someone has printed it already.
+// The end of this process, and from rank 0 of all. `spoken`: someone has printed it already. A code that the shell
+// would take for success, as another rank may send it, becomes 1.
 __attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, const char* text, bool spoken) {
+    if (code < 1 || code > 255) code = 1;
     if (atomic_exchange(&watch->failing, true)) {
-        for (;;) pause_ms(1000);  // another thread of this process is at it
+        for (;;) sleep_ms(1000);  // another thread of this process is at it
     }
     if (!spoken) fputs(text, stderr), fflush(stderr);
     send_message(watch, FAILED, code, text);
@@ -597,9 +352,9 @@ void launch_failed(int code, const char* text) {
     if (!watch) return;
     if (watch->rank == 0) end_all(watch, code, text, false);
     // A mistake that all ranks make is best told by rank 0, which then ends this process too.
-    pause_ms(500);
+    sleep_ms(500);
     send_message(watch, FAILED, code, text);
-    pause_ms(5000);
+    sleep_ms(5000);
     end_all(watch, code, text, false);
 }
 
@@ -655,10 +410,13 @@ static void read_peer(LaunchWatch* watch, int r) {
         heard->bytes += (size_t)got;
         if (heard->bytes < MESSAGE_HEAD) continue;
         Message* message = &heard->message;
-        bool sane = message->magic == MAGIC && message->bytes >= MESSAGE_HEAD && message->bytes < (int)sizeof(Message);
+        bool sane = message->magic == MAGIC && message->bytes >= MESSAGE_HEAD &&
+                    message->bytes < (int)sizeof(Message) && message->kind >= BEAT && message->kind <= BYE &&
+                    message->patience >= 0 && message->progress >= 0;
         if (!sane) peer_lost(watch, r, "has sent what is no message");
         if (heard->bytes < (size_t)message->bytes) continue;
         ((char*)message)[message->bytes] = 0;
+        text_disarm(message->text, true);
         heard->bytes = 0;
         take_message(watch, r, message);
     }
@@ -739,8 +497,8 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
         peers[r].socket[TALK] = peers[r].socket[CONTROL] = -1;
         if (r == 0) snprintf(peers[r].host, sizeof(peers[r].host), "%.60s", launch->host);
     }
-    bool fine =
-        launch->rank == 0 ? gather_ranks(launch, peers, limit, error) : reach_first(launch, &peers[0], limit, error);
+    bool fine = launch->rank == 0 ? rendezvous_gather(launch, peers, limit, error)
+                                  : rendezvous_reach(launch, &peers[0], limit, error);
     if (!fine) return false;
     for (int r = 0; r < launch->world; r++) {
         if (peers[r].socket[TALK] >= 0) set_time_limit(peers[r].socket[TALK], 0);
@@ -769,7 +527,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 
 // The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
 __attribute__((noreturn)) static void wait_for_end(void) {
-    pause_ms(5000);
+    sleep_ms(5000);
     end_all(watching, 1, "train: error: a rank has ended for which others still wait; all ranks stop\n", false);
 }
 

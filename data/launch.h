@@ -6,7 +6,8 @@
 //
 // Rank 0 listens, the others connect to it, twice: once for what the host has to share (launch_share, launch_agree,
 // some 0.1 ms each), once for a thread that sends a beat a second and reports what ends. So a star: enough for the few
-// bytes that pass; tensors go through kernels/comm.cuh.
+// bytes that pass; tensors go through kernels/comm.cuh. Both sides of a connection prove that they know the secret of
+// the run, a random one that --gpus makes or the text in NIBBLE_SECRET (rendezvous.h).
 //
 // A rank that ends, crashes, is stopped, loses its machine, or makes no progress while none of the others has an excuse
 // ends all of them, within SILENCE_SECONDS (or its patience, see launch_hurry) and a few, with one message, which rank
@@ -20,6 +21,7 @@
 extern "C" {
 #endif
 
+enum { LAUNCH_LISTENERS = 8 };  // sockets, one for each address of rank 0's host
 enum { SILENCE_SECONDS = 20 };  // without a beat, or without progress: NIBBLE_SILENCE=N in the environment, for tests
 
 typedef struct LaunchWatch LaunchWatch;
@@ -28,10 +30,13 @@ typedef struct {
     int local_rank, local_world;  // on this machine; local_world 0 when unknown
     char source[64];              // who says so, for the banner; "" alone
     char host[256];               // where rank 0 listens
-    int port;                     // the first of LAUNCH_PORTS that it may take
-    int listener;                 // rank 0's, when it was made before the fork; else -1
-    char job[128];                // tells jobs that try the same ports apart
-    LaunchWatch* watch;           // NULL: alone
+    int port;                     // the first that it may take
+    int listeners;                // sockets at which rank 0 listens; 0: none yet
+    int listener[LAUNCH_LISTENERS];
+    char job[128];          // tells jobs that try the same ports apart
+    bool has_secret;        // false: NIBBLE_SECRET is not set, and anybody knows the key
+    unsigned char key[32];  // what ranks prove to each other that they have
+    LaunchWatch* watch;     // NULL: alone
 } Launch;
 
 // Reads the environment; false with a sentence when it is half there or contradicts itself. `gpus` above 1 beside ranks

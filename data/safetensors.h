@@ -54,6 +54,9 @@ void json_write_string(FILE* file, const char* text);  // quoted and escaped; by
 void json_write_number(FILE* file, double value);      // shortest decimal that reads back; non-finite as null
 // The code point at text[0..bytes) and, returned, its length: 1 to 4 bytes, or 0 when they are no well-formed UTF-8.
 int utf8_next(const char* text, int64_t bytes, uint32_t* point);
+// Replaces what could steer a terminal in a text that came from elsewhere (control characters, and bytes that are no
+// UTF-8) by '?'. Newlines and tabs stay when `lines` is true.
+void text_disarm(char* text, bool lines);
 
 // Writing: begin with all the tensors' names, types and shapes, then give the bytes in the same order, in pieces of any
 // size; finish checks that all came, syncs, and returns the CRC-32C and size of the whole file (either may be NULL). A

@@ -158,6 +158,7 @@ inline StandIn* stand_in_open(const Launch* launch) {
     clock_gettime(CLOCK_REALTIME, &now);
     snprintf(name, sizeof(name), "/nibble_%d_%lld_%ld", (int)getpid(), (long long)now.tv_sec, now.tv_nsec);
     launch_share(launch, 0, name, sizeof(name));
+    name[sizeof(name) - 1] = 0;
     bool first = launch->rank == 0;
     int file = first ? shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600) : -1;
     if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");

@@ -36,6 +36,8 @@ inline int process_rank() {
 
 // Where there are other ranks: tells them why this one ends, prints it once for all, and ends it (data/launch.h).
 extern "C" void launch_failed(int code, const char* text);
+// Replaces what could steer a terminal by '?' (data/safetensors.h).
+extern "C" void text_disarm(char* text, bool lines);
 
 [[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
                                       const char* file, int line) {
@@ -92,6 +94,7 @@ bool driver_bind(const char* name, Function* function) {
     used += vsnprintf(message + used, sizeof(message) - used - 1, format, arguments);
     va_end(arguments);
     strcpy(message + (used < (int)sizeof(message) - 2 ? used : (int)sizeof(message) - 2), "\n");
+    text_disarm(message, true);  // it may quote names from a file that a stranger wrote
     launch_failed(2, message);
     fputs(message, stderr);
     exit(2);

@@ -19,6 +19,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <stdarg.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -221,7 +222,9 @@ static bool cache_folder(char* folder, size_t bytes) {
     const char* own = getenv("NIBBLE_CACHE");
     const char* xdg = getenv("XDG_CACHE_HOME");
     const char* home = getenv("HOME");
-    if (own && *own) return snprintf(folder, bytes, "%s", own) < (int)bytes;
+    int length = own ? (int)strlen(own) : 0;
+    while (length > 1 && own[length - 1] == '/') length--;  // behind a slash a symbolic link would be followed
+    if (own && *own) return snprintf(folder, bytes, "%.*s", length, own) < (int)bytes;
     if (xdg && *xdg) return snprintf(folder, bytes, "%s/nibble", xdg) < (int)bytes;
     if (home && *home) return snprintf(folder, bytes, "%s/.cache/nibble", home) < (int)bytes;
     return false;
@@ -288,10 +291,48 @@ static bool write_all(int file, const void* bytes, int64_t count) {
     return true;
 }
 
-// False when there is no such file or it is not whole.
-static bool cache_read(const char* path, JitImage* image) {
-    int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return false;
+// Opens the cache's folder or, inside `folder`, one of its files, without following a symbolic link or waiting for a
+// FIFO. Returns -1 when there is none. Returns -1 with a reason when others than this user and root could have put
+// there what it holds.
+static int cache_open(int folder, const char* name, const char** reason) {
+    const bool is_folder = folder == AT_FDCWD;
+    struct stat info;
+    *reason = nullptr;
+    int file = openat(folder, name, O_CLOEXEC | O_NOFOLLOW | (is_folder ? O_PATH : O_RDONLY | O_NONBLOCK));
+    if (file < 0) {
+        *reason = errno == ELOOP ? "is a symbolic link" : errno == ENXIO ? "is no regular file" : nullptr;
+        return -1;
+    }
+    if (fstat(file, &info) != 0) {
+        *reason = strerror(errno);
+    } else if (S_ISLNK(info.st_mode)) {
+        *reason = "is a symbolic link";
+    } else if (is_folder ? !S_ISDIR(info.st_mode) : !S_ISREG(info.st_mode)) {
+        *reason = is_folder ? "is no folder" : "is no regular file";
+    } else if (info.st_uid != geteuid() && info.st_uid != 0) {
+        *reason = "belongs to another user";
+    } else if (info.st_mode & (S_IWGRP | S_IWOTH)) {
+        *reason = "can be written by others (chmod go-w changes that)";
+    }
+    if (!*reason) return file;
+    close(file);
+    return -1;
+}
+
+// One sentence for a process, and of the ranks of a machine only from the first, since they share the cache.
+__attribute__((format(printf, 1, 2))) static void cache_notice(const char* format, ...) {
+    static bool told;
+    const char* rank = getenv("LOCAL_RANK");
+    if (told || (rank && atoi(rank) > 0)) return;
+    told = true;
+    va_list arguments;
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+}
+
+// False when the file is not whole.
+static bool cache_read(int file, JitImage* image) {
     CacheHeader header;
     struct stat info;
     char* payload = nullptr;
@@ -308,7 +349,6 @@ static bool cache_read(const char* path, JitImage* image) {
         good =
             good && memcmp(checksum, header.checksum, sizeof(checksum)) == 0 && payload[header.symbol_bytes - 1] == 0;
     }
-    close(file);
     if (good) {
         *image = {payload, payload + header.symbol_bytes, header.image_bytes, true};
     } else {
@@ -322,7 +362,8 @@ static void folders_make(const char* path) {
     snprintf(folder, sizeof(folder), "%s", path);
     for (char* slash = strchr(folder + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
         *slash = 0;
-        mkdir(folder, 0777);  // a failure shows when the file is opened
+        // A failure shows when the file is opened. The mode is set again since a umask may have taken bits from it.
+        if (mkdir(folder, 0700) == 0 && chmod(folder, 0700) != 0) return;
         *slash = '/';
     }
 }
@@ -339,7 +380,7 @@ static void cache_sweep(const char* path) {
         struct stat info;
         if (!suffix || strlen(suffix) != strlen(".kernel.XXXXXX")) continue;
         snprintf(file, sizeof(file), "%s/%s", folder, entry->d_name);
-        if (stat(file, &info) == 0 && info.st_mtime < now - hour) unlink(file);
+        if (lstat(file, &info) == 0 && info.st_mtime < now - hour) unlink(file);
     }
     closedir(entries);
 }
@@ -354,11 +395,10 @@ static bool cache_write(const char* path, const JitImage* image) {
     char temporary[4400];
     snprintf(temporary, sizeof(temporary), "%s.XXXXXX", path);
     folders_make(path);
-    int file = mkstemp(temporary);
+    int file = mkostemp(temporary, O_CLOEXEC);
     if (file < 0) return false;
-    // Readable by all: a folder may be filled by one user, or in a container's image, and used by others.
     bool good = write_all(file, &header, sizeof(header)) &&
-                write_all(file, image->symbol, header.symbol_bytes + header.image_bytes) && fchmod(file, 0644) == 0 &&
+                write_all(file, image->symbol, header.symbol_bytes + header.image_bytes) && fchmod(file, 0600) == 0 &&
                 fsync(file) == 0;
     int reason = errno;
     if (close(file) != 0 && good) good = false, reason = errno;
@@ -369,16 +409,39 @@ static bool cache_write(const char* path, const JitImage* image) {
     return good;
 }
 
+// Reads a file of the cache. False when there is none, or none that may be used, which a notice says. *usable: the
+// folder may be used, or is not there yet.
+static bool cache_find(const char* path, JitImage* image, bool* usable) {
+    const char *reason, *name = strrchr(path, '/') + 1;
+    char folder[4352];
+    bool found = false;
+    snprintf(folder, sizeof(folder), "%.*s/", (int)(name - path) - 1, path);
+    if (folder[1]) folder[strlen(folder) - 1] = 0;  // all but "/" itself
+    int at = cache_open(AT_FDCWD, folder, &reason);
+    *usable = !reason;
+    if (reason) {
+        cache_notice(
+            "train: note: the cache of compiled kernels in %s is not used: it %s; NIBBLE_CACHE names another folder\n",
+            folder, reason);
+    }
+    if (at < 0) return false;
+    int file = cache_open(at, name, &reason);
+    if (reason) cache_notice("train: note: a kernel is compiled again, since %s %s\n", path, reason);
+    if (file >= 0) found = cache_read(file, image), close(file);
+    close(at);
+    return found;
+}
+
 bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error, const char* user_source) {
     char path[4352];
-    bool cache = jit_cache_path(expression, architecture, path, sizeof(path), user_source);
-    if (cache && cache_read(path, image)) return true;
+    bool usable = true, cache = jit_cache_path(expression, architecture, path, sizeof(path), user_source);
+    if (cache && cache_find(path, image, &usable)) return true;
     if (!jit_compile(expression, architecture, image, error, user_source)) return false;
-    if (!cache || !cache_write(path, image)) {
-        fprintf(stderr,
-                "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "
-                "NIBBLE_CACHE names another folder\n",
-                cache ? path : "a cache folder", cache ? strerror(errno) : "neither NIBBLE_CACHE nor HOME is set");
+    if (usable && (!cache || !cache_write(path, image))) {
+        cache_notice(
+            "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "
+            "NIBBLE_CACHE names another folder\n",
+            cache ? path : "a cache folder", cache ? strerror(errno) : "neither NIBBLE_CACHE nor HOME is set");
     }
     return true;
 }

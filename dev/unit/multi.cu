@@ -422,12 +422,13 @@ static void start_launched(Child* child, const Variable* variables, int count, i
         setenv(variables[i].name, named ? text : value, 1);
     }
     setenv("NIBBLE_STAND_IN", "1", 1);
+    setenv("NIBBLE_SECRET", "of these tests", 1);
     *child = new_child();
     child->keeps_rank = true;
     child->folder = folder;
     start(child, "%s", words);
     for (int i = 0; i < count; i++) unsetenv(variables[i].name);
-    unsetenv("NIBBLE_STAND_IN");
+    unsetenv("NIBBLE_STAND_IN"), unsetenv("NIBBLE_SECRET");
 }
 
 static const Variable torchrun[] = {{"RANK", "rank"},
@@ -574,7 +575,7 @@ TEST(multi_missing) {
     remove_tree(work);
 }
 
-// Connections that say nothing, as of a scanner of ports, delay the rendezvous and break nothing.
+// Connections that say nothing, as of a scanner of ports, neither delay the rendezvous nor break anything.
 TEST(multi_strangers) {
     const char* work = work_folder();
     char words[2 * PATH_MAX];

@@ -1,0 +1,558 @@
+// What strangers can do to a run over the network (data/rendezvous.h, data/launch.h): nothing that shows in its exit
+// code, its time or its terminal, as long as they do not know its secret.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include "../../data/rendezvous.h"
+#include "cli.h"
+
+// The ports of each case are its own, and so are those of each process.
+static int door_port(int which) {
+    return 11000 + (getpid() * 16 + which * 1000) % 9000;
+}
+
+static Launch door_launch(int rank, int world, int port, const char* secret, const char* host = "127.0.0.1") {
+    Launch launch = {};
+    launch.rank = rank, launch.world = world, launch.port = port;
+    snprintf(launch.source, sizeof(launch.source), "these tests");
+    snprintf(launch.host, sizeof(launch.host), "%s", host);
+    snprintf(launch.job, sizeof(launch.job), "doors");
+    launch.has_secret = secret[0] != 0;
+    hmac_sha256(secret, strlen(secret), "doors", 5, launch.key);
+    return launch;
+}
+
+// A rank in a process of its own; its stderr comes through a pipe.
+struct Rank {
+    pid_t pid;
+    int out;
+    char text[8192];
+    int code;  // exit code, or 128 + signal
+    double took;
+};
+
+static void rank_begin(Rank* rank, const Launch& launch, int limit) {
+    int out[2];
+    if (pipe2(out, O_CLOEXEC) != 0) abort();
+    fflush(nullptr);
+    rank->took = now();
+    rank->pid = fork();
+    if (rank->pid == 0) {
+        char error[DATA_ERROR_BYTES];
+        Launch own = launch;
+        dup2(out[1], 2);
+        setenv("NIBBLE_SILENCE", "4", 1);
+        if (!launch_join(&own, limit, error)) {
+            fprintf(stderr, "train: error: %s\n", error);
+            _exit(2);
+        }
+        for (int i = 0; i < 3; i++) launch_any(&own, false);
+        launch_leave(&own);
+        _exit(0);
+    }
+    close(out[1]);
+    rank->out = out[0];
+}
+
+static void rank_end(Rank* rank) {
+    size_t used = 0;
+    int status = 0;
+    ssize_t got;
+    while (used + 1 < sizeof(rank->text) &&
+           (got = read(rank->out, rank->text + used, sizeof(rank->text) - 1 - used)) > 0) {
+        used += (size_t)got;
+    }
+    rank->text[used] = 0;
+    close(rank->out);
+    waitpid(rank->pid, &status, 0);
+    rank->code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    rank->took = now() - rank->took;
+}
+
+// What every stranger's run must satisfy: nothing of a terminal's control codes, and at most `lines` lines.
+static void expect_calm(Test* test, const char* what, const Rank* rank, int lines) {
+    int found = 0;
+    for (const char* c = rank->text; *c; c++) {
+        found += *c == '\n';
+        bool control = (unsigned char)*c < 32 && *c != '\n' && *c != '\t';
+        expect(!control && *c != 127, "%s: byte %d is printed", what, *c);
+        if (control) break;
+    }
+    expect(found <= lines, "%s: %d lines: %s", what, found, rank->text);
+}
+
+// A connection to a port of this machine, -1 if nobody listens for ten seconds.
+static int door_connect(int port) {
+    struct sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    for (double begin = now(); now() - begin < 10; pause_ms(10)) {
+        int one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0) {
+            set_time_limit(one, 10);
+            return one;
+        }
+        close(one);
+    }
+    return -1;
+}
+
+static Hello door_hello(const Launch& launch, int rank, int channel) {
+    Hello hello = {RENDEZVOUS_MAGIC, RENDEZVOUS_VERSION, rank, launch.world, channel, (int32_t)getpid(), {}, {}, {}};
+    memcpy(hello.job, launch.job, sizeof(hello.job));
+    snprintf(hello.host, sizeof(hello.host), "stranger");
+    return hello;
+}
+
+// Greets rank 0 as `launch`; returns true if it was let in, and what it was told.
+static bool door_greet(const Launch& launch, const Hello& hello, int* made, Welcome* welcome) {
+    Challenge challenge;
+    unsigned char proof[HMAC_BYTES];
+    memset(welcome, 0, sizeof(*welcome));
+    *made = door_connect(launch.port);
+    if (*made < 0 || !send_all(*made, &hello, sizeof(hello))) return false;
+    if (!receive_all(*made, &challenge, sizeof(challenge)) || !challenge.accepted) return false;
+    rendezvous_prove(launch.key, "rank", launch.port, &hello, &challenge, nullptr, proof);
+    if (!send_all(*made, proof, sizeof(proof)) || !receive_all(*made, welcome, sizeof(*welcome))) return false;
+    rendezvous_prove(launch.key, "rank 0", launch.port, &hello, &challenge, welcome, proof);
+    return hmac_equal(proof, welcome->proof) && welcome->accepted;
+}
+
+TEST(doors_hmac) {
+    // RFC 4231, cases 1, 2, 3, 6 and 7.
+    char key1[21], key3[21], data3[51], key6[132];
+    memset(key1, 0x0b, 20), memset(key3, 0xaa, 20), memset(data3, 0xdd, 50), memset(key6, 0xaa, 131);
+    const struct {
+        const char *key, *data;
+        int key_bytes, data_bytes;
+        const char* want;
+    } cases[] = {
+        {key1, "Hi There", 20, 8, "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
+        {"Jefe", "what do ya want for nothing?", 4, 28,
+         "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
+        {key3, data3, 20, 50, "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"},
+        {key6, "Test Using Larger Than Block-Size Key - Hash Key First", 131, 54,
+         "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"},
+        {key6,
+         "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be "
+         "hashed before being used by the HMAC algorithm.",
+         131, 152, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
+    };
+    for (const auto& c : cases) {
+        unsigned char hash[HMAC_BYTES];
+        char text[2 * HMAC_BYTES + 1];
+        hmac_sha256(c.key, (size_t)c.key_bytes, c.data, (size_t)c.data_bytes, hash);
+        for (int i = 0; i < HMAC_BYTES; i++) snprintf(text + 2 * i, 3, "%02x", hash[i]);
+        expect(strcmp(text, c.want) == 0, "%s, want %s", text, c.want);
+        unsigned char other[HMAC_BYTES];
+        memcpy(other, hash, sizeof(other));
+        expect(hmac_equal(hash, other), "a hash differs from itself");
+        other[31] ^= 1;
+        expect(!hmac_equal(hash, other), "hashes of which the last bit differs");
+    }
+}
+
+TEST(doors_text_is_disarmed) {
+    const struct {
+        const char* text;
+        bool lines;
+        const char* want;
+    } cases[] = {
+        {"plain", false, "plain"},
+        {"\033[2J\033]0;x\007", false, "?[2J?]0;x?"},
+        {"a\nb\tc\r", false, "a?b?c?"},
+        {"a\nb\tc\r", true, "a\nb\tc?"},
+        {"gr\xc3\xbc\xc3\x9f", false, "gr\xc3\xbc\xc3\x9f"},
+        {"\xc2\x9b"
+         "31m",
+         false, "??31m"},  // the control sequence introducer in UTF-8
+        {"\x9b"
+         "31m\xff",
+         false, "?31m?"},  // and as a byte
+        {"\xe2\x80\xae"
+         "abc",
+         false, "???abc"},  // writing from right to left
+        {"cut \xe2\x80", false, "cut ??"},
+        {"\x7f", true, "?"},
+        {"", true, ""},
+    };
+    for (const auto& c : cases) {
+        char text[64];
+        snprintf(text, sizeof(text), "%s", c.text);
+        text_disarm(text, c.lines);
+        expect(strcmp(text, c.want) == 0, "'%s', want '%s'", text, c.want);
+    }
+}
+
+// How many sockets of this machine listen at a port, of which `open` at other addresses than loopback.
+static int listeners_at(int port, int* open) {
+    char line[512], address[64];
+    int count = 0;
+    *open = 0;
+    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+        FILE* file = fopen(path, "r");
+        while (file && fgets(line, sizeof(line), file)) {
+            unsigned at, state;
+            if (sscanf(line, "%*d: %63[0-9A-F]:%x %*x:%*x %x", address, &at, &state) != 3) continue;
+            if ((int)at != port || state != 10) continue;
+            const char* end = address + strlen(address) - 2;
+            bool local = strlen(address) == 8 ? strcmp(end, "7F") == 0
+                                              : strcmp(address, "00000000000000000000000001000000") == 0;
+            count++, *open += !local;
+        }
+        if (file) fclose(file);
+    }
+    return count;
+}
+
+// Rank 0 listens where MASTER_ADDR says, and nowhere else unless a secret guards it.
+TEST(doors_bind_the_named_address) {
+    const struct {
+        const char *host, *secret;
+        bool fine, open;
+        const char* needle;
+    } cases[] = {
+        {"127.0.0.1", "", true, false, ""},
+        {"127.0.0.2", "", true, false, ""},
+        {"localhost", "", true, false, ""},
+        {"::1", "", true, false, ""},
+        {"0.0.0.0", "", true, true, ""},
+        {"192.0.2.1", "", false, false, "is no address of its machine; set MASTER_ADDR"},
+        {"192.0.2.1", "secret", true, true, ""},
+        {"nowhere.invalid", "secret", false, false, "knows no host nowhere.invalid"},
+    };
+    for (const auto& c : cases) {
+        char error[DATA_ERROR_BYTES] = "";
+        Launch launch = door_launch(0, 2, door_port(0), c.secret, c.host);
+        bool fine = rendezvous_listen(&launch, PORTS, error);
+        if (!fine && strcmp(c.host, "::1") == 0) continue;  // a machine without IPv6
+        expect(fine == c.fine && strstr(error, c.needle), "%s: %d, '%s'", c.host, fine, error);
+        if (!fine) continue;
+        int open, count = listeners_at(launch.port, &open);
+        expect(count > 0 && count == launch.listeners && (open > 0) == c.open, "%s: %d sockets, %d open to all", c.host,
+               count, open);
+        rendezvous_close(&launch);
+    }
+    // A port that another program has is passed over; if all are taken, a sentence says so.
+    char error[DATA_ERROR_BYTES] = "";
+    Launch first = door_launch(0, 2, door_port(0), ""), second = first, third = first;
+    expect(rendezvous_listen(&first, PORTS, error), "%s", error);
+    expect(rendezvous_listen(&second, PORTS, error) && second.port > first.port, "%d: %s", second.port, error);
+    third.port = first.port;
+    expect(!rendezvous_listen(&third, 1, error) && strstr(error, "in use") && strstr(error, "MASTER_PORT"), "%s",
+           error);
+    rendezvous_close(&first), rendezvous_close(&second);
+}
+
+// More connections than rank 0 hears at a time, which say nothing, half of a greeting, or what is none, delay a rank by
+// less than a second or two, and end nothing.
+TEST(doors_strangers_delay_nobody) {
+    const char* say[] = {"", "GET / HTTP/1.0\r\n\r\n", "dbin", "\033[2J\033[2J\033[2J"};
+    constexpr int STRANGERS = 300;
+    int stranger[STRANGERS];
+    static Rank rank[2];
+    Launch launch = door_launch(0, 2, door_port(1), "a secret"), other = door_launch(1, 2, launch.port, "a secret");
+    rank_begin(&rank[0], launch, 30);
+    for (int i = 0; i < STRANGERS; i++) {
+        stranger[i] = door_connect(launch.port);
+        expect(stranger[i] >= 0, "nobody listens");
+        Hello hello = door_hello(launch, 1, TALK);
+        if (i % 8 == 7) send_all(stranger[i], &hello, 100 + i % 100);
+        if (i % 8 < 4) send_all(stranger[i], say[i % 4], strlen(say[i % 4]));
+    }
+    rank_begin(&rank[1], other, 30);
+    for (Rank& r : rank) rank_end(&r);
+    for (Rank& r : rank) expect(r.code == 0 && r.text[0] == 0, "code %d: %s", r.code, r.text);
+    expect(rank[1].took < 4, "the rank took %.1f s to join and leave", rank[1].took);
+    snprintf(test->note, sizeof(test->note), "%d strangers, %.2f s", STRANGERS, rank[1].took);
+    for (int one : stranger) close(one);
+}
+
+// The deadline holds while strangers send a byte from time to time.
+TEST(doors_deadline_holds) {
+    static Rank rank;
+    Launch launch = door_launch(0, 2, door_port(2), "a secret");
+    rank_begin(&rank, launch, 2);
+    Hello hello = door_hello(launch, 1, TALK);
+    int drip[4];
+    for (int& one : drip) one = door_connect(launch.port);
+    for (int i = 0; i < 30; i++, pause_ms(100)) {
+        for (int one : drip) (void)!send(one, (const char*)&hello + i, 1, MSG_NOSIGNAL);
+    }
+    rank_end(&rank);
+    expect(rank.code == 2 && strstr(rank.text, "have not come to rank 0") && strstr(rank.text, ": 1;"), "%d: %s",
+           rank.code, rank.text);
+    expect(rank.took < 4.5, "%.1f s of 2", rank.took);
+    expect_calm(test, "drip", &rank, 1);
+    for (int one : drip) close(one);
+}
+
+// Who does not know the secret is not let in, learns nothing, and ends nothing; rank 0 says so once.
+TEST(doors_secret_is_needed) {
+    const char* const secrets[][2] = {{"right", "wrong"}, {"right", ""}, {"", "wrong"}};
+    for (int i = 0; i < 3; i++) {
+        static Rank rank[2];
+        Launch launch = door_launch(0, 2, door_port(3 + i), secrets[i][0]);
+        Launch stranger = door_launch(1, 2, launch.port, secrets[i][1]), own = launch;
+        own.rank = 1;
+        rank_begin(&rank[0], launch, 20);
+        Hello hello = door_hello(stranger, 1, TALK);
+        memcpy(hello.host, "\033[2J", 4);
+        unsigned char zero[HMAC_BYTES] = {};
+        for (int k = 0; k < 3; k++) {
+            int made;
+            Welcome welcome;
+            expect(!door_greet(stranger, hello, &made, &welcome), "a stranger was let in");
+            expect(!welcome.accepted && memcmp(welcome.proof, zero, HMAC_BYTES) == 0, "rank 0 proved itself");
+            close(made);
+        }
+        rank_begin(&rank[1], own, 20);
+        for (Rank& r : rank) rank_end(&r);
+        for (Rank& r : rank) expect(r.code == 0, "code %d: %s", r.code, r.text);
+        expect_calm(test, "wrong secret", &rank[0], secrets[i][0][0] ? 1 : 2);
+        expect(strstr(rank[0].text, "127.0.0.1 that says it is rank 1 is not let in"), "%s", rank[0].text);
+    }
+}
+
+// A rank and a rank 0 with different secrets: both say so, and fail.
+TEST(doors_different_secrets) {
+    static Rank rank[2];
+    rank_begin(&rank[0], door_launch(0, 2, door_port(6), "one"), 2);
+    rank_begin(&rank[1], door_launch(1, 2, door_port(6), "another"), 2);
+    for (Rank& r : rank) rank_end(&r);
+    for (Rank& r : rank) {
+        expect(r.code == 2 && strstr(r.text, "set NIBBLE_SECRET to the same text on all ranks"), "%d: %s", r.code,
+               r.text);
+        expect_calm(test, "different secrets", &r, 2);
+    }
+    expect(strstr(rank[1].text, "error: rank 1 has met nobody at "), "%s", rank[1].text);
+}
+
+// What a false rank 0 answers: its challenge is right, its welcome, which has no final NUL and no proof, is not.
+TEST(doors_false_rank_0) {
+    static Rank rank;
+    char error[DATA_ERROR_BYTES] = "";
+    Launch launch = door_launch(0, 2, door_port(7), ""), victim = door_launch(1, 2, door_port(7), "secret");
+    expect(rendezvous_listen(&launch, 1, error), "%s", error);
+    rank_begin(&rank, victim, 2);
+    for (int k : {0, 1, 2, 4, 5, 3}) {  // the last is cut, so that the rank waits for the rest
+        struct pollfd one = {launch.listener[0], POLLIN, 0};
+        if (poll(&one, 1, 3000) <= 0) break;
+        int made = accept(one.fd, nullptr, nullptr);
+        Hello hello;
+        unsigned char proof[HMAC_BYTES];
+        Challenge challenge = {RENDEZVOUS_MAGIC, RENDEZVOUS_VERSION, 1, {}};
+        Welcome welcome = {RENDEZVOUS_MAGIC, 1, 1, {}, {}};
+        set_time_limit(made, 3);
+        welcome.accepted = k % 2;
+        memset(welcome.error, k < 2 ? 0x1b : 'A', sizeof(welcome.error));
+        if (k == 4) challenge.version++;
+        if (k == 5) challenge.magic++;
+        if (receive_all(made, &hello, sizeof(hello)) && send_all(made, &challenge, sizeof(challenge)) && k < 4) {
+            receive_all(made, proof, sizeof(proof));
+            rendezvous_prove(launch.key, "rank 0", launch.port, &hello, &challenge, &welcome, welcome.proof);
+            send_all(made, &welcome, sizeof(welcome) - (k == 3));
+        }
+        close(made);
+    }
+    rendezvous_close(&launch);
+    rank_end(&rank);
+    expect(rank.code == 2 && strstr(rank.text, "has met nobody at "), "%d: %s", rank.code, rank.text);
+    expect(rank.took < 4.5, "%.1f s of 2", rank.took);
+    expect_calm(test, "false rank 0", &rank, 3);
+}
+
+// Greetings from those who know the secret but cannot be part of this run.
+TEST(doors_greetings_that_do_not_fit) {
+    const struct {
+        const char* what;
+        int rank, world, channel, code;
+        uint32_t version;
+        const char* needle;
+    } cases[] = {
+        {"another world", 1, 3, TALK, 2, RENDEZVOUS_VERSION, "train: error: rank 1 of 3 came from ?[2Jhh"},
+        {"rank 0", 0, 2, TALK, 2, RENDEZVOUS_VERSION, "start all with the same number"},
+        {"negative", -1, 2, TALK, 2, RENDEZVOUS_VERSION, "start all with the same number"},
+        {"too large", 2, 2, TALK, 2, RENDEZVOUS_VERSION, "start all with the same number"},
+        {"channel", 1, 2, CHANNELS, 2, RENDEZVOUS_VERSION, "start all with the same number"},
+        {"negative channel", 1, 2, -1, 2, RENDEZVOUS_VERSION, "start all with the same number"},
+        {"version", 1, 2, TALK, 2, RENDEZVOUS_VERSION + 1, "has another version of nibble is not let in"},
+        {"twice", 1, 2, TALK, 2, RENDEZVOUS_VERSION, "two processes say that they are rank 1: on ?[2J"},
+    };
+    for (const auto& c : cases) {
+        static Rank rank;
+        Launch launch = door_launch(0, 2, door_port(8), "secret");
+        rank_begin(&rank, launch, c.version == RENDEZVOUS_VERSION ? 20 : 2);
+        int made[2] = {-1, -1};
+        for (int k = 0; k <= (strcmp(c.what, "twice") == 0); k++) {
+            Hello hello = door_hello(launch, c.rank, c.channel);
+            Welcome welcome;
+            hello.world = c.world, hello.version = c.version;
+            memset(hello.host, 'h', sizeof(hello.host));  // without a NUL
+            memcpy(hello.host, "\033[2J", 4);
+            door_greet(launch, hello, &made[k], &welcome);
+        }
+        rank_end(&rank);
+        expect(rank.code == c.code && strstr(rank.text, c.needle), "%s: %d, %s", c.what, rank.code, rank.text);
+        expect_calm(test, c.what, &rank, 2);
+        for (int one : made) close(one);
+    }
+}
+
+// What a rank that was let in may send over its second channel: however wrong, the run ends, not with 0 and not by a
+// signal, and a terminal prints it as text. The head of a message is in launch.c.
+TEST(doors_messages_of_a_rank) {
+    struct Head {
+        uint32_t magic;
+        int32_t bytes, kind, code, patience;
+        int64_t progress;
+    };
+    constexpr uint32_t MAGIC = 0x6e69626c;
+    constexpr int32_t HEAD = 32, FAILED = 1;
+    const struct {
+        const char* what;
+        Head head;
+        const char* text;
+        int code;
+        const char* needle;
+    } cases[] = {
+        {"failed with 0", {MAGIC, HEAD + 4, FAILED, 0, 0, 0}, "why?", 1, "rank 1 on stranger: why?"},
+        {"failed with 256", {MAGIC, HEAD, FAILED, 256, 0, 0}, "", 1, ""},
+        {"failed with -1", {MAGIC, HEAD, FAILED, -1, 0, 0}, "", 1, ""},
+        {"failed with 3", {MAGIC, HEAD + 8, FAILED, 3, 0, 0}, "\033[2J\007\x9b\x0b+", 3, "?[2J???+"},
+        {"no magic", {7, HEAD, 0, 0, 0, 0}, "", 1, "has sent what is no message"},
+        {"no length", {MAGIC, 0, 0, 0, 0, 0}, "", 1, "has sent what is no message"},
+        {"negative length", {MAGIC, -5, 0, 0, 0, 0}, "", 1, "has sent what is no message"},
+        {"huge length", {MAGIC, INT32_MAX, 0, 0, 0, 0}, "", 1, "has sent what is no message"},
+        {"unknown kind", {MAGIC, HEAD, 77, 0, 0, 0}, "", 1, "has sent what is no message"},
+        {"negative patience", {MAGIC, HEAD, 0, 0, -1, 0}, "", 1, "has sent what is no message"},
+        {"negative progress", {MAGIC, HEAD, 0, 0, 0, -1}, "", 1, "has sent what is no message"},
+        {"half a message", {MAGIC, HEAD + 3000, 0, 0, 0, 0}, "half", 1, "has ended without a word"},
+        {"good-bye at once", {MAGIC, HEAD, 2, 0, 0, 0}, "", 1, "ended for which others still wait"},
+    };
+    for (const auto& c : cases) {
+        static Rank rank;
+        Launch launch = door_launch(0, 2, door_port(9), "secret");
+        int made[CHANNELS];
+        rank_begin(&rank, launch, 20);
+        for (int channel = 0; channel < CHANNELS; channel++) {
+            Welcome welcome;
+            bool in = door_greet(launch, door_hello(launch, 1, channel), &made[channel], &welcome);
+            expect(in, "%s: not let in: %s", c.what, welcome.error);
+        }
+        send_all(made[CONTROL], &c.head, HEAD);
+        send_all(made[CONTROL], c.text, strlen(c.text));
+        for (int one : made) shutdown(one, SHUT_WR);
+        rank_end(&rank);
+        expect(rank.code == c.code && strstr(rank.text, c.needle), "%s: %d, %s", c.what, rank.code, rank.text);
+        expect_calm(test, c.what, &rank, 1);
+        for (int one : made) close(one);
+    }
+}
+
+// From the command line: without a secret a run of a launcher works, and rank 0 says once who could join; with one it
+// says nothing.
+TEST(doors_warning) {
+    for (const char* secret : {"", "a secret"}) {
+        const char* work = work_folder();
+        Child child[2];
+        for (int rank : {0, 1}) {
+            const char* const variables[][2] = {{"RANK", rank ? "1" : "0"}, {"LOCAL_RANK", rank ? "1" : "0"},
+                                                {"WORLD_SIZE", "2"},        {"MASTER_ADDR", "127.0.0.1"},
+                                                {"NIBBLE_STAND_IN", "1"},   {"NIBBLE_SECRET", secret}};
+            char port[16];
+            snprintf(port, sizeof(port), "%d", door_port(*secret ? 11 : 10));
+            for (auto& variable : variables) setenv(variable[0], variable[1], 1);
+            setenv("MASTER_PORT", port, 1);
+            child[rank] = new_child();
+            child[rank].keeps_rank = true;
+            start(&child[rank], "%s %s --data %s/text.txt --run %s/run --tokens-per-step 128 --steps 1 --device cpu",
+                  SHAPE, QUICK, work, work);
+            for (auto& variable : variables) unsetenv(variable[0]);
+            unsetenv("MASTER_PORT");
+        }
+        for (Child& c : child) finish(&c);
+        for (Child& c : child) expect(c.code == 0, "%d: %s", c.code, ERR(c));
+        const char *said = ERR(child[0]), *end = strchr(said, '\n');
+        bool once =
+            strncmp(said, "train: note: NIBBLE_SECRET is not set, so anybody on this machine could join", 76) == 0 &&
+            end && end[1] == 0;
+        expect(*secret ? *said == 0 : once, "'%s': %s", secret, said);
+        expect(ERR(child[1])[0] == 0, "'%s': rank 1: %s", secret, ERR(child[1]));
+        for (Child& c : child) forget(&c);
+        remove_tree(work);
+    }
+}
+
+// A checkpoint that names a file of --format, with the checksum that it then has.
+static void name_format(const char* folder, const char* format) {
+    int64_t bytes;
+    char *text = contents(folder, "state.json", &bytes), *changed = nullptr;
+    const char *from = "\"format\": \"", *at = strstr(text, from) + strlen(from), *end = strchr(at, '"');
+    if (asprintf(&changed, "%.*s%s%s%32s", (int)(at - text), text, format, end, "") < 0) abort();
+    char* seal = strstr(changed, "\n\"crc32c\": ") + 1;
+    snprintf(seal, strlen(seal), "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
+    write_text(folder, "state.json", changed);
+    free(text), free(changed);
+}
+
+// Code that only a checkpoint names runs if it is this user's own and the path is one that the program itself wrote. A
+// format takes a GPU, so that on the CPU what is not refused here is refused next, by another sentence.
+TEST(doors_format_of_a_checkpoint) {
+    const char* work = work_folder();
+    char run[PATH_MAX], folder[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("%s %s --data %s/text.txt --run %s --steps 1 --device cpu", SHAPE, QUICK, work, run);
+    checkpoint_name(run, 1, folder, sizeof(folder));
+    for (const char* name : {"own.cuh", "open.cuh", "other.cuh", "run/beside.cuh"}) write_text(work, name, "// none\n");
+    snprintf(path, sizeof(path), "%s/link.cuh", work);
+    expect(symlink("own.cuh", path) == 0, "%s", strerror(errno));
+    snprintf(path, sizeof(path), "%s/open.cuh", work);
+    expect(chmod(path, 0666) == 0, "%s", strerror(errno));
+    const bool root = geteuid() == 0;
+    snprintf(path, sizeof(path), "%s/other.cuh", work);
+    if (root) expect(chown(path, 65534, 65534) == 0, "%s", strerror(errno));
+    const char* cpu = "a format of your own is compiled for a GPU";
+    const struct {
+        const char *format, *typed, *needle;
+    } cases[] = {
+        {"own.cuh", "", "its path is not one that this program writes"},
+        {"/proc/self/cwd/own.cuh", "", "its path is not one that this program writes"},
+        {"WORK/link.cuh", "", "its path is not one that this program writes"},
+        {"WORK/run/../own.cuh", "", "its path is not one that this program writes"},
+        {"WORK/own.cuh,own.cuh", "", "its path is not one that this program writes"},
+        {"WORK/run/beside.cuh", "", "the file lies in the run's folder"},
+        {"WORK/open.cuh", "", "everybody can write the file"},
+        {"WORK/other.cuh", "", root ? "the file belongs to another user" : ""},
+        {"WORK/other.cuh", "--format WORK/other.cuh", cpu},
+        {"own.cuh", "--format own.cuh", cpu},
+        {"WORK/own.cuh", "", cpu},
+        {"WORK/\\u001b[2Jgone.cuh", "", cpu},
+    };
+    for (int i = 0; i < (int)(sizeof(cases) / sizeof(cases[0])) + root; i++) {
+        const bool owner = i == (int)(sizeof(cases) / sizeof(cases[0]));  // at last the checkpoint is another user's
+        const auto& c = cases[owner ? 10 : i];
+        char format[PATH_MAX], typed[PATH_MAX];
+        const char* work_in[] = {strstr(c.format, "WORK"), strstr(c.typed, "WORK")};
+        snprintf(format, sizeof(format), "%s%s", work_in[0] ? work : "", work_in[0] ? work_in[0] + 4 : c.format);
+        snprintf(typed, sizeof(typed), "%s%s%s", work_in[1] ? "--format " : c.typed, work_in[1] ? work : "",
+                 work_in[1] ? work_in[1] + 4 : "");
+        name_format(folder, format);
+        snprintf(path, sizeof(path), "%s/state.json", folder);
+        if (owner) expect(chown(path, 65534, 65534) == 0, "%s", strerror(errno));
+        Child child = new_child();
+        child.folder = work;
+        start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
+        finish(&child);
+        const char* needle = owner ? "the checkpoint belongs to another user" : c.needle;
+        expect(child.code == 2 && strstr(ERR(child), needle), "%s %s: %d, %s", format, typed, child.code, ERR(child));
+        const bool notes = needle == cpu && !*c.typed;
+        expect((strncmp(ERR(child), "train: note: the code in ", 25) == 0) == notes, "%s: %s", format, ERR(child));
+        expect((strstr(ERR(child), "if you trust it") != nullptr) == (needle != cpu), "%s: %s", format, ERR(child));
+        expect(!strchr(ERR(child), '\033'), "%s: %s", format, ERR(child));
+        forget(&child);
+    }
+    remove_tree(work);
+}

@@ -1,0 +1,160 @@
+// Whom the cache of compiled kernels trusts (optim/jit.h): folders and files that this user or root owns and nobody
+// else may write. Everything else is passed over with one line, and the kernel is compiled.
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include "../../optim/jit.h"
+#include "cache.h"
+
+#define ARCHITECTURE "compute_80"
+
+// Calls body() in a process of its own, with stderr in `text`; returns what it returned, -1 if it hung or crashed.
+template <class Body>
+static int in_child(char* text, size_t bytes, Body body) {
+    int out[2], status = 0;
+    size_t used = 0;
+    if (pipe2(out, O_CLOEXEC) != 0) abort();
+    fflush(nullptr);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        dup2(out[1], 2);
+        _exit(body());
+    }
+    close(out[1]);
+    for (ssize_t got; used + 1 < bytes && (got = read(out[0], text + used, bytes - 1 - used)) > 0;) used += (size_t)got;
+    text[used] = 0;
+    close(out[0]);
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// Fetches a small kernel: 1 if it came from the cache, 0 if it was compiled, 3 if neither.
+static int fetch_small(const char* source = "__device__ int jit_cache_test = 1;\n") {
+    static char error[JIT_ERROR_BYTES];
+    JitImage image;
+    if (!jit_get("", ARCHITECTURE, &image, error, source)) return 3;
+    int cached = image.cached;
+    jit_free(&image);
+    return cached;
+}
+
+static const char* small_path() {
+    static char path[4352];
+    if (!jit_cache_path("", ARCHITECTURE, path, sizeof(path), "__device__ int jit_cache_test = 1;\n")) path[0] = 0;
+    return path;
+}
+
+static int count_lines(const char* text) {
+    int lines = 0;
+    for (; *text; text++) lines += *text == '\n';
+    return lines;
+}
+
+static unsigned mode_of(const char* path) {
+    struct stat info;
+    return lstat(path, &info) == 0 ? (unsigned)(info.st_mode & 07777) : 0xffff;
+}
+
+// A file of the cache that is whole, but not this user's own: moved aside and put back as something else.
+TEST(jit_cache_files_of_others) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    enum Kind { LINK, DANGLING, FIFO, GROUP, WORLD, OWNER, FOLDER };
+    const struct {
+        Kind kind;
+        const char* says;
+    } cases[] = {{LINK, "is a symbolic link"},        {DANGLING, "is a symbolic link"},
+                 {FIFO, "is no regular file"},        {GROUP, "can be written by others"},
+                 {WORLD, "can be written by others"}, {OWNER, "belongs to another user"},
+                 {FOLDER, "is no regular file"}};
+    char text[4096];
+    CacheFolder folder = cache_enter();
+    const char* path = small_path();
+    char aside[200];
+    snprintf(aside, sizeof(aside), "%s/aside", folder.path);
+    for (const auto& c : cases) {
+        if (c.kind == OWNER && geteuid() != 0) continue;
+        expect(in_child(text, sizeof(text), [] { return fetch_small(); }) != 3 && !text[0], "%s", text);
+        expect(mode_of(path) == 0600, "%s: mode %o", path, mode_of(path));
+        rename(path, aside);
+        if (c.kind == DANGLING) unlink(aside);
+        bool made = c.kind == LINK || c.kind == DANGLING ? symlink(aside, path) == 0
+                    : c.kind == FIFO                     ? mkfifo(path, 0600) == 0
+                    : c.kind == FOLDER                   ? mkdir(path, 0700) == 0
+                    : c.kind == OWNER                    ? rename(aside, path) == 0 && chown(path, 65534, 65534) == 0
+                                      : rename(aside, path) == 0 && chmod(path, c.kind == GROUP ? 0620 : 0602) == 0;
+        expect(made, "%s", strerror(errno));
+        int got = in_child(text, sizeof(text), [] { return fetch_small(); });
+        expect(got == 0 && count_lines(text) == 1 && strstr(text, c.says), "%s: %d, %s", c.says, got, text);
+        if (c.kind == FOLDER) rmdir(path);
+        // All but a folder have been replaced by a file of this user's own.
+        got = in_child(text, sizeof(text), [] { return fetch_small(); });
+        expect(got == (c.kind != FOLDER) && !text[0], "%s: afterwards %d, %s", c.says, got, text);
+        unlink(aside);
+    }
+    cache_leave(&folder);
+}
+
+// A folder that is not this user's own: neither read nor written, and several kernels cost one line.
+TEST(jit_cache_folders_of_others) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    enum Kind { LINK, SLASH, GROUP, WORLD, OWNER, FIFO };
+    const struct {
+        Kind kind;
+        const char* says;
+    } cases[] = {{LINK, "is a symbolic link"},        {SLASH, "is a symbolic link"},
+                 {GROUP, "can be written by others"}, {WORLD, "can be written by others"},
+                 {OWNER, "belongs to another user"},  {FIFO, "is no folder"}};
+    char text[4096], link[200];
+    CacheFolder folder = cache_enter();
+    snprintf(link, sizeof(link), "%s-link", folder.path);
+    expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 0 && !text[0], "%s", text);
+    for (const auto& c : cases) {
+        if (c.kind == OWNER && geteuid() != 0) continue;
+        bool made = true, is_link = c.kind == LINK || c.kind == SLASH;
+        char named[210];
+        snprintf(named, sizeof(named), "%s%s", is_link || c.kind == FIFO ? link : folder.path,
+                 c.kind == SLASH ? "//" : "");
+        if (is_link) made = symlink(folder.path, link) == 0;
+        if (c.kind == FIFO) made = mkfifo(link, 0600) == 0;
+        if (c.kind == GROUP || c.kind == WORLD) made = chmod(folder.path, c.kind == GROUP ? 0770 : 01777) == 0;
+        if (c.kind == OWNER) made = chown(folder.path, 65534, 65534) == 0;
+        expect(made, "%s", strerror(errno));
+        setenv("NIBBLE_CACHE", named, 1);
+        int got = in_child(text, sizeof(text),
+                           [] { return fetch_small() + fetch_small("__device__ int jit_cache_test = 2;\n"); });
+        expect(got == 0 && count_lines(text) == 1 && strstr(text, c.says), "%s: %d, %s", c.says, got, text);
+        expect(folder_files(folder.path, false) == 1, "%s: the folder was written", c.says);
+        unlink(link);
+        chmod(folder.path, 0700);
+        if (c.kind == OWNER) made = chown(folder.path, 0, 0) == 0;
+    }
+    setenv("NIBBLE_CACHE", folder.path, 1);
+    expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 1 && !text[0], "at last: %s", text);
+    cache_leave(&folder);
+}
+
+// What is created is this user's alone, whatever the umask.
+TEST(jit_cache_modes) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    for (unsigned mask : {0u, 022u, 077u, 0277u, 0777u}) {
+        CacheFolder folder = cache_enter();
+        char text[4096], outer[200], inner[200], path[4352];
+        snprintf(outer, sizeof(outer), "%s/outer", folder.path);
+        snprintf(inner, sizeof(inner), "%s/outer/inner", folder.path);
+        setenv("NIBBLE_CACHE", inner, 1);
+        int got = in_child(text, sizeof(text), [&] {
+            if (geteuid() == 0 && (chown(folder.path, 65534, 65534) != 0 || setresuid(65534, 65534, 65534) != 0))
+                return 4;
+            umask(mask);
+            return fetch_small() == 0 && fetch_small() == 1 ? 0 : 5;
+        });
+        snprintf(path, sizeof(path), "%s", small_path());
+        expect(got == 0 && !text[0], "umask %o: %d, %s", mask, got, text);
+        expect(mode_of(outer) == 0700 && mode_of(inner) == 0700 && mode_of(path) == 0600, "umask %o: modes %o %o %o",
+               mask, mode_of(outer), mode_of(inner), mode_of(path));
+        unlink(path), rmdir(inner), rmdir(outer);
+        cache_leave(&folder);
+    }
+}
