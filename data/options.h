@@ -26,9 +26,18 @@ typedef struct {
     const char* help;
 } Option;
 
+// Names that other programs have for an option, or for what there is no option for: lower case, '-' between words and a
+// space between names.
+typedef struct {
+    const char* names;
+    const char* answer;  // the rest of a sentence that begins "unknown option --NAME; "
+} OptionSynonym;
+
 typedef struct {
     const Option* option;
     int count;
+    const OptionSynonym* synonym;
+    int synonyms;
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
@@ -46,6 +55,8 @@ void options_json(const OptionTable* table, const void* fields, FILE* file);
 // For people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);
 void format_duration(double seconds, char* text, size_t bytes);
+// The text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
+const char* shell_word(const char* text);
 
 #ifdef __cplusplus
 }
