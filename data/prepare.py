@@ -892,6 +892,16 @@ def next_command(out):
     return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
 
 
+def next_command(out):
+    """A shell's line that trains on the folder `out`; it builds ./train first where it is not built."""
+    root = Path(__file__).resolve().parents[1]
+    here = Path.cwd() == root
+    train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])
+    if (root / "train").exists():
+        return train
+    return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
+
+
 def prepare(options):
     started = time.time()
     out = Path(options.out)
