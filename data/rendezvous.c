@@ -113,8 +113,8 @@ bool rendezvous_listen(Launch* launch, int ports, char* error) {
                           "set NIBBLE_SECRET to the same text on all ranks: rank 0 then listens at all its addresses",
                           launch->host);
     }
-    return data_error(error, "rank 0 cannot listen at port %d%s of %s: %s; set MASTER_PORT to a free one", launch->port,
-                      ports > 1 ? " or the 7 after it" : "", launch->host, strerror(reason));
+    return data_error(error, "rank 0 cannot listen at ports %d to %d of %s: %s; set MASTER_PORT to a free one",
+                      launch->port, launch->port + ports - 1, launch->host, strerror(reason));
 }
 
 // Messages.

@@ -10,8 +10,8 @@
 // each start and one line that says so. What fails to compile is never kept.
 //
 // What is read from the cache runs on the GPU. So a folder or file that others than this user and root own or may
-// write, a symbolic link and what is no regular file are not used, and one line says so. Folders are created as 0700 and
-// files as 0600, whatever the umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
+// write, a symbolic link and what is no regular file are not used, and one line says so. Folders are created as 0700
+// and files as 0600, whatever the umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
 //
 // A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer; the 210 KB of source are read in 0.03 s. From
 // the cache it is 7 ms, nearly all of which opens the library to ask for its version (tests: jit_times).
