@@ -762,7 +762,6 @@ static bool sample(const Model* m, const Tokenizer* tokenizer, const char* promp
     int used = tokenizer ? prompt_tokens(tokenizer, prompt, V, tokens, most) : 0;
     shard_share(m->shard, &used, sizeof(used));
     shard_share(m->shard, tokens, most * (int64_t)sizeof(int));
-    put(context, prompt, (int)strlen(prompt));
     float* logits = (float*)malloc(V * sizeof(float));
     int* window = (int*)malloc(T * sizeof(int));
     int token = 0;
@@ -780,6 +779,7 @@ static bool sample(const Model* m, const Tokenizer* tokenizer, const char* promp
         if (tokenizer && token == tokenizer_end(tokenizer)) token = END;
         if (!values_finite("", "F32", logits, V * (int64_t)sizeof(float), 0, nullptr)) token = NOT_FINITE;
         shard_share(m->shard, &token, sizeof(token));
+        if (i == 0 && token != NOT_FINITE) put(context, prompt, (int)strlen(prompt));
         if (token < 0) break;
         tokens[used++] = token;
         const char* text = tokenizer ? tokenizer_decode(tokenizer, token, &bytes) : "";
@@ -937,16 +937,17 @@ struct Run {
     FILE* log;  // log.jsonl
     Tokenizer* tokenizer;
     double bytes_per_token;
-    int64_t step;          // optimizer steps done
-    int64_t sequences;     // consumed so far: the data position
-    int64_t data_tokens;   // of the training data: their number decides the order
-    int64_t data_crc;      // checksum of the training data
-    int64_t val_crc;       // checksum of the validation data
-    double best_val;       // infinite until the first validation
-    int64_t skipped;       // of the steps done: those that changed nothing, see --on-nonfinite
-    int64_t skipped_last;  // the last ones among them, without a good one in between
-    bool nonfinite;        // the checkpoint that could not be written held a value that is not finite
-    double last_val;       // loss of the last validation; 0 before the first
+    int64_t step;                       // optimizer steps done
+    int64_t sequences;                  // consumed so far: the data position
+    int64_t data_tokens;                // of the training data: their number decides the order
+    int64_t data_crc;                   // checksum of the training data
+    int64_t val_crc;                    // checksum of the validation data
+    double best_val;                    // infinite until the first validation
+    int64_t skipped;                    // of the steps done: those that changed nothing, see --on-nonfinite
+    int64_t skipped_last;               // the last ones among them, without a good one in between
+    bool nonfinite;                     // the checkpoint that could not be written held a value that is not finite
+    double last_val;                    // loss of the last validation; 0 before the first
+    double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
     char last_checkpoint[PATH_BYTES];
     double started;  // seconds
 };
@@ -1159,11 +1160,11 @@ static const char* resume_words(const Run* run) {
 }
 
 // Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
-// it.
-static void checkpoint_save(Run* run) {
+// it. Without `prune` all older ones stay: this one may be of no use.
+static void checkpoint_save(Run* run, bool prune = true) {
     char path[PATH_BYTES], temporary[PATH_BYTES], error[DATA_ERROR_BYTES], ignored[DATA_ERROR_BYTES];
     double begin = seconds_now();
-    signals_doing("this save", 0);
+    signals_doing("this save", run->save_seconds);
     checkpoint_name(run->folder, run->step, path, sizeof(path));
     path_join(temporary, path, nullptr);
     strcat(temporary, ".tmp");
@@ -1189,7 +1190,8 @@ static void checkpoint_save(Run* run) {
     }
     memcpy(run->last_checkpoint, path, sizeof(path));
     say(run, "save %6lld  %s  %.1f s\n", (long long)run->step, path, seconds_now() - begin);
-    if (!checkpoint_prune(run->folder, run->options->keep, run->step, error)) {
+    run->save_seconds = seconds_now() - begin;
+    if (prune && !checkpoint_prune(run->folder, run->options->keep, run->step, error)) {
         fprintf(stderr, "train: notice: %s\n", error);
     }
 }
@@ -1501,7 +1503,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
 }
 
 static void run_validation(Run* run, const Dataset* data) {
-    signals_doing("this part of the validation", 0);
+    signals_doing("this batch of the validation", run->step_seconds);
     double begin = seconds_now(), loss = validate(run->model, data, run->options->val_tokens);
     if (stops(run->model)) return;
     if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
@@ -1531,7 +1533,7 @@ static void run_sample(Run* run) {
     size_t bytes = 0;
     FILE* memory = open_memstream(&text, &bytes);
     FILE* to[2] = {memory, nullptr};
-    signals_doing("this token", 0);
+    signals_doing("this token of the sample", run->step_seconds);
     const bool finite = sample(run->model, run->tokenizer, o->prompt, o->sample_tokens, o->temperature, o->top_k,
                                (uint64_t)o->seed, put_text, to);
     fclose(memory);
@@ -1594,8 +1596,19 @@ static bool save_asked(const Run* run) {
     return asked;
 }
 
-// `counted` steps took `seconds`.
-static void tell_end(Run* run, double counted, double seconds) {
+// Whether the weights at the end of a run are of no use: no step of it changed them, or they give no finite loss, by
+// the last validation or, without one, by a window of the validation data where the last step was skipped. All ranks
+// ask.
+static bool ends_useless(const Run* run, const Dataset* val_data) {
+    const Model* m = run->model;
+    if (stops(m) || (run->options->val_every == 0 && run->skipped_last == 0)) return false;
+    if (run->skipped > 0 && run->skipped == run->step) return true;
+    const double loss = run->options->val_every > 0 ? run->last_val : validate(m, val_data, m->T);
+    return !isfinite(loss) && !stops(m);
+}
+
+// `counted` steps took `seconds`; `useless`: see ends_useless.
+static void tell_end(Run* run, double counted, double seconds, bool useless) {
     char rate[32];
     const char* how = stops(run->model) ? "stopped" : "done   ";
     if (counted > 0) {
@@ -1608,12 +1621,15 @@ static void tell_end(Run* run, double counted, double seconds) {
         say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)run->skipped,
             (long long)run->step);
     }
-    if (run->skipped_last == 0 || stops(run->model)) return;
-    say(run, "skipped  the last %lld of them in a row, so the weights are those of step %lld\n",
-        (long long)run->skipped_last, (long long)(run->step - run->skipped_last));
-    if (run->skipped < run->step && isfinite(run->last_val)) return;
-    user_error("the run ended without a finite loss; the weights of %s are of no use: type a smaller --lr (now %g)",
-               run->last_checkpoint, run->options->lr);
+    if (run->skipped_last > 0) {
+        say(run, "skipped  the last %lld of them in a row, so the weights are those of step %lld\n",
+            (long long)run->skipped_last, (long long)(run->step - run->skipped_last));
+    }
+    if (!useless) return;
+    user_error(
+        "the run ended without a finite loss and gradient, so the weights of %s are of no use; type a smaller --lr "
+        "(now %g)",
+        run->last_checkpoint, run->options->lr);
 }
 
 // The data cannot be read on: what there is is saved, and the rank with bad data ends all.
@@ -1673,13 +1689,12 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
                 run->sequences + rank_of(m) * slice.run, slice);
     float* scalars = (float*)(m->dev->gpu ? pinned_alloc : malloc)(SCALARS * sizeof(float));
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
-    bool due = false;    // a checkpoint
-    double seconds = 0;  // of the last step
+    bool due = false, useless = false;  // a checkpoint; the weights at the end
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
     StepTimer timer = {run->step, run->step, seconds_now(), 0};
     while (run->step < o->steps && !stops(m)) {
         double begin = seconds_now(), lr = learning_rate(o, run->step);
-        signals_doing("this step", seconds);
+        signals_doing("this step", run->step_seconds);
         int64_t update = run->step + 1 - run->skipped;  // what moments and their bias corrections count
         if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = save_asked(run);
         int64_t micro_batches = slice.run / m->B;
@@ -1687,7 +1702,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
         shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
         if (!fine || scalars[SCALAR_BAD] > 0) data_failed(run, &feeder, run->step <= saved_at);
-        seconds = seconds_now() - begin;
+        run->step_seconds = seconds_now() - begin;
         step_done(run, scalars, lr, begin, &timer, memory);
         bool last = run->step == o->steps;
         if (o->val_every > 0 && (run->step % o->val_every == 0 || last)) run_validation(run, val_data);
@@ -1696,13 +1711,15 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
         if (asked || last || stops(m) || (due && run->skipped_last == 0)) {
             due = false;
-            checkpoint_save(run);
+            useless = last && ends_useless(run, val_data);
+            checkpoint_save(run, run->skipped_last == 0 && !useless);
             saved_at = run->step;
         }
         if (o->sample_every > 0 && (run->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
     }
     if (saved_at != run->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
-    tell_end(run, (double)(run->step - timer.from), timer.seconds);
+    tell_end(run, (double)(run->step - timer.from), timer.seconds, useless);
+    signals_doing(nullptr, 0);
     feeder_close(&feeder);
     (m->dev->gpu ? pinned_free : free)(scalars);
 }

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include "options.h"  // shell_word
 #include "safetensors.h"
 
 enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
@@ -80,22 +81,6 @@ bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset) {
     return true;
 }
 
-const char* shell_word(const char* path, char word[8192]) {
-    static const char plain[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./+=:,@%-";
-    char* to = word;
-    if (*path && path[strspn(path, plain)] == 0) return path;
-    *to++ = '\'';
-    for (; *path && to < word + 8186; path++) {
-        if (*path == '\'') {
-            memcpy(to, "'\\'", 3);
-            to += 3;
-        }
-        *to++ = *path;
-    }
-    memcpy(to, "'", 2);
-    return word;
-}
-
 static void sample_add(Sample* sample, const unsigned char* bytes, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         unsigned char b = bytes[i];
@@ -133,8 +118,8 @@ static bool is_pickle(const unsigned char* head, int64_t bytes) {
 }
 
 static void refuse(char* error, const char* path, const char* name, const char* advice) {
-    char what[12288], word[8192];
-    snprintf(what, sizeof(what), advice, shell_word(path, word));
+    char what[12288];
+    snprintf(what, sizeof(what), advice, shell_word(path));
     data_error(error, "%s is %s; %s, or add --data-format bytes to train on its raw bytes", path, name, what);
 }
 

@@ -21,8 +21,6 @@ bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset);
 // The integer that belongs to `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running the pickle; -1
 // when it is not found.
 int64_t pickle_int(const char* pickle, int64_t bytes, const char* key);
-// Writes a path as a shell takes it: as it is, or in quotes where it holds more than harmless characters.
-const char* shell_word(const char* path, char word[8192]);
 
 #ifdef __cplusplus
 }

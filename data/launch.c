@@ -15,6 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include "rendezvous.h"
+#include "signals.h"
 
 enum {
     MOST_RANKS = 1024,
@@ -249,6 +250,7 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
         if (ranks[rank] > 0) continue;
         prctl(PR_SET_PDEATHSIG, SIGKILL);  // no orphans, however the parent ends
         if (getppid() != parent) _exit(1);
+        if (rank > 0) signals_quiet();
         sigprocmask(SIG_SETMASK, &before, NULL);
         free(ranks);
         launch->rank = launch->local_rank = rank;

@@ -20,6 +20,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include "content.h"
+#include "options.h"  // shell_word
 #include "loader.h"
 
 enum {
@@ -280,12 +281,11 @@ static bool file_headerless(DatasetFile* file, int descriptor, DataFormat format
 // The header of a shard against the file.
 static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
     int64_t size = file->map_bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
-    char word[8192];
     if (format == DATA_NANOGPT) {
         return data_error(error,
                           "%s is a shard with a header, which nanoGPT's files lack; type --data %s without "
                           "--data-format",
-                          file->path, shell_word(file->path, word));
+                          file->path, shell_word(file->path));
     }
     if (size >= 8 && header[1] != SHARD_VERSION) {
         return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,

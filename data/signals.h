@@ -1,8 +1,8 @@
 // Signals of a run. The handlers set flags, which the run looks at between steps and while it validates or samples.
 //
 //     SIGINT, SIGTERM, SIGHUP   stop: the run saves and ends. Where there is nothing to save the process ends at once.
-//     the same once more        ends the process without saving: SIGINT half a second or more after the first, the
-//                               others two seconds, for a launcher may deliver one signal twice
+//     the same once more        ends the process without saving, two seconds or more after the first, for a launcher
+//                               may deliver one signal twice; SIGINT after half a second, whatever the first was
 //     SIGUSR1                   save and go on
 //     SIGPIPE, SIGXFSZ          ignored: a closed stdout does not end a run, and a full file is a write error
 //
