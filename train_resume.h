@@ -8,6 +8,7 @@
 #include "data/checkpoint.h"
 #include "data/launch.h"
 #include "data/loader.h"
+#include "data/model_folder.h"
 #include "data/safetensors.h"
 #include "train_options.h"
 
@@ -33,8 +34,7 @@ static void model_folder_resolve(Options* o, bool weights) {
     char* name = strdup(o->model);
     for (char* end = strchr(name, 0) - 1; end > name && *end == '/'; end--) *end = 0;
     o->model = name;
-    snprintf(path, sizeof(path), "%s/model.safetensors", o->model);
-    const bool model = file_exists(path);
+    const bool model = model_folder_has_weights(o->model);
     Json* state = model ? nullptr : checkpoint_newest(o->model, newest, sizeof(newest));
     if (state) o->model = strdup(newest);
     json_free(state);

@@ -1,7 +1,7 @@
 // The data loader: which files, which windows of them, in which order, read ahead.
 //
-// Files are mapped and never read as a whole: opening costs a system call or two per shard, memory is the page cache,
-// and a window is a copy of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
+// Files are never read as a whole: opening costs a system call or two per shard, memory is the page cache, and a
+// window is a read of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
 // The order is a permutation that needs no table (shuffle_index), so an epoch over any number of windows starts at
 // once and a resume is an addition. A thread prepares batches ahead into a ring of RING buffers; of these the caller
 // holds two and two are ready or in preparation, so loader_next waits only when reading is slower than training.
@@ -34,6 +34,7 @@ typedef struct DatasetFile {
     char* path;
     void* map;  // NULL for memory of the caller's
     int64_t map_bytes;
+    int descriptor;        // of a mapped file: tokens are read through it
     const uint8_t* token;  // the first token of the file: a byte, or two, little-endian
     int64_t first;         // where the part that was opened begins, in tokens
     int64_t tokens;        // of that part
@@ -215,22 +216,18 @@ static const char* magic_name(int32_t magic) {
 static bool file_map(DatasetFile* file, const char* path, bool* bytes_file, char* error) {
     file->path = strdup(path);
     if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
-    if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno));
-    struct stat status;
-    bool fine = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
-    int64_t size = fine ? (int64_t)status.st_size : 0;
-    if (!fine) {
-        data_error(error, "cannot train on %s: it is not a regular file", path);
-    } else if (size == 0) {
-        fine = data_error(error, "%s is empty; name a file with text or tokens in it", path);
-    } else {
-        void* map = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        fine = map != MAP_FAILED || data_error(error, "cannot map %s: %s", path, strerror(errno));
-        if (fine) file->map = map, file->map_bytes = size;
+    int64_t size = 0;
+    int descriptor = file_open(path, &size, error);
+    if (descriptor < 0) return false;
+    void* map = size > 0 ? mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0) : MAP_FAILED;
+    if (map == MAP_FAILED) {
+        close(descriptor);
+        return size == 0 ? data_error(error, "%s is empty; name a file with text or tokens in it", path)
+                         : data_error(error, "cannot map %s: %s", path, strerror(errno));
     }
-    close(descriptor);
-    if (!fine) return false;
+    file->map = map;
+    file->map_bytes = size;
+    file->descriptor = descriptor;
     int32_t header[3] = {0, 0, 0};
     memcpy(header, file->map, (size_t)(size < 12 ? size : 12));
     *bytes_file = header[0] != SHARD_MAGIC;
@@ -312,7 +309,8 @@ static bool read_meta(Dataset* data, char* error) {
     int64_t length = base_name(first) - first - 1;
     if (length >= 0) snprintf(folder, sizeof(folder), "%.*s", length > 0 ? (int)length : 1, first);
     bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
-                     (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe"));
+                     (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe")) ||
+                     folder_has(folder, "tokenizer.json");
     if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
     data->vocabulary = GPT2_VOCABULARY;
     snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
@@ -384,7 +382,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     data->bytes = true;
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
-    *data->file = (DatasetFile){strdup(data->path), NULL, 0, text, 0, bytes};
+    *data->file = (DatasetFile){strdup(data->path), NULL, 0, -1, text, 0, bytes};
     bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
     fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
     fine = fine && check_length(data->file, T, error);
@@ -396,6 +394,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
 void dataset_close(Dataset* data) {
     for (int i = 0; i < data->files; i++) {
         if (data->file[i].map) munmap(data->file[i].map, (size_t)data->file[i].map_bytes);
+        if (data->file[i].map) close(data->file[i].descriptor);
         free(data->file[i].path);
     }
     free(data->file);
@@ -408,6 +407,17 @@ int64_t dataset_windows(const Dataset* data, int T) {
     return windows;
 }
 
+// `count` bytes from byte `at` of the file's tokens. A page that is missing from a map, because the file was cut short,
+// would be a signal; a short read is an error.
+static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
+    if (file->map) {
+        at += file->token - (const uint8_t*)file->map;
+        return file_read_at(file->descriptor, file->path, to, at, count, error);
+    }
+    memcpy(to, file->token + at, (size_t)count);
+    return true;
+}
+
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error) {
     int64_t within = window;
     const DatasetFile* file = data->file;
@@ -417,21 +427,19 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
         return data_error(error, "%s has no window %lld of T = %d", data->path, (long long)window, T);
     }
     int64_t first = file->first + within * T;
-    int largest = 0;
-    if (data->bytes) {
-        const uint8_t* from = file->token + first;
-        for (int t = 0; t < T; t++) tokens[t] = from[t];
-        targets[T - 1] = from[T];
-    } else {
-        const uint16_t* from = (const uint16_t*)file->token + first;
-        for (int t = 0; t < T; t++) {
-            tokens[t] = from[t];
-            largest = tokens[t] > largest ? tokens[t] : largest;
-        }
-        targets[T - 1] = from[T];
+    int largest = 0, width = data->bytes ? 1 : 2;
+    // The tokens as they are stored, T + 1 of one or two bytes, have room where the targets will be.
+    if (!tokens_read(file, first * width, (int64_t)(T + 1) * width, targets, error)) return false;
+    int last = 0;
+    for (int t = 0; t <= T; t++) {
+        uint16_t token = 0;
+        memcpy(&token, (const char*)targets + (int64_t)t * width, (size_t)width);
+        if (t < T) tokens[t] = token;
+        last = token;
+        largest = last > largest ? last : largest;
     }
     memcpy(targets, tokens + 1, (size_t)(T - 1) * sizeof(int));
-    if (targets[T - 1] > largest) largest = targets[T - 1];
+    targets[T - 1] = last;
     if (largest < data->vocabulary) return true;
     int t = 0;
     while (t < T && tokens[t] < data->vocabulary) t++;

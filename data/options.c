@@ -192,3 +192,17 @@ void format_duration(double seconds, char* text, size_t bytes) {
     if (s >= 60 && s < 3600) snprintf(text, bytes, "%lldm%02llds", (long long)(s / 60), (long long)(s % 60));
     if (s >= 3600) snprintf(text, bytes, "%lldh%02lldm", (long long)(s / 3600), (long long)(s / 60 % 60));
 }
+
+const char* shell_word(const char* text) {
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
+    char* word = text[0] && !text[strspn(text, plain)] ? NULL : malloc(4 * strlen(text) + 3);
+    if (!word) return text;
+    char* to = word;
+    *to++ = '\'';
+    for (; *text; text++) {
+        if (*text != '\'') *to++ = *text;
+        if (*text == '\'') memcpy(to, "'\\''", 4), to += 4;
+    }
+    *to++ = '\'', *to = 0;
+    return word;
+}

@@ -46,6 +46,8 @@ void options_json(const OptionTable* table, const void* fields, FILE* file);
 // For people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);
 void format_duration(double seconds, char* text, size_t bytes);
+// The text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
+const char* shell_word(const char* text);
 
 #ifdef __cplusplus
 }
