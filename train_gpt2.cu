@@ -614,29 +614,27 @@ static void config_read(Config* config, const char* folder) {
                (int)shape.positions, (int)shape.vocabulary, 0};
 }
 
-// Model and sequence length from the options, or from `checkpoint` unless it is NULL; `vocabulary` is the data's.
+// Model and sequence length from the options; or from `checkpoint` unless it is NULL, or from `folder`, which is what
+// model_folder returned, unless it is "". `vocabulary` is the data's.
 static void config_resolve(Options* o, const Device* dev, int vocabulary, bool bytes, const char* checkpoint,
-                           Config* config) {
+                           const char* folder, Config* config) {
     if (strcmp(o->model, "auto") == 0) o->model = !dev->gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
-    const Gpt2Name* named = gpt2_named(o->model);
     if (checkpoint) {
         config_read(config, checkpoint);
-    } else if (named) {
+    } else if (!*folder) {
+        const Gpt2Name* named = gpt2_named(o->model);
         *config = {named->layers, named->channels, named->heads, named->positions, vocabulary, 0};
         if (o->layers != AUTO) config->L = (int)o->layers;
         if (o->channels != AUTO) config->C = (int)o->channels;
         if (o->heads != AUTO) config->NH = (int)o->heads;
         if (o->channels != AUTO && o->heads == AUTO) config->NH = config->C / 64 > 0 ? config->C / 64 : 1;
         if (o->seq != AUTO) config->max_T = (int)o->seq;
-    } else if (folder_exists(o->model)) {
-        config_read(config, o->model);
+    } else {
+        config_read(config, folder);
         if (o->layers != AUTO || o->channels != AUTO || o->heads != AUTO) {
             user_error("--model %s fixes the shape; leave --layers, --channels and --heads out", o->model);
         }
-    } else {
-        user_error("--model '%s' is neither a known name nor a folder; did you mean %s? (--help lists the names)",
-                   o->model, gpt2_nearest(o->model));
     }
     if (vocabulary > config->V || (bytes && config->V != 256)) {
         user_error(
@@ -650,11 +648,18 @@ static void config_resolve(Options* o, const Device* dev, int vocabulary, bool b
                    config->max_T, config->max_T);
     }
     config->Vp = (config->V + 127) / 128 * 128;
+    const bool heads_fit =
+        config->C % config->NH == 0 && (config->C / config->NH == 64 || config->C / config->NH == 128);
+    if (!heads_fit && (checkpoint || *folder)) {
+        user_error(
+            "--model %s has %d channels over %d heads, and nibble has 64 or 128 channels a head; name another one",
+            o->model, config->C, config->NH);
+    }
     if (config->C % 64 != 0) {
         user_error("%d channels are not a multiple of a head's 64; type --channels %d", config->C,
                    (config->C + 63) / 64 * 64);
     }
-    if (config->C % config->NH != 0 || (config->C / config->NH != 64 && config->C / config->NH != 128)) {
+    if (!heads_fit) {
         user_error("%d channels over %d heads is %.4g channels a head; nibble has 64 and 128: type --heads %d",
                    config->C, config->NH, (double)config->C / config->NH, config->C / 64);
     }
@@ -919,7 +924,8 @@ struct Run {
     Options asked;  // before the program decided what was left to it: for the next checkpoint
     bool held;      // the run folder, from other processes
     Model* model;
-    bool quiet;  // not the first rank: it prints and writes nothing
+    const char* model_folder;  // with the weights that the run begins with; "": they are drawn, or a checkpoint's
+    bool quiet;                // not the first rank: it prints and writes nothing
     char folder[PATH_BYTES];
     FILE* text;  // what the terminal shows, again; in memory until the run folder exists
     char* banner;
@@ -1123,6 +1129,13 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     return fine;
 }
 
+// What goes on from the last checkpoint when it is typed after --resume.
+static const char* resume_words(const Run* run) {
+    char* words = nullptr;
+    if (run->last_checkpoint[0]) return shell_word(run->last_checkpoint);
+    return asprintf(&words, "auto --run %s", shell_word(run->folder)) < 0 ? "auto" : words;
+}
+
 // Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
 // it.
 static void checkpoint_save(Run* run) {
@@ -1136,9 +1149,8 @@ static void checkpoint_save(Run* run) {
     if (whole && !shard_equal(m->shard, m->weights, m->elements * m->shard->weight_bytes)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
-            "go on elsewhere with --resume %s%s",
-            (long long)run->step, run->last_checkpoint[0] ? run->last_checkpoint : "auto --run ",
-            run->last_checkpoint[0] ? "" : run->folder);
+            "go on elsewhere with --resume %s",
+            (long long)run->step, resume_words(run));
     }
     if (rank_of(m) > 0) {
         checkpoint_write(run, temporary, error);
@@ -1147,9 +1159,8 @@ static void checkpoint_save(Run* run) {
     }
     if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
         folder_remove(temporary, ignored);
-        user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s%s",
-                   (long long)run->step, error, run->last_checkpoint[0] ? run->last_checkpoint : "auto --run ",
-                   run->last_checkpoint[0] ? "" : run->folder);
+        user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
+                   (long long)run->step, error, resume_words(run));
     }
     memcpy(run->last_checkpoint, path, sizeof(path));
     say(run, "save %6lld  %s  %.1f s\n", (long long)run->step, path, seconds_now() - begin);
@@ -1167,19 +1178,29 @@ static void run_folder_hold(Run* run, const char* folder) {
     run->held = true;
 }
 
+// Makes runs/DATE_TIME_MODEL, or the first of runs/DATE_TIME_MODEL_2, _3, ... that nobody has: of several runs that
+// start in the same second mkdir lets one through.
+static void run_folder_name(Run* run) {
+    char error[DATA_ERROR_BYTES], date[32];
+    time_t now = time(nullptr);
+    strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
+    const char *slash = strrchr(run->options->model, '/'), *model = slash ? slash + 1 : run->options->model;
+    if (!folder_make("runs", error)) user_error("%s; name another folder with --run DIR", error);
+    int length = snprintf(run->folder, sizeof(run->folder), "runs/%s_%.128s", date, model);
+    for (int next = 2; mkdir(run->folder, 0777) != 0; next++) {
+        if (errno != EEXIST) {
+            user_error("cannot create the folder %s: %s; name another with --run DIR", run->folder, strerror(errno));
+        }
+        snprintf(run->folder + length, sizeof(run->folder) - length, "_%d", next);
+    }
+    run->options->run = strdup(run->folder);
+}
+
 static void run_folder_make(Run* run, bool resumed) {
     Options* o = run->options;
     char error[DATA_ERROR_BYTES], path[PATH_BYTES];
-    if (o->run[0]) {
-        snprintf(run->folder, sizeof(run->folder), "%s", o->run);
-    } else {
-        time_t now = time(nullptr);
-        char date[32];
-        strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
-        const char* slash = strrchr(o->model, '/');
-        snprintf(run->folder, sizeof(run->folder), "runs/%s_%s", date, slash ? slash + 1 : o->model);
-        o->run = strdup(run->folder);
-    }
+    if (!o->run[0]) run_folder_name(run);
+    snprintf(run->folder, sizeof(run->folder), "%s", o->run);
     path_join(path, run->folder, "log.jsonl");
     if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
     run_folder_hold(run, run->folder);
@@ -1209,7 +1230,7 @@ static void run_folder_make(Run* run, bool resumed) {
 // first weights.
 static void run_tokenizer_open(Run* run, const char* data_folder, const char* checkpoint, const Json* state,
                                bool bytes) {
-    const char* model = *checkpoint || !folder_exists(run->options->model) ? "" : run->options->model;
+    const char* model = *checkpoint ? "" : run->model_folder;
     const char* sources[] = {checkpoint, model, data_folder};
     char error[DATA_ERROR_BYTES], path[PATH_BYTES];
     if (state && !checkpoint_has_copies(checkpoint, state, run->folder, error)) user_error("--resume: %s", error);
@@ -1361,15 +1382,19 @@ static void require_memory(const Options* o, const Model* m, const OptimConfig* 
     int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);
     while (fits > 0 && sequences % fits != 0) fits--;
     double need = (double)plan->total / (1 << 30), have = (double)available / (1 << 30);
+    Model block = *m;
+    block.recompute = RECOMPUTE_BLOCK;
+    // --recompute block is advice only where it is enough.
+    bool whole = memory_plan(&block, config).total <= available;
+    bool one = m->recompute != RECOMPUTE_BLOCK && largest_batch(o, block, config, 1, available - plan->taken) > 0;
     if (fits > 0) {
-        user_error(
-            "--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less, or --recompute block",
-            m->B, need, have, m->dev->name, (long long)fits);
+        user_error("--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s", m->B, need,
+                   have, m->dev->name, (long long)fits, whole ? ", or --recompute block" : "");
     }
     user_error(
-        "even --batch 1 needs more than the %.2f GiB that are free on %s; type --recompute block, a shorter --seq, a "
-        "smaller --model or a smaller --preset",
-        have, m->dev->name);
+        "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
+        "a smaller --preset",
+        have, m->dev->name, one ? "type --recompute block --batch 1, or take" : "take");
 }
 
 // Training.
@@ -1473,6 +1498,7 @@ static void run_sample(Run* run) {
     free(text);
 }
 
+// `eta` in seconds; below 0: it is not known yet.
 static void print_step(Run* run, double loss, double norm, double lr, double seconds, double eta, int64_t memory) {
     const Options* o = run->options;
     char rate[32], left[32], size[32], mfu[32] = "-";
@@ -1481,6 +1507,7 @@ static void print_step(Run* run, double loss, double norm, double lr, double sec
     if (peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * flops_per_token(run->model) / peak);
     format_count(tokens_per_second, rate, sizeof(rate));
     format_duration(eta, left, sizeof(left));
+    if (eta < 0) snprintf(left, sizeof(left), "-");
     bool small = memory < (1ll << 30);
     snprintf(size, sizeof(size), small ? "%.0f MiB" : "%.1f GiB", (double)memory / (small ? 1 << 20 : 1 << 30));
     say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %s  eta %s",
@@ -1542,7 +1569,8 @@ static void tell_end(Run* run, double counted, double seconds) {
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run->last_checkpoint);
 }
 
-// The time of the steps after `from`, which is moved when the first ten are done: they are slower.
+// The time of the steps after `from`, which is moved when the first is done and when ten are: they are slower, the
+// first most of all, which loads what the GPU runs.
 struct StepTimer {
     int64_t first, from;
     double since, seconds;  // the clock when `from` was done; spent in the steps after it
@@ -1550,8 +1578,9 @@ struct StepTimer {
 
 // Step `step` is done, which began at `begin`: seconds that one takes, with what lies between them.
 static double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
+    int64_t done = step - timer->first;
     timer->seconds += now - begin;
-    if (step - timer->first == 10) timer->from = step, timer->since = now, timer->seconds = 0;
+    if (done == 1 || done == 10) timer->from = step, timer->since = now, timer->seconds = 0;
     return step == timer->from ? now - begin : (now - timer->since) / (double)(step - timer->from);
 }
 
@@ -1572,7 +1601,9 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     if (skipped) {
         step_skipped(run, loss, norm);
     } else if (run->step % o->print_every == 0 || run->step == timer->first + 1 || run->step == o->steps) {
-        print_step(run, loss, norm, lr, now - begin, each * (double)(o->steps - run->step), memory);
+        double eta = each * (double)(o->steps - run->step);
+        bool warms_up = run->model->dev->gpu && run->step == timer->first + 1 && run->step < o->steps;
+        print_step(run, loss, norm, lr, now - begin, warms_up ? -1 : eta, memory);
     }
 }
 
@@ -1586,10 +1617,10 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     feeder_open(&feeder, m->dev, train_data, m->B, m->T, (uint64_t)o->seed, true,
                 run->sequences + rank_of(m) * slice.run, slice);
     float* scalars = (float*)(m->dev->gpu ? pinned_alloc : malloc)(SCALARS * sizeof(float));
-    StepTimer timer = {run->step, run->step, seconds_now(), 0};
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
     bool due = false;  // a checkpoint
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
+    StepTimer timer = {run->step, run->step, seconds_now(), 0};
     while (run->step < o->steps && !stops(m)) {
         double begin = seconds_now(), lr = learning_rate(o, run->step);
         int64_t update = run->step + 1 - run->skipped;  // what moments and their bias corrections count
@@ -1682,25 +1713,29 @@ static int sample_main(Options* o) {
     char error[DATA_ERROR_BYTES];
     Device dev;
     Model m = {};
-    model_folder_resolve(o, true);
-    if (!folder_exists(o->model)) {
+    const char* folder = model_folder(o);
+    if (!*folder && folder_exists(o->model)) {
+        user_error("--model %s is a built-in shape, without weights to sample from; type --model ./%s for the folder",
+                   o->model, o->model);
+    }
+    if (!*folder) {
         user_error("--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is one)");
     }
     m.type = device_resolve(o, &dev);
     m.dev = &dev;
-    config_resolve(o, &dev, 0, false, nullptr, &m.config);
+    config_resolve(o, &dev, 0, false, nullptr, folder, &m.config);
     m.B = 1;
     m.T = (int)o->seq;
     m.logit_rows = 1;
     config_tensors(&m);
-    Tokenizer* tokenizer = tokenizer_open(m.config.V == 256 ? nullptr : o->model, error);
+    Tokenizer* tokenizer = tokenizer_open(m.config.V == 256 ? nullptr : folder, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
     if (tokenizer_vocabulary(tokenizer) > m.config.V) {
         user_error("--model %s: its tokenizer has %d tokens and its vocab_size is %d; they do not belong together",
                    o->model, tokenizer_vocabulary(tokenizer), m.config.V);
     }
     model_allocate(&m, nullptr);
-    model_read(&m, o->model);
+    model_read(&m, folder);
     FILE* to[2] = {stdout, nullptr};
     sample(&m, tokenizer, o->sample, o->sample_tokens, o->temperature, o->top_k, (uint64_t)o->seed, put_text, to);
     printf("\n");
@@ -1712,9 +1747,10 @@ static int sample_main(Options* o) {
 
 // Data and model, from the options. The data first says its vocabulary, which the model needs, then is opened with the
 // model's sequence length.
-static void data_and_model_resolve(Options* o, const char* checkpoint, Dataset* train, Dataset* val, Model* m) {
+static void data_and_model_resolve(Options* o, const char* checkpoint, const char* folder, Dataset* train, Dataset* val,
+                                   Model* m) {
     data_open(o, train, DATASET_TRAIN, 1);
-    config_resolve(o, m->dev, train->vocabulary, train->bytes, checkpoint, &m->config);
+    config_resolve(o, m->dev, train->vocabulary, train->bytes, checkpoint, folder, &m->config);
     m->T = (int)o->seq;
     m->recompute = recompute_from(o->recompute);
     config_tensors(m);
@@ -1777,6 +1813,15 @@ static void batch_and_optim_resolve(Options* o, Model* m, const Dataset* train, 
     if (m->shard) m->shard->gradient_bytes = m->grads_bf16 ? 2 : 4;
 }
 
+// Says that a built-in shape was taken although a model lies in a folder of the same name.
+static void model_shadow_notice(Run* run) {
+    char path[PATH_BYTES];
+    path_join(path, run->options->model, "model.safetensors");
+    if (!file_exists(path)) return;
+    say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+        run->options->model, run->options->model);
+}
+
 // Weights and states: from the checkpoint, from --model DIR, or drawn.
 static void model_begin(Run* run, const OptimConfig* config, const Json* state, const char* checkpoint) {
     Model* m = run->model;
@@ -1784,9 +1829,10 @@ static void model_begin(Run* run, const OptimConfig* config, const Json* state, 
         checkpoint_read(run, config, state, checkpoint);
         snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", checkpoint);
         say(run, " resume   %s, step %lld\n", checkpoint, (long long)run->step);
-    } else if (folder_exists(run->options->model)) {
-        model_read(m, run->options->model);
+    } else if (*run->model_folder) {
+        model_read(m, run->model_folder);
     } else {
+        model_shadow_notice(run);
         model_init(m, (uint64_t)run->options->seed);
     }
 }
@@ -1874,8 +1920,8 @@ static void training_open(Training* t) {
     m->dev = &t->dev;
     if (!t->dev.gpu && o->formats[0]) {
         user_error(
-            "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '' and "
-            "a built-in one for --m and --v (--list-formats names them), or run on a GPU",
+            "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '', "
+            "with a built-in one for --m and --v (--list-formats names them), or run on a GPU",
             o->formats);
     }
     if (t->launch->world == 1) return;
@@ -1891,7 +1937,7 @@ static void training_open(Training* t) {
 static void training_resolve(Training* t) {
     Options* o = t->options;
     Model* m = &t->model;
-    data_and_model_resolve(o, training_checkpoint(t), &t->train_data, &t->val_data, m);
+    data_and_model_resolve(o, training_checkpoint(t), t->run.model_folder, &t->train_data, &t->val_data, m);
     batch_and_optim_resolve(o, m, &t->train_data, &t->config);
     length_resolve(o, dataset_windows(&t->train_data, m->T), !o->data[0], t->dev.gpu,
                    t->given[option_find(&TABLE, "warmup") - OPTIONS]);
@@ -1929,7 +1975,6 @@ static void training_begin(Training* t) {
     // Paths as they are found from any folder, so that the run can be resumed from anywhere.
     if (o->data[0]) o->data = path_absolute(o->data);
     if (o->val[0]) o->val = path_absolute(o->val);
-    if (folder_exists(o->model)) o->model = path_absolute(o->model);
     if (o->formats[0]) o->formats = paths_absolute(o->formats);
     run_begin(&t->run, t->launch, t->train_data.tokenizer, checkpoint ? checkpoint : "", t->state, t->train_data.bytes,
               t->state != nullptr || strcmp(o->resume, "auto") == 0);
@@ -1952,11 +1997,31 @@ static void training_end(Training* t) {
     device_close(&t->dev);
 }
 
+// Commands to go on with, as a shell takes them: this program as it was started, and the plot where it can be drawn.
+static void say_next(Run* run) {
+    const char* self = shell_word(program_invocation_name);
+    if (stops(run->model)) say(run, "next     %s --resume %s\n", self, shell_word(run->folder));
+    if (!stops(run->model)) {
+        say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
+    }
+    char here[PATH_BYTES], python[PATH_BYTES] = "", plot[PATH_BYTES];
+    ssize_t length = readlink("/proc/self/exe", plot, sizeof(plot) - 64);
+    plot[length > 0 ? length : 0] = 0;
+    const char* folder = folder_parent(plot, here, sizeof(here));
+    snprintf(python, sizeof(python), "%.4000s/.venv/bin/python", folder);
+    snprintf(plot, sizeof(plot), "%.4000s/dev/plot.py", folder);
+    if (!file_exists(python) || !file_exists(plot)) return;
+    char* cwd = getcwd(nullptr, 0);
+    size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
+    say(run, "         %s %s %s\n", shell_word(python + skip), shell_word(plot + skip), shell_word(run->folder));
+    free(cwd);
+}
+
 static int train_main(Options* o, const bool* given, const Launch* launch) {
     Training t = {};
     t.options = o, t.given = given, t.launch = launch;
     training_resume(&t);
-    model_folder_resolve(o, !t.state);
+    t.run.model_folder = t.state ? "" : model_folder(o);
     training_open(&t);
     training_resolve(&t);
     training_count(&t);
@@ -1972,9 +2037,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 
     training_begin(&t);
     train(&t.run, &t.train_data, &t.val_data, t.plan.total);
-    if (stops(&t.model)) say(&t.run, "next     ./train --resume %s\n", t.run.folder);
-    if (!stops(&t.model)) say(&t.run, "next     ./train --sample \"...\" --model %s\n", t.run.last_checkpoint);
-    say(&t.run, "         .venv/bin/python dev/plot.py %s\n", t.run.folder);
+    say_next(&t.run);
     training_end(&t);
     return 0;
 }
@@ -2000,7 +2063,7 @@ int main(int argc, char** argv) {
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
     if (samples) return launch.rank == 0 ? sample_main(&options) : 0;
     if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
-        user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave one of them out",
+        user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave --gpus out, or --device cpu",
                    (long long)options.gpus);
     }
     if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);

@@ -6,6 +6,7 @@
 #include "data/options.h"
 #include "kernels/common.cuh"  // user_error
 #include "optim/optim.h"       // OptimConfig
+#include "train_synonyms.h"    // SYNONYMS: names of other programs for the options
 
 constexpr int64_t AUTO = OPTION_AUTO;  // an option left to the program; the functions *_resolve replace it
 
@@ -151,7 +152,7 @@ static const Option OPTIONS[] = {
 };
 #undef FIELD
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
-static const OptionTable TABLE = {OPTIONS, OPTION_COUNT};
+static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0])};
 
 // The optimizer that the options ask for, with names for what they leave to the preset; false with a sentence where
 // there is none.

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "data/checkpoint.h"
+#include "data/gpt2_config.h"
 #include "data/launch.h"
 #include "data/loader.h"
 #include "data/model_folder.h"
@@ -26,35 +27,27 @@ static void require_words(const Options* o, const bool* given) {
     }
 }
 
-// --model DIR may be a run folder: then its newest checkpoint is meant. Where its weights are wanted, a checkpoint is
-// to be whole.
-static void model_folder_resolve(Options* o, bool weights) {
-    char path[4500], newest[4500], error[DATA_ERROR_BYTES];
-    if (!folder_exists(o->model)) return;
-    char* name = strdup(o->model);
-    for (char* end = strchr(name, 0) - 1; end > name && *end == '/'; end--) *end = 0;
-    o->model = name;
-    const bool model = model_folder_has_weights(o->model);
-    Json* state = model ? nullptr : checkpoint_newest(o->model, newest, sizeof(newest));
-    if (state) o->model = strdup(newest);
+// The folder that --model names, or "" where it names a built-in shape. Nothing else decides which of the two is meant:
+// a built-in shape's bare name is always that shape, and a folder of the same name is written ./NAME. A run folder
+// stands for its newest checkpoint; a checkpoint must be whole. o->model becomes the path from the root, for the
+// checkpoints to come.
+static const char* model_folder(Options* o) {
+    char path[4500], names[256], error[DATA_ERROR_BYTES];
+    if (strcmp(o->model, "auto") == 0 || gpt2_named(o->model)) return "";
+    char* folder = folder_exists(o->model) ? realpath(o->model, nullptr) : nullptr;
+    if (!folder) {
+        user_error("--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
+                   o->model, gpt2_names(names, sizeof(names)));
+    }
+    const bool model = model_folder_has_weights(folder);
+    Json* state = model ? nullptr : checkpoint_newest(folder, path, sizeof(path));
+    o->model = state ? strdup(path) : folder;
     json_free(state);
     snprintf(path, sizeof(path), "%s/state.json", o->model);
-    if (!weights || !file_exists(path)) return;
-    if (model && !checkpoint_model_whole(o->model, error)) {
+    if (model && access(path, F_OK) == 0 && !checkpoint_model_whole(o->model, error)) {
         user_error("--model %s: damaged checkpoint: %s; name another one", o->model, error);
     }
-}
-
-// Whether a folder that was typed as --model is the one that the run began with, or the run folder that had it.
-static bool is_same_model(const char* typed, const char* saved) {
-    if (!folder_exists(typed)) return false;
-    char* path = path_absolute(typed);
-    for (char* end = strchr(path, 0) - 1; end > path && *end == '/'; end--) *end = 0;
-    const size_t length = strlen(path);
-    const bool same =
-        strncmp(path, saved, length) == 0 && (saved[length] == 0 || strncmp(saved + length, "/step_", 6) == 0);
-    free(path);
-    return same;
+    return o->model;
 }
 
 // The checkpoint to go on from into `folder`, and its state.json's tree: rank 0 chooses. NULL: begin anew.
@@ -94,12 +87,19 @@ static bool left_to_preset(const Options* o, const bool* given, const Json* save
     return false;
 }
 
+// The model's shape hangs on these, so a run cannot change them.
+static bool is_fixed(const char* name) {
+    for (const char* fixed : {"model", "layers", "channels", "heads", "seq"}) {
+        if (strcmp(name, fixed) == 0) return true;
+    }
+    return false;
+}
+
 // Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
 // where the model's shape hangs on them. `asked`: the checkpoint has --grads as it was asked for, not what became of
 // it.
 static void resume_options(Options* o, const bool* given, const Json* saved, bool asked, char* changed,
                            size_t changed_bytes) {
-    static const char* const fixed[] = {"model", "layers", "channels", "heads", "seq"};
     char error[DATA_ERROR_BYTES];
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
@@ -107,22 +107,24 @@ static void resume_options(Options* o, const bool* given, const Json* saved, boo
         if (!is_restored(option) || !text || strcmp(option->name, "override") == 0) continue;
         if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
         const size_t used = strlen(changed);
+        const bool fixed = is_fixed(option->name);
         if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) {
             snprintf(changed + used, changed_bytes - used, " --grads auto (was bf16, asked for or not)");
             continue;
         }
         char number[OPTION_TEXT_BYTES];
         const char* now = option_text(option, o, number, sizeof(number));
-        if (!given[i] && !option_set(option, o, text, error)) user_error("--resume: %s", error);
-        if (!given[i] || strcmp(now, text) == 0) continue;
-        if (strcmp(option->name, "model") == 0 && is_same_model(now, text)) {
-            o->model = strdup(text);
-            continue;
-        }
-        for (const char* name : fixed) {
-            if (strcmp(option->name, name) != 0) continue;
-            user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or begin anew without --resume", name,
-                       now, text, name);
+        const bool typed = given[i] && !(fixed && strcmp(now, "auto") == 0);
+        if (typed && strcmp(now, text) == 0) continue;
+        // A folder that was typed as --model, as a job script does each time, is not read: it may be gone by now, or
+        // the script may run in another place.
+        const bool folder = typed && strcmp(option->name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
+        if (folder) snprintf(changed + used, changed_bytes - used, " --model %s: the checkpoint's weights go on", now);
+        if ((!typed || folder) && !option_set(option, o, text, error)) user_error("--resume: %s", error);
+        if (!typed || folder) continue;
+        if (fixed) {
+            user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
+                       option->name, now, text, option->name);
         }
         snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, *now ? now : "''",
                  *text ? text : "''");

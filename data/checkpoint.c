@@ -1,6 +1,7 @@
 // See checkpoint.h.
 #define _GNU_SOURCE
 #include "checkpoint.h"
+#include "options.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -254,9 +255,9 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         }
         if (!*state && !automatic) {
             return data_error(error,
-                              "--resume %s holds no checkpoint (step_*); give a run folder that does, or begin anew "
-                              "without --resume",
-                              named);
+                              "--resume %s holds no checkpoint (step_*); give a run folder that does, or type --resume "
+                              "auto --run %s, with the options of its first command, to begin it anew",
+                              named, shell_word(named));
         }
     }
     const int64_t version = *state ? json_int(*state, "version", 0) : 1;
@@ -291,8 +292,8 @@ bool run_folder_free(const char* folder, bool again, char* error) {
                           folder);
     }
     if (again || !there[0]) return true;
-    return data_error(error, "--run %s already holds a run; type --resume %s to go on with it, or name another folder",
-                      folder, folder);
+    return data_error(
+        error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
 }
 
 bool run_folder_lock(const char* folder, char* error) {

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../kernels/text.h"
 #include "safetensors.h"
 
 static const Gpt2Name names[] = {
@@ -32,12 +31,12 @@ const Gpt2Name* gpt2_named(const char* name) {
     return NULL;
 }
 
-const char* gpt2_nearest(const char* name) {
-    const char* nearest = names[0].name;
-    for (int i = 1; i < NAMES; i++) {
-        if (text_distance(name, names[i].name) < text_distance(name, nearest)) nearest = names[i].name;
+const char* gpt2_names(char* text, size_t bytes) {
+    size_t used = 0;
+    for (int i = 0; i < NAMES && used < bytes; i++) {
+        used += (size_t)snprintf(text + used, bytes - used, "%s%s", i ? "|" : "", names[i].name);
     }
-    return nearest;
+    return text;
 }
 
 // Whether a member is what nibble computes with. One that is absent or null has transformers' value for it, which is.

@@ -2,6 +2,7 @@
 // nibble can train what it describes.
 #pragma once
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include "tokenizer.h"
 #ifdef __cplusplus
@@ -17,8 +18,8 @@ typedef struct {
     const char* name;
     int layers, channels, heads, positions;
 } Gpt2Name;
-const Gpt2Name* gpt2_named(const char* name);  // NULL when there is none
-const char* gpt2_nearest(const char* name);
+const Gpt2Name* gpt2_named(const char* name);      // NULL when there is none
+const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
 
 // The shape in FOLDER/config.json, each number from 1 to that of `most`. False and a sentence when it is no GPT-2, or a
 // variant of it.

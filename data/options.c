@@ -18,12 +18,68 @@ const Option* option_find(const OptionTable* table, const char* name) {
     return NULL;
 }
 
-static const char* nearest_name(const OptionTable* table, const char* name) {
-    const char* nearest = table->option[0].name;
-    for (int i = 1; i < table->count; i++) {
-        if (text_distance(name, table->option[i].name) < text_distance(name, nearest)) nearest = table->option[i].name;
+// Is `typed` a slip of the finger away from `name`: a letter too many, too few or wrong, or two exchanged? Long names
+// may have two such. Short ones are not guessed at all: there, another letter makes another word.
+static bool is_slip(const char* typed, const char* name) {
+    char exchanged[64];
+    size_t length = strlen(typed);
+    if (length < 4 || length >= sizeof(exchanged)) return false;
+    if (text_distance(typed, name) <= (length < 10 ? 1 : 2)) return true;
+    for (size_t i = 0; i + 1 < length; i++) {
+        memcpy(exchanged, typed, length + 1);
+        exchanged[i] = typed[i + 1], exchanged[i + 1] = typed[i];
+        if (strcmp(exchanged, name) == 0) return true;
     }
-    return nearest;
+    return false;
+}
+
+// The answer for a name that other programs have, or for a slip in one; NULL when it is none of these.
+static const char* synonym_answer(const OptionTable* table, const char* typed, bool slip) {
+    for (int i = 0; i < table->synonyms; i++) {
+        for (const char *at = table->synonym[i].names, *end; *at; at = end + strspn(end, " ")) {
+            char name[64];
+            end = at + strcspn(at, " ");
+            snprintf(name, sizeof(name), "%.*s", (int)(end - at), at);
+            if (slip ? is_slip(typed, name) : strcmp(typed, name) == 0) return table->synonym[i].answer;
+        }
+    }
+    return NULL;
+}
+
+// A word that is no option: what to type instead where that is known, and no guess where it is not.
+static bool unknown_option(const OptionTable* table, const char* word, char* error) {
+    char name[64];
+    size_t length = strcspn(word, "="), dashes = strspn(word, "-");
+    snprintf(name, sizeof(name), "%.*s", (int)(length - dashes < 63 ? length - dashes : 63), word + dashes);
+    for (char* c = name; *c; c++) *c = *c == '_' ? '-' : *c >= 'A' && *c <= 'Z' ? (char)(*c - 'A' + 'a') : *c;
+    // torchtitan's options are of groups: --training.seq_len, --optimizer.lr. Outside of a few groups the last part
+    // alone may mean another thing, as --validation.steps does, unless it is of several words.
+    const char *dot = strrchr(name, '.'), *last = dot ? dot + 1 : name;
+    bool known =
+        strncmp(name, "training.", 9) == 0 || strncmp(name, "optimizer.", 10) == 0 || strncmp(name, "debug.", 6) == 0;
+    if (!known && !strchr(last, '-')) last = name;
+    const Option* option = option_find(table, name);
+    char letters[66];  // llm.c's options have one dash and one or two letters
+    snprintf(letters, sizeof(letters), "-%s", name);
+    const char* answer = dashes == 1 && strlen(name) < 3 ? synonym_answer(table, letters, false) : NULL;
+    if (!option && !answer) answer = synonym_answer(table, name, false);
+    if (!option && !answer) option = option_find(table, last);
+    if (!option && !answer) answer = synonym_answer(table, last, false);
+    int slips = 0;
+    for (int i = 0; i < table->count && !answer && (!option || slips); i++) {
+        if (is_slip(name, table->option[i].name)) option = &table->option[i], slips++;
+    }
+    if (!option && !answer) answer = synonym_answer(table, name, true);
+    if (slips > 1) option = NULL;
+    if (answer) return data_error(error, "unknown option %.*s; %s", (int)length, word, answer);
+    if (dashes != 2 && !option) {
+        return data_error(error, "'%s' is not an option; options begin with --, and --help lists them", word);
+    }
+    if (!option) return data_error(error, "unknown option %.*s; --help lists all", (int)length, word);
+    const char* format =
+        slips ? "unknown option %.*s; did you mean --%s? (--help lists all)" : "unknown option %.*s; type --%s %s";
+    snprintf(error, DATA_ERROR_BYTES, format, (int)length, word, option->name, option->values);
+    return false;
 }
 
 // Is `text` one of the names in `values`, which '|' separates?
@@ -51,11 +107,13 @@ static bool set_number(const Option* option, void* field, const char* text, char
     double number = strtod(text, &end);
     int64_t whole = option->type == OPTION_INT ? strtoll(text, &end, 10) : 0;
     if (end == text || *end != 0 || !isfinite(number) || strpbrk(text, "xX")) {
-        return fail(error, "--%s takes %s, not '%s'", option->name,
-                    option->type == OPTION_INT ? "a whole number" : "a number", text);
+        return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
+                          option->type == OPTION_INT ? "a whole number" : "a number", text, option->name,
+                          option->values);
     }
     if (number < option->low || number > option->high) {
-        snprintf(range, sizeof(range), "%.12g to %.12g", option->low, option->high);
+        const char* format = option->type == OPTION_INT ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
+        snprintf(range, sizeof(range), format, option->low, option->high);
         return fail(error, "--%s %s is out of range; type a number from %s", option->name, text, range);
     }
     if (option->type == OPTION_INT) *(int64_t*)field = whole;
@@ -117,30 +175,28 @@ bool options_defaults(const OptionTable* table, void* fields, char* error) {
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error) {
     for (int i = 1; i < argc; i++) {
         const char* word = strcmp(argv[i], "-h") == 0 ? "--help" : argv[i];
-        if (strncmp(word, "--", 2) != 0) {
-            return fail(error, "'%s' is not an option; options begin with --, and --help lists them%s%s", word, "", "");
-        }
+        if (strncmp(word, "--", 2) != 0) return unknown_option(table, word, error);
         char name[64];
         const char* equals = strchr(word, '=');
         size_t length = equals ? (size_t)(equals - word - 2) : strlen(word + 2);
         snprintf(name, sizeof(name), "%.*s", (int)(length < 63 ? length : 63), word + 2);
         const Option* option = option_find(table, name);
-        if (!option)
-            return fail(error, "unknown option --%s; did you mean --%s? (--help lists all)%s", name,
-                        nearest_name(table, name), "");
+        if (!option) return unknown_option(table, word, error);
         given[option - table->option] = true;
         const char* value = equals ? equals + 1 : NULL;
         if (option->type == OPTION_FLAG) {
             if (value) return fail(error, "--%s takes no value; type --%s alone%s", name, name, "");
             value = "true";
         } else if (!value) {
-            if (i + 1 == argc) return fail(error, "--%s needs a value: --%s %s", name, name, option->values);
+            if (i + 1 == argc) return fail(error, "--%s needs a value; type --%s %s", name, name, option->values);
             value = argv[++i];
             char other[64];
             snprintf(other, sizeof(other), "%.*s", (int)strcspn(value, "="), value);
             if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
-                return fail(error, "--%s needs a value and %s is an option; type --%s=... where that is meant", name,
-                            value, name);
+                if (option->type != OPTION_TEXT)
+                    return fail(error, "--%s needs a value; type --%s %s", name, name, option->values);
+                return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant",
+                                  name, value, name, shell_word(value));
             }
         }
         if (!option_set(option, fields, value, error)) return false;

@@ -26,9 +26,18 @@ typedef struct {
     const char* help;
 } Option;
 
+// Names that other programs have for an option, or for what there is no option for: lower case, '-' between words and a
+// space between names.
+typedef struct {
+    const char* names;
+    const char* answer;  // the rest of a sentence that begins "unknown option --NAME; "
+} OptionSynonym;
+
 typedef struct {
     const Option* option;
     int count;
+    const OptionSynonym* synonym;
+    int synonyms;
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent

@@ -29,6 +29,7 @@ import lzma
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -662,6 +663,16 @@ def write_corpus(options, folder, train_files, validation_files):
     return meta
 
 
+def next_command(out):
+    """A shell's line that trains on the folder `out`; it builds ./train first where it is not built."""
+    root = Path(__file__).resolve().parents[1]
+    here = Path.cwd() == root
+    train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])
+    if (root / "train").exists():
+        return train
+    return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
+
+
 def prepare(options):
     started = time.time()
     out = Path(options.out)
@@ -690,7 +701,7 @@ def prepare(options):
         print(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
     if meta["val"]["tokens"] < 1025:
         print(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
-    print(f"next: ./train --data {out}")
+    print(f"next: {next_command(out)}")
 
 
 def main(arguments=None):

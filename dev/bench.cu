@@ -232,7 +232,7 @@ static void account_operators(Model* m, Account* a, double micro_batches, int bu
 static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
     m->type = OPTIM_BF16;
-    config_resolve(o, dev, 50257, false, nullptr, &m->config);
+    config_resolve(o, dev, 50257, false, nullptr, "", &m->config);
     m->T = (int)o->seq;
     config_tensors(m);
     if (strcmp(o->grads, "auto") == 0) o->grads = o->tokens_per_step == o->batch * m->T ? "bf16" : "fp32";

@@ -61,5 +61,11 @@ void name_unknown(const Row* rows, int count, const char* option, const char* na
         if (row_note(rows[i])[0]) snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", other);
         if (name_distance(name, other) < name_distance(name, nearest)) nearest = other;
     }
-    snprintf(error, bytes, "%s: \"%s\" is not known; did you mean %s? (known: %s)", option, name, nearest, known);
+    // A guess is one letter off before block, scale and rounding, or has two letters of four or more exchanged.
+    char guess[80] = "";
+    const size_t letters = strcspn(name, "/:@"), its = strcspn(nearest, "/:@");
+    const int wrong = name_distance(name, nearest) / 1000;
+    if (letters > 1 && (wrong < 2 || (wrong == 2 && letters >= 4 && letters == its)))
+        snprintf(guess, sizeof(guess), "; did you mean %s?", nearest);
+    snprintf(error, bytes, "%s: \"%s\" is not known%s (known: %s)", option, name, guess, known);
 }

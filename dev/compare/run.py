@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 if sys.version_info < (3, 11):
-    print("compare: error: Python 3.11 or later reads sweep files; type `.venv/bin/python` or `python3.11`", file=sys.stderr)
+    print("compare: error: Python 3.11 or later reads sweep files; begin the command with python3.11, say", file=sys.stderr)
     sys.exit(2)
 
 import record

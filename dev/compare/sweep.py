@@ -22,6 +22,7 @@ NEUTRAL = ("print-every", "save-every", "keep")
 PATHS = ("data", "val")
 STUDY_KEYS = ("title", "baseline", "picture", "keep-checkpoints", "base", "run")
 RUN_KEYS = ("name", "group", "baseline", "turn", "each")
+SEED = re.compile(r"[0-9]{1,30}")
 USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
 
@@ -122,8 +123,14 @@ class Lines:
 
 
 def value_text(value, where, key):
+    """A value as ./train is given it. Python itself refuses to write integers of more than 4300 digits."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Problem(f"{where}: {key} is {json.dumps(value, default=str)}; give a text, a number or a list of these")
+        shown = json.dumps(value, default=str) if isinstance(value, bool) else f"a {type(value).__name__}"
+        raise Problem(f"{where}: {key} is {shown}; give a text, a number or a list of these")
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        raise Problem(f"{where}: {key} is an integer of more than 128 bits; give a smaller one")
+    if isinstance(value, str) and "\0" in value:
+        raise Problem(f"{where}: {key} holds a NUL character; leave it out")
     return value if isinstance(value, str) else repr(value)
 
 
@@ -136,7 +143,7 @@ def is_zero(text):
 
 
 def nearest(name, names):
-    close = difflib.get_close_matches(name, names, 1, 0.5)
+    close = difflib.get_close_matches(name, names, 1, 0.8)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -151,6 +158,10 @@ class Reader:
         except tomllib.TOMLDecodeError as error:
             at = re.search(r"line (\d+)", str(error))
             raise Problem(f"{path}:{at[1] if at else len(self.lines.lines)}: not TOML: {error}") from None
+        except (ValueError, RecursionError) as error:
+            long = [n for n, line in enumerate(self.lines.lines, 1) if re.search(r"[\d_]{4300}", line)]
+            why = str(error).split(";")[0]
+            raise Problem(f"{path}:{long[0] if long else 1}: cannot be read: {why}; give a smaller value") from None
 
     def where(self, table, key, value=None):
         return f"{self.path}:{self.lines.of(table, key, value)}"
@@ -173,7 +184,7 @@ class Reader:
             options[key] = value_text(value, self.where(table, key), key)
         for key, value in self.overrides.items():
             self.key_checked(f"--set {key}={value}", key)
-            if key == "seed" and not re.fullmatch(r"\d+", value):
+            if key == "seed" and not SEED.fullmatch(value):
                 raise Problem(f"--set seed={value}: give a whole number")
         return options
 
@@ -223,7 +234,7 @@ class Reader:
         """{seed: turn}: one number for all, or a list beside that of the seeds."""
         turn = entry.get("turn", 1)
         turns = turn if isinstance(turn, list) else [turn] * len(seeds)
-        if len(turns) != len(seeds) or not all(type(t) is int for t in turns):
+        if len(turns) != len(seeds) or not all(type(t) is int and abs(t) < 1 << 128 for t in turns):
             raise Problem(
                 f"{self.where(table, 'turn')}: turn is a whole number, or one for each of the {len(seeds)} seeds"
             )
@@ -235,8 +246,8 @@ class Reader:
         points = [dict(itertools.chain(*point)) for point in itertools.product(*self.axes(table, entry))]
         seeds = list(dict.fromkeys(point.get("seed", base.get("seed", "1")) for point in points))
         for seed in seeds:
-            if not re.fullmatch(r"\d+", seed):
-                raise Problem(f"{self.where(table, 'seed', seed)}: seed is {seed}; give whole numbers")
+            if not SEED.fullmatch(seed):
+                raise Problem(f"{self.where(table, 'seed', seed)}: seed is {seed[:40]}; give whole numbers")
         turns = self.turns(table, entry, seeds)
         runs = []
         for point in points:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import time
 from dataclasses import replace
@@ -28,7 +29,7 @@ class Trainer:
         if not self.path.is_file():
             raise Problem(f"{path}: there is no such program; type `make` first, or --trainer PATH")
         if not os.access(self.path, os.X_OK):
-            raise Problem(f"{path}: may not be started; type `chmod +x {path}`, or --trainer PATH")
+            raise Problem(f"{path}: may not be started; type `chmod +x {shlex.quote(str(path))}`, or --trainer PATH")
         self.options = set(re.findall(r"^  --([\w-]+)", self.ask("--help"), re.M))
         table = self.ask("--list-formats").split("\n--grads")[0]
         self.weights = {m[1]: float(m[2]) for m in re.finditer(r"^  (\S+) +\d+ +\S+ +([\d.]+) ", table, re.M)}

@@ -192,7 +192,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--bach 4", "--bach", "--batch"},
     {ALL, "--lerning-rate=1", "--lerning-rate", "--"},
     {ALL, "--Steps 4", "--Steps", "--steps"},
-    {ALL, "batch 4", "'batch'", "--help"},
+    {ALL, "batch 4", "unknown option batch", "type --batch B"},
     {ALL, "-b 4", "-b", "--"},
     {ALL, "--batch abc", "--batch", "abc"},
     {ALL, "--batch=", "--batch", "whole number"},
@@ -208,8 +208,8 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--beta1 1", "--beta1 1", "range"},
     {ALL, "--val-fraction 0.9", "--val-fraction 0.9", "range"},
     {ALL, "--lr 0x10", "--lr", "0x10"},
-    {ALL, "--prompt --dry-run", "--prompt needs a value", "--prompt=..."},
-    {ALL, "--prompt --steps=3", "--prompt needs a value", "--prompt=..."},
+    {ALL, "--prompt --dry-run", "--prompt needs a value", "--prompt=--dry-run"},
+    {ALL, "--prompt --steps=3", "--prompt needs a value", "--prompt=--steps=3"},
     {ALL, "--prompt \xff", "--prompt", "UTF-8"},
     {ALL, "--data=", "--data ''", "leave it out"},
     {ALL, "--schedule wsd --decay-fraction 0.5 --warmup 3 --steps 4", "--warmup 3", "type --warmup 2"},
@@ -244,7 +244,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--layers 256 --channels 12288 --heads 192 --seq 4096 --batch 4", "--batch", "smaller --model"},
     {DATA_AND_RUN, "--model gpt3", "gpt3", "gpt2"},
     {NOTHING, "--sample hello", "--sample", "--model"},
-    {NOTHING, "--sample hello --model @/nowhere", "--model", "--sample"},
+    {NOTHING, "--sample hello --model @/nowhere", "nowhere", "a folder's path"},
 };
 
 static const Bad BAD_DATA[] = {
@@ -270,7 +270,7 @@ static const Bad BAD_DATA[] = {
 static const Bad BAD_FOLDERS[] = {
     {ALL, "--run @/text.txt/run", "--run", "text.txt"},
     {ALL, "--run @/text.txt", "--run", "text.txt"},
-    {ALL, "--run @/used", "--run", "--resume @/used"},
+    {ALL, "--run @/used", "--run", "--resume auto"},
     {ALL, "--resume @/nowhere", "--resume", "nowhere"},
     {ALL, "--resume @/folder", "--resume", "folder"},
     {NOTHING, "--resume auto", "--resume auto", "--run"},

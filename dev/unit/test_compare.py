@@ -117,6 +117,25 @@ def test_wrong_files(case):
         assert f"--report-only with {more} does nothing" in case.run(SWEEP, "--report-only", more, status=2)
 
 
+def test_values_that_are_none(case):
+    """Python refuses to read or to write some of these: a sentence for each, not a traceback."""
+    digits, hexadecimal = "9" * 5000, "0x" + "f" * 5000
+    for key in ("lr", "seed", "batch", "group", "turn"):
+        case.refuse(SWEEP + f"{key} = {digits}\n", 15, "cannot be read", "give a smaller value")
+        case.refuse(SWEEP + f"{key} = {hexadecimal}\n", 15, f"{key} is ")
+        case.refuse(SWEEP + f"{key} = [1, {hexadecimal}]\n", 15, f"{key} is ")
+    case.refuse(SWEEP.replace("batch = 1", f"batch = {hexadecimal}"), 6, "batch is an integer of more than 128 bits")
+    case.refuse(SWEEP + f"each = [{{ lr = {hexadecimal} }}]\n", 15, "lr is an integer of more than 128 bits")
+    case.refuse(SWEEP + f'seed = "{digits}"\n', 15, "give whole numbers")
+    case.refuse(SWEEP + 'seed = "\u0661"\n', 15, "give whole numbers")
+    case.refuse(SWEEP + f"lr = {'[' * 5000}{']' * 5000}\n", 1, "cannot be read")
+    for value in ("1979-05-27", "true", "{ a = 1 }", "[[1]]", f"{{ a = {hexadecimal} }}"):
+        case.refuse(SWEEP + f"lr = {value}\n", 15, "lr is ", "give a text, a number")
+    case.refuse(SWEEP + 'data = "a\\u0000b"\n', 15, "data holds a NUL character")
+    for value in ("nan", "inf", "1e400", '"x"'):
+        case.refuse(SWEEP + f"lr = {value}\n", 15, "--lr takes a number")
+
+
 # What is run, and when.
 
 

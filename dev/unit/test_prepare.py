@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,8 @@ class Case:
     def prepare(self, *arguments, out="out", **more):
         done = self.run(*arguments, "--out", out, **more)
         assert done.returncode == 0, done.stderr
-        assert f"./train --data {out}" in done.stdout, done.stdout
+        typed = shlex.split(done.stdout.split("next: ")[1])
+        assert typed[-3:] == [str(ROOT / "train"), "--data", str(out)], typed
         assert not (self.folder / (out + ".tmp")).exists()
         return Corpus(self.folder / out)
 
@@ -119,6 +121,11 @@ class Case:
         assert done.stderr.startswith("prepare: error: ") and done.stderr.count("\n") == 1, done.stderr
         assert expected in done.stderr, f"{expected!r} is not in {done.stderr!r}"
         assert not list(self.folder.glob("refused*")), "wrote something"
+
+
+def test_next_command_can_be_pasted(case):
+    case.write("a.txt", "the man and the red in")
+    case.prepare("a.txt", out="it's an out")
 
 
 def sample(seed, size):

@@ -1,0 +1,367 @@
+// Tests of what a refusal says to type: it is typed, and must lead past that refusal. And of names that other programs
+// have for options.
+#include "../../train_options.h"
+#include <ctype.h>
+
+#include "cli.h"
+
+// A command as one would type it after ./train, in the folder `work`; what it said first on stderr into `message`.
+// Returns its exit code.
+static int type_command(const char* work, const char* command, char* message, size_t bytes) {
+    char line[3 * PATH_MAX];
+    snprintf(line, sizeof(line),
+             "cd '%s' && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 '%s/train' %s 2>&1 >/dev/null </dev/null",
+             work, test_folder(), command);
+    FILE* pipe = popen(line, "r");
+    size_t used = pipe ? fread(message, 1, bytes - 1, pipe) : 0;
+    message[used] = 0;
+    while (pipe && fgetc(pipe) != EOF) continue;
+    return WEXITSTATUS(pclose(pipe));
+}
+
+// The length of the advice at `text`: up to where the sentence goes on about something else.
+static size_t advice_length(const char* text) {
+    static const char* const ends[] = {";",     ",",    ": ",   " or ",   " (",     " where ",
+                                       " for ", " to ", " in ", " with ", " alone", "\n"};
+    size_t length = strlen(text);
+    for (const char* end : ends) {
+        const char* at = strstr(text, end);
+        if (at && (size_t)(at - text) < length) length = (size_t)(at - text);
+    }
+    return length;
+}
+
+// Takes an option and its value, if it has one, out of a command, where it was typed last; `kept` is put in its place.
+static void replace_option(char* command, const char* option, bool with_value, const char* kept) {
+    char word[128], before[PATH_MAX], *found = nullptr;
+    snprintf(word, sizeof(word), " %s", option);
+    snprintf(before, sizeof(before), " %s", command);
+    for (char* at = before; (at = strstr(at, word)) != nullptr; at++) {
+        if (strchr(" =", at[strlen(word)])) found = at;
+    }
+    if (!found) return;
+    char* end = found + strlen(word);
+    if (with_value && *end == ' ' && strncmp(end, " --", 3) != 0) end++;
+    if (with_value) end += strcspn(end, " ");
+    *found = 0;
+    snprintf(command, PATH_MAX, "%s %s%s", before + (before[1] != 0), kept, end);
+}
+
+// Does to `command` what a refusal says; false where it says nothing that can be typed as it stands.
+static bool follow(const char* message, char* command) {
+    char option[64] = "", unknown[64] = "", advice[512] = "", last[16] = "";
+    const char *type = strstr(message, "type "), *mean = strstr(message, "did you mean "), *leave = nullptr;
+    const char* dashes = strstr(message, "--");
+    if (dashes) sscanf(dashes, "%63[-a-z0-9]", option);
+    if (sscanf(message, "train: error: unknown option %63[^;]", unknown) == 1 && strstr(message, "leave it out")) {
+        replace_option(command, unknown, true, "");
+        return true;
+    }
+    if ((leave = strstr(message, "leave --")) != nullptr && strstr(leave, " out")) {
+        for (const char* at = leave; (at = strstr(at, "--")) != nullptr && at < strstr(leave, " out"); at += 2) {
+            sscanf(at, "%63[-a-z0-9]", option);
+            replace_option(command, option, true, "");
+        }
+        return true;
+    }
+    if (!type && !mean) return false;
+    const char* text = type ? type + 5 : mean + 13;
+    if (!type) snprintf(advice, sizeof(advice), "%.*s", (int)strcspn(text, "?"), text);
+    if (type) snprintf(advice, sizeof(advice), "%.*s", (int)advice_length(text), text);
+    if (strncmp(advice, "--", 2) == 0 && strchr(advice, '|') && islower(strchr(advice, '|')[-1]))
+        *strchr(advice, '|') = 0;
+    sscanf(advice, "one of %511[^|]", advice), sscanf(advice, "a number from %511[^ ]", advice);
+    const char* space = strrchr(advice, ' ');
+    snprintf(last, sizeof(last), "%.15s", space ? space + 1 : "");
+    const bool placeholder = *last && !last[strspn(last, "ABCDEFGHIJKLMNOPQRSTUVWXYZ|")];
+    if (placeholder) *strrchr(advice, ' ') = 0;
+    if (*unknown && strncmp(advice, "--", 2) == 0) {
+        replace_option(command, unknown, space && !placeholder, advice);
+    } else if (strncmp(advice, "--", 2) == 0) {
+        sscanf(advice, "%63[-a-z0-9]", option);
+        replace_option(command, option, true, "");
+        size_t used = strlen(command);
+        snprintf(command + used, PATH_MAX - used, " %s%s", advice, placeholder ? " 4" : "");
+    } else if (strchr(advice, ' ') || strstr(advice, "=")) {
+        return false;
+    } else {
+        replace_option(command, option, true, "");
+        size_t used = strlen(command);
+        snprintf(command + used, PATH_MAX - used, " %s %s", option, advice);
+    }
+    return true;
+}
+
+// Types a command and then what it is told to, until it is taken or nothing can be typed. No refusal may come twice.
+// Returns how many were left behind.
+static int follow_all(Test* test, const char* work, const char* typed) {
+    enum { ROUNDS = 8 };
+    static char message[ROUNDS][2048];
+    char command[PATH_MAX];
+    snprintf(command, sizeof(command), "%s", typed);
+    for (int i = 0; i < ROUNDS; i++) {
+        int code = type_command(work, command, message[i], sizeof(message[i]));
+        expect(code == 0 || code == 2, "%s, which became %s: exit code %d: %s", typed, command, code, message[i]);
+        const char* end = strchr(message[i], '\n');
+        expect(code == 0 || (strncmp(message[i], "train: error: ", 14) == 0 && end && !end[1]),
+               "%s, which became %s: not one sentence: %s", typed, command, message[i]);
+        for (int j = 0; j < i; j++) {
+            expect(code == 0 || strcmp(message[i], message[j]) != 0, "%s, which became %s, is refused as before: %s",
+                   typed, command, message[i]);
+            if (code != 0 && strcmp(message[i], message[j]) == 0) return i;
+        }
+        if (getenv("NIBBLE_ADVICE")) printf("%d %s\n    %s", code, command, code ? message[i] : "\n");
+        if (code == 0 || !follow(message[i], command)) return i;
+    }
+    expect(false, "%s, which became %s: no end of it: %s", typed, command, message[ROUNDS - 1]);
+    return ROUNDS;
+}
+
+// Folders that refusals are about: a run, a run that was killed before its first checkpoint, and models of odd shapes.
+static const char* advice_folder(Test* test) {
+    const char* work = work_folder();
+    char from[PATH_MAX];
+    train_well("%s %s --data %s/text.txt --run %s/used --steps 2", SHAPE, QUICK, work, work);
+    snprintf(from, sizeof(from), "%s/used/step_00000002", work);
+    make_model(work, "heads", from, "\"n_head\": 1", "\"n_head\": 2", 1);
+    make_model(work, "channels", from, "\"n_embd\": 64", "\"n_embd\": 100", 1);
+    make_model(work, "positions", from, "\"n_positions\": 32", "\"n_positions\": 16", 1);
+    make_model(work, "killed", from, "gelu_new", "gelu_new", 0);
+    write_text(work, "killed/log.jsonl", "");
+    return work;
+}
+
+// With "--data text.txt --dry-run" before each.
+static const char* const REFUSED[] = {
+    "--model heads",
+    "--model channels",
+    "--model heads --heads 2",
+    "--model ./used --layers 2 --heads 4",
+    "--model used --seq 64",
+    "--model nan",
+    "--model ./nano",
+    "--model used/step_00000001",
+    "--channels 100 --heads 1",
+    "--channels 256 --heads 1",
+    "--channels 192 --heads 5",
+    "--heads 3",
+    "--heads 7 --seq 9",
+    "--channels 12289",
+    "--seq 100000",
+    "--steps 9999999999999",
+    "--seed 99999999999999999999",
+    "--batch 0",
+    "--tokens-per-step 100",
+    "--seq 32 --tokens-per-step 31",
+    "--tokens-per-step 192 --batch 7",
+    "--tokens-per-step 1000000000000 --seq 63",
+    "--batch 9 --tokens-per-step 64",
+    "--steps 3 --warmup 9",
+    "--schedule wsd --warmup 9 --steps 10",
+    "--schedule wsd --warmup 1 --steps 2 --decay-fraction 1",
+    "--device gpu",
+    "--matmul bf16",
+    "--grads bf16",
+    "--device gpu --matmul bf16 --grads bf16",
+    "--gpus 2",
+    "--gpus 2 --device cpu",
+    "--layers 256 --channels 12288 --heads 192 --seq 4096 --batch 4",
+    "--layers 256 --channels 12288 --heads 96 --seq 4096 --recompute block",
+    "--schedule cosin",
+    "--lr 1e9",
+    "--preset adamw33",
+    "--preset adam",
+    "--rule adamv",
+    "--m fp33",
+    "--v sqrt9",
+    "--weights bf16:st",
+    "--m udyn8",
+    "--rule lion --v fp32",
+    "--v none",
+    "--preset lion8 --weights bf16:ef",
+    "--preset lion8 --rule adamw",
+    "--weights bf16:ef --m de4",
+    "--weights bf16:ef --beta1 0",
+    "--weights bf16:ef --m dyn8/rank1",
+    "--rule adam --decay-mode independent",
+    "--decay-mode independent --lr 0",
+    "--override 'none;wte:lr=2'",
+    "--override wte:lr=-1",
+    "--prompt --dry-run",
+    "--steps --dry-run",
+    "--dry-run=yes",
+    "--steps",
+    "--lr= ",
+    "--format x.cuh",
+    "--resume used --layers 2 --heads 9",
+    "--resume used --model d6",
+    "--resume used --seq 64",
+    "--resume killed",
+    "--resume auto",
+    "--run used",
+    "--run killed",
+    "--resume used --run killed",
+    "--run used/step_00000002",
+    "--resume used --rule lion",
+    "--resume used --preset lion8",
+    "--resume used --weights bf16:ef --m de4",
+    "--sample x",
+    "--sample x --model nano",
+    "--sample x --model used --seq 99",
+    "--sample x --model used --device gpu",
+    "--learning_rate 0.1",
+    "--block-size 16",
+    "--optimizer.lr 0.1",
+    "--bathc 2",
+    "--fp8",
+    "--epochs 1",
+    "-b 2",
+    "batch 2",
+    "--dropout 0.1 --n_head 2",
+    "--compile",
+    "--bf16",
+    "--decay_lr 1",
+    "--no_cuda",
+    "--Steps 2",
+};
+
+TEST(cli_advice) {
+    const char* work = advice_folder(test);
+    int past = 0, count = 0;
+    for (const char* command : REFUSED) {
+        char typed[PATH_MAX];
+        snprintf(typed, sizeof(typed), "--data text.txt --dry-run %s", command);
+        past += follow_all(test, work, typed), count++;
+    }
+    snprintf(test->note, sizeof(test->note), "%d commands, %d refusals left behind", count, past);
+    remove_tree(work);
+}
+
+// One to four options of any value, some of them impossible.
+static void random_command(uint64_t seed, char* command, size_t bytes) {
+    static const char* const begins[] = {"", "--model used", "--resume used", "--model nano",
+                                         "--run new --resume auto"};
+    static const char* const texts[][2] = {{"preset", "adamw8|lion8|fp8w8e|adamw4|ademamix16|adamw99"},
+                                           {"rule", "lion|adam|sgd|adamw|ademamix|x"},
+                                           {"weights", "fp32|bf16:ef|e4m3:ef|lin8:sr|bf16:st"},
+                                           {"m", "fp32|dyn8|udyn8|de4|lin8/rank1|x"},
+                                           {"v", "fp32|none|udyn8|lin4|lin4/rank1|dyn8|x"},
+                                           {"grads", "fp32|bf16|auto|x"},
+                                           {"model", "heads|nano|d6|x"},
+                                           {"override", "wte:m=fp32|wte:m=x|*.bias:weights=fp32|none"},
+                                           {"resume", "off|auto|killed|used|x"}};
+    auto draw = [&](int i, int n) { return (int)((1 + test_uniform(seed, i)) / 2 * (float)n) % n; };
+    int used = snprintf(command, bytes, "--data text.txt --dry-run %s", begins[draw(0, 5)]);
+    for (int i = 0, count = 1 + draw(1, 4); i < count; i++) {
+        const Option* option = &OPTIONS[draw(10 * i + 2, OPTION_COUNT)];
+        char value[64] = "", list[128] = "";
+        snprintf(list, sizeof(list), " --%s ", option->name);
+        if (option->type == OPTION_FLAG || strcmp(option->name, "sample") == 0 || strstr(command, list)) continue;
+        list[0] = 0;
+        double span = option->high - option->low, share = (1 + test_uniform(seed, 10 * i + 3)) / 2;
+        double number =
+            draw(10 * i + 4, 3) ? option->low + span * pow(share, 12) : option->low - 1 + (span + 2) * share;
+        if (option->type == OPTION_INT) snprintf(value, sizeof(value), "%.0f", number);
+        if (option->type == OPTION_REAL) snprintf(value, sizeof(value), "%g", number);
+        if (option->type == OPTION_CHOICE) snprintf(list, sizeof(list), "%s|x", option->values);
+        for (const auto& text : texts) {
+            if (strcmp(text[0], option->name) == 0) snprintf(list, sizeof(list), "%s", text[1]);
+        }
+        int choices = 1;
+        for (const char* at = list; *at; at++) choices += *at == '|';
+        char* choice = strtok(list, "|");
+        for (int skip = draw(10 * i + 5, choices); choice && skip > 0; skip--) choice = strtok(nullptr, "|");
+        if (choice) snprintf(value, sizeof(value), "%s", choice);
+        if (*value) used += snprintf(command + used, bytes - used, " --%s %s", option->name, value);
+    }
+}
+
+// NIBBLE_ADVICE=N types N of them and prints all.
+TEST(cli_advice_random) {
+    const char *work = advice_folder(test), *asked = getenv("NIBBLE_ADVICE");
+    int past = 0, count = asked ? atoi(asked) : 25;
+    for (int i = 0; i < count; i++) {
+        char typed[PATH_MAX];
+        random_command((uint64_t)i + 1, typed, sizeof(typed));
+        past += follow_all(test, work, typed);
+    }
+    snprintf(test->note, sizeof(test->note), "%d commands, %d refusals left behind", count, past);
+    remove_tree(work);
+}
+
+// Names of other programs.
+
+// What is said of --NAME, with an underscore for each dash where `underscores`.
+static const char* said_of(const char* name, size_t length, bool underscores, char* error) {
+    char word[80], train[] = "train";
+    bool given[OPTION_COUNT] = {};
+    Options options = {};
+    snprintf(word, sizeof(word), "%s%.*s", *name == '-' ? "" : "--", (int)length, name);
+    for (char* c = word + 2; underscores && *c; c++) *c = *c == '-' ? '_' : *c;
+    char* words[] = {train, word, nullptr};
+    bool taken = options_defaults(&TABLE, &options, error) && options_parse(&TABLE, &options, given, 2, words, error);
+    return taken ? "" : error;
+}
+
+// Every option in an answer is one, and every name in the table has its answer and is no option of nibble's.
+TEST(cli_synonyms) {
+    char error[DATA_ERROR_BYTES];
+    int names = 0;
+    (void)optim_config_from, (void)length_resolve, (void)learning_rate;
+    for (const OptionSynonym& row : SYNONYMS) {
+        for (const char *at = row.names, *end; *at; at = end + strspn(end, " "), names++) {
+            end = at + strcspn(at, " ");
+            for (bool underscores : {false, true}) {
+                const char* said = said_of(at, (size_t)(end - at), underscores, error);
+                expect(strstr(said, "unknown option") && strstr(said, row.answer), "%.*s: %s", (int)(end - at), at,
+                       said);
+            }
+        }
+        for (const char* at = row.answer; (at = strstr(at, "--")) != nullptr; at += 2) {
+            char name[64] = "";
+            sscanf(at + 2, "%63[-a-z0-9]", name);
+            expect(option_find(&TABLE, name), "'%s' names --%s, which is no option", row.answer, name);
+        }
+        expect(strstr(row.answer, "type --") == row.answer || strstr(row.answer, "leave it out") == row.answer, "%s",
+               row.answer);
+    }
+    snprintf(test->note, sizeof(test->note), "%d names", names);
+}
+
+// What is not known is guessed only where a finger slipped.
+TEST(cli_guesses) {
+    static const char* const guesses[][2] = {
+        {"bathc", "mean --batch?"},
+        {"stpes", "mean --steps?"},
+        {"heds", "mean --heads?"},
+        {"lerning-rate", "--lr F"},
+        {"weight-decya", "mean --weight-decay?"},
+        {"tokens-pre-step", "mean --tokens-per-step?"},
+        {"Warmup", "--warmup N"},
+        {"training.seq_len", "type --seq T"},
+        {"optimizer.eps", "type --eps F"},
+        {"debug.deterministic", "to the bit"},
+        {"validation.steps", "--val-tokens"},
+        {"model.n_layer", "type --layers L"},
+        {"checkpoint.interval", "--save-every"},
+        {"beta4", ""},
+        {"top-p", "leave it out"},
+        {"foo", ""},
+        {"xx", ""},
+        {"rl", ""},
+        {"final-wd", ""},
+        {"x.steps", ""},
+        {"val-late", ""},
+        {"mode", "leave it out"},
+        {"keys", ""},
+        {"tree", ""},
+        {"shape", ""},
+        {"lora-rank", ""},
+    };
+    char error[DATA_ERROR_BYTES];
+    for (const auto& guess : guesses) {
+        const char* said = said_of(guess[0], strlen(guess[0]), false, error);
+        expect(strstr(said, guess[1]), "--%s: %s", guess[0], said);
+        expect(*guess[1] || (!strstr(said, "type ") && !strstr(said, "mean ")), "--%s: %s", guess[0], said);
+    }
+}

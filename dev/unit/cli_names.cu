@@ -1,0 +1,299 @@
+// Tests of names on the command line: what --model means, where a run finds its folder, commands as they are printed.
+#include "../../data/options.h"
+#include "cli.h"
+
+// What a shell says to a line, typed in `folder`: the caller frees it. `code` is its exit code.
+static char* shell(const char* folder, int* code, const char* line) {
+    char *command = nullptr, *text = nullptr, piece[4096];
+    size_t bytes = 0, got;
+    if (asprintf(
+            &command,
+            "cd %s && export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive && { %s\n} </dev/null "
+            "2>&1",
+            shell_word(folder), line) < 0) {
+        abort();
+    }
+    FILE *pipe = popen(command, "r"), *memory = open_memstream(&text, &bytes);
+    while (pipe && (got = fread(piece, 1, sizeof(piece), pipe)) > 0) fwrite(piece, 1, got, memory);
+    fclose(memory);
+    *code = WEXITSTATUS(pclose(pipe));
+    free(command);
+    return text;
+}
+
+// Runs ./train in a folder to the end and expects success; what it said is freed by the caller.
+__attribute__((format(printf, 3, 4))) static char* train_in(Test* test, const char* folder, const char* format, ...) {
+    char words[2 * PATH_MAX];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(words, sizeof(words), format, arguments);
+    va_end(arguments);
+    Child child = new_child();
+    child.folder = folder;
+    start(&child, "%s", words);
+    finish(&child);
+    expect(child.code == 0, "%s: exit code %d: %s", words, child.code, ERR(child));
+    free(child.text[1]);
+    return child.text[0];
+}
+
+#define TINY SHAPE " " QUICK " --device cpu"
+
+static void make_folder(const char* work, const char* name) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof(path), "%s/%s", work, name);
+    if (mkdir(path, 0755) != 0) abort();
+}
+
+static void move_folder(const char* work, const char* from, const char* to) {
+    char path[2][PATH_MAX];
+    snprintf(path[0], sizeof(path[0]), "%s/%s", work, from), snprintf(path[1], sizeof(path[1]), "%s/%s", work, to);
+    if (rename(path[0], path[1]) != 0) abort();
+}
+
+// A bare name of a built-in shape is that shape, whatever folder has the same name; ./NAME and other names are folders.
+TEST(cli_model_names) {
+    const char* work = work_folder();
+    char plain[PATH_MAX], other[PATH_MAX];
+    free(train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY));
+    free(train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY));
+    snprintf(plain, sizeof(plain), "%s/plain", work);
+    for (const char* holds : {"", "trained", "trained/step_00000009"}) {
+        if (*holds) move_folder(work, holds, "nano");
+        if (!*holds) make_folder(work, "nano");
+        for (const char* model : {"", "--model nano"}) {
+            char* out = train_in(test, work, "%s --data text.txt --run other --steps 4 %s", TINY, model);
+            expect(!strstr(out, "type --model ./nano") == !strstr(holds, "step_"), "'%s' in ./nano: %s", holds, out);
+            snprintf(other, sizeof(other), "%s/other", work);
+            expect_equal_runs(test, plain, other, 4);
+            remove_tree(other);
+            free(out);
+        }
+        if (*holds) move_folder(work, "nano", holds);
+        snprintf(other, sizeof(other), "%s/nano", work);
+        if (!*holds) remove_tree(other);
+    }
+    move_folder(work, "trained/step_00000009", "nano");
+    char* preset = train_in(test, work, "--data text.txt --batch 2 --model nano --dry-run");
+    expect(strstr(preset, "4 layers, 128 channels"), "%s", preset);
+    char* folder = train_in(test, work, "--data text.txt --batch 2 --model ./nano --dry-run");
+    expect(strstr(folder, "1 layers, 64 channels"), "%s", folder);
+    move_folder(work, "nano", "mine");
+    char* mine = train_in(test, work, "--data text.txt --batch 2 --model mine --dry-run");
+    expect(strstr(mine, "1 layers, 64 channels"), "%s", mine);
+    move_folder(work, "mine", "d6");
+    Child bare = new_child();
+    bare.folder = work;
+    start(&bare, "--sample a --model d6 --device cpu");
+    finish(&bare);
+    expect_error(test, &bare, "--sample with a built-in shape", "d6 is a built-in shape", "type --model ./d6");
+    char* text = train_in(test, work, "--sample a --model ./d6 --device cpu --sample-tokens 4");
+    forget(&bare), free(text), free(preset), free(folder), free(mine);
+    remove_tree(work);
+}
+
+// A run whose own folder is called like a built-in shape, killed before its first checkpoint, begins anew by its own
+// command; and later goes on by it.
+TEST(cli_run_is_called_nano) {
+    const char* work = work_folder();
+    char run[PATH_MAX], whole[PATH_MAX];
+    snprintf(run, sizeof(run), "%s/nano", work), snprintf(whole, sizeof(whole), "%s/whole", work);
+    for (const char* model : {"", "--model nano"}) {
+        Child child = new_child();
+        child.folder = work;
+        start(&child, "%s --data text.txt --run nano --resume auto --steps 100000 --save-every 0 %s", TINY, model);
+        expect(wait_for_step(&child, run, 3), "no third step: %s", ERR(child));
+        kill(child.pid, SIGKILL);
+        finish(&child);
+        forget(&child);
+        for (int steps : {4, 8}) {
+            free(train_in(test, work, "%s --data text.txt --run nano --resume auto --steps %d --schedule constant %s",
+                          TINY, steps, model));
+        }
+        free(train_in(test, work, "%s --data text.txt --run whole --steps 8 --schedule constant", TINY));
+        expect_equal_runs_from(test, whole, run, 4, 8);
+        remove_tree(run), remove_tree(whole);
+    }
+    remove_tree(work);
+}
+
+// A resume needs nothing of the folder that the first weights came from: it may be gone, moved or out of sight, and be
+// named on the command line or not.
+TEST(cli_resume_without_first_folder) {
+    const char* work = work_folder();
+    char whole[PATH_MAX], run[PATH_MAX], elsewhere[PATH_MAX];
+    snprintf(whole, sizeof(whole), "%s/whole", work), snprintf(run, sizeof(run), "%s/run", work);
+    snprintf(elsewhere, sizeof(elsewhere), "%s/elsewhere", work);
+    make_folder(work, "elsewhere"), make_folder(work, "elsewhere/nano"), make_folder(work, "elsewhere/base");
+    free(train_in(test, work, "%s --data text.txt --run first --steps 5", TINY));
+    const char* common = QUICK " --device cpu --data text.txt --schedule constant";
+    for (const char* name : {"base", "d6"}) {
+        move_folder(work, "first/step_00000005", name);
+        free(train_in(test, work, "%s --model ./%s --run whole --steps 6", common, name));
+        for (const char* typed : {"", "--model ./base", "--model base/", "--model ./d6"}) {
+            free(train_in(test, work, "%s --model ./%s --run run --steps 3", common, name));
+            move_folder(work, name, "gone");
+            free(train_in(test, elsewhere, "--resume %s --steps 6 --device cpu %s", run, typed));
+            move_folder(work, "gone", name);
+            expect_equal_runs_from(test, whole, run, 4, 6);
+            remove_tree(run);
+        }
+        move_folder(work, name, "first/step_00000005");
+        remove_tree(whole);
+    }
+    remove_tree(work);
+}
+
+// Run folders.
+
+// The automatic name of a run is taken: another gets a number, and of several at once each its own.
+TEST(cli_run_names) {
+    const char* work = work_folder();
+    char name[PATH_MAX];
+    make_folder(work, "runs");
+    for (int second = 0; second < 120; second++) {
+        char date[64];
+        time_t when = time(nullptr) + second;
+        strftime(date, sizeof(date), "runs/%Y-%m-%d_%H%M%S_nano", localtime(&when));
+        make_folder(work, date);
+    }
+    Child child[5];
+    for (Child& c : child) {
+        c = new_child();
+        c.folder = work;
+        start(&c, "%s --data text.txt --steps 1", TINY);
+    }
+    char names[5][256];
+    for (int i = 0; i < 5; i++) {
+        finish(&child[i]);
+        expect_code(child[i], 0);
+        const char* run = strstr(OUT(child[i]), " run      runs/");
+        expect(run && sscanf(run, " run %255s", names[i]) == 1, "%s", OUT(child[i]));
+        const char* number = strstr(names[i], "_nano_");
+        expect(number && atoi(number + 6) >= 2 && atoi(number + 6) <= 6, "%s", names[i]);
+        for (int j = 0; j < i; j++) expect(strcmp(names[i], names[j]) != 0, "%s twice", names[i]);
+        snprintf(name, sizeof(name), "%s/step_00000001", names[i]);
+        expect(exists(work, name), "no %s", name);
+        forget(&child[i]);
+    }
+    remove_tree(work);
+}
+
+// What is printed.
+
+static double seconds_of(const char* text) {
+    int a = 0, b = 0;
+    if (sscanf(text, "%dh%dm", &a, &b) == 2) return 3600 * a + 60 * b;
+    return sscanf(text, "%dm%ds", &a, &b) == 2 ? 60 * a + b : a;
+}
+
+// The first step's forecast is of steps, not of the validation before them.
+TEST(cli_first_eta) {
+    const char* work = work_folder();
+    char* out = train_in(test, work,
+                         "--layers 1 --channels 64 --heads 1 --seq 16 --batch 1 --sample-every 0 --device cpu --data "
+                         "text.txt --val-fraction 0.5 --val-tokens 8000 --val-every 300 --steps 300 --run run");
+    const char *first = strstr(out, "\nstep      1/"), *ms = first ? strstr(first, " ms ") : nullptr;
+    const char *eta = first ? strstr(first, "eta ") : nullptr, *val = strstr(out, "bits per byte  ");
+    expect(ms && eta && val, "%s", out);
+    while (ms && ms > first && ms[-1] != ' ') ms--;
+    double step = ms ? atof(ms) / 1000 : 0, said = eta ? seconds_of(eta + 4) : 0;
+    expect(said <= 2 * 300 * step + 1, "%g s for 299 steps of %g s after a validation of %.4s s", said, step, val + 15);
+    snprintf(test->note, sizeof(test->note), "%g s for 299 steps of %.4f s", said, step);
+    free(out);
+    remove_tree(work);
+}
+
+TEST(cli_shell_words) {
+    for (const char* text : {"plain/a-b_c.d", "", "two words", "it's", "'", "\"$HOME\" `id` \\ *?[x]", "a\nb", "~/x",
+                             "é", "#x", "a;b&c|d>e<f(g)", "{a,b}", "!x", "-x"}) {
+        char line[512];
+        int code;
+        snprintf(line, sizeof(line), "printf '%%s' %s", shell_word(text));
+        char* said = shell("/", &code, line);
+        expect(code == 0 && strcmp(said, text) == 0, "'%s' as %s: '%s'", text, shell_word(text), said);
+        free(said);
+    }
+}
+
+// Pastes what a run printed after "next", and below it, into a shell; returns how many commands there were.
+static int paste_next(Test* test, const char* folder, const char* out) {
+    int count = 0, code;
+    const char* next = strstr(out, "\nnext     ");
+    expect(next, "nothing comes next: %s", out);
+    for (const char* line = next ? next + 10 : nullptr; line; count++) {
+        char command[2 * PATH_MAX];
+        const bool resumes = strstr(line, " --resume ") != nullptr;  // for ever
+        snprintf(command, sizeof(command), "%s%.*s", resumes ? "timeout --preserve-status -s INT 2 " : "",
+                 (int)strcspn(line, "\n"), line);
+        char* said = shell(folder, &code, command);
+        expect(code == 0, "%s: exit code %d: %s", command, code, said);
+        free(said);
+        line = strchr(line, '\n');
+        line = line && strncmp(line, "\n         ", 10) == 0 ? line + 10 : nullptr;
+    }
+    return count;
+}
+
+// The program, the run and the place are all called so that a shell would take them apart.
+TEST(cli_printed_commands) {
+    const char* work = work_folder();
+    char line[4 * PATH_MAX], home[PATH_MAX];
+    int code;
+    snprintf(line, sizeof(line),
+             "mkdir -p 'it'\\''s home/.venv/bin' 'it'\\''s home/dev' 'a place' && cd 'it'\\''s home' && "
+             "{ ln %s/train train 2>/dev/null || cp %s/train train; } && echo >dev/plot.py && "
+             "printf '#!/bin/sh\\ntest -f \"$1\" -a -d \"$2\"' >.venv/bin/python && chmod +x .venv/bin/python",
+             test_folder(), test_folder());
+    free(shell(work, &code, line));
+    expect(code == 0, "%s", line);
+    snprintf(home, sizeof(home), "%s/it's home", work);
+    for (const char* place : {"it's home", "a place"}) {
+        const bool inside = strcmp(place, "it's home") == 0;
+        const char* program = inside ? "./train" : "\"../it's home/train\"";
+        char folder[PATH_MAX];
+        snprintf(folder, sizeof(folder), "%s/%s", work, place);
+        snprintf(line, sizeof(line), "%s " SHAPE " " QUICK " --device cpu --data ../text.txt --run 'my $run' --steps 2",
+                 program);
+        char* out = shell(folder, &code, line);
+        expect(code == 0 && paste_next(test, folder, out) == 2, "%s: %s", line, out);
+        free(out);
+        if (inside) continue;
+        snprintf(line, sizeof(line),
+                 "rm -r \"../it's home/.venv\"; timeout --preserve-status -s INT 2 %s " TINY
+                 " --data ../text.txt --run \"it's\" --steps 100000000",
+                 program);
+        out = shell(folder, &code, line);
+        expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, out) == 1, "%s: %s", line, out);
+        free(out);
+    }
+    snprintf(line, sizeof(line), "rm -rf %s", work);
+    free(shell("/", &code, line));
+}
+
+// A whole state.json, by its seal, that lists its files in no usable way: one sentence, which holds no leftover.
+TEST(cli_state_lists_no_files) {
+    const char* work = work_folder();
+    char checkpoint[PATH_MAX];
+    free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
+    snprintf(checkpoint, sizeof(checkpoint), "%s/run/step_00000001", work);
+    for (const char* files :
+         {"", "\"files\": 3,\n", "\"files\": [1, 2],\n", "\"files\": null,\n", "\"files\": \"a\",\n",
+          "\"files\": {\"model.safetensors\": 3},\n", "\"files\": {\"nothing\": {}},\n"}) {
+        char* text = nullptr;
+        if (asprintf(&text, "{\n\"version\": 3,\n\"step\": 1,\n%s", files) < 0) abort();
+        uint32_t crc = crc32c(0, text, (int64_t)strlen(text));
+        char* whole = nullptr;
+        if (asprintf(&whole, "%s\"crc32c\": %u\n}\n", text, crc) < 0) abort();
+        write_text(checkpoint, "state.json", whole);
+        run_train(child, "--device cpu --resume %s", checkpoint);
+        expect_error(test, &child, files, "damaged checkpoint: ", checkpoint);
+        for (const char* at = ERR(child); *at; at++) {
+            expect((unsigned char)*at >= ' ' || *at == '\n', "%s: byte %d in: %s", files, *at, ERR(child));
+        }
+        const char* reason = strstr(ERR(child), "damaged checkpoint: ");
+        expect(reason && strstr(reason, checkpoint), "%s: %s", files, ERR(child));
+        forget(&child), free(text), free(whole);
+    }
+    remove_tree(work);
+}
