@@ -19,6 +19,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "content.h"
 #include "loader.h"
 
 enum {
@@ -37,6 +38,7 @@ typedef struct DatasetFile {
     const uint8_t* token;  // the first token of the file: a byte, or two, little-endian
     int64_t first;         // where the part that was opened begins, in tokens
     int64_t tokens;        // of that part
+    int width;             // bytes of a token
 } DatasetFile;
 
 // The files that a name stands for, and what to take of them.
@@ -108,6 +110,12 @@ static bool list_glob(FileList* list, const char* pattern, char* error) {
     return fine;
 }
 
+static bool folder_has(const char* folder, const char* name) {
+    char path[4352];
+    snprintf(path, sizeof(path), "%.4095s/%s", folder, name);
+    return access(path, R_OK) == 0;
+}
+
 static bool lists_share(const FileList* a, const FileList* b) {
     for (int i = 0; i < a->count; i++) {
         for (int j = 0; j < b->count; j++) {
@@ -143,8 +151,27 @@ static bool list_part(FileList* list, FileList* validation, DatasetPart part, ch
     return true;
 }
 
+// Whether a folder has a train.bin or val.bin that is not a shard.
+static bool folder_is_nanogpt(const char* folder) {
+    static const char* const names[] = {"train.bin", "val.bin"};
+    for (int i = 0; i < 2; i++) {
+        char path[4352];
+        int32_t magic = 0;
+        snprintf(path, sizeof(path), "%.4095s/%s", folder, names[i]);
+        int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+        if (descriptor < 0) continue;
+        bool raw = read_at(descriptor, &magic, sizeof(magic), 0) && magic != SHARD_MAGIC;
+        close(descriptor);
+        if (raw) return true;
+    }
+    return false;
+}
+
 static bool list_of_folder(FileList* list, FileList* validation, const char* path, DatasetPart part, char* error) {
     if (!list_folder(list, path, "train_", error) || !list_folder(validation, path, "val_", error)) return false;
+    if (list->count + validation->count == 0 && folder_is_nanogpt(path)) {
+        return data_error(error, "the folder %s is laid out as nanoGPT's; add --data-format nanogpt", path);
+    }
     if (list->count + validation->count == 0) {
         return data_error(error,
                           "the folder %s holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name "
@@ -163,15 +190,32 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
     return list_part(list, validation, part, error);
 }
 
+// nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
+static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, DatasetPart part,
+                         char* error) {
+    char train[4352], val[4352];
+    snprintf(train, sizeof(train), folder ? "%.4095s/train.bin" : "%.4095s", path);
+    snprintf(val, sizeof(val), "%.*sval.bin", (int)(base_name(train) - train), train);
+    bool named = strcmp(base_name(train), "train.bin") == 0;
+    if (folder && !folder_has(path, "train.bin")) {
+        return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
+    }
+    if (!list_add(list, train, error)) return false;
+    if (named && access(val, F_OK) == 0 && !list_add(validation, val, error)) return false;
+    return list_part(list, validation, part, error);
+}
+
 // What the user named, turned into files.
-static bool find_files(FileList* list, const char* path, DatasetPart part, char* error) {
+static bool find_files(FileList* list, const char* path, DataFormat format, DatasetPart part, char* error) {
     FileList validation = {NULL, 0, false};
     struct stat status;
     bool fine = true;
     if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
     if (stat(path, &status) == 0) {
-        if (S_ISDIR(status.st_mode)) {
+        if (format == DATA_NANOGPT) {
+            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), part, error);
+        } else if (S_ISDIR(status.st_mode)) {
             fine = list_of_folder(list, &validation, path, part, error);
         } else {
             fine = list_add(list, path, error) && list_part(list, &validation, part, error);
@@ -204,58 +248,97 @@ static const char* magic_name(int32_t magic) {
             return "an optimizer state of llm.c";
         case 20240801:
             return "a shard of Llama 3 tokens, 32 bits each";
-        case 0x04034B50:
-            return "a zip archive or a PyTorch file";
         default:
             return "not a shard of tokens";
     }
 }
 
-// Maps one file and finds its tokens; *bytes_file tells which of the two kinds it is.
-static bool file_map(DatasetFile* file, const char* path, bool* bytes_file, char* error) {
-    file->path = strdup(path);
-    if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
-    if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno));
-    struct stat status;
-    bool fine = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
-    int64_t size = fine ? (int64_t)status.st_size : 0;
-    if (!fine) {
-        data_error(error, "cannot train on %s: it is not a regular file", path);
-    } else if (size == 0) {
-        fine = data_error(error, "%s is empty; name a file with text or tokens in it", path);
-    } else {
-        void* map = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        fine = map != MAP_FAILED || data_error(error, "cannot map %s: %s", path, strerror(errno));
-        if (fine) file->map = map, file->map_bytes = size;
+// A file without a shard's header: its tokens are bytes, or nanoGPT's 16 bits, or it is refused.
+static bool file_headerless(DatasetFile* file, int descriptor, DataFormat format, int32_t magic, char* error) {
+    const char *path = file->path, *name = magic_name(magic);
+    if (format == DATA_NANOGPT && file->map_bytes % 2 != 0) {
+        return data_error(error,
+                          "%s has %lld bytes, an odd number, so it holds no uint16 tokens as nanoGPT writes them", path,
+                          (long long)file->map_bytes);
     }
-    close(descriptor);
-    if (!fine) return false;
-    int32_t header[3] = {0, 0, 0};
-    memcpy(header, file->map, (size_t)(size < 12 ? size : 12));
-    *bytes_file = header[0] != SHARD_MAGIC;
-    file->token = file->map;
-    file->tokens = size;
-    if (*bytes_file && !ends_with(path, ".bin")) return true;
-    if (*bytes_file) {
-        return data_error(
-            error, "%s is %s (its first number is %d, a shard's is %d); to train on its bytes, rename it without .bin",
-            path, magic_name(header[0]), header[0], SHARD_MAGIC);
+    file->width = format == DATA_NANOGPT ? 2 : 1;
+    file->tokens = file->map_bytes / file->width;
+    if (format == DATA_NANOGPT || format == DATA_BYTES) return true;
+    if (format == DATA_SHARDS) {
+        return data_error(error, "%s is %s (its first number is %d, a shard's is %d); leave --data-format shards out",
+                          path, name, magic, SHARD_MAGIC);
     }
-    int64_t count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    Content content = content_of(descriptor, file->map_bytes, path, error);
+    if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;
+    if (!ends_with(path, ".bin")) return content == CONTENT_TEXT;
+    return data_error(error,
+                      "%s is %s (its first number is %d, a shard's is %d); add --data-format nanogpt if it holds "
+                      "nanoGPT's uint16 tokens, or --data-format bytes to train on its bytes",
+                      path, name, magic, SHARD_MAGIC);
+}
+
+// The header of a shard against the file.
+static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
+    int64_t size = file->map_bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    char word[8192];
+    if (format == DATA_NANOGPT) {
+        return data_error(error,
+                          "%s is a shard with a header, which nanoGPT's files lack; type --data %s without "
+                          "--data-format",
+                          file->path, shell_word(file->path, word));
+    }
     if (size >= 8 && header[1] != SHARD_VERSION) {
-        return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", path,
+        return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,
                           header[1], SHARD_VERSION);
     }
     if (size < SHARD_HEADER || size != expected) {
         return data_error(
             error,
             "%s is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; copy or prepare it again",
-            path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected, (long long)size);
+            file->path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected,
+            (long long)size);
     }
     file->token += SHARD_HEADER;
     file->tokens = count;
+    file->width = 2;
     return true;
+}
+
+// Maps an open file and finds its tokens.
+static bool file_map(DatasetFile* file, int descriptor, DataFormat format, char* error) {
+    const char* path = file->path;
+    struct stat status;
+    if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
+        return data_error(error, "cannot train on %s: it is not a regular file", path);
+    }
+    int64_t size = (int64_t)status.st_size;
+    int32_t header[3] = {0, 0, 0};
+    if (size == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
+    if (!read_at(descriptor, header, size < 12 ? size : 12, 0)) {
+        return data_error(error, "cannot read %s: %s", path, strerror(errno));
+    }
+    void* map = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    if (map == MAP_FAILED) return data_error(error, "cannot map %s: %s", path, strerror(errno));
+    file->map = map;
+    file->map_bytes = size;
+    file->token = map;
+    if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
+    return file_headerless(file, descriptor, format, header[0], error);
+}
+
+static bool file_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
+    file->path = strdup(path);
+    if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
+    if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno));
+    bool fine = file_map(file, descriptor, format, error);
+    close(descriptor);
+    return fine;
+}
+
+static void file_close(DatasetFile* file) {
+    if (file->map) munmap(file->map, (size_t)file->map_bytes);
+    free(file->path);
 }
 
 // Cuts the file into its training part and its last `fraction`, and keeps the one asked for.
@@ -286,12 +369,6 @@ static bool check_length(const DatasetFile* file, int T, char* error) {
                       file->path, (long long)file->tokens, T, T + 1);
 }
 
-static bool folder_has(const char* folder, const char* name) {
-    char path[4352];
-    snprintf(path, sizeof(path), "%.4095s/%s", folder, name);
-    return access(path, R_OK) == 0;
-}
-
 // Tokens and bytes of text of the files' parts as meta.json counts them, turned into a ratio; 0 when it does not say.
 static double meta_ratio(const Dataset* data, const Json* meta) {
     double tokens = 0.0, bytes = 0.0;
@@ -305,8 +382,27 @@ static double meta_ratio(const Dataset* data, const Json* meta) {
     return tokens > 0.0 ? bytes / tokens : 0.0;
 }
 
+// The vocabulary in nanoGPT's meta.pkl, which is there for texts of characters; without one the tokens are GPT-2's.
+static bool read_pickle(Dataset* data, const char* folder, char* error) {
+    char path[4352];
+    int64_t bytes = 0;
+    snprintf(path, sizeof(path), "%.4095s/meta.pkl", folder);
+    if (access(path, F_OK) != 0) return true;
+    char* pickle = file_read(path, &bytes, error);
+    if (!pickle) return false;
+    int64_t vocabulary = pickle_int(pickle, bytes, "vocab_size");
+    free(pickle);
+    if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
+        return data_error(
+            error, "%s gives no vocab_size between 1 and %d; write {\"vocabulary\": N} into a meta.json beside it",
+            path, VOCABULARY_MOST);
+    }
+    data->vocabulary = (int)vocabulary;
+    return true;
+}
+
 // What is known about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
-static bool read_meta(Dataset* data, char* error) {
+static bool read_meta(Dataset* data, DataFormat format, char* error) {
     char path[4352], folder[4096] = ".";
     const char* first = data->file[0].path;
     int64_t length = base_name(first) - first - 1;
@@ -316,7 +412,7 @@ static bool read_meta(Dataset* data, char* error) {
     if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
     data->vocabulary = GPT2_VOCABULARY;
     snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
-    if (access(path, F_OK) != 0) return true;
+    if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
     int64_t bytes = 0;
     char* text = file_read(path, &bytes, error);
     if (!text) return false;
@@ -334,39 +430,90 @@ static bool read_meta(Dataset* data, char* error) {
     return true;
 }
 
-static bool open_files(Dataset* data, const FileList* list, DatasetPart part, double fraction, int T, char* error) {
-    // Of a split list, validation is in the last file alone.
-    int begin = list->split && part == DATASET_VALIDATION ? list->count - 1 : 0;
+// Keeps the file `keep` alone.
+static void keep_file(Dataset* data, int keep) {
+    for (int i = 0; i < data->files; i++) {
+        if (i != keep) file_close(&data->file[i]);
+    }
+    data->file[0] = data->file[keep];
+    data->files = 1;
+}
+
+// Takes the training part or the tail of the files. The tail is that of the last file in which two windows fit; the
+// longest one is named where there is none.
+static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
+    int last = 0;
+    for (int i = 1; i < data->files; i++) {
+        bool fits = data->file[i].tokens >= 2 * ((int64_t)T + 1);
+        if (fits || data->file[i].tokens > data->file[last].tokens) last = i;
+    }
+    if (part == DATASET_VALIDATION) {
+        keep_file(data, last);
+        last = 0;
+    }
+    return file_split(&data->file[last], part, fraction, T, error);
+}
+
+// Leaves out, and counts, the files without a window; a data set of nothing else is refused.
+static bool leave_out_short(Dataset* data, int T, char* error) {
+    int kept = 0;
+    if (data->files == 1) return check_length(data->file, T, error);
+    for (int i = 0; i < data->files; i++) kept += data->file[i].tokens > T;
+    if (kept == 0) {
+        return data_error(error,
+                          "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more "
+                          "text or a shorter sequence length",
+                          data->files, data->path, T, T + 1);
+    }
+    kept = 0;
+    for (int i = 0; i < data->files; i++) {
+        if (data->file[i].tokens > T) {
+            data->file[kept++] = data->file[i];
+            continue;
+        }
+        data->left_out++;
+        data->left_out_tokens += data->file[i].tokens;
+        file_close(&data->file[i]);
+    }
+    data->files = kept;
+    return true;
+}
+
+static bool open_files(Dataset* data, const FileList* list, DataFormat format, DatasetPart part, double fraction, int T,
+                       char* error) {
     data->file = calloc((size_t)list->count, sizeof(DatasetFile));
     if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
-    for (int i = begin; i < list->count; i++) {
+    for (int i = 0; i < list->count; i++) {
         DatasetFile* file = &data->file[data->files++];
-        bool bytes = false;
-        if (!file_map(file, list->path[i], &bytes, error)) return false;
-        if (data->files > 1 && bytes != data->bytes) {
+        if (!file_open(file, list->path[i], format, error)) return false;
+        bool bytes = file->width == 1;
+        if (i > 0 && bytes != data->bytes) {
             return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
-                              data->path, data->file[data->bytes ? data->files - 1 : 0].path,
-                              data->file[data->bytes ? 0 : data->files - 1].path);
+                              data->path, data->file[data->bytes ? i : 0].path, data->file[data->bytes ? 0 : i].path);
         }
         data->bytes = bytes;
-        bool last = i == list->count - 1;
-        if (list->split && last && !file_split(file, part, fraction, T, error)) return false;
-        if (!check_length(file, T, error)) return false;
-        data->tokens += file->tokens;
     }
+    if (list->split && !split_files(data, part, fraction, T, error)) return false;
+    if (!leave_out_short(data, T, error)) return false;
+    for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;
     data->bytes_per_token = data->bytes ? 1.0 : 0.0;
-    return data->bytes || read_meta(data, error);
+    return data->bytes || read_meta(data, format, error);
 }
 
 bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error) {
+    return dataset_open_as(data, path, DATA_AUTO, part, validation_fraction, T, error);
+}
+
+bool dataset_open_as(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
+                     int T, char* error) {
     FileList list = {NULL, 0, false};
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
-    bool fine = find_files(&list, path, part, error);
+    bool fine = find_files(&list, path, format, part, error);
     if (fine) {
         snprintf(data->path, sizeof(data->path), "%s", path);
-        fine = open_files(data, &list, part, validation_fraction, T, error);
+        fine = open_files(data, &list, format, part, validation_fraction, T, error);
     }
     list_free(&list);
     if (!fine) dataset_close(data);
@@ -384,7 +531,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     data->bytes = true;
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
-    *data->file = (DatasetFile){strdup(data->path), NULL, 0, text, 0, bytes};
+    *data->file = (DatasetFile){strdup(data->path), NULL, 0, text, 0, bytes, 1};
     bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
     fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
     fine = fine && check_length(data->file, T, error);
@@ -394,12 +541,43 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
 }
 
 void dataset_close(Dataset* data) {
-    for (int i = 0; i < data->files; i++) {
-        if (data->file[i].map) munmap(data->file[i].map, (size_t)data->file[i].map_bytes);
-        free(data->file[i].path);
-    }
+    for (int i = 0; i < data->files; i++) file_close(&data->file[i]);
     free(data->file);
     memset(data, 0, sizeof(*data));
+}
+
+// The checksum goes on with the tokens of one file, read anew, because a page that is missing from a map is fatal.
+static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, char* error) {
+    enum { BLOCK = 4096, BLOCKS = 64 };
+    int64_t bytes = file->tokens * file->width, first = file->first * file->width;
+    *crc = crc32c(*crc, &bytes, sizeof(bytes));
+    if (!file->map) {
+        *crc = crc32c(*crc, file->token + first, bytes);
+        return true;
+    }
+    int descriptor = open(file->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) return data_error(error, "cannot open %s: %s", file->path, strerror(errno));
+    all = all || bytes <= BLOCK * BLOCKS;
+    first += file->token - (const uint8_t*)file->map;
+    char block[BLOCK];
+    bool fine = true;
+    for (int64_t i = 0; fine && (all ? i * BLOCK < bytes : i < BLOCKS); i++) {
+        int64_t at = all ? i * BLOCK : (bytes - BLOCK) / (BLOCKS - 1) * i, left = bytes - at;
+        int64_t size = left < BLOCK ? left : BLOCK;
+        fine = read_at(descriptor, block, size, first + at);
+        *crc = crc32c(*crc, block, size);
+    }
+    close(descriptor);
+    return fine || data_error(error, "cannot read %s: it became shorter, or its disk failed", file->path);
+}
+
+bool dataset_fingerprint(Dataset* data, char* error) {
+    data->crc = 0;
+    bool all = data->tokens * (data->bytes ? 1 : 2) <= 256 << 20;
+    for (int i = 0; i < data->files; i++) {
+        if (!file_fingerprint(&data->file[i], all, &data->crc, error)) return false;
+    }
+    return true;
 }
 
 int64_t dataset_windows(const Dataset* data, int T) {
