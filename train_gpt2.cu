@@ -935,12 +935,13 @@ struct Run {
     SpecialTokens special;  // of the tokenizer
     Json* config;           // config.json of the model or checkpoint that it began with, or NULL
     double bytes_per_token;
-    int64_t step;          // optimizer steps done
-    int64_t sequences;     // consumed so far: the data position
-    int64_t data_tokens;   // of the training data: their number decides the order
-    double best_val;       // infinite until the first validation
-    int64_t skipped;       // of the steps done: those that changed nothing, see --on-nonfinite
-    int64_t skipped_last;  // the last ones among them, without a good one in between
+    int64_t step;               // optimizer steps done
+    int64_t sequences;          // consumed so far: the data position
+    int64_t data_tokens;        // of the training data: their number decides the order
+    int64_t data_crc, val_crc;  // checksums of the training and the validation data
+    double best_val;            // infinite until the first validation
+    int64_t skipped;            // of the steps done: those that changed nothing, see --on-nonfinite
+    int64_t skipped_last;       // the last ones among them, without a good one in between
     char last_checkpoint[PATH_BYTES];
     double started;  // seconds
 };
@@ -1068,10 +1069,11 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
 static void state_write(const Run* run, FILE* state) {
     const Options* o = run->options;
     fprintf(state,
-            "{\n\"version\": 3,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"skipped\": %lld,\n"
+            "{\n\"version\": 3,\n\"step\": %lld,\n\"sequences\": %lld,\n\"data_tokens\": %lld,\n\"data_crc\": %lld,\n"
+            "\"val_crc\": %lld,\n\"skipped\": %lld,\n"
             "\"skipped_last\": %lld,\n\"best_val\": ",
-            (long long)run->step, (long long)run->sequences, (long long)run->data_tokens, (long long)run->skipped,
-            (long long)run->skipped_last);
+            (long long)run->step, (long long)run->sequences, (long long)run->data_tokens, (long long)run->data_crc,
+            (long long)run->val_crc, (long long)run->skipped, (long long)run->skipped_last);
     json_write_number(state, run->best_val);
     fprintf(state, ",\n\"formats\": ");
     const char* const formats[][2] = {
@@ -1323,12 +1325,40 @@ static int64_t available_to(const Model* m) {
            (m->shard ? m->shard->comm.bytes : 0);
 }
 
+// The windows that a validation reads of at most `tokens` tokens.
+static int64_t validation_windows(const Dataset* data, int T, int64_t tokens) {
+    int64_t windows = dataset_windows(data, T), most = tokens / T > 0 ? tokens / T : 1;
+    return most < windows ? most : windows;
+}
+
+// The data, how much of it a validation reads, and what is left out of it.
+static void print_data(Run* run, const Dataset* train, const Dataset* val) {
+    const Model* m = run->model;
+    const struct {
+        const char* name;
+        const Dataset* data;
+    } parts[] = {{"data", train}, {"validation data", val}};
+    char tokens[32], val_tokens[32], read[32], short_tokens[32];
+    format_count((double)train->tokens, tokens, sizeof(tokens));
+    format_count((double)val->tokens, val_tokens, sizeof(val_tokens));
+    format_count((double)(validation_windows(val, m->T, run->options->val_tokens) * m->T), read, sizeof(read));
+    say(run, " data     %s  %s tokens in %d file%s  validation reads %s of %s  vocabulary %d%s\n", train->path, tokens,
+        train->files, train->files == 1 ? "" : "s", read, val_tokens, m->config.V, train->bytes ? " (bytes)" : "");
+    for (const auto& part : parts) {
+        int files = part.data->left_out;
+        if (files == 0) continue;
+        format_count((double)part.data->left_out_tokens, short_tokens, sizeof(short_tokens));
+        say(run, " notice   %d file%s of the %s, shorter than a window of %d tokens, %s left out: %s tokens\n", files,
+            files == 1 ? "" : "s", part.name, m->T + 1, files == 1 ? "is" : "are", short_tokens);
+    }
+}
+
 static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* plan, const Dataset* train,
                        const Dataset* val, const char* changed) {
     const Options* o = run->options;
     const Model* m = run->model;
     const Device* dev = m->dev;
-    char line[256], tokens[32], val_tokens[32], ranks[32] = "";
+    char line[256], ranks[32] = "";
     say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, (long long)o->layers,
         (long long)o->channels, (long long)o->heads, (long long)m->parameters);
     if (dev->gpu) {
@@ -1348,10 +1378,7 @@ static void print_plan(Run* run, const OptimConfig* config, const MemoryPlan* pl
         say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", ranks_of(m),
             m->shard->comm.launch->source, line, o->shard, strcmp(o->comm, "grads") == 0 ? o->grads : o->comm);
     }
-    format_count((double)train->tokens, tokens, sizeof(tokens));
-    format_count((double)val->tokens, val_tokens, sizeof(val_tokens));
-    say(run, " data     %s  %s tokens in %d file%s  validation %s  vocabulary %d%s\n", train->path, tokens,
-        train->files, train->files == 1 ? "" : "s", val_tokens, m->config.V, train->bytes ? " (bytes)" : "");
+    print_data(run, train, val);
     int64_t sequences = o->tokens_per_step / o->seq, windows = dataset_windows(train, m->T);
     int64_t micro_batches = sequences / o->batch / ranks_of(m);
     if (m->shard) snprintf(ranks, sizeof(ranks), "%d ranks x ", ranks_of(m));
@@ -1438,8 +1465,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
 // Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN when a signal
 // came. Ranks take batches in turn, and all the same number, of which the last may count nothing.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
-    int64_t windows = dataset_windows(data, m->T), before = (int64_t)rank_of(m) * m->B;
-    if (tokens / m->T < windows) windows = tokens / m->T > 0 ? tokens / m->T : 1;
+    int64_t windows = validation_windows(data, m->T, tokens), before = (int64_t)rank_of(m) * m->B;
     LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
@@ -1687,16 +1713,24 @@ static OptimType device_resolve(Options* o, Device* dev, const Launch* launch = 
     return strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
 }
 
+static DataFormat data_format_from(const char* name) {
+    const char* const names[] = {"auto", "bytes", "shards", "nanogpt"};  // as DataFormat numbers them
+    int format = 0;
+    while (strcmp(names[format], name) != 0) format++;
+    return (DataFormat)format;
+}
+
 static void data_open(const Options* o, Dataset* data, DatasetPart part, int T) {
+    const DataFormat format = data_format_from(o->data_format);
     char error[DATA_ERROR_BYTES];
     bool fine;
     if (part == DATASET_VALIDATION && o->val[0]) {
         DatasetPart whole = folder_exists(o->val) ? DATASET_VALIDATION : DATASET_WHOLE;
-        fine = dataset_open(data, o->val, whole, o->val_fraction, T, error);
+        fine = dataset_open_as(data, o->val, format, whole, o->val_fraction, T, error);
         if (!fine) user_error("--val %s: %s", o->val, error);
     } else if (o->data[0]) {
         if (part == DATASET_TRAIN && o->val[0] && !folder_exists(o->data)) part = DATASET_WHOLE;
-        fine = dataset_open(data, o->data, part, o->val_fraction, T, error);
+        fine = dataset_open_as(data, o->data, format, part, o->val_fraction, T, error);
         if (!fine) user_error("--data %s: %s", o->data, error);
     } else {
         fine = dataset_open_memory(data, corpus_begin, corpus_end - corpus_begin, part, o->val_fraction, T, error);
@@ -1943,6 +1977,10 @@ static void training_resolve(Training* t) {
                    t->given[option_find(&TABLE, "warmup") - OPTIONS]);
     optim_config_from(o, &t->config);  // with the steps and learning rate that are known by now
     shard_part(m, &t->config);
+    char error[DATA_ERROR_BYTES];
+    if (!dataset_fingerprint(&t->train_data, error) || !dataset_fingerprint(&t->val_data, error)) {
+        user_error("--data: %s", error);
+    }
     require_same(o, t->launch, &t->train_data, &t->val_data);
 }
 
@@ -1957,9 +1995,17 @@ static void training_count(Training* t) {
     run->skipped = state ? json_int(state, "skipped", 0) : 0;
     run->skipped_last = state ? json_int(state, "skipped_last", 0) : 0;
     run->data_tokens = tokens;
-    if (before == tokens) return;
-    sprintf(t->changed + strlen(t->changed), " the data: %lld tokens (were %lld), so the order from here on is another",
-            (long long)tokens, (long long)before);
+    run->data_crc = t->train_data.crc, run->val_crc = t->val_data.crc;
+    char* end = strchr(t->changed, 0);
+    if (before != tokens) {
+        end += sprintf(end, " the data: %lld tokens (were %lld), so the order from here on is another",
+                       (long long)tokens, (long long)before);
+    } else if (state && json_int(state, "data_crc", run->data_crc) != run->data_crc) {
+        end += sprintf(end, " the data: as many tokens as before, and others");
+    }
+    if (!state || json_int(state, "val_crc", run->val_crc) == run->val_crc) return;
+    run->best_val = INFINITY;
+    sprintf(end, " the validation data, so the best loss begins anew");
 }
 
 // The weights come before the run folder: a bad model file leaves nothing behind.

@@ -12,7 +12,7 @@ constexpr int64_t AUTO = OPTION_AUTO;  // an option left to the program; the fun
 
 struct Options {
     // data
-    const char* data;
+    const char *data, *data_format;
     const char* val;
     double val_fraction;
     // model
@@ -56,6 +56,8 @@ struct Options {
 static const Option OPTIONS[] = {
     {"data", OPTION_TEXT, FIELD(data), "", 0, 0, "PATH", "data",
      "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
+    {"data-format", OPTION_CHOICE, FIELD(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "data",
+     "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
     {"val", OPTION_TEXT, FIELD(val), "", 0, 0, "PATH", "data",
      "validation data; none: the folder's, or a part of --data"},
     {"val-fraction", OPTION_REAL, FIELD(val_fraction), "0.05", 0.0001, 0.5, "F", "data",

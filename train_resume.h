@@ -196,7 +196,7 @@ static const char* resume_override(Options* o, const bool* given, const Json* st
     return next;
 }
 
-// Ranks that would not train the same are a mistake: other options, or data of another length.
+// Ranks that would not train the same are a mistake: other options, or other data.
 static void require_same(const Options* o, const Launch* launch, const Dataset* train, const Dataset* val) {
     char* text = nullptr;
     size_t length = 0;
@@ -205,7 +205,8 @@ static void require_same(const Options* o, const Launch* launch, const Dataset* 
     same.join_timeout = 0;
     FILE* file = open_memstream(&text, &length);
     options_json(&TABLE, &same, file);
-    fprintf(file, ", %lld tokens of --data, %lld of --val", (long long)train->tokens, (long long)val->tokens);
+    fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
+            (long long)val->tokens, train->crc, val->crc);
     fclose(file);
     uint32_t own = crc32c(0, text, (int64_t)length), first = own;
     launch_share(launch, 0, &first, sizeof(first));

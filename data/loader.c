@@ -16,9 +16,9 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "content.h"
 #include "loader.h"
 
 enum {
@@ -32,12 +32,13 @@ enum {
 
 typedef struct DatasetFile {
     char* path;
-    void* map;  // NULL for memory of the caller's
-    int64_t map_bytes;
-    int descriptor;        // of a mapped file: tokens are read through it
-    const uint8_t* token;  // the first token of the file: a byte, or two, little-endian
-    int64_t first;         // where the part that was opened begins, in tokens
-    int64_t tokens;        // of that part
+    const uint8_t* memory;  // of the caller's; NULL: it is a file
+    int descriptor;         // of the file, or -1
+    int64_t bytes;          // of the file
+    int64_t begin;          // where its tokens begin, in bytes
+    int64_t first;          // where the part that was opened begins, in tokens
+    int64_t tokens;         // of that part
+    int width;              // bytes of a token
 } DatasetFile;
 
 // The files that a name stands for, and what to take of them.
@@ -109,6 +110,12 @@ static bool list_glob(FileList* list, const char* pattern, char* error) {
     return fine;
 }
 
+static bool folder_has(const char* folder, const char* name) {
+    char path[4352];
+    snprintf(path, sizeof(path), "%.4095s/%s", folder, name);
+    return access(path, R_OK) == 0;
+}
+
 static bool lists_share(const FileList* a, const FileList* b) {
     for (int i = 0; i < a->count; i++) {
         for (int j = 0; j < b->count; j++) {
@@ -144,8 +151,27 @@ static bool list_part(FileList* list, FileList* validation, DatasetPart part, ch
     return true;
 }
 
+// Whether a folder has a train.bin or val.bin that is not a shard.
+static bool folder_is_nanogpt(const char* folder) {
+    static const char* const names[] = {"train.bin", "val.bin"};
+    for (int i = 0; i < 2; i++) {
+        char path[4352];
+        int32_t magic = 0;
+        snprintf(path, sizeof(path), "%.4095s/%s", folder, names[i]);
+        int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+        if (descriptor < 0) continue;
+        bool raw = read_at(descriptor, &magic, sizeof(magic), 0) && magic != SHARD_MAGIC;
+        close(descriptor);
+        if (raw) return true;
+    }
+    return false;
+}
+
 static bool list_of_folder(FileList* list, FileList* validation, const char* path, DatasetPart part, char* error) {
     if (!list_folder(list, path, "train_", error) || !list_folder(validation, path, "val_", error)) return false;
+    if (list->count + validation->count == 0 && folder_is_nanogpt(path)) {
+        return data_error(error, "the folder %s is laid out as nanoGPT's; add --data-format nanogpt", path);
+    }
     if (list->count + validation->count == 0) {
         return data_error(error,
                           "the folder %s holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name "
@@ -164,15 +190,32 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
     return list_part(list, validation, part, error);
 }
 
+// nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
+static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, DatasetPart part,
+                         char* error) {
+    char train[4352], val[4352];
+    snprintf(train, sizeof(train), folder ? "%.4095s/train.bin" : "%.4095s", path);
+    snprintf(val, sizeof(val), "%.*sval.bin", (int)(base_name(train) - train), train);
+    bool named = strcmp(base_name(train), "train.bin") == 0;
+    if (folder && !folder_has(path, "train.bin")) {
+        return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
+    }
+    if (!list_add(list, train, error)) return false;
+    if (named && access(val, F_OK) == 0 && !list_add(validation, val, error)) return false;
+    return list_part(list, validation, part, error);
+}
+
 // What the user named, turned into files.
-static bool find_files(FileList* list, const char* path, DatasetPart part, char* error) {
+static bool find_files(FileList* list, const char* path, DataFormat format, DatasetPart part, char* error) {
     FileList validation = {NULL, 0, false};
     struct stat status;
     bool fine = true;
     if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
     if (stat(path, &status) == 0) {
-        if (S_ISDIR(status.st_mode)) {
+        if (format == DATA_NANOGPT) {
+            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), part, error);
+        } else if (S_ISDIR(status.st_mode)) {
             fine = list_of_folder(list, &validation, path, part, error);
         } else {
             fine = list_add(list, path, error) && list_part(list, &validation, part, error);
@@ -205,54 +248,78 @@ static const char* magic_name(int32_t magic) {
             return "an optimizer state of llm.c";
         case 20240801:
             return "a shard of Llama 3 tokens, 32 bits each";
-        case 0x04034B50:
-            return "a zip archive or a PyTorch file";
         default:
             return "not a shard of tokens";
     }
 }
 
-// Maps one file and finds its tokens; *bytes_file tells which of the two kinds it is.
-static bool file_map(DatasetFile* file, const char* path, bool* bytes_file, char* error) {
-    file->path = strdup(path);
-    if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
-    int64_t size = 0;
-    int descriptor = file_open(path, &size, error);
-    if (descriptor < 0) return false;
-    void* map = size > 0 ? mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0) : MAP_FAILED;
-    if (map == MAP_FAILED) {
-        close(descriptor);
-        return size == 0 ? data_error(error, "%s is empty; name a file with text or tokens in it", path)
-                         : data_error(error, "cannot map %s: %s", path, strerror(errno));
+// A file without a shard's header: its tokens are bytes, or nanoGPT's 16 bits, or it is refused.
+static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
+    const char *path = file->path, *name = magic_name(magic);
+    if (format == DATA_NANOGPT && file->bytes % 2 != 0) {
+        return data_error(error,
+                          "%s has %lld bytes, an odd number, so it holds no uint16 tokens as nanoGPT writes them", path,
+                          (long long)file->bytes);
     }
-    file->map = map;
-    file->map_bytes = size;
-    file->descriptor = descriptor;
-    int32_t header[3] = {0, 0, 0};
-    memcpy(header, file->map, (size_t)(size < 12 ? size : 12));
-    *bytes_file = header[0] != SHARD_MAGIC;
-    file->token = file->map;
-    file->tokens = size;
-    if (*bytes_file && !ends_with(path, ".bin")) return true;
-    if (*bytes_file) {
-        return data_error(
-            error, "%s is %s (its first number is %d, a shard's is %d); to train on its bytes, rename it without .bin",
-            path, magic_name(header[0]), header[0], SHARD_MAGIC);
+    file->width = format == DATA_NANOGPT ? 2 : 1;
+    file->tokens = file->bytes / file->width;
+    if (format == DATA_NANOGPT || format == DATA_BYTES) return true;
+    if (format == DATA_SHARDS) {
+        return data_error(error, "%s is %s (its first number is %d, a shard's is %d); leave --data-format shards out",
+                          path, name, magic, SHARD_MAGIC);
     }
-    int64_t count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    Content content = content_of(file->descriptor, file->bytes, path, error);
+    if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;
+    if (!ends_with(path, ".bin")) return content == CONTENT_TEXT;
+    return data_error(error,
+                      "%s is %s (its first number is %d, a shard's is %d); add --data-format nanogpt if it holds "
+                      "nanoGPT's uint16 tokens, or --data-format bytes to train on its bytes",
+                      path, name, magic, SHARD_MAGIC);
+}
+
+// The header of a shard against the file.
+static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
+    int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    if (format == DATA_NANOGPT) {
+        return data_error(error,
+                          "%s is a shard with a header, which nanoGPT's files lack; type --data %s without "
+                          "--data-format",
+                          file->path, shell_word(file->path));
+    }
     if (size >= 8 && header[1] != SHARD_VERSION) {
-        return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", path,
+        return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,
                           header[1], SHARD_VERSION);
     }
     if (size < SHARD_HEADER || size != expected) {
         return data_error(
             error,
             "%s is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; copy or prepare it again",
-            path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected, (long long)size);
+            file->path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected,
+            (long long)size);
     }
-    file->token += SHARD_HEADER;
+    file->begin = SHARD_HEADER;
     file->tokens = count;
+    file->width = 2;
     return true;
+}
+
+// Opens a file and finds its tokens.
+static bool shard_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
+    int32_t header[3] = {0, 0, 0};
+    file->descriptor = -1;
+    file->path = strdup(path);
+    if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
+    file->descriptor = file_open(path, &file->bytes, error);
+    if (file->descriptor < 0) return false;
+    if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
+    if (!file_read_at(file->descriptor, path, header, 0, file->bytes < 12 ? file->bytes : 12, error)) return false;
+    if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
+    return file_headerless(file, format, header[0], error);
+}
+
+static void file_close(DatasetFile* file) {
+    if (file->descriptor >= 0) close(file->descriptor);
+    free(file->path);
 }
 
 // Cuts the file into its training part and its last `fraction`, and keeps the one asked for.
@@ -283,12 +350,6 @@ static bool check_length(const DatasetFile* file, int T, char* error) {
                       file->path, (long long)file->tokens, T, T + 1);
 }
 
-static bool folder_has(const char* folder, const char* name) {
-    char path[4352];
-    snprintf(path, sizeof(path), "%.4095s/%s", folder, name);
-    return access(path, R_OK) == 0;
-}
-
 // Tokens and bytes of text of the files' parts as meta.json counts them, turned into a ratio; 0 when it does not say.
 static double meta_ratio(const Dataset* data, const Json* meta) {
     double tokens = 0.0, bytes = 0.0;
@@ -302,8 +363,27 @@ static double meta_ratio(const Dataset* data, const Json* meta) {
     return tokens > 0.0 ? bytes / tokens : 0.0;
 }
 
+// The vocabulary in nanoGPT's meta.pkl, which is there for texts of characters; without one the tokens are GPT-2's.
+static bool read_pickle(Dataset* data, const char* folder, char* error) {
+    char path[4352];
+    int64_t bytes = 0;
+    snprintf(path, sizeof(path), "%.4095s/meta.pkl", folder);
+    if (access(path, F_OK) != 0) return true;
+    char* pickle = file_read(path, &bytes, error);
+    if (!pickle) return false;
+    int64_t vocabulary = pickle_int(pickle, bytes, "vocab_size");
+    free(pickle);
+    if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
+        return data_error(
+            error, "%s gives no vocab_size between 1 and %d; write {\"vocabulary\": N} into a meta.json beside it",
+            path, VOCABULARY_MOST);
+    }
+    data->vocabulary = (int)vocabulary;
+    return true;
+}
+
 // What is known about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
-static bool read_meta(Dataset* data, char* error) {
+static bool read_meta(Dataset* data, DataFormat format, char* error) {
     char path[4352], folder[4096] = ".";
     const char* first = data->file[0].path;
     int64_t length = base_name(first) - first - 1;
@@ -314,7 +394,7 @@ static bool read_meta(Dataset* data, char* error) {
     if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
     data->vocabulary = GPT2_VOCABULARY;
     snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
-    if (access(path, F_OK) != 0) return true;
+    if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
     int64_t bytes = 0;
     char* text = file_read(path, &bytes, error);
     if (!text) return false;
@@ -332,39 +412,90 @@ static bool read_meta(Dataset* data, char* error) {
     return true;
 }
 
-static bool open_files(Dataset* data, const FileList* list, DatasetPart part, double fraction, int T, char* error) {
-    // Of a split list, validation is in the last file alone.
-    int begin = list->split && part == DATASET_VALIDATION ? list->count - 1 : 0;
+// Keeps the file `keep` alone.
+static void keep_file(Dataset* data, int keep) {
+    for (int i = 0; i < data->files; i++) {
+        if (i != keep) file_close(&data->file[i]);
+    }
+    data->file[0] = data->file[keep];
+    data->files = 1;
+}
+
+// Takes the training part or the tail of the files. The tail is that of the last file in which two windows fit; the
+// longest one is named where there is none.
+static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
+    int last = 0;
+    for (int i = 1; i < data->files; i++) {
+        bool fits = data->file[i].tokens >= 2 * ((int64_t)T + 1);
+        if (fits || data->file[i].tokens > data->file[last].tokens) last = i;
+    }
+    if (part == DATASET_VALIDATION) {
+        keep_file(data, last);
+        last = 0;
+    }
+    return file_split(&data->file[last], part, fraction, T, error);
+}
+
+// Leaves out, and counts, the files without a window; a data set of nothing else is refused.
+static bool leave_out_short(Dataset* data, int T, char* error) {
+    int kept = 0;
+    if (data->files == 1) return check_length(data->file, T, error);
+    for (int i = 0; i < data->files; i++) kept += data->file[i].tokens > T;
+    if (kept == 0) {
+        return data_error(error,
+                          "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more "
+                          "text or a shorter sequence length",
+                          data->files, data->path, T, T + 1);
+    }
+    kept = 0;
+    for (int i = 0; i < data->files; i++) {
+        if (data->file[i].tokens > T) {
+            data->file[kept++] = data->file[i];
+            continue;
+        }
+        data->left_out++;
+        data->left_out_tokens += data->file[i].tokens;
+        file_close(&data->file[i]);
+    }
+    data->files = kept;
+    return true;
+}
+
+static bool open_files(Dataset* data, const FileList* list, DataFormat format, DatasetPart part, double fraction, int T,
+                       char* error) {
     data->file = calloc((size_t)list->count, sizeof(DatasetFile));
     if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
-    for (int i = begin; i < list->count; i++) {
+    for (int i = 0; i < list->count; i++) {
         DatasetFile* file = &data->file[data->files++];
-        bool bytes = false;
-        if (!file_map(file, list->path[i], &bytes, error)) return false;
-        if (data->files > 1 && bytes != data->bytes) {
+        if (!shard_open(file, list->path[i], format, error)) return false;
+        bool bytes = file->width == 1;
+        if (i > 0 && bytes != data->bytes) {
             return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
-                              data->path, data->file[data->bytes ? data->files - 1 : 0].path,
-                              data->file[data->bytes ? 0 : data->files - 1].path);
+                              data->path, data->file[data->bytes ? i : 0].path, data->file[data->bytes ? 0 : i].path);
         }
         data->bytes = bytes;
-        bool last = i == list->count - 1;
-        if (list->split && last && !file_split(file, part, fraction, T, error)) return false;
-        if (!check_length(file, T, error)) return false;
-        data->tokens += file->tokens;
     }
+    if (list->split && !split_files(data, part, fraction, T, error)) return false;
+    if (!leave_out_short(data, T, error)) return false;
+    for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;
     data->bytes_per_token = data->bytes ? 1.0 : 0.0;
-    return data->bytes || read_meta(data, error);
+    return data->bytes || read_meta(data, format, error);
 }
 
 bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error) {
+    return dataset_open_as(data, path, DATA_AUTO, part, validation_fraction, T, error);
+}
+
+bool dataset_open_as(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
+                     int T, char* error) {
     FileList list = {NULL, 0, false};
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
-    bool fine = find_files(&list, path, part, error);
+    bool fine = find_files(&list, path, format, part, error);
     if (fine) {
         snprintf(data->path, sizeof(data->path), "%s", path);
-        fine = open_files(data, &list, part, validation_fraction, T, error);
+        fine = open_files(data, &list, format, part, validation_fraction, T, error);
     }
     list_free(&list);
     if (!fine) dataset_close(data);
@@ -382,7 +513,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     data->bytes = true;
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
-    *data->file = (DatasetFile){strdup(data->path), NULL, 0, -1, text, 0, bytes};
+    *data->file = (DatasetFile){strdup(data->path), text, -1, bytes, 0, 0, bytes, 1};
     bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
     fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
     fine = fine && check_length(data->file, T, error);
@@ -392,30 +523,48 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
 }
 
 void dataset_close(Dataset* data) {
-    for (int i = 0; i < data->files; i++) {
-        if (data->file[i].map) munmap(data->file[i].map, (size_t)data->file[i].map_bytes);
-        if (data->file[i].map) close(data->file[i].descriptor);
-        free(data->file[i].path);
-    }
+    for (int i = 0; i < data->files; i++) file_close(&data->file[i]);
     free(data->file);
     memset(data, 0, sizeof(*data));
+}
+
+// Reads `count` bytes from byte `at` of the file's tokens on. Files are not mapped: where one is cut short, a page that
+// is missing would be a signal, and a short read is an error.
+static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
+    if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
+    memcpy(to, file->memory + at, (size_t)count);
+    return true;
+}
+
+// The checksum goes on with the tokens of one file: all of them, or 64 blocks.
+static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, char* error) {
+    enum { BLOCK = 4096, BLOCKS = 64 };
+    int64_t bytes = file->tokens * file->width, first = file->first * file->width;
+    *crc = crc32c(*crc, &bytes, sizeof(bytes));
+    all = all || bytes <= BLOCK * BLOCKS;
+    char block[BLOCK];
+    for (int64_t i = 0; all ? i * BLOCK < bytes : i < BLOCKS; i++) {
+        int64_t at = all ? i * BLOCK : (bytes - BLOCK) / (BLOCKS - 1) * i, left = bytes - at;
+        int64_t size = left < BLOCK ? left : BLOCK;
+        if (!tokens_read(file, first + at, size, block, error)) return false;
+        *crc = crc32c(*crc, block, size);
+    }
+    return true;
+}
+
+bool dataset_fingerprint(Dataset* data, char* error) {
+    data->crc = 0;
+    bool all = data->tokens * (data->bytes ? 1 : 2) <= 256 << 20;
+    for (int i = 0; i < data->files; i++) {
+        if (!file_fingerprint(&data->file[i], all, &data->crc, error)) return false;
+    }
+    return true;
 }
 
 int64_t dataset_windows(const Dataset* data, int T) {
     int64_t windows = 0;
     for (int i = 0; i < data->files; i++) windows += (data->file[i].tokens - 1) / T;
     return windows;
-}
-
-// `count` bytes from byte `at` of the file's tokens. A page that is missing from a map, because the file was cut short,
-// would be a signal; a short read is an error.
-static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
-    if (file->map) {
-        at += file->token - (const uint8_t*)file->map;
-        return file_read_at(file->descriptor, file->path, to, at, count, error);
-    }
-    memcpy(to, file->token + at, (size_t)count);
-    return true;
 }
 
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error) {

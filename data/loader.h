@@ -23,24 +23,36 @@ typedef struct {
     bool bytes;       // tokens are bytes
     int64_t tokens;   // in all files
     int files;
-    double bytes_per_token;  // of the text, for bits per byte; 1 for bytes, 0 when unknown
-    char tokenizer[4096];    // folder that holds vocab.json and merges.txt, "" when unknown or bytes
+    int left_out;             // files that are shorter than a window
+    int64_t left_out_tokens;  // in these
+    uint32_t crc;             // of dataset_fingerprint
+    double bytes_per_token;   // of the text, for bits per byte; 1 for bytes, 0 when unknown
+    char tokenizer[4096];     // folder that holds vocab.json and merges.txt, "" when unknown or bytes
     struct DatasetFile* file;
 } Dataset;
 
 typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
+// What the files hold. AUTO: shards where a file begins as one, else bytes, and what is neither a shard nor text is
+// refused. NANOGPT: uint16 tokens without a header, of a folder's train.bin and val.bin; the vocabulary is meta.pkl's,
+// or GPT-2's without one.
+typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
 
 // Opens a folder, file or glob. Of a folder written by prepare.py the part's shards (train_*.bin or val_*.bin) are
 // taken; a single file of any kind is split, the last `validation_fraction` of it being the validation part (at least
 // one window of T+1 tokens each, or an error; 0 leaves all of it to DATASET_TRAIN); other globs: DATASET_WHOLE or, for
 // DATASET_VALIDATION, the same path with "train" replaced by "val" where such files exist, else the tail of the last
-// shard, which DATASET_TRAIN then leaves out. Checks magic, version, length against the header, and that every shard
-// holds at least T+1 tokens.
+// shard, which DATASET_TRAIN then leaves out. Checks magic, version and length against the header. Of several files
+// those that hold no window of T+1 tokens are left out and counted; the tail is that of the last one with two windows.
 bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error);
+bool dataset_open_as(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
+                     int T, char* error);
 // The same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
 void dataset_close(Dataset* data);
+// Sets data->crc, a checksum of the tokens by which two data sets of one length differ, whatever their files are
+// called. It covers all bytes of a data set of up to 256 MiB; of a larger one 64 blocks of each file.
+bool dataset_fingerprint(Dataset* data, char* error);
 int64_t dataset_windows(const Dataset* data, int T);
 // The largest token is checked lazily, window by window: one at or above `vocabulary` makes this return false.
 // Copies window `window` (not permuted) into tokens[T] and targets[T].

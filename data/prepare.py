@@ -6,28 +6,38 @@
     python data/prepare.py books.txt.xz more.jsonl --out data/corpus --val held_out.txt
     ./train --data data/corpus
 
-An input is a .txt, .jsonl or .parquet file (the first two also as .xz or .gz), or the name of a public corpus, which is
-downloaded. In a .txt a line `<|endoftext|>` begins a document; a .txt without one is one document. Text is encoded
-with GPT-2's byte-pair encoding by tiktoken; every document begins with the token <|endoftext|> (50256).
+An input is a .txt, .jsonl, .json (an array, or a document a line) or .parquet file, each but the last also packed by
+gzip, xz, bzip2 or zstd, or the name of a public corpus, which is downloaded. In a .txt a line `<|endoftext|>` begins a
+document; a .txt without one is one document. Text is encoded with GPT-2's byte-pair encoding by tiktoken; every
+document begins with the token <|endoftext|> (50256).
+
+Validation documents are drawn by --seed from all inputs alike, unless --val names some, and are written in an order of
+their own, so that the first ones are of all inputs too. A document without a text is left out, and one with more white
+space in a row than the tokenizer takes is encoded in pieces; both are counted and reported, and --strict stops there.
 
 The folder --out then holds
     train_000000.bin, ..., val_000000.bin, ...   256 int32 (magic 20240520, version 1, tokens, 0...), uint16 tokens
     vocab.json, merges.txt                       the vocabulary under Hugging Face's names, to decode samples
     meta.json                                    counts of tokens and bytes (UTF-8 of the text), sources
 It is written as OUT.tmp and renamed at the end, so OUT is complete whenever it exists. The shards do not depend on the
-number of workers. Memory is bounded: input is streamed and a long document is encoded in pieces, cut where GPT-2's
-encoding never merges across, so the tokens are those of the whole document.
+number of workers. Input is streamed, so memory is bounded but for the validation part and a .json array. A long
+document is encoded in pieces, cut where GPT-2's encoding never merges across, so the tokens are those of the whole.
 """
 
 import argparse
+import array
+import bz2
 import collections
 import gzip
 import hashlib
 import http.client
+import io
 import json
 import lzma
 import multiprocessing
+import operator
 import os
+import random
 import re
 import shlex
 import shutil
@@ -57,6 +67,8 @@ END = "<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
 CHUNK_BYTES = 1 << 19  # documents are handed to a worker in chunks of at least this size
+SPACE_MOST = 50000  # characters of white space in a row that tiktoken takes with certainty
+NOTED_PLACES = 10  # of a notice
 SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
 
 HUGGING_FACE = "https://huggingface.co/datasets/"
@@ -81,24 +93,102 @@ class Problem(Exception):
     """Something the user can mend: one sentence, exit status 2."""
 
 
-# A run of consecutive bytes of one document, or one line of a .jsonl file (kind "json").
-# place: the line (or row, of a .parquet file) that it begins at, for error messages.
+# A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("json"), one element of a .json
+# array ("element"), or one row of a .parquet file ("row", or "null" without a text).
+# place: the line, element or row that it begins at, for messages.
 Piece = collections.namedtuple("Piece", "path kind place begins data")
+
+
+def place_of(piece, place=None):
+    what = {"element": "element", "row": "row", "null": "row"}.get(piece.kind, "line")
+    return f"{piece.path}: {what} {place or piece.place}"
+
+
+class ZstdFile(io.RawIOBase):
+    """The contents of zstd's frames, one after another. A file that ends within a frame is an EOFError."""
+
+    def __init__(self, path):
+        try:
+            import zstandard
+        except ImportError:
+            raise Problem("a .zst file needs zstandard; type `pip install -r data/requirements.txt`") from None
+        self.library, self.file = zstandard, open(path, "rb")
+        self.frame, self.packed, self.ready = None, b"", b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.ready:
+            if self.frame and self.frame.eof:
+                self.packed, self.frame = self.frame.unused_data, None
+            block = self.packed or self.file.read(1 << 16)
+            self.packed = b""
+            if not block:
+                if self.frame:
+                    raise EOFError("it ends within its packed data")
+                return 0
+            try:
+                self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                self.ready = self.frame.decompress(block)
+            except self.library.ZstdError as error:
+                raise OSError(str(error)) from None
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
+
+    def close(self):
+        self.file.close()
+        super().close()
+
+
+PACKINGS = (  # the pattern of the first bytes, what opens the file
+    (rb"\x1f\x8b", gzip.open),
+    (rb"\xfd7zXZ\x00", lzma.open),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
+    (rb"\x28\xb5\x2f\xfd", lambda path: io.BufferedReader(ZstdFile(path), 1 << 20)),
+)
+PACKED_NAME = re.compile(r"\.(xz|gz|bz2|zst)$", re.IGNORECASE)
+
+
+def first_bytes(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise damaged(path, error) from None
+
+
+def unpacker(path):
+    """What opens a packed file, whatever its name; None for one that is not packed."""
+    head = first_bytes(path)
+    for signature, opener in PACKINGS:
+        if re.match(signature, head):
+            return opener
+    if head and PACKED_NAME.search(str(path)):
+        raise damaged(path, "it is not packed, as its name says")
+    return None
 
 
 def open_input(path):
     """A binary stream of the file's contents, unpacked."""
-    name = str(path)
-    return lzma.open(name) if name.endswith(".xz") else gzip.open(name) if name.endswith(".gz") else open(name, "rb")
+    opener = unpacker(path)
+    return opener(path) if opener else open(path, "rb")
 
 
 def input_kind(path):
-    name = re.sub(r"\.(xz|gz)$", "", str(path))
-    for end in (".txt", ".jsonl", ".parquet"):
-        if name.endswith(end) and not (end == ".parquet" and name != str(path)):
-            return end[1:]
+    """What is inside, by the ending of the name; a packed file of any other name, or one without an ending, is text."""
+    if first_bytes(path).startswith(b"PAR1"):
+        return "parquet"
+    packed = unpacker(path) is not None
+    ending = Path(PACKED_NAME.sub("", Path(path).name).lower()).suffix[1:]
+    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and not packed):
+        return ending
+    if ending != "parquet" and (packed or not ending):
+        return "txt"
     raise Problem(
-        f"{path}: give a .txt, .jsonl (each also .xz or .gz) or .parquet file, or one of {', '.join(CORPORA)}"
+        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
+        f"or one of {', '.join(CORPORA)}"
     )
 
 
@@ -137,7 +227,7 @@ def input_bytes(path, field):
             file, column = parquet_column(path, field)
             groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
             return sum(group.column(column).total_uncompressed_size for group in groups)
-        if not str(path).endswith((".xz", ".gz")):
+        if not unpacker(path):
             return os.path.getsize(path)
         total = 0
         with open_input(path) as stream:
@@ -212,20 +302,56 @@ def read_parquet(path, field):
             text = value.as_py()
             if text is not None and not isinstance(text, str):
                 raise Problem(f'{path}: row {row}: field "{field}" is not a text')
-            if text:
+            if text is None:
+                yield Piece(path, "null", row, True, b"")
+            elif text:
                 yield Piece(path, "row", row, True, text.encode())
+
+
+def read_json(path):
+    """The elements of an array, which is read as a whole; a file of anything else has a document a line."""
+    with open_input(path) as stream:
+        if not stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            yield from read_jsonl(path)
+            return
+    with open_input(path) as stream:
+        text = stream.read()
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{path}: not JSON ({error})") from None
+    for number, record in enumerate(records, 1):
+        yield Piece(path, "element", number, True, json.dumps(record).encode())
 
 
 def read_inputs(paths, field):
     for path in paths:
         kind = input_kind(path)
-        pieces = (
-            read_parquet(path, field) if kind == "parquet" else read_text(path) if kind == "txt" else read_jsonl(path)
-        )
         try:
-            yield from pieces
+            if kind == "parquet":
+                yield from read_parquet(path, field)
+            else:
+                yield from {"txt": read_text, "json": read_json, "jsonl": read_jsonl}[kind](path)
         except READ_ERRORS as error:
             raise damaged(path, error) from None
+
+
+def measure(paths, field):
+    """What drawing validation documents needs: all bytes, the number of documents, and the sizes of those of .txt."""
+    total, documents, sizes = 0, 0, array.array("q")
+    for path in paths:
+        if input_kind(path) == "parquet":
+            total += input_bytes(path, field)
+            documents += open_parquet(path).metadata.num_rows
+            continue
+        for piece in read_inputs([path], field):
+            total += len(piece.data)
+            documents += piece.begins
+            if piece.kind == "text" and piece.begins:
+                sizes.append(0)
+            if piece.kind == "text":
+                sizes[-1] += len(piece.data)
+    return total, documents, sizes
 
 
 def cut_for_validation(data, at):
@@ -241,51 +367,88 @@ def cut_for_validation(data, at):
     return at
 
 
-def split_validation(pieces, target):
-    """Tags each piece "val" or "train": the first documents, up to `target` bytes, are for validation.
+def draw(documents, share, seed):
+    """The numbers of about `share` of the documents, ascending: one out of each of as many equal stretches."""
+    wanted = min(max(1, round(documents * share)), documents - 1)
+    generator = random.Random(seed)
+    for i in range(wanted):
+        yield int((i + generator.random()) * documents / wanted)
 
-    Where the first document alone is longer, its beginning is for validation and the rest is a document for training.
+
+def split_validation(pieces, share, measured, seed):
+    """Tags each piece "val" or "train": whole documents, drawn by the seed, are for validation.
+
+    A document that is longer than half the validation text gives `share` of itself instead, its beginning; a
+    line of JSON, which cannot be cut, is drawn at any length. So each input gives about `share` of its bytes.
     """
-    taken, held = 0, []
+    total, documents, sizes = measured
+    sizes, drawn, number, part, left, begins = iter(sizes), draw(documents, share, seed), -1, "train", 0, False
+    chosen = next(drawn, -1)
     for piece in pieces:
-        if taken is None:
-            yield "train", piece
-            continue
-        if piece.begins and held:
-            yield from (("val", earlier) for earlier in held)
-            taken += sum(len(earlier.data) for earlier in held)
-            held = []
-        held.append(piece)
-        if taken + sum(len(earlier.data) for earlier in held) <= target:
-            continue
-        if taken:
-            yield from (("train", earlier) for earlier in held)
-        elif piece.kind == "json":
+        if piece.begins:
+            number, begins = number + 1, False
+            size = next(sizes) if piece.kind == "text" else len(piece.data)
+            long = size > share * total / 2 and piece.kind in ("text", "row")
+            while 0 <= chosen < number:
+                chosen = next(drawn, -1)
+            part, left = "val" if number == chosen and not long else "train", int(share * size) if long else 0
+        if len(piece.data) < left:
+            left -= len(piece.data)
             yield "val", piece
-        else:
-            yield from (("val", earlier) for earlier in held[:-1])
-            cut = cut_for_validation(piece.data, target - sum(len(earlier.data) for earlier in held[:-1]))
-            if cut > 0:
+            continue
+        if left:
+            cut, left, begins = cut_for_validation(piece.data, left), 0, True
+            lines = piece.data.count(b"\n", 0, cut) if piece.kind == "text" else 0
+            if cut:
                 yield "val", piece._replace(data=piece.data[:cut])
-            if cut < len(piece.data):
-                lines = piece.data.count(b"\n", 0, cut) if piece.kind == "text" else 0
-                yield "train", piece._replace(place=piece.place + lines, begins=True, data=piece.data[cut:])
-        taken, held = None, []
-    yield from (("val", earlier) for earlier in held)
+            piece = piece._replace(place=piece.place + lines, data=piece.data[cut:])
+            if not piece.data:
+                continue
+        yield part, piece._replace(begins=piece.begins or begins)
+        begins = False
 
 
 def chunks(tagged):
-    """Groups (part, piece) into (part, [piece, ...]) of at least CHUNK_BYTES, in order."""
-    part, group, size = None, [], 0
-    for tag, piece in tagged:
-        if group and (tag != part or size >= CHUNK_BYTES):
-            yield part, group
-            group, size = [], 0
-        part = tag
-        group.append(piece)
+    """Groups (part, piece) into (part, [piece, ...]) of about CHUNK_BYTES; the order within each part is kept."""
+    filled = operator.itemgetter(1)
+    groups, size = {"val": [], "train": []}, 0
+    for part, piece in tagged:
+        groups[part].append(piece)
         size += len(piece.data)
-    if group:
-        yield part, group
+        if size >= CHUNK_BYTES:
+            yield from filter(filled, groups.items())
+            groups, size = {"val": [], "train": []}, 0
+    yield from filter(filled, groups.items())
+
+
+def shuffled(tokens, end, seed):
+    """The documents in `tokens`, each of which begins with the token `end`, in another order."""
+    documents = np.split(tokens, np.flatnonzero(tokens == end)[1:])
+    random.Random(seed).shuffle(documents)
+    return np.concatenate(documents)
+
+
+class Notes:
+    """What was met in the input and gets a line at the end: how often, and the first places."""
+
+    def __init__(self):
+        self.found = {}  # text: [count, places]
+
+    def add(self, text, place, count=1):
+        entry = self.found.setdefault(text, [0, []])
+        entry[0] += count
+        entry[1] += [place][: NOTED_PLACES + 1 - len(entry[1])]
+
+    def join(self, other):
+        for text, (count, places) in other.found.items():
+            entry = self.found.setdefault(text, [0, []])
+            entry[0] += count
+            entry[1] += places[: NOTED_PLACES + 1 - len(entry[1])]
+
+    def lines(self):
+        for text, (count, places) in self.found.items():
+            more = ", ..." if len(places) > NOTED_PLACES else ""
+            yield f"  notice: {text}: {count} ({', '.join(places[:NOTED_PLACES])}{more})"
 
 
 class Encoder:
@@ -304,18 +467,19 @@ class Encoder:
             self.lengths[token] = len(text)
 
     def text(self, piece, field):
-        """The text of a piece; a Problem that names the line when there is none."""
-        what = "row" if piece.kind == "row" else "line"
+        """The text of a piece, None for a null; a Problem that names the line when there is none."""
+        if piece.kind == "null":
+            return None
         try:
             text = piece.data.decode("utf-8")
         except UnicodeDecodeError as error:
             place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
             raise Problem(
-                f"{piece.path}: {what} {place}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); convert the file"
+                f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); convert the file"
             ) from None
-        if piece.kind != "json":
+        if piece.kind in ("text", "row"):
             return text
-        where = f"{piece.path}: line {piece.place}"
+        where = place_of(piece)
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -325,28 +489,50 @@ class Encoder:
         if field not in record:
             found = ", ".join(list(record)[:8]) or "no field at all"
             raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
-        if not isinstance(record[field], str):
+        if record[field] is not None and not isinstance(record[field], str):
             raise Problem(f'{where}: field "{field}" is not a text')
         return record[field]
 
-    def encode(self, pieces, field):
-        """The tokens of the pieces, uint16."""
-        parts = []
+    def tokens(self, text, piece, strict, notes):
+        """The tokens of a text. White space for which tiktoken has no stack is encoded in pieces of SPACE_MOST."""
+        encode = self.tokenizer.encode_to_numpy
+        try:
+            return encode(text, allowed_special=set(), disallowed_special=())
+        except ValueError as error:
+            cuts = [0, *(match.end() for match in re.finditer(rf"\s{{{SPACE_MOST}}}", text)), len(text)]
+            if strict or len(cuts) == 2:
+                advice = "; leave --strict out to encode it in pieces" if len(cuts) > 2 else ""
+                raise Problem(f"{place_of(piece)}: the text cannot be encoded ({error}){advice}") from None
+        notes.add("very long white space, encoded in pieces", place_of(piece))
+        parts = [text[begin:end] for begin, end in zip(cuts, cuts[1:])]
+        return np.concatenate([encode(part, allowed_special=set(), disallowed_special=()) for part in parts])
+
+    def encode(self, pieces, field, strict=False, inline=False, notes=None):
+        """The tokens of the pieces, uint16. With `inline`, END within a text begins a document."""
+        notes, parts = Notes() if notes is None else notes, []
         for piece in pieces:
             text = self.text(piece, field)
-            if piece.kind == "json" and not text.strip():
+            if text is None:
+                if strict:
+                    raise Problem(f'{place_of(piece)}: field "{field}" is null; leave --strict out to skip it')
+                notes.add("documents without a text, left out", place_of(piece))
+                continue
+            if piece.kind in ("json", "element") and not text.strip():
                 continue
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            try:
-                tokens = self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
-            except ValueError as error:
-                raise Problem(f"{piece.path}: the text at {piece.place} cannot be encoded ({error})") from None
-            if piece.begins:
-                parts.append(np.array([self.end], np.uint16))
-            parts.append(tokens.astype(np.uint16))
+            found = text.count(END)
+            if found and not inline:
+                what = f"{END} within a text, encoded as text; --inline-separators begins a document there"
+                notes.add(what, place_of(piece), found)
+            for i, document in enumerate(text.split(END) if inline else [text]):
+                if found and inline and not document.strip():
+                    continue
+                if piece.begins or i:
+                    parts.append(np.array([self.end], np.uint16))
+                parts.append(self.tokens(document, piece, strict, notes).astype(np.uint16))
         return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
@@ -359,32 +545,36 @@ def start_worker(folder):
     worker_encoder = Encoder(folder)
 
 
-def encode_in_worker(pieces, field):
-    return worker_encoder.encode(pieces, field)
+def encode_in_worker(pieces, reading):
+    notes = Notes()
+    return worker_encoder.encode(pieces, *reading, notes), notes
 
 
-def encode_all(parts, encoder, folder, field, workers):
+def encode_all(parts, encoder, folder, reading, workers, notes):
     """(part, input bytes, tokens) of every chunk, in order; at most 4 chunks a worker are in memory."""
 
     def size(pieces):
         return sum(len(piece.data) for piece in pieces)
 
+    def finished(part, count, future):
+        tokens, found = future.result()
+        notes.join(found)
+        return part, count, tokens
+
     if workers == 1:
         for part, pieces in parts:
-            yield part, size(pieces), encoder.encode(pieces, field)
+            yield part, size(pieces), encoder.encode(pieces, *reading, notes)
         return
     context = multiprocessing.get_context("spawn")  # fork is unsafe beside tqdm's thread
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(folder,))
     waiting = collections.deque()
     try:
         for part, pieces in parts:
-            waiting.append((part, size(pieces), pool.submit(encode_in_worker, pieces, field)))
+            waiting.append((part, size(pieces), pool.submit(encode_in_worker, pieces, reading)))
             if len(waiting) >= 4 * workers:
-                part, count, future = waiting.popleft()
-                yield part, count, future.result()
+                yield finished(*waiting.popleft())
         while waiting:
-            part, count, future = waiting.popleft()
-            yield part, count, future.result()
+            yield finished(*waiting.popleft())
     except BrokenProcessPool:
         raise Problem("a worker was killed, probably for want of memory; try fewer with --workers") from None
     finally:
@@ -559,10 +749,11 @@ def parse(arguments):
     )
     add = parser.add_argument
     names = ", ".join(CORPORA)
-    add("inputs", nargs="+", metavar="INPUT", help=f".txt, .jsonl (also .xz, .gz), .parquet, or a corpus: {names}")
+    inputs = ".txt, .jsonl, .json (also .gz, .xz, .bz2, .zst), .parquet, or a corpus"
+    add("inputs", nargs="+", metavar="INPUT", help=f"{inputs}: {names}")
     add("--out", default="data/corpus", metavar="DIR", help="folder to write (default: %(default)s)")
     add("--force", action="store_true", help="replace an earlier OUT")
-    add("--val", nargs="+", metavar="FILE", help="validation text (default: the first documents of INPUT)")
+    add("--val", nargs="+", metavar="FILE", help="validation text (default: documents of all INPUT, drawn by --seed)")
     add(
         "--val-fraction",
         type=fraction,
@@ -570,7 +761,15 @@ def parse(arguments):
         help="fraction of INPUT for validation, where there is no --val "
         "(default: 0.005, but 128 KiB, at most a tenth, of a small corpus)",
     )
-    add("--field", default="text", metavar="NAME", help="field of a .jsonl or .parquet file (default: %(default)s)")
+    add("--seed", type=int, default=1, metavar="N", help="draws the validation documents (default: %(default)s)")
+    add("--strict", action="store_true", help="stop at a document that would be left out or encoded in pieces")
+    add("--inline-separators", action="store_true", help=f"{END} begins a document anywhere, not only on its own line")
+    add(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of a .jsonl, .json or .parquet file (default: %(default)s)",
+    )
     add(
         "--vocab",
         metavar="DIR",
@@ -603,6 +802,8 @@ def find_inputs(options):
             raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
         if os.path.isdir(path):
             raise Problem(f"{path}: a folder; give its files, such as {path}/*.txt")
+        if not os.path.isfile(path):
+            raise Problem(f"{path}: not a regular file; write its contents into one")
         input_kind(path)
     train, validation = [], list(options.val or [])
     for path in options.inputs:
@@ -619,15 +820,24 @@ def find_inputs(options):
 def write_corpus(options, folder, train_files, validation_files):
     """Fills the folder and returns the contents of meta.json."""
     encoder = write_vocabulary(folder, options.vocab)
-    total = sum(input_bytes(path, options.field) for path in train_files)
-    share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(total, 1)))
-    pieces = read_inputs(train_files, options.field)
+    notes, field = Notes(), options.field
+    for path in train_files + validation_files:
+        if os.path.getsize(path) == 0:
+            if options.strict:
+                raise Problem(f"{path}: empty; leave it, or --strict, out")
+            notes.add("empty files", path)
+    pieces = read_inputs(train_files, field)
     if validation_files:
-        total += sum(input_bytes(path, options.field) for path in validation_files)
-        tagged = (("val", piece) for piece in read_inputs(validation_files, options.field))
+        share = 1.0
+        total = sum(input_bytes(path, field) for path in train_files + validation_files)
+        tagged = (("val", piece) for piece in read_inputs(validation_files, field))
         tagged = (pair for source in (tagged, (("train", piece) for piece in pieces)) for pair in source)
     else:
-        tagged = split_validation(pieces, int(share * total))
+        measured = measure(train_files, field)
+        total = measured[0]
+        taken = min(total, 4 * options.limit_tokens) if options.limit_tokens else total
+        share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
+        tagged = split_validation(pieces, share, measured, options.seed)
     options.workers = worker_count(options.workers, total)
     limit = options.limit_tokens
     limits = {"train": limit, "val": max(int(share * limit), 1 << 15) if limit and not validation_files else None}
@@ -635,16 +845,23 @@ def write_corpus(options, folder, train_files, validation_files):
         part: ShardWriter(folder, part, options.shard_tokens, limits[part], encoder.lengths)
         for part in ("train", "val")
     }
-    results = encode_all(chunks(tagged), encoder, folder, options.field, options.workers)
+    reading = field, options.strict, options.inline_separators
+    results = encode_all(chunks(tagged), encoder, folder, reading, options.workers, notes)
+    validation = [np.zeros(0, np.uint16)]  # is held back where its documents get another order
+    mixed = not validation_files or len(validation_files) > 1
     with tqdm(total=total, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
         for part, size, tokens in results:
-            writers[part].write(tokens)
+            if part == "val" and mixed:
+                validation.append(tokens)
+            else:
+                writers[part].write(tokens)
             bar.update(size)
-            if writers["train"].full():
+            if writers["train"].full() and (validation_files or sum(map(len, validation))):
                 break
         else:
             bar.update(max(0, total - bar.n))  # separators and blank lines
     results.close()
+    writers["val"].write(shuffled(np.concatenate(validation), encoder.end, options.seed))
     for writer in writers.values():
         writer.close()
     if not writers["train"].tokens + writers["val"].tokens:
@@ -660,7 +877,7 @@ def write_corpus(options, folder, train_files, validation_files):
         meta[part] = {"tokens": writer.tokens, "bytes": writer.bytes, "shards": writer.shards}
     meta["sources"] = options.inputs + (options.val or [])
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-    return meta
+    return meta, notes
 
 
 def next_command(out):
@@ -686,7 +903,7 @@ def prepare(options):
         remove_ours(folder)  # of an interrupted run
     folder.mkdir(parents=True)
     try:
-        meta = write_corpus(options, folder, train_files, validation_files)
+        meta, notes = write_corpus(options, folder, train_files, validation_files)
         if out.exists():
             remove_ours(out)
         os.rename(folder, out)
@@ -699,6 +916,8 @@ def prepare(options):
     for part in ("train", "val"):
         tokens, size, shards = (meta[part][key] for key in ("tokens", "bytes", "shards"))
         print(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
+    for line in notes.lines():
+        print(line)
     if meta["val"]["tokens"] < 1025:
         print(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
     print(f"next: {next_command(out)}")

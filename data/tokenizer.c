@@ -7,9 +7,8 @@
 // Encoding cuts the text into words by GPT-2's pattern
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 // and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length, which
-// is a dozen. The pattern is written out by hand: exact for ASCII; above it, code points are letters save for the table
-// of ranges below (spaces, punctuation, symbols, digits). A wrong class cuts a word elsewhere and loses nothing: every
-// encoding decodes to the bytes it came from.
+// is a dozen. The pattern is written out by hand; which characters are letters, numbers and white space is in
+// unicode.h. Every encoding decodes to the bytes it came from.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -18,10 +17,11 @@
 #include "../kernels/text.h"
 #include "model_folder.h"
 #include "tokenizer.h"
+#include "unicode.h"
 
 enum { VOCABULARY_MOST = 1 << 20 };
 
-typedef enum { LETTER, DIGIT, SPACE, OTHER } CharClass;
+typedef enum { LETTER, DIGIT, SPACE, OTHER } CharClass;  // as numbered in unicode.h
 
 typedef struct {
     uint64_t pair;  // left << 32 | right
@@ -523,44 +523,18 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) 
     return known ? tokenizer->text + tokenizer->first[token] : "";
 }
 
-// Above ASCII everything is a letter, except: (ranges in order, last included)
+// The class of a character: that of the last entry of the table whose code point is not above it.
 static CharClass class_of(uint32_t point) {
-    static const struct {
-        uint32_t first, last;
-        CharClass class;
-    } ranges[] = {
-        {0x80, 0x84, OTHER},       {0x85, 0x85, SPACE},       {0x86, 0x9F, OTHER},        {0xA0, 0xA0, SPACE},
-        {0xA1, 0xA9, OTHER},       {0xAB, 0xB1, OTHER},       {0xB2, 0xB3, DIGIT},        {0xB4, 0xB4, OTHER},
-        {0xB6, 0xB8, OTHER},       {0xB9, 0xB9, DIGIT},       {0xBB, 0xBB, OTHER},        {0xBC, 0xBE, DIGIT},
-        {0xBF, 0xBF, OTHER},       {0xD7, 0xD7, OTHER},       {0xF7, 0xF7, OTHER},        {0x300, 0x36F, OTHER},
-        {0x589, 0x5CF, OTHER},     {0x600, 0x61F, OTHER},     {0x64B, 0x65F, OTHER},      {0x660, 0x669, DIGIT},
-        {0x66A, 0x66D, OTHER},     {0x6F0, 0x6F9, DIGIT},     {0x964, 0x965, OTHER},      {0x966, 0x96F, DIGIT},
-        {0x1680, 0x1680, SPACE},   {0x2000, 0x200A, SPACE},   {0x200B, 0x2027, OTHER},    {0x2028, 0x2029, SPACE},
-        {0x202A, 0x202E, OTHER},   {0x202F, 0x202F, SPACE},   {0x2030, 0x205E, OTHER},    {0x205F, 0x205F, SPACE},
-        {0x2060, 0x206F, OTHER},   {0x2070, 0x2070, DIGIT},   {0x2074, 0x2079, DIGIT},    {0x207A, 0x207E, OTHER},
-        {0x2080, 0x2089, DIGIT},   {0x208A, 0x208E, OTHER},   {0x20A0, 0x20FF, OTHER},    {0x2116, 0x2118, OTHER},
-        {0x211E, 0x2123, OTHER},   {0x2150, 0x2182, DIGIT},   {0x2190, 0x245F, OTHER},    {0x2460, 0x249B, DIGIT},
-        {0x249C, 0x24E9, OTHER},   {0x24EA, 0x24FF, DIGIT},   {0x2500, 0x2775, OTHER},    {0x2776, 0x2793, DIGIT},
-        {0x2794, 0x2BFF, OTHER},   {0x3000, 0x3000, SPACE},   {0x3001, 0x3004, OTHER},    {0x3007, 0x3007, DIGIT},
-        {0x3008, 0x3020, OTHER},   {0x3021, 0x3029, DIGIT},   {0x302A, 0x3030, OTHER},    {0x30FB, 0x30FB, OTHER},
-        {0xD800, 0xF8FF, OTHER},   {0xFE00, 0xFE6F, OTHER},   {0xFF01, 0xFF0F, OTHER},    {0xFF10, 0xFF19, DIGIT},
-        {0xFF1A, 0xFF20, OTHER},   {0xFF3B, 0xFF40, OTHER},   {0xFF5B, 0xFF65, OTHER},    {0xFFE0, 0xFFFF, OTHER},
-        {0x1D7CE, 0x1D7FF, DIGIT}, {0x1F000, 0x1FAFF, OTHER}, {0xE0000, 0x10FFFF, OTHER},
-    };
-    if (point == ' ' || (point >= '\t' && point <= '\r')) return SPACE;
-    if (point >= '0' && point <= '9') return DIGIT;
-    if (point < 0x80) return (point | 32) >= 'a' && (point | 32) <= 'z' ? LETTER : OTHER;
-    int low = 0, high = (int)(sizeof(ranges) / sizeof(ranges[0]));
-    while (low < high) {
+    int low = 0, high = (int)(sizeof(unicode_classes) / sizeof(unicode_classes[0]));
+    while (high - low > 1) {
         int middle = (low + high) / 2;
-        if (ranges[middle].last < point) {
-            low = middle + 1;
+        if (unicode_classes[middle] >> 2 <= point) {
+            low = middle;
         } else {
             high = middle;
         }
     }
-    bool inside = low < (int)(sizeof(ranges) / sizeof(ranges[0])) && ranges[low].first <= point;
-    return inside ? ranges[low].class : LETTER;
+    return (CharClass)(unicode_classes[low] & 3);
 }
 
 // The class and, in *length, the size of the character at text[0..bytes), bytes > 0. A malformed byte is a symbol.

@@ -260,7 +260,7 @@ static const Bad BAD_DATA[] = {
     {ALL, "--data @/header.bin", "header.bin", "truncated"},
     {ALL, "--data @/empty.bin", "empty.bin", "empty"},
     {ALL, "--data @/few.bin", "few.bin", "tokens"},
-    {ALL, "--data @/s/few_*.bin", "few_1.bin", "tokens"},
+    {ALL, "--data @/s/few_*.bin", "few_1.bin has 20 tokens", "too few"},
     {ALL, "--data @/token.bin --val @/good.bin", "token.bin", "token 300"},
     {ALL, "--data @/good.bin --val @/missing.bin", "--val", "missing.bin"},
     {ALL, "--data @/good.bin --val @/short.txt", "--val", "short.txt"},
@@ -307,9 +307,9 @@ static void make_bad_data(const char* work) {
     mkdir(folder, 0755);
     snprintf(folder, sizeof(folder), "%s/s", work);
     mkdir(folder, 0755);
-    write_shard(folder, "few_0.bin", 20240520, 1, 500, 500, 1);
+    write_shard(folder, "few_0.bin", 20240520, 1, 9, 9, 1);
     write_shard(folder, "few_1.bin", 20240520, 1, 20, 20, 1);
-    write_shard(folder, "few_2.bin", 20240520, 1, 500, 500, 1);
+    write_shard(folder, "few_2.bin", 20240520, 1, 7, 7, 1);
 }
 
 static void make_bad_models(Test* test, const char* work) {

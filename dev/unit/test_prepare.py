@@ -8,6 +8,7 @@ and a few merges, so nothing is downloaded; one case uses GPT-2's own where ../s
 prepare.py needs is missing, all is skipped and the exit status is 0.
 """
 
+import bz2
 import gzip
 import json
 import lzma
@@ -164,9 +165,10 @@ def test_round_trip_text(case):
     documents = [sample(i, 400) for i in range(40)]
     corpus = case.prepare(case.write("a.txt", joined(documents)), "--val-fraction", 0.2)
     val, train = corpus.documents("val"), corpus.documents("train")
-    assert val + train == [document + "\n" for document in documents]
+    assert sorted(val + train) == sorted(document + "\n" for document in documents)
+    assert train == [document + "\n" for document in documents if document + "\n" not in val]
     share = corpus.meta["val"]["bytes"] / (corpus.meta["val"]["bytes"] + corpus.meta["train"]["bytes"])
-    assert 0.17 < share < 0.201, share
+    assert len(val) == 8 and 0.17 < share < 0.23, share
     assert corpus.meta["vocabulary"] == case.vocabulary and corpus.meta["version"] == 1
     assert corpus.meta["tokenizer"] == "gpt2" and corpus.meta["sources"] == ["a.txt"]
     assert max(corpus.tokens("train")) < case.vocabulary
@@ -210,7 +212,13 @@ def test_parquet(case):
     documents = [sample(i, 300) for i in range(30)]
     pyarrow.parquet.write_table(pyarrow.table({"id": list(range(30)), "text": documents}), case.folder / "a.parquet")
     corpus = case.prepare("a.parquet", "--val-fraction", 0.3)
-    assert corpus.documents("val") + corpus.documents("train") == documents and len(corpus.documents("val")) > 3
+    assert sorted(corpus.documents("val") + corpus.documents("train")) == sorted(documents)
+    assert len(corpus.documents("val")) == 9
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["the", None, "", "in"]}), case.folder / "a.PARQUET")
+    done = case.run("a.PARQUET", "--val", "a.parquet", "--out", "nulls")
+    assert "documents without a text, left out: 1 (a.PARQUET: row 2)\n" in done.stdout, done.stdout + done.stderr
+    assert Corpus(case.folder / "nulls").documents("train") == ["the", "in"]
+    case.refuse('a.PARQUET: row 2: field "text" is null', "a.PARQUET", "--val", "a.parquet", "--strict")
     case.refuse("id, text", "a.parquet", "--field", "body")
     case.refuse("cannot be read", case.write("b.parquet", "text"))
 
@@ -226,7 +234,136 @@ def test_workers_and_shards(case):
         assert (one.folder / file).read_bytes() == (many.folder / file).read_bytes(), file
     assert {len(shard) for shard in one.shards("train")[:-1]} == {100000}
     assert 50000 <= len(one.shards("train")[-1]) < 150000
-    assert one.documents("val") + one.documents("train") == [document + "\n" for document in documents]
+    val, train, documents = one.documents("val"), one.documents("train"), [text + "\n" for text in documents]
+    drawn = [text for text in val if text in documents]
+    (begins,) = [text for text in val if text not in documents]  # of the long document, which is too long to be drawn
+    share = (1 << 17) / sum(len(text.encode()) for text in documents)
+    assert 1 <= len(drawn) <= 2 and documents[-1].startswith(begins)
+    assert abs(len(begins.encode()) / len(documents[-1].encode()) - share) < 0.002, share
+    assert train == [text for text in documents[:-1] if text not in drawn] + [documents[-1][len(begins) :]]
+
+
+def test_validation_is_of_all_inputs(case):
+    """Each input gives its share of validation documents, whatever its kind, and the first ones are mixed."""
+    texts = {name: [f"{name} {i} " + sample(i, 300) for i in range(60)] for name in ("a", "b", "c")}
+    case.write("a.txt", joined(texts["a"]))
+    case.write("b.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts["b"]))
+    case.write("c.json.xz", json.dumps([{"text": text} for text in texts["c"]], indent=1))
+    inputs = ("a.txt", "b.jsonl", "c.json.xz")
+    val = case.prepare(*inputs, "--val-fraction", 0.2).documents("val")
+    names = [text[0] for text in val]
+    assert {name: names.count(name) for name in "abc"} == dict.fromkeys("abc", 12), names
+    assert len(set(names[:12])) == 3 and names != sorted(names), names
+    same = case.prepare(*inputs, "--val-fraction", 0.2, "--workers", 3, out="same")
+    other = case.prepare(*inputs, "--val-fraction", 0.2, "--seed", 2, out="other").documents("val")
+    assert same.documents("val") == val and sorted(other) != sorted(val) and len(other) == len(val)
+    # Books of one document each are too long to be drawn: each gives its beginning.
+    books = {name: name + " " + sample(ord(name), 20000) for name in "xyz"}
+    corpus = case.prepare(*(case.write(name + ".txt", books[name]) for name in books), out="books")
+    val, train = corpus.documents("val"), corpus.documents("train")
+    assert sorted(text[0] for text in val) == ["x", "y", "z"] and len(train) == 3
+    for begin in val:
+        (rest,) = [text for text in train if begin + text == books[begin[0]]]
+        assert 0.08 < len(begin) / len(books[begin[0]]) < 0.12
+    # Little of a large corpus still has a validation part.
+    case.prepare("a.txt", "--limit-tokens", 500, out="limited").documents("val")
+    # Named validation files are mixed as well; a single one keeps its order.
+    val = case.prepare("c.json.xz", "--val", "a.txt", "b.jsonl", out="named").documents("val")
+    assert len({text[0] for text in val[:12]}) == 2 and len(val) == 120
+    val = case.prepare("b.jsonl", "--val", "c.json.xz", out="single").documents("val")
+    assert val == texts["c"]
+
+
+def pack_zstd(data):
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def test_packed_by_contents_and_names(case):
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        return "skipped: no zstandard"
+    documents = [sample(i, 300) for i in range(12)]
+    text, lines = joined(documents), "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    array, val = json.dumps([{"text": text} for text in documents]), case.write("v.txt", "validation")
+    packers = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": pack_zstd, "": bytes}
+    for i, (ending, pack) in enumerate(packers.items()):
+        cases = [("A.TXT", text), ("a.JsonL", lines), ("a.json", array), ("lines.json", lines), ("noending", text)]
+        for j, (name, content) in enumerate((cases[i], cases[i - 1])):
+            name = name + (ending.upper() if j else ending)
+            (case.folder / name).write_bytes(pack(content.encode()))
+            out = f"o{i}_{j}"
+            got = case.prepare(name, "--val", val, out=out).documents("train")
+            assert [text.rstrip("\n") for text in got] == [text.rstrip("\n") for text in documents], name
+        # Packed, whatever the name says.
+        (case.folder / "odd.txt").write_bytes(pack(text.encode()))
+        assert len(case.prepare("odd.txt", "--val", val, out=f"odd{i}").documents("train")) == len(documents)
+        if not ending:
+            continue
+        whole = pack(sample(7, 100000).encode())
+        (case.folder / "a.bin.csv").write_bytes(whole)  # a packed file of an unknown kind is text
+        case.prepare("a.bin.csv", "--val", val, out=f"csv{i}")
+        for length in (len(whole) // 2, len(whole) - 5):
+            (case.folder / ("cut.txt" + ending)).write_bytes(whole[:length])
+            case.refuse("cut.txt" + ending + ": cannot be read", "cut.txt" + ending)
+        (case.folder / ("plain.txt" + ending)).write_text("not packed")
+        case.refuse("cannot be read (it is not packed, as its name says)", "plain.txt" + ending)
+    two = pack_zstd(b"one\n") + pack_zstd(b"two\n")
+    (case.folder / "two.txt.zst").write_bytes(two)
+    assert case.prepare("two.txt.zst", "--val", val, out="two").documents("train") == ["one\ntwo\n"]
+
+
+def test_bad_documents(case):
+    """One document that cannot be encoded does not end the preparation of all others."""
+    spaces = "a" + " " * 1_000_000 + "b" + "\n" * 1_000_000 + "c"
+    rows = [{"text": "first"}, {"text": None}, {"text": " \n "}, {"text": spaces}, {"text": "last"}]
+    lines = case.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    array = case.write("a.json", json.dumps(rows))
+    val = case.write("v.txt", "validation")
+    for name, what in ((lines, "line"), (array, "element")):
+        for workers in (1, 2):
+            done = case.run(name, "--val", val, "--out", "o", "--force", "--workers", workers)
+            assert done.returncode == 0, done.stderr
+            assert f"documents without a text, left out: 1 ({name}: {what} 2)\n" in done.stdout, done.stdout
+            assert f"very long white space, encoded in pieces: 1 ({name}: {what} 4)\n" in done.stdout, done.stdout
+            assert Corpus(case.folder / "o").documents("train") == ["first", spaces, "last"]
+        case.refuse(f"{name}: {what} 2: field", name, "--val", val, "--strict")
+    text = case.write("a.txt", joined(["first", "x\n" + spaces, "last"]))
+    done = case.run(text, "--val", val, "--out", "text")
+    assert "encoded in pieces: 2 (a.txt: line 4, a.txt: line 5)\n" in done.stdout, done.stdout
+    assert Corpus(case.folder / "text").documents("train") == ["first\n", "x\n" + spaces + "\n", "last\n"]
+    case.refuse("a.txt: line 4: the text cannot be encoded", text, "--val", val, "--strict")
+    many = case.write("many.jsonl", '{"text": null}\n' * 50 + '{"text": "the"}\n')
+    done = case.run(many, "--val", val, "--out", "many")
+    assert "left out: 50 (many.jsonl: line 1, " in done.stdout and "line 10, ...)\n" in done.stdout, done.stdout
+    case.write("nothing.txt", "")
+    done = case.run("nothing.txt", text, "--val", val, "--out", "nothing")
+    assert done.returncode == 0 and "empty files: 1 (nothing.txt)\n" in done.stdout, done.stdout
+    case.refuse("nothing.txt: empty", "nothing.txt", text, "--strict")
+    os.mkfifo(case.folder / "fifo.txt")
+    case.refuse("fifo.txt: not a regular file", "fifo.txt")
+
+
+def test_inline_separators(case):
+    text = "one<|endoftext|>two <|endoftext|>\nthree\n<|endoftext|>\nfour<|endoftext|> <|endoftext|>five"
+    name, val = case.write("a.txt", text), case.write("v.jsonl", '{"text": "x<|endoftext|>y"}')
+    done = case.run(name, "--val", val, "--out", "o")
+    assert "notice: <|endoftext|> within a text" in done.stdout, done.stdout
+    assert ": 5 (v.jsonl: line 1, a.txt: line 1, a.txt: line 4)\n" in done.stdout, done.stdout
+    assert "--inline-separators" in done.stdout
+    assert Corpus(case.folder / "o").documents("train") == [text.split("<|endoftext|>\nfour")[0], "four" + text[-31:]]
+    corpus = case.prepare(name, "--val", val, "--inline-separators", out="inline")
+    assert corpus.documents("train") == ["one", "two ", "\nthree\n", "four", "five"]
+    assert corpus.documents("val") == ["x", "y"]
+
+
+def test_unicode_tables(case):
+    """data/unicode.h and dev/reference/words.txt are what tiktoken says today."""
+    for script in ("data/make_unicode.py", "dev/reference/make_words.py"):
+        done = subprocess.run([sys.executable, str(ROOT / script), "--check"], capture_output=True, timeout=300)
+        assert done.returncode == 0, f"{script}: run it again: {done.stderr}"
 
 
 def test_long_document_in_pieces(case):

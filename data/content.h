@@ -1,0 +1,27 @@
+// What a file holds that was named as training data: plain text, or something that is not to be trained on as bytes by
+// mistake. Only the contents count, not the name.
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+    CONTENT_TEXT,
+    CONTENT_KNOWN,   // packed, UTF-16, or a kind of file that has a name
+    CONTENT_BINARY,  // numbers of an unknown kind
+    CONTENT_UNREADABLE
+} Content;
+// What an open file of `size` bytes holds, judged by at most 128 KiB of it. For all but a text the sentence "PATH is
+// ...; type ..." is written into `error`.
+Content content_of(int descriptor, int64_t size, const char* path, char* error);
+// Reads exactly `count` bytes from `offset` on; false when the file ends before or cannot be read.
+bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset);
+// The integer that belongs to `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running the pickle; -1
+// when it is not found.
+int64_t pickle_int(const char* pickle, int64_t bytes, const char* key);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Writes data/unicode.h: which characters GPT-2's tokenizer takes for letters, numbers and white space.
+
+    .venv/bin/python data/make_unicode.py          writes the file
+    .venv/bin/python data/make_unicode.py --check  says by its exit status whether the file is up to date
+
+The classes are asked from tiktoken, the tokenizer that data/prepare.py encodes with, so that a prompt is cut into words
+as the training text was. tiktoken has a Unicode version of its own, which is not that of Python's unicodedata.
+"""
+
+import sys
+from pathlib import Path
+
+import tiktoken
+
+CLASSES = (r"\p{L}", r"\p{N}", r"\s")  # LETTER, DIGIT and SPACE of data/tokenizer.c; OTHER is what remains
+VERSIONS = [f"{major}.0" for major in range(30, 9, -1)]
+
+
+def matches(pattern, text):
+    """The characters of the text that the pattern matches, one at a time."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    engine = tiktoken.Encoding("class", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return set(engine.decode(engine.encode_ordinary(text)))
+
+
+def unicode_version():
+    for version in VERSIONS:
+        try:
+            matches(rf"\p{{Age={version}}}", "")
+        except ValueError:  # the engine does not know this version yet
+            continue
+        return version
+    raise SystemExit("make_unicode: tiktoken names no Unicode version that this script knows; add it to VERSIONS")
+
+
+def class_changes():
+    """[(code point, class)]: the class of all characters from this code point up to the next entry's."""
+    every = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    found = [matches(pattern, "".join(every)) for pattern in CLASSES]
+    changes = []
+    for character in every:
+        kind = next((i for i, members in enumerate(found) if character in members), len(CLASSES))
+        if not changes or changes[-1][1] != kind:
+            changes.append((ord(character), kind))
+    return changes
+
+
+def header():
+    numbers = [f"{point << 2 | kind:#x}," for point, kind in class_changes()]
+    lines, line = [], "   "
+    for number in numbers:
+        if len(line) + 1 + len(number) > 120:
+            lines.append(line)
+            line = "   "
+        line += " " + number
+    return f"""// Written by data/make_unicode.py: Unicode {unicode_version()}, as tiktoken {tiktoken.__version__} has it.
+// Each entry is a code point << 2 | the class (0 letter, 1 number, 2 white space, 3 other) of the characters from it to
+// the next entry's.
+#pragma once
+#include <stdint.h>
+
+// clang-format off
+static const uint32_t unicode_classes[] = {{
+{chr(10).join(lines + [line])}
+}};
+// clang-format on
+"""
+
+
+if __name__ == "__main__":
+    path = Path(__file__).with_name("unicode.h")
+    if "--check" in sys.argv[1:]:
+        sys.exit(path.read_text("utf-8") != header())
+    path.write_text(header(), "utf-8")

@@ -1,0 +1,455 @@
+// What training text may be: every character of the tokenizer, files that are no text, shards too short for a window,
+// nanoGPT's data, and data that changed between two starts of a run.
+#include "../../data/content.h"
+#include "../../data/loader.h"
+#include "../../data/tokenizer.h"
+#include "cli.h"
+#include "data.h"
+
+// Appends the UTF-8 of a character.
+static char* put_character(char* to, uint32_t point) {
+    if (point < 0x80) {
+        *to++ = (char)point;
+    } else if (point < 0x800) {
+        *to++ = (char)(0xC0 | point >> 6);
+    } else if (point < 0x10000) {
+        *to++ = (char)(0xE0 | point >> 12);
+        *to++ = (char)(0x80 | (point >> 6 & 63));
+    } else {
+        *to++ = (char)(0xF0 | point >> 18);
+        *to++ = (char)(0x80 | (point >> 12 & 63));
+        *to++ = (char)(0x80 | (point >> 6 & 63));
+    }
+    if (point >= 0x80) *to++ = (char)(0x80 | (point & 63));
+    return to;
+}
+
+// The vocabulary of dev/reference/make_words.py: bytes, and pairs of a probe and a byte above 127 in both orders. The
+// files spell a byte as the printable character that stands for it.
+static void put_word_vocabulary(Test* test, const Folder& folder) {
+    static const unsigned char probes[] = "a1. \n";
+    static char vocabulary[1 << 16], merges[1 << 16];
+    char name[256][8];
+    uint32_t other = 256;
+    for (int byte = 0; byte < 256; byte++) {
+        bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD);
+        *put_character(name[byte], printable ? (uint32_t)byte : other++) = 0;
+    }
+    int at = 0, merge = 0, token = 0;
+    for (; token < 256; token++) {
+        const char* quoted = token == '"' || token == '\\' ? "\\" : "";
+        at += sprintf(vocabulary + at, "%c\"%s%s\": %d", token ? ',' : '{', quoted, name[token], token);
+    }
+    for (int i = 0; i < 5 * 128 * 2; i++, token++) {
+        const char *probe = name[probes[i / 256]], *high = name[128 + i % 256 / 2];
+        const char *left = i % 2 ? high : probe, *right = i % 2 ? probe : high;
+        at += sprintf(vocabulary + at, ",\"%s%s\": %d", left, right, token);
+        merge += sprintf(merges + merge, "%s %s\n", left, right);
+    }
+    strcat(vocabulary, "}");
+    put_text(test, in(folder, "vocab.json"), vocabulary);
+    put_text(test, in(folder, "merges.txt"), merges);
+}
+
+// The text of one line of dev/reference/words.txt; returns its bytes.
+static int64_t word_text(uint32_t first, uint32_t count, char* text) {
+    static const char* const contexts[] = {"a@a",
+                                           "1@1",
+                                           ".@.",
+                                           " @ a",
+                                           "@@ .",
+                                           "  @1",
+                                           "x'@s",
+                                           "\xC3\xA9"
+                                           "@",
+                                           "@  ",
+                                           ".\n@\n"};
+    char* to = text;
+    for (const char* context : contexts) {
+        for (uint32_t point = first; point < first + count; point++) {
+            if (point >= 0xD800 && point < 0xE000) continue;
+            for (const char* c = context; *c; c++) {
+                if (*c == '@') {
+                    to = put_character(to, point);
+                } else {
+                    *to++ = *c;
+                }
+            }
+            *to++ = '\n';
+        }
+    }
+    return to - text;
+}
+
+// tiktoken's tokens are hashed in dev/reference/words.txt.
+TEST(corpus_every_character) {
+    enum { BLOCK = 4096, BYTES = BLOCK * 10 * 12 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    put_word_vocabulary(test, folder);
+    Tokenizer* tokenizer = tokenizer_open(folder.path, error);
+    expect(tokenizer, "%s", error);
+    char *words = read_text(test, "dev/reference/words.txt"), *text = (char*)malloc(BYTES);
+    int* tokens = (int*)malloc(BYTES * sizeof(int));
+    int blocks = 0;
+    for (char* line = words; tokenizer && *line; line = strchr(line, '\n') + 1, blocks++) {
+        unsigned first = 0;
+        unsigned long long want = 0, got = 0;
+        if (sscanf(line, "%x %llx", &first, &want) != 2) break;
+        int count = tokenizer_encode(tokenizer, text, word_text(first, BLOCK, text), tokens, BYTES);
+        for (int i = 0; i < count; i++) got = (got + (unsigned)tokens[i]) * 0x100000001B3ull;
+        expect(got == want, "the words around U+%04X to U+%04X are not tiktoken's", first, first + BLOCK - 1);
+    }
+    expect(blocks == 0x110000 / BLOCK, "%d blocks", blocks);
+    tokenizer_close(tokenizer);
+    free(words), free(text), free(tokens);
+    folder_end(test, folder);
+}
+
+static bool opens(const char* path, DataFormat format, DatasetPart part, int T, char* error) {
+    Dataset data;
+    bool open = dataset_open_as(&data, path, format, part, 0.1, T, error);
+    if (open) dataset_close(&data);
+    return open;
+}
+
+// 4000 bytes: the signature, then numbers that no text has, or text.
+static void put_signed(Test* test, const char* path, int at, const char* signature, int length, bool binary) {
+    static unsigned char bytes[4000];
+    uint64_t state = 5;
+    for (int i = 0; i < 4000; i++) bytes[i] = binary ? (unsigned char)random_next(&state) : " etaoin\n"[i % 8];
+    memcpy(bytes + at, signature, (size_t)length);
+    put(test, path, bytes, sizeof(bytes));
+}
+
+// What is no text is refused by its contents, with a way on, and --data-format bytes takes it.
+TEST(corpus_content) {
+    static const struct {
+        const char* signature;
+        int length, at;
+        const char *name, *advice;
+    } cases[] = {
+        {"\x1F\x8B\x08\x00", 4, 0, "gzip", "type python3 data/prepare.py"},
+        {"\3757zXZ\0", 6, 0, "xz data", "type python3 data/prepare.py"},
+        {"\x28\xB5\x2F\xFD", 4, 0, "zstd", "type python3 data/prepare.py"},
+        {"BZh91AY&SY", 10, 0, "bzip2", "type python3 data/prepare.py"},
+        {"PAR1", 4, 0, "parquet", "type python3 data/prepare.py"},
+        {"PK\3\4", 4, 0, "zip", "type unzip"},
+        {"ustar", 5, 257, "tar", "type tar"},
+        {"\x10\1\0\0\0\0\0\0{\"__metadata__\"", 22, 0, "safetensors", "--model"},
+        {"\x93NUMPY\1\0", 8, 0, "NumPy", "nanogpt"},
+        {"%PDF-1.7", 8, 0, "PDF", "type pdftotext"},
+        {"\177ELF", 4, 0, "ELF", "name a text"},
+        {"\x89PNG\r\n", 6, 0, "PNG", "name a text"},
+        {"SQLite format 3", 16, 0, "SQLite", "name a text"},
+        {"\x89HDF\r\n\x1A\n", 8, 0, "HDF5", "name a text"},
+        {"ARROW1\0\0", 8, 0, "Arrow", "name a text"},
+        {"\x80\4\x95\1\2\3", 6, 0, "pickle", "name a text"},
+        {"\xFF\xFE"
+         "a",
+         4, 0, "UTF-16", "type iconv -f UTF-16 "},
+        {"GGUF\3\0\0\0", 8, 0, "GGUF", "name a text"},
+        {"??", 2, 0, "binary", "--data-format nanogpt"},
+    };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    const char *path = in(folder, "it's text.txt"), *model = in(folder, "model.bin");
+    for (auto& item : cases) {
+        put_signed(test, path, item.at, item.signature, item.length, true);
+        expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, item.name);
+        expect(strstr(error, item.advice) && strstr(error, "--data-format bytes"), "%s", error);
+        expect(!strstr(error, "type ") || strstr(error, "it'\\''s text.txt'"), "not quoted for a shell: %s", error);
+        expect(opens(path, DATA_BYTES, DATASET_WHOLE, 16, error), "%s", error);
+        put_signed(test, model, item.at, item.signature, item.length, true);
+        bool known = strcmp(item.name, "binary") != 0;
+        expect_refused(opens(model, DATA_AUTO, DATASET_WHOLE, 16, error), error, known ? item.name : "not a shard of");
+        expect(strstr(error, item.advice), "%s", error);
+    }
+    // Printable signatures may begin a text.
+    const char* printable[] = {"PAR1", "GGUF", "ORC", "RIFF", "MZ", "ID3", "GIF8", "OggS", "fLaC"};
+    for (const char* signature : printable) {
+        put_signed(test, path, 0, signature, (int)strlen(signature), false);
+        expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);
+    }
+    folder_end(test, folder);
+}
+
+// Texts of any encoding of 8 bits are texts; numbers and UTF-16 without a mark are not; and a stray NUL does not
+// matter.
+TEST(corpus_text_or_not) {
+    enum { BYTES = 1 << 20 };
+    static unsigned char bytes[BYTES];
+    static const struct {
+        const char* what;
+        const char* piece;  // of the text
+        int length;
+        const char* refused;  // NULL: it is a text
+    } cases[] = {
+        {"Latin-1", "\xE9t\xE9 \xE0 la plage\r\n\t", 17, nullptr},
+        {"Russian, KOI8-R", "\xF0\xD2\xC9\xD7\xC5\xD4 ", 7, nullptr},
+        {"Chinese, GB 18030", "\xD6\xD0\xCE\xC4\xA1\xA3", 6, nullptr},
+        {"a terminal's log", "\x1B[1mok\x1B[0m\n", 11, nullptr},
+        {"UTF-16 little-endian", "h\0i\0 \0!\0\n\0", 10, "type iconv -f UTF-16LE"},
+        {"UTF-16 big-endian", "\0h\0i\0 \0!\0\n", 10, "type iconv -f UTF-16BE"},
+        {"tokens of characters", "\x27\0\1\0\x30\0\0\0\x28\0\x0A\0", 12, "--data-format nanogpt"},
+        {"GPT-2's tokens", "\x0D\0\x06\1\x86\x34\x0B\0\x2C\1", 10, "--data-format nanogpt"},
+        {"control bytes", "abcdefghijklmnop\1", 17, "is binary"},
+    };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    const char* path = in(folder, "x");
+    for (auto& item : cases) {
+        for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)item.piece[i % item.length];
+        put(test, path, bytes, BYTES);
+        bool open = opens(path, DATA_AUTO, DATASET_WHOLE, 16, error);
+        if (!item.refused) expect(open, "%s: %s", item.what, error);
+        if (item.refused) expect(!open && strstr(error, item.refused), "%s: %s", item.what, open ? "taken" : error);
+    }
+    memset(bytes, 'a', BYTES);
+    for (int i = 0; i < BYTES; i += 5000) bytes[i] = 0;
+    put(test, path, bytes, BYTES);
+    expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);
+    // A text at the beginning alone is not enough.
+    memset(bytes, 'a', BYTES);
+    memset(bytes + BYTES / 4, 0, BYTES / 2);
+    put(test, path, bytes, BYTES);
+    expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, "is binary");
+    put(test, path, "a\0b", 3);
+    expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 1, error), error, "add --data-format bytes");
+    put_text(test, path, "abc");
+    expect(opens(path, DATA_AUTO, DATASET_WHOLE, 1, error), "%s", error);
+    expect_refused(opens(path, DATA_SHARDS, DATASET_WHOLE, 1, error), error, "leave --data-format shards out");
+    folder_end(test, folder);
+}
+
+// A folder as nanoGPT's data/*/prepare.py leaves it.
+TEST(corpus_nanogpt) {
+    // Python 3.11: pickle.dumps({"vocab_size": N, "itos": {0: "a"}}, protocol), N = 65, 300 and 40000.
+    static const struct {
+        const char* pickle;
+        int bytes, vocabulary;
+    } pickles[] = {
+        {"\x80\4\x95\x1e\0\0\0\0\0\0\0}\x94(\x8c\nvocab_size\x94KA\x8c\4itos\x94}\x94K\0\x8c\1a\x94su.", 41, 65},
+        {"\x80\2}q\0(X\n\0\0\0vocab_sizeq\1M,\1X\4\0\0\0itosq\2}q\3K\0X\1\0\0\0aq\4su.", 51, 300},
+        {"(dp0\nVvocab_size\np1\nI40000\nsVitos\np2\n(dp3\nI0\nVa\np4\nss.", 55, 40000},
+        {"\x80\4\x95\x21\0\0\0\0\0\0\0}\x94(\x8c\nvocab_size\x94J@\x9c\0\0\x8c\4itos\x94}\x94K\0\x8c\1a\x94su.", 44,
+         40000},
+        {"\x80\4\x95\x1e\0\0\0\0\0\0\0}\x94(\x8c\nvocab_sort\x94KA\x8c\4itos\x94}\x94K\0\x8c\1a\x94su.", 41, -1},
+        {"\x80\4\x95\x1e\0\0\0\0\0\0\0}\x94(\x8c\nvocab_size\x94K", 25, -1},
+        {"\x80\4\x95\x1e\0\0\0\0\0\0\0}\x94(\x8c\nvocab_size", 23, -1},
+        {"", 0, -1},
+    };
+    for (auto& item : pickles) {
+        int64_t got = pickle_int(item.pickle, item.bytes, "vocab_size");
+        expect(got == item.vocabulary, "vocab_size %lld, not %d", (long long)got, item.vocabulary);
+    }
+    enum { T = 16 };
+    char error[DATA_ERROR_BYTES] = "";
+    Folder folder = folder_new(test);
+    uint16_t tokens[1001];
+    for (int i = 0; i < 1001; i++) tokens[i] = (uint16_t)(i % 65);
+    put(test, in(folder, "val.bin"), tokens, 200);
+    expect_refused(opens(folder.path, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
+    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "holds no train.bin");
+    put(test, in(folder, "train.bin"), tokens, 2000);
+    expect_refused(opens(folder.path, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
+    expect_refused(opens(in(folder, "train.bin"), DATA_AUTO, DATASET_TRAIN, T, error), error, "--data-format nanogpt");
+    const char* names[] = {folder.path, in(folder, "train.bin")};
+    for (const char* name : names) {
+        for (int with_meta = 0; with_meta < 2; with_meta++) {
+            if (with_meta) put(test, in(folder, "meta.pkl"), pickles[0].pickle, pickles[0].bytes);
+            Dataset train = {}, val = {};
+            bool fine = dataset_open_as(&train, name, DATA_NANOGPT, DATASET_TRAIN, 0.1, T, error) &&
+                        dataset_open_as(&val, name, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error);
+            expect(fine, "%s", error);
+            int want = with_meta ? 65 : 50257, in_window[T], targets[T];
+            expect(train.tokens == 1000 && val.tokens == 100, "%lld and %lld tokens", (long long)train.tokens,
+                   (long long)val.tokens);
+            expect(train.vocabulary == want && val.vocabulary == want && !train.bytes, "%d", train.vocabulary);
+            expect(dataset_window(&train, T, 4, in_window, targets, error) && in_window[0] == 64 && in_window[1] == 0,
+                   "%d, %s", in_window[0], error);
+            dataset_close(&train), dataset_close(&val);
+        }
+        unlink(in(folder, "meta.pkl"));
+    }
+    put(test, in(folder, "meta.pkl"), pickles[4].pickle, pickles[4].bytes);
+    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "into a meta.json beside it");
+    put_text(test, in(folder, "meta.json"), "{\"vocabulary\": 65}");
+    expect(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), "%s", error);
+    // Without val.bin the end of train.bin is kept for validation.
+    unlink(in(folder, "val.bin"));
+    Dataset val;
+    expect(dataset_open_as(&val, folder.path, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
+    expect(val.tokens == 100, "%lld", (long long)val.tokens);
+    dataset_close(&val);
+    put(test, in(folder, "train.bin"), tokens, 1999);
+    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "an odd number");
+    int32_t header[512] = {20240520, 1, 512};
+    put(test, in(folder, "train.bin"), header, 2048);
+    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin without --data-format");
+    expect_refused(opens(folder.path, DATA_AUTO, DATASET_TRAIN, T, error), error, "name its files");
+    folder_end(test, folder);
+}
+
+// Files shorter than a window are left out, wherever they are; validation is the tail of the last that two fit in.
+TEST(corpus_short_shards) {
+    enum { T = 16 };
+    static const struct {
+        int tokens[4];  // of four shards
+        int train, val, left_out;
+        const char* refused;
+    } cases[] = {
+        {{100, 100, 100, 5}, 283, 17, 1, nullptr},    {{5, 100, 0, 100}, 183, 17, 2, nullptr},
+        {{100, 16, 17, 33}, 133, 17, 1, nullptr},     {{100, 0, 0, 0}, 83, 17, 3, nullptr},
+        {{100, 100, 34, 17}, 234, 17, 0, nullptr},    {{16, 16, 5, 0}, 0, 0, 0, "are shorter than a window"},
+        {{1000, 400, 10, 400}, 1760, 40, 1, nullptr},
+    };
+    char error[DATA_ERROR_BYTES] = "";
+    for (auto& item : cases) {
+        Folder folder = folder_new(test);
+        for (int i = 0; i < 4; i++) {
+            char name[32];
+            snprintf(name, sizeof(name), "s%d.bin", i);
+            write_shard(folder.path, name, 20240520, 1, item.tokens[i], item.tokens[i], 3);
+        }
+        Dataset data;
+        const char* path = in(folder, "*.bin");
+        if (item.refused) {
+            expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, T, error), error, item.refused);
+        } else if (dataset_open(&data, path, DATASET_TRAIN, 0.1, T, error)) {
+            expect(data.tokens == item.train && data.left_out == item.left_out, "%lld tokens, %d left out, want %d, %d",
+                   (long long)data.tokens, data.left_out, item.train, item.left_out);
+            dataset_close(&data);
+            expect(dataset_open(&data, path, DATASET_VALIDATION, 0.1, T, error) && data.tokens == item.val, "%lld, %s",
+                   (long long)data.tokens, error);
+            dataset_close(&data);
+        } else {
+            expect(false, "%s", error);
+        }
+        folder_end(test, folder);
+    }
+}
+
+static uint32_t fingerprint(Test* test, const char* path, DatasetPart part) {
+    char error[DATA_ERROR_BYTES] = "";
+    Dataset data = {};
+    expect(dataset_open(&data, path, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s", error);
+    uint32_t crc = data.crc;
+    dataset_close(&data);
+    return crc;
+}
+
+// The fingerprint is that of the tokens: not of names or times, and of each part of a file alone.
+TEST(corpus_fingerprint) {
+    char error[DATA_ERROR_BYTES] = "", text[20000];
+    Folder folder = folder_new(test);
+    for (int i = 0; i < 20000; i++) text[i] = " etaoin\n"[i * 7 / 5 % 8];
+    const char *one = in(folder, "one.txt"), *two = in(folder, "./two");
+    put(test, one, text, sizeof(text)), put(test, two, text, sizeof(text));
+    const uint32_t train = fingerprint(test, one, DATASET_TRAIN), val = fingerprint(test, one, DATASET_VALIDATION);
+    expect(train != val && fingerprint(test, two, DATASET_TRAIN) == train, "%08x and %08x", train, val);
+    const int places[] = {0, 4095, 4096, 12345, 17999, 18000, 19999};
+    for (int place : places) {
+        text[place] ^= 1;
+        put(test, two, text, sizeof(text));
+        expect((fingerprint(test, two, DATASET_TRAIN) == train) == (place >= 18000), "byte %d", place);
+        expect((fingerprint(test, two, DATASET_VALIDATION) == val) == (place < 18000), "byte %d", place);
+        text[place] ^= 1;
+    }
+    Dataset memory;
+    expect(dataset_open_memory(&memory, text, sizeof(text), DATASET_VALIDATION, 0.1, 16, error), "%s", error);
+    expect(dataset_fingerprint(&memory, error) && memory.crc == val, "%08x of memory, %08x", memory.crc, val);
+    dataset_close(&memory);
+    // A folder, its files by a pattern, and the same tokens under other names.
+    for (int i = 0; i < 2; i++) {
+        write_shard(folder.path, i ? "train_1.bin" : "train_0.bin", 20240520, 1, 200, 200, i);
+        write_shard(folder.path, i ? "same_b.bin" : "same_a.bin", 20240520, 1, 200, 200, i);
+    }
+    write_shard(folder.path, "val_0.bin", 20240520, 1, 50, 50, 1);
+    const uint32_t shards = fingerprint(test, folder.path, DATASET_TRAIN);
+    expect(fingerprint(test, in(folder, "train_*.bin"), DATASET_WHOLE) == shards, "as a pattern");
+    expect(fingerprint(test, in(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
+    write_shard(folder.path, "train_1.bin", 20240520, 1, 200, 200, 7);
+    expect(fingerprint(test, folder.path, DATASET_TRAIN) != shards, "with another token");
+    folder_end(test, folder);
+}
+
+#define TRAIN_QUICKLY SHAPE " --batch 2 --sample-every 0 --val-every 5 --print-every 1000 --val-tokens 64"
+
+// A resume tells that the data has other contents than before, and of which part.
+TEST(corpus_data_changed_cli) {
+    static char run[PATH_MAX], text[9001];
+    const char* work = work_folder();
+    memset(text, 'a', 9000);
+    for (int i = 0; i < 9000; i += 6) text[i] = ' ';
+    write_text(work, "a.txt", text), write_text(work, "copy.txt", text);
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well("--data %s/a.txt --run %s --steps 5 " TRAIN_QUICKLY, work, run);
+    const struct {
+        int byte;  // that is changed, or -1
+        const char *data, *said, *unsaid;
+        int steps;
+    } cases[] = {
+        {-1, "", "val       6", "as many tokens", 6},
+        {-1, "--data WORK/./copy.txt", "copy.txt", "tokens as before", 7},
+        {100, "--data WORK/a.txt", "the data: as many tokens as before, and others", "best loss begins", 8},
+        {-1, "", "resume", "as many tokens", 9},
+        {8900, "", "the validation data, so the best loss begins anew", "as many tokens as before", 10},
+        {-1, "", "resume", "begins anew", 11},
+    };
+    for (auto& item : cases) {
+        char data[PATH_MAX + 32] = "";
+        if (item.byte >= 0) text[item.byte] = 'b';
+        write_text(work, "a.txt", text);
+        if (*item.data) snprintf(data, sizeof(data), "--data %s%s", work, item.data + strlen("--data WORK"));
+        run_train(child, "--resume %s %s --steps %d", run, data, item.steps);
+        expect_code(child, 0);
+        expect(strstr(OUT(child), item.said), "step %d: not '%s' in: %s", item.steps, item.said, OUT(child));
+        expect(!strstr(OUT(child), item.unsaid), "step %d: '%s' in: %s", item.steps, item.unsaid, OUT(child));
+        forget(&child);
+    }
+    remove_tree(work);
+}
+
+// The option, the banner and the notice through the command line.
+TEST(corpus_cli) {
+    const char* work = work_folder();
+    char folder[PATH_MAX];
+    uint16_t tokens[3000];
+    for (int i = 0; i < 3000; i++) tokens[i] = (uint16_t)(i % 61);
+    snprintf(folder, sizeof(folder), "%s/nanogpt", work);
+    mkdir(folder, 0755);
+    write_bytes(folder, "train.bin", tokens, 6000), write_bytes(folder, "val.bin", tokens, 1000);
+    write_bytes(folder, "meta.pkl", "\x80\4\x95\x1e\0\0\0\0\0\0\0}\x94(\x8c\nvocab_size\x94K=\x8c\4itos\x94}.", 35);
+    write_bytes(work, "packed.gz", "\x1F\x8B\x08\x00\x00\x00\x00\x00\x00\x03 and so on, for a window or two", 44);
+    const struct {
+        const char *arguments, *said;
+        int code;
+    } cases[] = {
+        {"--data-format nanogpt --data WORK/nanogpt", "validation reads 64 of 500  vocabulary 61\n", 0},
+        {"--data WORK/nanogpt", "add --data-format nanogpt", 2},
+        {"--data WORK/nanogpt/train.bin", "--data-format nanogpt", 2},
+        {"--data WORK/packed.gz", "packed.gz is gzip data; type python3 data/prepare.py ", 2},
+        {"--data WORK/text.txt --val WORK/packed.gz", "packed.gz is gzip data", 2},
+        {"--data WORK/text.txt --val WORK/packed.gz --data-format bytes --seq 16", "reads 32 of 44", 0},
+        {"--data WORK/text.txt --data-format tokens", "auto|bytes|shards|nanogpt", 2},
+        {"--data WORK/s?.bin", "notice   1 file of the data, shorter than a window of 33 tokens, is left out: 20 token",
+         0},
+    };
+    write_shard(work, "s0.bin", 20240520, 1, 500, 500, 3), write_shard(work, "s1.bin", 20240520, 1, 20, 20, 3);
+    for (auto& item : cases) {
+        char arguments[2 * PATH_MAX] = "";
+        for (const char* c = item.arguments; *c;) {
+            bool name = strncmp(c, "WORK", 4) == 0;
+            snprintf(strchr(arguments, 0), PATH_MAX, "%.*s", name ? (int)strlen(work) : 1, name ? work : c);
+            c += name ? 4 : 1;
+        }
+        run_train(child, "%s --dry-run " TRAIN_QUICKLY " %s", "", arguments);
+        expect_code(child, item.code);
+        expect(strstr(item.code ? ERR(child) : OUT(child), item.said), "%s: %s%s", item.arguments, OUT(child),
+               ERR(child));
+        if (item.code == 2) expect_error(test, &child, item.arguments, item.said, "");
+        forget(&child);
+    }
+    remove_tree(work);
+}
