@@ -20,6 +20,7 @@
 #include <unistd.h>
 #include "content.h"
 #include "loader.h"
+#include "options.h"
 
 enum {
     SHARD_MAGIC = 20240520,
