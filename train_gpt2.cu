@@ -23,6 +23,7 @@
 #include "data/finite.h"            // values_finite: nothing that is not finite is saved or loaded
 #include "data/gpt2_config.h"       // gpt2_config_read, gpt2_config_write: the model's shape in a folder
 #include "data/launch.h"            // Launch: ranks, one a GPU
+#include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/safetensors.h"       // Safetensors, Json, crc32c, file_write
 #include "data/signals.h"           // signal_stop, signal_save
@@ -868,15 +869,14 @@ static bool model_write(const Model* m, const char* path, CheckpointFile* file, 
     return fine;
 }
 
-// The weights of one tensor (rows x cols) from a model.safetensors, names with or without "transformer.".
-static void model_tensor_read(const Model* m, const Safetensors* file, int t, float* values) {
+// The weights of one tensor (rows x cols) from a model folder.
+static void model_tensor_read(const Model* m, const ModelFolder* folder, int t, float* values) {
     const OptimTensor* tensor = &m->tensors[t];
-    char name[128];
-    snprintf(name, sizeof(name), "transformer.%s", tensor->name);
-    const SafetensorsTensor* found = safetensors_find(file, name);
-    if (!found) found = safetensors_find(file, tensor->name);
+    const Safetensors* file = nullptr;
+    const SafetensorsTensor* found = model_folder_find(folder, tensor->name, &file);
+    char error[DATA_ERROR_BYTES];
     if (!found) {
-        user_error("%s has no tensor %s; is it a GPT-2 of the shape in config.json?", file->path, tensor->name);
+        user_error("%s has no tensor %s; is it a GPT-2 of the shape in config.json?", folder->file->path, tensor->name);
     }
     int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols, n = rows * cols;
     bool turn = is_transposed(t, m->count), vector = tensor->rows == 1;
@@ -895,28 +895,35 @@ static void model_tensor_read(const Model* m, const Safetensors* file, int t, fl
     }
     memset(values + n, 0, (tensor->rows * cols - n) * sizeof(float));  // padding of the vocabulary
     float* turned = turn ? (float*)malloc(n * sizeof(float)) : nullptr;
-    safetensors_floats(found, turn ? turned : values);
+    if (!safetensors_floats(file, found, 0, n, turn ? turned : values, error)) user_error("%s", error);
     if (turn) transpose(values, turned, cols, rows, 4);
     free(turned);
-    char error[DATA_ERROR_BYTES];
     if (!values_finite(found->name, "F32", values, n * (int64_t)sizeof(float), 0, error)) {
         user_error("%s: %s, so the model is of no use; name another one", file->path, error);
     }
 }
 
-// The weights of FOLDER/model.safetensors into the model.
-static void model_read(Model* m, const char* folder) {
-    char path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    path_join(path, folder, "model.safetensors");
-    Safetensors file;
-    if (!safetensors_open(&file, path, error)) user_error("%s", error);
+// Opens a folder of weights, all of which the model must use.
+static void model_files_open(const Model* m, const char* path, ModelFolder* folder) {
+    char error[DATA_ERROR_BYTES];
+    const char** names = (const char**)malloc(m->count * sizeof(char*));
+    if (!model_folder_open(folder, path, error)) user_error("%s", error);
+    for (int t = 0; t < m->count; t++) names[t] = m->tensors[t].name;
+    if (!model_folder_used(folder, names, m->count, m->config.L, error)) user_error("%s", error);
+    free(names);
+}
+
+// The weights of a folder into the model.
+static void model_read(Model* m, const char* path) {
+    ModelFolder folder;
+    model_files_open(m, path, &folder);
     for (int t = 0; t < m->count; t++) {
         float* values = (float*)malloc(m->tensors[t].rows * m->tensors[t].cols * sizeof(float));
-        model_tensor_read(m, &file, t, values);
+        model_tensor_read(m, &folder, t, values);
         model_set_tensor(m, t, values);
         free(values);
     }
-    safetensors_close(&file);
+    model_folder_close(&folder);
     if (m->optim) optim_decode(m->optim);
 }
 
@@ -936,6 +943,8 @@ struct Run {
     size_t banner_bytes;
     FILE* log;  // log.jsonl
     Tokenizer* tokenizer;
+    SpecialTokens special;  // of the tokenizer
+    Json* config;           // config.json of the model or checkpoint that it began with, or NULL
     double bytes_per_token;
     int64_t step;                       // optimizer steps done
     int64_t sequences;                  // consumed so far: the data position
@@ -1021,18 +1030,29 @@ static bool optimizer_write(const Model* m, const char* path, CheckpointFile* fi
 // What optim_load reads a checkpoint through.
 struct CheckpointReader {
     Run* run;
-    Safetensors model, optimizer;
+    ModelFolder model;
+    Safetensors optimizer;
 };
 
+// An array stands for itself as the file's tensor.
 static const void* reader_array(void* context, const char* name, const char* dtype, int64_t bytes) {
     const CheckpointReader* reader = (const CheckpointReader*)context;
     const SafetensorsTensor* found = safetensors_find(&reader->optimizer, name);
+    return found && strcmp(found->dtype, dtype) == 0 && found->bytes == bytes ? found : nullptr;
+}
+
+static void reader_read(void* context, const void* array, int64_t at, int64_t bytes, void* to) {
+    const CheckpointReader* reader = (const CheckpointReader*)context;
     char error[DATA_ERROR_BYTES];
-    if (found && !values_finite(name, found->dtype, found->data, found->bytes, 0, error)) {
+    if (!safetensors_read(&reader->optimizer, (const SafetensorsTensor*)array, at, bytes, to, error)) {
+        user_error("%s", error);
+    }
+    const SafetensorsTensor* found = (const SafetensorsTensor*)array;
+    const int64_t first = at * found->shape[0] / (found->bytes > 0 ? found->bytes : 1);
+    if (!values_finite(found->name, found->dtype, to, bytes, first, error)) {
         user_error("%s: %s, so the run cannot go on from it; name an earlier checkpoint", reader->optimizer.path,
                    error);
     }
-    return found && strcmp(found->dtype, dtype) == 0 && found->bytes == bytes ? found->data : nullptr;
 }
 
 static void reader_weights(void* context, int tensor, float* values) {
@@ -1049,11 +1069,11 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     char path[PATH_BYTES], error[DATA_ERROR_BYTES];
     const Json *formats = json_get(state, "formats"), *from = formats ? formats : json_get(state, "options");
     CheckpointReader reader = {run, {}, {}};
-    path_join(path, folder, "model.safetensors");
-    if (!safetensors_open(&reader.model, path, error)) user_error("%s", error);
+    model_files_open(run->model, folder, &reader.model);
     path_join(path, folder, "optimizer.safetensors");
     if (!safetensors_open(&reader.optimizer, path, error)) user_error("%s", error);
     OptimStored stored = {*config, reader.optimizer.count, reader_array, reader_weights, reader_notice, &reader};
+    stored.read = reader_read;
     stored.own_formats = json_string(from, "own", "");
     stored.config.rule = json_string(from, "rule", "");
     stored.config.weights = json_string(from, "weights", "");
@@ -1064,7 +1084,7 @@ static void checkpoint_read(Run* run, const OptimConfig* config, const Json* sta
     stored.config.stored = true;
     if (!optim_resolve(&stored.config, error, sizeof(error))) user_error("%s/state.json: %s", folder, error);
     if (!optim_load(run->model->optim, &stored, error, sizeof(error))) user_error("%s: %s", path, error);
-    safetensors_close(&reader.model);
+    model_folder_close(&reader.model);
     safetensors_close(&reader.optimizer);
 }
 
@@ -1101,11 +1121,9 @@ static void state_write(const Run* run, FILE* state) {
 }
 
 static bool checkpoint_write(Run* run, const char* folder, char* error) {
-    CheckpointFile files[] = {{"model.safetensors", 0, -1, false},
-                              {"optimizer.safetensors", 0, -1, false},
-                              {"config.json", 0, -1, false},
-                              {"vocab.json", 0, -1, false},
-                              {"merges.txt", 0, -1, false}};
+    CheckpointFile files[16] = {
+        {"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}, {"config.json", 0, -1, false}};
+    int count = 3;
     const Config* c = &run->model->config;
     if (rank_of(run->model) > 0) {
         bool alone = !shard_splits(run->model->shard, SHARD_STATES);  // then rank 0 has all that it needs
@@ -1119,23 +1137,24 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     }
     char path[PATH_BYTES];
     path_join(path, folder, files[0].name);
-    if (!folder_make(folder, error)) return false;
+    if (!folder_new(folder, error)) return false;
     bool written = model_write(run->model, path, &files[0], error);
     path_join(path, folder, files[1].name);
     written = written && optimizer_write(run->model, path, &files[1], error);
     run->nonfinite = files[0].nonfinite || files[1].nonfinite;
     if (!written) return false;
     path_join(path, folder, files[2].name);
-    if (!gpt2_config_write(path, &shape, dtype, error)) return false;
-    for (int i = 3; i < 5; i++) {
-        if (!file_copy(run->folder, files[i].name, folder, error)) return false;
+    if (!gpt2_config_write(path, &shape, dtype, run->config, &run->special, error)) return false;
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
+        files[count++] = {MODEL_FOLDER_FILES[i], 0, -1, false};
+        if (!file_copy(run->folder, MODEL_FOLDER_FILES[i], folder, error)) return false;
     }
     char* text = nullptr;
     size_t length = 0;
     FILE* state = open_memstream(&text, &length);
     state_write(run, state);
     fclose(state);
-    bool fine = checkpoint_seal(folder, text, files, sizeof(files) / sizeof(files[0]), error);
+    bool fine = checkpoint_seal(folder, text, files, count, error);
     free(text);
     return fine;
 }
@@ -1181,7 +1200,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
         memcpy(run->last_checkpoint, path, sizeof(path));
         return;
     }
-    if (folder_exists(temporary)) folder_remove(temporary, ignored);
     if (!checkpoint_write(run, temporary, error) || !checkpoint_commit(path, error)) {
         folder_remove(temporary, ignored);
         if (run->nonfinite) nonfinite_failed(run, error);
@@ -1232,11 +1250,8 @@ static void run_folder_make(Run* run, bool resumed) {
     if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
     run_folder_hold(run, run->folder);
     if (!run_folder_free(run->folder, resumed, error)) user_error("%s", error);
-    if (!file_trim(path, error)) user_error("--run %s: %s", run->folder, error);
-    run->log = fopen(path, "a");
-    if (!run->log)
-        user_error("--run %s: log.jsonl cannot be written: %s; name a folder that is writable", run->folder,
-                   strerror(errno));
+    run->log = log_open(path, error);
+    if (!run->log) user_error("--run %s: %s", run->folder, error);
     path_join(path, run->folder, "config.json");
     char* text = nullptr;
     size_t length = 0;
@@ -1247,26 +1262,38 @@ static void run_folder_make(Run* run, bool resumed) {
     if (!file_write(path, text, (int64_t)length, error)) user_error("--run %s: %s", run->folder, error);
     free(text);
     path_join(path, run->folder, "log.txt");
-    FILE* file = fopen(path, "a");
-    if (!file) user_error("%s cannot be written: %s", path, strerror(errno));
+    FILE* file = log_open(path, error);
+    if (!file) user_error("--run %s: %s", run->folder, error);
     fclose(run->text);  // completes run->banner
     fwrite(run->banner, 1, run->banner_bytes, file);
     free(run->banner);
     run->text = file;
 }
 
-// Keeps the tokenizer's files in the run folder, whatever becomes of where they came from, and opens it. Without one
-// that fits there are no samples.
-static void run_tokenizer_open(Run* run, const char* data_folder, const char* checkpoint, bool bytes) {
-    const char* sources[] = {run->folder, checkpoint, data_folder, run->model_folder};
-    char error[DATA_ERROR_BYTES], to[PATH_BYTES];
+// Keeps in the run folder what comes with the tokenizer and the model, whatever becomes of where they came from, and
+// opens the tokenizer. Without one that fits there are no samples. A resumed run takes nothing from the folder of its
+// first weights.
+static void run_tokenizer_open(Run* run, const char* data_folder, const char* checkpoint, const Json* state,
+                               bool bytes) {
+    const char* model = *checkpoint ? "" : run->model_folder;
+    const char* sources[] = {checkpoint, model, data_folder};
+    char error[DATA_ERROR_BYTES], path[PATH_BYTES];
+    if (state && !checkpoint_has_copies(checkpoint, state, run->folder, error)) user_error("--resume: %s", error);
     for (const char* source : sources) {
-        if (bytes || !source[0] || !folder_exists(source)) continue;
+        if (!source[0] || !folder_exists(source)) continue;
         if (!tokenizer_files_copy(source, run->folder, error)) user_error("--run %s: %s", run->folder, error);
     }
-    path_join(to, run->folder, "vocab.json");
-    bool there = bytes || file_exists(to);
+    if (*checkpoint || *model) {
+        path_join(path, *checkpoint ? checkpoint : model, "config.json");
+        run->config = json_read(path, error);
+        if (!run->config) user_error("%s", error);
+    }
+    bool there = bytes || tokenizer_exists(run->folder);
     run->tokenizer = there ? tokenizer_open(bytes ? nullptr : run->folder, error) : nullptr;
+    for (int& id : run->special.id) id = -1;
+    if (run->tokenizer && !tokenizer_special(run->tokenizer, run->folder, &run->special, error)) {
+        say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", error);
+    }
     int token;
     bool fits = run->tokenizer && tokenizer_encode(run->tokenizer, "a", 1, &token, 1) >= 0 &&
                 tokenizer_vocabulary(run->tokenizer) <= run->model->config.V;
@@ -1924,13 +1951,13 @@ static void model_begin(Run* run, const OptimConfig* config, const Json* state, 
 }
 
 // The run folder is rank 0's, and so is the tokenizer in it; all know whether there are samples.
-static void run_begin(Run* run, const Launch* launch, const char* tokenizer, const char* checkpoint, bool bytes,
-                      bool resumed) {
+static void run_begin(Run* run, const Launch* launch, const char* tokenizer, const char* checkpoint, const Json* state,
+                      bool bytes, bool resumed) {
     launch_any(launch, false);  // all have come this far: what one of them refuses leaves no folder
     if (launch->rank == 0) {
         run_folder_make(run, resumed);
         say(run, " run      %s\n", run->folder);
-        run_tokenizer_open(run, tokenizer, checkpoint, bytes);
+        run_tokenizer_open(run, tokenizer, checkpoint, state, bytes);
     }
     launch_share(launch, 0, run->folder, sizeof(run->folder));
     run->folder[sizeof(run->folder) - 1] = 0;
@@ -2076,7 +2103,7 @@ static void training_begin(Training* t) {
     if (o->data[0]) o->data = path_absolute(o->data);
     if (o->val[0]) o->val = path_absolute(o->val);
     if (o->formats[0]) o->formats = paths_absolute(o->formats);
-    run_begin(&t->run, t->launch, t->train_data.tokenizer, checkpoint ? checkpoint : "", t->train_data.bytes,
+    run_begin(&t->run, t->launch, t->train_data.tokenizer, checkpoint ? checkpoint : "", t->state, t->train_data.bytes,
               t->state != nullptr || strcmp(o->resume, "auto") == 0);
     t->run.bytes_per_token = t->val_data.bytes_per_token;
     t->run.started = seconds_now();
@@ -2089,6 +2116,7 @@ static void training_end(Training* t) {
     if (run->log) fclose(run->log);
     fclose(run->text);
     json_free(t->state);
+    json_free(run->config);
     if (run->tokenizer) tokenizer_close(run->tokenizer);
     dataset_close(&t->train_data);
     dataset_close(&t->val_data);

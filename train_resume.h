@@ -10,6 +10,7 @@
 #include "data/gpt2_config.h"
 #include "data/launch.h"
 #include "data/loader.h"
+#include "data/model_folder.h"
 #include "data/safetensors.h"
 #include "train_options.h"
 
@@ -39,13 +40,12 @@ static const char* model_folder(Options* o) {
         user_error("--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
                    o->model, gpt2_names(names, sizeof(names)));
     }
-    snprintf(path, sizeof(path), "%s/model.safetensors", folder);
-    const bool model = file_exists(path);
+    const bool model = model_folder_has_weights(folder);
     Json* state = model ? nullptr : checkpoint_newest(folder, path, sizeof(path));
     o->model = state ? strdup(path) : folder;
     json_free(state);
     snprintf(path, sizeof(path), "%s/state.json", o->model);
-    if (model && file_exists(path) && !checkpoint_model_whole(o->model, error)) {
+    if (model && access(path, F_OK) == 0 && !checkpoint_model_whole(o->model, error)) {
         user_error("--model %s: damaged checkpoint: %s; name another one", o->model, error);
     }
     return o->model;

@@ -13,56 +13,6 @@
 #include <unistd.h>
 
 #define PATH_BYTES 4500
-#define PIECE_BYTES (8 << 20)
-
-bool folder_exists(const char* path) {
-    struct stat status;
-    return stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-}
-
-bool file_exists(const char* path) {
-    struct stat status;
-    return stat(path, &status) == 0 && S_ISREG(status.st_mode);
-}
-
-bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error) {
-    char path[PATH_BYTES];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
-    FILE* file = fopen(path, "rb");
-    char* piece = malloc(PIECE_BYTES);
-    *crc = 0;
-    *bytes = 0;
-    for (size_t got; file && (got = fread(piece, 1, PIECE_BYTES, file)) > 0; *bytes += (int64_t)got) {
-        *crc = crc32c(*crc, piece, (int64_t)got);
-    }
-    bool fine = file && !ferror(file);
-    if (!fine) snprintf(error, DATA_ERROR_BYTES, "%s cannot be read: %s", path, strerror(errno));
-    if (file) fclose(file);
-    free(piece);
-    return fine;
-}
-
-bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error) {
-    char from[PATH_BYTES], to[PATH_BYTES];
-    snprintf(from, sizeof(from), "%s/%s", from_folder, name);
-    snprintf(to, sizeof(to), "%s/%s", to_folder, name);
-    if (!file_exists(from)) return true;
-    int64_t bytes;
-    char* text = file_read(from, &bytes, error);
-    bool fine = text && file_write(to, text, bytes, error);
-    free(text);
-    return fine;
-}
-
-bool file_trim(const char* path, char* error) {
-    int64_t bytes = 0;
-    if (!file_exists(path)) return true;
-    char* text = file_read(path, &bytes, error);
-    if (!text) return false;
-    while (bytes > 0 && text[bytes - 1] != '\n') bytes--;
-    free(text);
-    return truncate(path, bytes) == 0 || data_error(error, "%s cannot be written: %s", path, strerror(errno));
-}
 
 char* path_absolute(const char* path) {
     char folder[PATH_BYTES], whole[2 * PATH_BYTES];
@@ -150,12 +100,15 @@ bool checkpoint_commit(const char* folder, char* error) {
     char temporary[PATH_BYTES], parent[PATH_BYTES], old[PATH_BYTES];
     snprintf(temporary, sizeof(temporary), "%s.tmp", folder);
     snprintf(parent, sizeof(parent), "%s", folder);
-    bool there = folder_exists(folder);
+    struct stat status;
+    bool there = lstat(folder, &status) == 0;
     bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    if (there &&
-        !swapped) {  // a file system that cannot exchange: the old one stays beside until the new one is in place
+    // On a file system that cannot exchange two names, the old one stays beside until the new one is in place.
+    if (there && !swapped) {
         snprintf(old, sizeof(old), "%s.old.tmp", folder);
-        rename(folder, old);
+        if (!folder_remove(old, error) || rename(folder, old) != 0) {
+            return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
+        }
     }
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
@@ -177,6 +130,10 @@ static int64_t sealed_bytes(const char* text) {
 static bool file_whole(const char* folder, const Json* file, char* error) {
     uint32_t crc;
     int64_t bytes, want = json_int(file, "bytes", -1);
+    if (!file_name_plain(file->key)) {
+        return data_error(error, "%s/state.json lists \"%.80s\", which is no name of a file in its folder", folder,
+                          file->key);
+    }
     if (!file_sum(folder, file->key, &crc, &bytes, error)) return false;
     if (bytes != want) {
         return data_error(error, "%s/%s has %lld bytes instead of %lld", folder, file->key, (long long)bytes,
@@ -186,9 +143,11 @@ static bool file_whole(const char* folder, const Json* file, char* error) {
            data_error(error, "%s/%s does not match its checksum", folder, file->key);
 }
 
-static bool files_whole(const char* folder, const Json* files, char* error) {
+// All files that state.json lists, or, unless it is NULL, all but `left_out`.
+static bool files_whole(const char* folder, const Json* files, const char* left_out, char* error) {
     if (!files || files->kind != JSON_OBJECT) return data_error(error, "%s/state.json lists no files", folder);
     for (const Json* file = files->child; file; file = file->next) {
+        if (left_out && strcmp(file->key, left_out) == 0) continue;
         if (!file_whole(folder, file, error)) return false;
     }
     return true;
@@ -212,16 +171,31 @@ Json* checkpoint_state(const char* folder, char* error) {
 
 bool checkpoint_model_whole(const char* folder, char* error) {
     Json* state = checkpoint_state(folder, error);
-    const Json* files = state ? json_get(state, "files") : NULL;
-    const Json* file = files ? json_get(files, "model.safetensors") : NULL;
-    bool fine = state && (!file || file_whole(folder, file, error));
+    bool fine = state && files_whole(folder, json_get(state, "files"), "optimizer.safetensors", error);
     json_free(state);
     return fine;
 }
 
+bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
+    static const char* const not_copied[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
+    char path[PATH_BYTES];
+    const Json* files = json_get(state, "files");
+    for (const Json* file = files ? files->child : NULL; file; file = file->next) {
+        bool own = false;
+        for (int i = 0; i < 3; i++) own = own || strcmp(file->key, not_copied[i]) == 0;
+        snprintf(path, sizeof(path), "%s/%s", run_folder, file->key);
+        if (own || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
+        char reason[DATA_ERROR_BYTES];
+        if (file_whole(run_folder, file, reason)) continue;
+        return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", reason,
+                          checkpoint, path);
+    }
+    return true;
+}
+
 Json* checkpoint_verify(const char* folder, char* error) {
     Json* state = checkpoint_state(folder, error);
-    if (!state || files_whole(folder, json_get(state, "files"), error)) return state;
+    if (!state || files_whole(folder, json_get(state, "files"), NULL, error)) return state;
     json_free(state);
     return NULL;
 }
@@ -360,7 +334,9 @@ bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool na
             fine = data_error(error,
                               "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
                               path, checkpoint);
-        } else if (put_aside && ((folder_exists(aside) && !folder_remove(aside, error)) || rename(path, aside) != 0)) {
+        } else if (put_aside && !folder_remove(aside, error)) {
+            fine = false;
+        } else if (put_aside && rename(path, aside) != 0) {
             fine = data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
         }
     }

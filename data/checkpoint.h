@@ -9,15 +9,6 @@
 extern "C" {
 #endif
 
-bool folder_exists(const char* path);
-bool file_exists(const char* path);
-// The size and CRC-32C of FOLDER/NAME, read in pieces.
-bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
-// FROM/NAME to TO/NAME; fine when there is no such file.
-bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error);
-
-// Cuts a half-written last line (a full disk, a crash) off a log, so that every line is whole. Fine without the file.
-bool file_trim(const char* path, char* error);
 // The path from the root; glob patterns stay what they are. The caller owns it.
 char* path_absolute(const char* path);
 // The same for each path of a list with commas.
@@ -44,8 +35,10 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
 bool checkpoint_commit(const char* folder, char* error);
 // state.json's tree (caller frees) of a checkpoint that another rank has verified, or NULL and a sentence.
 Json* checkpoint_state(const char* folder, char* error);
-// Whether model.safetensors of a checkpoint is as it was written.
+// Whether all files of a checkpoint are as they were written, optimizer.safetensors aside, which a model does not need.
 bool checkpoint_model_whole(const char* folder, char* error);
+// Whether those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
+bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
 // Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.

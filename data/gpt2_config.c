@@ -39,6 +39,32 @@ const char* gpt2_names(char* text, size_t bytes) {
     return text;
 }
 
+// Whether a member is what nibble computes with. One that is absent or null has transformers' value for it, which is.
+static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
+    const Json* found = json_get(json, key);
+    if (!found || found->kind == JSON_NULL) return true;
+    if (found->kind == JSON_BOOL) return strcmp(wanted, found->number != 0 ? "true" : "false") == 0;
+    if (found->kind == JSON_NUMBER && *wanted >= '0' && *wanted <= '9') {
+        return fabs(found->number - atof(wanted)) <= 1e-6 * atof(wanted);
+    }
+    return found->kind == JSON_STRING && (strcmp(found->text, wanted) == 0 || strcmp(found->text, also) == 0);
+}
+
+// Says what a member holds and what nibble has instead.
+static bool refuse_member(const Json* json, const char* key, const char* wanted, const char* folder, char* error) {
+    char* text = NULL;
+    size_t length = 0;
+    FILE* file = open_memstream(&text, &length);
+    if (!file) return data_error(error, "--model %s: out of memory", folder);
+    json_write(file, json_get(json, key));
+    fclose(file);
+    data_error(error,
+               "--model %s is a GPT-2 variant: its config.json has %s %.60s, and nibble has %s; give another model",
+               folder, key, text, wanted);
+    free(text);
+    return false;
+}
+
 static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
     const char* type = json_string(json, "model_type", "none");
     if (strcmp(type, "gpt2") != 0) {
@@ -48,41 +74,41 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
             "\"model_type\": \"gpt2\"",
             folder, type);
     }
-    const char* activation = json_string(json, "activation_function", "gelu_new");
-    double epsilon = json_number(json, "layer_norm_epsilon", 1e-5);
-    int64_t inner = 4 * json_int(json, "n_embd", 768);
-    if (strcmp(activation, "gelu_new") != 0 || fabs(epsilon - 1e-5) > 1e-9 ||
-        json_int(json, "n_inner", inner) != inner || json_number(json, "tie_word_embeddings", 1) == 0) {
-        return data_error(
-            error,
-            "--model %s is a GPT-2 variant (activation_function %s, layer_norm_epsilon %g); nibble has gelu_new, "
-            "1e-05, n_inner 4 x n_embd and a tied head",
-            folder, activation, epsilon);
-    }
-    static const struct {
-        const char* flag;
-        int needed;
-    } flags[] = {{"scale_attn_weights", 1}, {"scale_attn_by_inverse_layer_idx", 0}, {"add_cross_attention", 0}};
-    for (int i = 0; i < 3; i++) {
-        if (json_number(json, flags[i].flag, flags[i].needed) == flags[i].needed) continue;
-        return data_error(error, "--model %s is a GPT-2 variant with %s %s, which nibble has not", folder,
-                          flags[i].flag, flags[i].needed ? "false" : "true");
+    char inner[32];
+    snprintf(inner, sizeof(inner), "%lld", 4 * (long long)json_int(json, "n_embd", 768));
+    const struct {
+        const char *key, *wanted, *also;  // another name for the same
+    } members[] = {{"activation_function", "gelu_new", "gelu_pytorch_tanh"},
+                   {"layer_norm_epsilon", "1e-05", ""},
+                   {"n_inner", inner, ""},
+                   {"tie_word_embeddings", "true", ""},
+                   {"scale_attn_weights", "true", ""},
+                   {"scale_attn_by_inverse_layer_idx", "false", ""},
+                   {"reorder_and_upcast_attn", "false", ""},
+                   {"add_cross_attention", "false", ""},
+                   {"is_encoder_decoder", "false", ""},
+                   {"quantization_config", "none", ""}};
+    for (size_t i = 0; i < sizeof(members) / sizeof(members[0]); i++) {
+        if (is_value(json, members[i].key, members[i].wanted, members[i].also)) continue;
+        return refuse_member(json, members[i].key, members[i].wanted, folder, error);
     }
     return true;
+}
+
+// A number of the shape; -1 when it is there and no integer.
+static int64_t shape_number(const Json* json, const char* key, int64_t otherwise) {
+    return json_get(json, key) ? json_int(json, key, -1) : otherwise;
 }
 
 bool gpt2_config_read(const char* folder, const Gpt2Shape* most, Gpt2Shape* shape, char* error) {
     char path[4608], reason[DATA_ERROR_BYTES];
     snprintf(path, sizeof(path), "%s/config.json", folder);
-    int64_t bytes;
-    char* text = file_read(path, &bytes, reason);
-    Json* json = text ? json_parse(text, bytes, path, reason) : NULL;
-    free(text);
+    Json* json = json_read(path, reason);
     if (!json) return data_error(error, "--model %s: %s", folder, reason);
     bool fine = is_plain_gpt2(json, folder, error);
-    *shape =
-        (Gpt2Shape){json_int(json, "n_layer", 12), json_int(json, "n_embd", 768), json_int(json, "n_head", 12),
-                    json_int(json, "n_positions", json_int(json, "n_ctx", 1024)), json_int(json, "vocab_size", 50257)};
+    *shape = (Gpt2Shape){
+        shape_number(json, "n_layer", 12), shape_number(json, "n_embd", 768), shape_number(json, "n_head", 12),
+        shape_number(json, "n_positions", shape_number(json, "n_ctx", 1024)), shape_number(json, "vocab_size", 50257)};
     json_free(json);
     if (!fine) return false;
     const int64_t found[] = {shape->layers, shape->channels, shape->heads, shape->positions, shape->vocabulary};
@@ -99,18 +125,52 @@ bool gpt2_config_read(const char* folder, const Gpt2Shape* most, Gpt2Shape* shap
     return true;
 }
 
-bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, char* error) {
-    int last = shape->vocabulary == 50257 ? 50256 : 0;  // GPT-2's end of text
-    char text[2048];
-    int bytes = snprintf(
-        text, sizeof(text),
-        "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %lld,\n  "
-        "\"n_embd\": %lld,\n"
-        "  \"n_head\": %lld,\n  \"n_positions\": %lld,\n  \"n_ctx\": %lld,\n  \"vocab_size\": %lld,\n"
-        "  \"activation_function\": \"gelu_new\",\n  \"layer_norm_epsilon\": 1e-05,\n  \"initializer_range\": 0.02,\n"
-        "  \"attn_pdrop\": 0.0,\n  \"embd_pdrop\": 0.0,\n  \"resid_pdrop\": 0.0,\n  \"tie_word_embeddings\": true,\n"
-        "  \"bos_token_id\": %d,\n  \"eos_token_id\": %d,\n  \"dtype\": \"%s\"\n}\n",
-        (long long)shape->layers, (long long)shape->channels, (long long)shape->heads, (long long)shape->positions,
-        (long long)shape->positions, (long long)shape->vocabulary, last, last, dtype);
-    return file_write(path, text, bytes, error);
+// Whether config.json's member is written from the model that is saved, or is of no use beside it.
+static bool is_replaced(const char* key) {
+    static const char* const keys[] = {"architectures", "model_type",          "n_layer",  "n_embd",
+                                       "n_head",        "n_positions",         "n_ctx",    "vocab_size",
+                                       "dtype",         "torch_dtype",         "auto_map", "activation_function",
+                                       "_name_or_path", "transformers_version"};
+    for (size_t i = 0; i < sizeof(keys) / sizeof(keys[0]); i++) {
+        if (strcmp(key, keys[i]) == 0) return true;
+    }
+    return false;
+}
+
+bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
+                       const SpecialTokens* tokens, char* error) {
+    char* text = NULL;
+    size_t length = 0;
+    FILE* file = open_memstream(&text, &length);
+    if (!file) return data_error(error, "cannot write %s: out of memory", path);
+    fprintf(file,
+            "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %lld,\n"
+            "  \"n_embd\": %lld,\n  \"n_head\": %lld,\n  \"n_positions\": %lld,\n  \"n_ctx\": %lld,\n"
+            "  \"vocab_size\": %lld,\n  \"activation_function\": \"gelu_new\",\n",
+            (long long)shape->layers, (long long)shape->channels, (long long)shape->heads, (long long)shape->positions,
+            (long long)shape->positions, (long long)shape->vocabulary);
+    if (!loaded) {
+        fputs(
+            "  \"layer_norm_epsilon\": 1e-05,\n  \"initializer_range\": 0.02,\n  \"attn_pdrop\": 0.0,\n"
+            "  \"embd_pdrop\": 0.0,\n  \"resid_pdrop\": 0.0,\n  \"tie_word_embeddings\": true,\n",
+            file);
+    }
+    for (const Json* member = loaded && loaded->kind == JSON_OBJECT ? loaded->child : NULL; member;
+         member = member->next) {
+        if (is_replaced(member->key)) continue;
+        fputs("  ", file);
+        json_write_string(file, member->key);
+        fputs(": ", file);
+        json_write(file, member);
+        fputs(",\n", file);
+    }
+    for (int i = 0; i < SPECIAL_TOKENS; i++) {
+        if (tokens->id[i] < 0 || tokens->id[i] >= shape->vocabulary || json_get(loaded, SPECIAL_TOKEN_IDS[i])) continue;
+        fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
+    }
+    fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
+    bool fine = (fclose(file) == 0 || data_error(error, "cannot write %s: out of memory", path)) &&
+                file_write(path, text, (int64_t)length, error);
+    free(text);
+    return fine;
 }

@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "tokenizer.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -23,8 +24,11 @@ const char* gpt2_names(char* text, size_t bytes);  // all of them, with | betwee
 // The shape in FOLDER/config.json, each number from 1 to that of `most`. False and a sentence when it is no GPT-2, or a
 // variant of it.
 bool gpt2_config_read(const char* folder, const Gpt2Shape* most, Gpt2Shape* shape, char* error);
-// `dtype`: transformers' name of the type that model.safetensors holds.
-bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, char* error);
+// Writes config.json of a model whose weights are of type `dtype` (transformers' name). `loaded` is the tree of the
+// config.json that the model came with, or NULL: its members are kept where they do not describe the shape. The numbers
+// of special tokens are `loaded`'s or, where it has none, those of `tokens`.
+bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
+                       const SpecialTokens* tokens, char* error);
 
 #ifdef __cplusplus
 }

@@ -308,6 +308,14 @@ Json* json_parse(const char* text, int64_t bytes, const char* what, char* error)
     return NULL;
 }
 
+Json* json_read(const char* path, char* error) {
+    int64_t bytes = 0;
+    char* text = file_read(path, &bytes, error);
+    Json* json = text ? json_parse(text, bytes, path, error) : NULL;
+    free(text);
+    return json;
+}
+
 void json_free(Json* json) {
     if (!json) return;
     Document* document = (Document*)json;
@@ -349,8 +357,7 @@ const char* json_string(const Json* object, const char* key, const char* otherwi
     return json && json->kind == JSON_STRING ? json->text : otherwise;
 }
 
-void json_write_string(FILE* file, const char* text) {
-    int64_t left = (int64_t)strlen(text);
+static void write_string(FILE* file, const char* text, int64_t left) {
     fputc('"', file);
     while (left > 0) {
         uint32_t point = 0;
@@ -371,6 +378,35 @@ void json_write_string(FILE* file, const char* text) {
         left -= length;
     }
     fputc('"', file);
+}
+
+void json_write_string(FILE* file, const char* text) {
+    write_string(file, text, (int64_t)strlen(text));
+}
+
+void json_write(FILE* file, const Json* json) {
+    const bool object = json->kind == JSON_OBJECT;
+    switch (json->kind) {
+        case JSON_STRING:
+            write_string(file, json->text, json->text_bytes);
+            return;
+        case JSON_NUMBER:
+            fputs(json->text, file);
+            return;
+        case JSON_NULL:
+        case JSON_BOOL:
+            fputs(json->kind == JSON_NULL ? "null" : json->number != 0 ? "true" : "false", file);
+            return;
+        default:
+            fputc(object ? '{' : '[', file);
+            for (const Json* child = json->child; child; child = child->next) {
+                if (object) json_write_string(file, child->key);
+                if (object) fputs(": ", file);
+                json_write(file, child);
+                if (child->next) fputs(", ", file);
+            }
+            fputc(object ? '}' : ']', file);
+    }
 }
 
 void json_write_number(FILE* file, double value) {

@@ -1,7 +1,7 @@
 // The data loader: which files, which windows of them, in which order, read ahead.
 //
-// Files are mapped and never read as a whole: opening costs a system call or two per shard, memory is the page cache,
-// and a window is a copy of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
+// Files are never read as a whole: opening costs a system call or two per shard, memory is the page cache, and a
+// window is a read of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
 // The order is a permutation that needs no table (shuffle_index), so an epoch over any number of windows starts at
 // once and a resume is an addition. A thread prepares batches ahead into a ring of RING buffers; of these the caller
 // holds two and two are ready or in preparation, so loader_next waits only when reading is slower than training.
@@ -16,12 +16,12 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include "content.h"
 #include "options.h"  // shell_word
 #include "loader.h"
+#include "options.h"
 
 enum {
     SHARD_MAGIC = 20240520,
@@ -34,12 +34,13 @@ enum {
 
 typedef struct DatasetFile {
     char* path;
-    void* map;  // NULL for memory of the caller's
-    int64_t map_bytes;
-    const uint8_t* token;  // the first token of the file: a byte, or two, little-endian
-    int64_t first;         // where the part that was opened begins, in tokens
-    int64_t tokens;        // of that part
-    int width;             // bytes of a token
+    const uint8_t* memory;  // of the caller's; NULL: it is a file
+    int descriptor;         // of the file, or -1
+    int64_t bytes;          // of the file
+    int64_t begin;          // where its tokens begin, in bytes
+    int64_t first;          // where the part that was opened begins, in tokens
+    int64_t tokens;         // of that part
+    int width;              // bytes of a token
 } DatasetFile;
 
 // The files that a name stands for, and what to take of them.
@@ -255,21 +256,21 @@ static const char* magic_name(int32_t magic) {
 }
 
 // A file without a shard's header: its tokens are bytes, or nanoGPT's 16 bits, or it is refused.
-static bool file_headerless(DatasetFile* file, int descriptor, DataFormat format, int32_t magic, char* error) {
+static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
     const char *path = file->path, *name = magic_name(magic);
-    if (format == DATA_NANOGPT && file->map_bytes % 2 != 0) {
+    if (format == DATA_NANOGPT && file->bytes % 2 != 0) {
         return data_error(error,
                           "%s has %lld bytes, an odd number, so it holds no uint16 tokens as nanoGPT writes them", path,
-                          (long long)file->map_bytes);
+                          (long long)file->bytes);
     }
     file->width = format == DATA_NANOGPT ? 2 : 1;
-    file->tokens = file->map_bytes / file->width;
+    file->tokens = file->bytes / file->width;
     if (format == DATA_NANOGPT || format == DATA_BYTES) return true;
     if (format == DATA_SHARDS) {
         return data_error(error, "%s is %s (its first number is %d, a shard's is %d); leave --data-format shards out",
                           path, name, magic, SHARD_MAGIC);
     }
-    Content content = content_of(descriptor, file->map_bytes, path, error);
+    Content content = content_of(file->descriptor, file->bytes, path, error);
     if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;
     if (!ends_with(path, ".bin")) return content == CONTENT_TEXT;
     return data_error(error,
@@ -280,7 +281,7 @@ static bool file_headerless(DatasetFile* file, int descriptor, DataFormat format
 
 // The header of a shard against the file.
 static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
-    int64_t size = file->map_bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
     if (format == DATA_NANOGPT) {
         return data_error(error,
                           "%s is a shard with a header, which nanoGPT's files lack; type --data %s without "
@@ -298,46 +299,28 @@ static bool file_shard(DatasetFile* file, DataFormat format, const int32_t heade
             file->path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected,
             (long long)size);
     }
-    file->token += SHARD_HEADER;
+    file->begin = SHARD_HEADER;
     file->tokens = count;
     file->width = 2;
     return true;
 }
 
-// Maps an open file and finds its tokens.
-static bool file_map(DatasetFile* file, int descriptor, DataFormat format, char* error) {
-    const char* path = file->path;
-    struct stat status;
-    if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
-        return data_error(error, "cannot train on %s: it is not a regular file", path);
-    }
-    int64_t size = (int64_t)status.st_size;
+// Opens a file and finds its tokens.
+static bool shard_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
     int32_t header[3] = {0, 0, 0};
-    if (size == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
-    if (!read_at(descriptor, header, size < 12 ? size : 12, 0)) {
-        return data_error(error, "cannot read %s: it became shorter, or its disk failed", path);
-    }
-    void* map = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    if (map == MAP_FAILED) return data_error(error, "cannot map %s: %s", path, strerror(errno));
-    file->map = map;
-    file->map_bytes = size;
-    file->token = map;
-    if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
-    return file_headerless(file, descriptor, format, header[0], error);
-}
-
-static bool file_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
+    file->descriptor = -1;
     file->path = strdup(path);
     if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
-    if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno));
-    bool fine = file_map(file, descriptor, format, error);
-    close(descriptor);
-    return fine;
+    file->descriptor = file_open(path, &file->bytes, error);
+    if (file->descriptor < 0) return false;
+    if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
+    if (!file_read_at(file->descriptor, path, header, 0, file->bytes < 12 ? file->bytes : 12, error)) return false;
+    if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
+    return file_headerless(file, format, header[0], error);
 }
 
 static void file_close(DatasetFile* file) {
-    if (file->map) munmap(file->map, (size_t)file->map_bytes);
+    if (file->descriptor >= 0) close(file->descriptor);
     free(file->path);
 }
 
@@ -408,7 +391,8 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     int64_t length = base_name(first) - first - 1;
     if (length >= 0) snprintf(folder, sizeof(folder), "%.*s", length > 0 ? (int)length : 1, first);
     bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
-                     (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe"));
+                     (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe")) ||
+                     folder_has(folder, "tokenizer.json");
     if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
     data->vocabulary = GPT2_VOCABULARY;
     snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
@@ -485,7 +469,7 @@ static bool open_files(Dataset* data, const FileList* list, DataFormat format, D
     if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
     for (int i = 0; i < list->count; i++) {
         DatasetFile* file = &data->file[data->files++];
-        if (!file_open(file, list->path[i], format, error)) return false;
+        if (!shard_open(file, list->path[i], format, error)) return false;
         bool bytes = file->width == 1;
         if (i > 0 && bytes != data->bytes) {
             return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
@@ -531,7 +515,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     data->bytes = true;
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
-    *data->file = (DatasetFile){strdup(data->path), NULL, 0, text, 0, bytes, 1};
+    *data->file = (DatasetFile){strdup(data->path), text, -1, bytes, 0, 0, bytes, 1};
     bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
     fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
     fine = fine && check_length(data->file, T, error);
@@ -546,29 +530,28 @@ void dataset_close(Dataset* data) {
     memset(data, 0, sizeof(*data));
 }
 
-// The checksum goes on with the tokens of one file, read anew, because a page that is missing from a map is fatal.
+// Reads `count` bytes from byte `at` of the file's tokens on. Files are not mapped: where one is cut short, a page that
+// is missing would be a signal, and a short read is an error.
+static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
+    if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
+    memcpy(to, file->memory + at, (size_t)count);
+    return true;
+}
+
+// The checksum goes on with the tokens of one file: all of them, or 64 blocks.
 static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, char* error) {
     enum { BLOCK = 4096, BLOCKS = 64 };
     int64_t bytes = file->tokens * file->width, first = file->first * file->width;
     *crc = crc32c(*crc, &bytes, sizeof(bytes));
-    if (!file->map) {
-        *crc = crc32c(*crc, file->token + first, bytes);
-        return true;
-    }
-    int descriptor = open(file->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) return data_error(error, "cannot open %s: %s", file->path, strerror(errno));
     all = all || bytes <= BLOCK * BLOCKS;
-    first += file->token - (const uint8_t*)file->map;
     char block[BLOCK];
-    bool fine = true;
-    for (int64_t i = 0; fine && (all ? i * BLOCK < bytes : i < BLOCKS); i++) {
+    for (int64_t i = 0; all ? i * BLOCK < bytes : i < BLOCKS; i++) {
         int64_t at = all ? i * BLOCK : (bytes - BLOCK) * i / (BLOCKS - 1), left = bytes - at;
         int64_t size = left < BLOCK ? left : BLOCK;
-        fine = read_at(descriptor, block, size, first + at);
+        if (!tokens_read(file, first + at, size, block, error)) return false;
         *crc = crc32c(*crc, block, size);
     }
-    close(descriptor);
-    return fine || data_error(error, "cannot read %s: it became shorter, or its disk failed", file->path);
+    return true;
 }
 
 bool dataset_fingerprint(Dataset* data, char* error) {
@@ -595,21 +578,19 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
         return data_error(error, "%s has no window %lld of T = %d", data->path, (long long)window, T);
     }
     int64_t first = file->first + within * T;
-    int largest = 0;
-    if (data->bytes) {
-        const uint8_t* from = file->token + first;
-        for (int t = 0; t < T; t++) tokens[t] = from[t];
-        targets[T - 1] = from[T];
-    } else {
-        const uint16_t* from = (const uint16_t*)file->token + first;
-        for (int t = 0; t < T; t++) {
-            tokens[t] = from[t];
-            largest = tokens[t] > largest ? tokens[t] : largest;
-        }
-        targets[T - 1] = from[T];
+    int largest = 0, width = data->bytes ? 1 : 2;
+    // The tokens as they are stored, T + 1 of one or two bytes, have room where the targets will be.
+    if (!tokens_read(file, first * width, (int64_t)(T + 1) * width, targets, error)) return false;
+    int last = 0;
+    for (int t = 0; t <= T; t++) {
+        uint16_t token = 0;
+        memcpy(&token, (const char*)targets + (int64_t)t * width, (size_t)width);
+        if (t < T) tokens[t] = token;
+        last = token;
+        largest = last > largest ? last : largest;
     }
     memcpy(targets, tokens + 1, (size_t)(T - 1) * sizeof(int));
-    if (targets[T - 1] > largest) largest = targets[T - 1];
+    targets[T - 1] = last;
     if (largest < data->vocabulary) return true;
     int t = 0;
     while (t < T && tokens[t] < data->vocabulary) t++;

@@ -1,229 +1,23 @@
-// Checksummed files: CRC-32C, whole files and folders, and the safetensors format.
+// The safetensors format.
 //
 // A safetensors file is: 8 bytes, the header's length N (little-endian); N bytes of JSON,
 //   {"__metadata__": {...}, "name": {"dtype": "BF16", "shape": [768, 2304], "data_offsets": [begin, end]}, ...},
 // padded with spaces; then the tensors' bytes, back to back, offsets counted from the end of the header.
 // Writing pads so that the data starts at a multiple of 64 bytes, and passes every byte once through the checksum and
 // a buffer of BUFFER_BYTES, so that callers may give pieces of any size; a piece larger than the buffer goes straight
-// to the file. Reading maps the file and touches the header only: tensors are paged in as they are used.
+// to the file. Opening reads the header only; tensors are read as they are used.
 // The reader trusts nothing: every number of the header is checked against the file before a pointer is made of it, and
 // the tensors must tile the data without a gap or an overlap, so a truncated file is always noticed.
 // The host is little-endian, as the format is.
-#include <dirent.h>
 #include <errno.h>
-#include <math.h>
 #include <fcntl.h>
-#include <stdarg.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
-#ifdef __SSE4_2__
-#include <nmmintrin.h>
-#endif
 #include "safetensors.h"
 
 enum { BUFFER_BYTES = 4 << 20, HEADER_MOST = 100 << 20 };
-
-bool data_error(char* error, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error, DATA_ERROR_BYTES, format, arguments);
-    va_end(arguments);
-    return false;
-}
-
-#ifdef __SSE4_2__
-
-// Eight bytes an instruction, three cycles each: faster than any disk.
-uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
-    const unsigned char* b = bytes;
-    uint64_t state = ~crc;
-    for (; count >= 8; count -= 8, b += 8) {
-        uint64_t word;
-        memcpy(&word, b, 8);
-        state = _mm_crc32_u64(state, word);
-    }
-    uint32_t low = (uint32_t)state;
-    for (; count > 0; count--, b++) low = _mm_crc32_u8(low, *b);
-    return ~low;
-}
-
-#else
-
-// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. The tables are built on the stack by
-// every call (2,048 steps) rather than kept in a mutable global: nothing beside the megabytes that a call is given, and
-// short inputs go bit by bit.
-uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
-    const unsigned char* b = bytes;
-    crc = ~crc;
-    if (count >= 1024) {
-        uint32_t table[8][256];
-        for (uint32_t i = 0; i < 256; i++) {
-            table[0][i] = i;
-            for (int bit = 0; bit < 8; bit++) table[0][i] = table[0][i] >> 1 ^ (table[0][i] & 1 ? 0x82F63B78u : 0);
-        }
-        for (int k = 1; k < 8; k++) {
-            for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
-        }
-        for (; count >= 8; count -= 8, b += 8) {
-            uint64_t word;
-            memcpy(&word, b, 8);
-            word ^= crc;
-            crc = 0;
-            for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
-        }
-    }
-    for (; count > 0; count--, b++) {
-        crc ^= *b;
-        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
-    }
-    return ~crc;
-}
-
-#endif
-
-char* file_read(const char* path, int64_t* bytes, char* error) {
-    FILE* file = fopen(path, "rb");
-    if (!file) return data_error(error, "cannot open %s: %s", path, strerror(errno)), NULL;
-    struct stat status;
-    bool known = fstat(fileno(file), &status) == 0 && S_ISREG(status.st_mode);
-    // A pipe's length is not known before its end, so the buffer grows; the file's size is a first guess.
-    int64_t size = known ? (int64_t)status.st_size + 1 : 65536, used = 0;
-    char* text = malloc((size_t)size + 1);
-    while (text) {
-        used += (int64_t)fread(text + used, 1, (size_t)(size - used), file);
-        if (used < size) break;
-        size *= 2;
-        char* larger = realloc(text, (size_t)size + 1);
-        if (!larger) free(text);
-        text = larger;
-    }
-    if (!text) {
-        data_error(error, "cannot read %s: out of memory at %lld bytes", path, (long long)size);
-    } else if (ferror(file)) {
-        data_error(error, "cannot read %s: %s", path, strerror(errno));
-        free(text);
-        text = NULL;
-    } else {
-        text[used] = 0;
-        *bytes = used;
-    }
-    fclose(file);
-    return text;
-}
-
-// All of it, however many calls it takes (one call writes at most 2 GB).
-static bool write_all(int descriptor, const char* path, const void* bytes, int64_t count, char* error) {
-    const char* from = bytes;
-    while (count > 0) {
-        ssize_t written = write(descriptor, from, (size_t)(count < 1 << 30 ? count : 1 << 30));
-        if (written < 0 && errno == EINTR) continue;
-        if (written <= 0) {
-            const char* reason = written < 0 ? strerror(errno) : "nothing was written";
-            return data_error(error, "cannot write %s: %s (%lld bytes were left to write)", path, reason,
-                              (long long)count);
-        }
-        from += written;
-        count -= written;
-    }
-    return true;
-}
-
-// Devices and some network file systems cannot sync; that is no failure of the write.
-static bool sync_descriptor(int descriptor, const char* path, char* error) {
-    if (fsync(descriptor) == 0 || errno == EINVAL || errno == ENOTSUP) return true;
-    return data_error(error, "cannot sync %s to the disk: %s", path, strerror(errno));
-}
-
-bool file_write(const char* path, const void* bytes, int64_t count, char* error) {
-    size_t room = strlen(path) + 8;
-    char* name = malloc(room);
-    if (!name) return data_error(error, "cannot write %s: out of memory", path);
-    snprintf(name, room, "%s.tmp", path);
-    int descriptor = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    bool fine = descriptor >= 0 || data_error(error, "cannot create %s: %s", name, strerror(errno));
-    if (descriptor >= 0) {
-        fine = write_all(descriptor, name, bytes, count, error) && sync_descriptor(descriptor, name, error);
-        if (close(descriptor) != 0 && fine) fine = data_error(error, "cannot write %s: %s", name, strerror(errno));
-        if (fine && rename(name, path) != 0) {
-            fine = data_error(error, "cannot rename %s to %s: %s", name, path, strerror(errno));
-        }
-        if (!fine) unlink(name);
-    }
-    free(name);
-    if (!fine) return false;
-    const char* slash = strrchr(path, '/');
-    if (!slash) return folder_sync(".", error);
-    char* folder = strndup(path, slash == path ? 1 : (size_t)(slash - path));
-    fine = folder ? folder_sync(folder, error) : data_error(error, "cannot write %s: out of memory", path);
-    free(folder);
-    return fine;
-}
-
-bool folder_make(const char* path, char* error) {
-    if (*path == 0) return data_error(error, "cannot create a folder without a name");
-    char* name = strdup(path);
-    if (!name) return data_error(error, "cannot create the folder %s: out of memory", path);
-    bool fine = true;
-    // Every prefix that ends before a slash, then the whole.
-    for (char* at = name + 1; fine; at++) {
-        if (*at != '/' && *at != 0) continue;
-        char ended = *at;
-        *at = 0;
-        struct stat status;
-        int reason = mkdir(name, 0777) == 0 ? 0 : errno;
-        if (reason != 0 && !(stat(name, &status) == 0 && S_ISDIR(status.st_mode))) {
-            bool taken = reason == EEXIST || reason == ENOTDIR;
-            fine = data_error(error, "cannot create the folder %s: %s", name,
-                              taken ? "there is a file of that name" : strerror(reason));
-        }
-        *at = ended;
-        if (ended == 0) break;
-    }
-    free(name);
-    return fine;
-}
-
-bool folder_sync(const char* path, char* error) {
-    int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor < 0) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-    bool fine = sync_descriptor(descriptor, path, error);
-    close(descriptor);
-    return fine;
-}
-
-// Links are removed, not followed.
-static bool folder_remove_levels(const char* path, int levels, char* error) {
-    DIR* folder = opendir(path);
-    if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-    bool fine = true;
-    for (struct dirent* entry; fine && (entry = readdir(folder));) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        size_t room = strlen(path) + strlen(entry->d_name) + 2;
-        char* name = malloc(room);
-        if (!name) {
-            fine = data_error(error, "cannot remove %s: out of memory", path);
-            break;
-        }
-        snprintf(name, room, "%s/%s", path, entry->d_name);
-        struct stat status;
-        if (lstat(name, &status) == 0 && S_ISDIR(status.st_mode) && levels > 0) {
-            fine = folder_remove_levels(name, levels - 1, error);
-        } else if (unlink(name) != 0) {
-            fine = data_error(error, "cannot remove %s: %s", name, strerror(errno));
-        }
-        free(name);
-    }
-    closedir(folder);
-    if (fine && rmdir(path) != 0) fine = data_error(error, "cannot remove %s: %s", path, strerror(errno));
-    return fine;
-}
-
-bool folder_remove(const char* path, char* error) {
-    return folder_remove_levels(path, 1, error);
-}
 
 // Bytes of one element, 0 for a type that is not known.
 static int dtype_bytes(const char* dtype) {
@@ -276,7 +70,7 @@ static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t cou
     writer->written += count;
     while (fine && count > 0) {
         if (writer->used == 0 && count >= BUFFER_BYTES) {
-            fine = write_all(writer->descriptor, writer->path, from, count, error);
+            fine = file_write_all(writer->descriptor, writer->path, from, count, error);
             break;
         }
         int64_t piece = count < BUFFER_BYTES - writer->used ? count : BUFFER_BYTES - writer->used;
@@ -285,7 +79,7 @@ static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t cou
         from += piece;
         count -= piece;
         if (writer->used == BUFFER_BYTES) {
-            fine = write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
+            fine = file_write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
             writer->used = 0;
         }
     }
@@ -338,13 +132,13 @@ SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* e
     if (!writer) return data_error(error, "cannot write %s: out of memory", path), free(text), NULL;
     writer->path = strdup(path);
     writer->buffer = malloc(BUFFER_BYTES);
-    writer->descriptor = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    writer->descriptor = writer->path && writer->buffer ? file_create(path, error) : -1;
     uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     bool fine = writer->path && writer->buffer;
     if (!fine) {
         data_error(error, "cannot write %s: out of memory", path);
     } else if (writer->descriptor < 0) {
-        fine = data_error(error, "cannot create %s: %s", path, strerror(errno));
+        fine = false;
     } else {
         char spaces[64];
         memset(spaces, ' ', sizeof(spaces));
@@ -376,8 +170,8 @@ bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes
         fine = data_error(error, "cannot write %s: %lld of the bytes that its header declares were not given",
                           writer->path, (long long)(writer->expected - writer->written));
     }
-    fine = fine && write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
-    fine = fine && sync_descriptor(writer->descriptor, writer->path, error);
+    fine = fine && file_write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
+    fine = fine && file_sync(writer->descriptor, writer->path, error);
     // A network file system may report the full disk here and nowhere else.
     int closed = close(writer->descriptor);
     writer->descriptor = -1;
@@ -401,8 +195,8 @@ static bool header_integer(const Json* json, int64_t* value) {
     return errno == 0 && *end == 0 && *value >= 0;
 }
 
-// One member of the header into one tensor; `data` and `data_bytes` are the file's part after the header.
-static bool header_tensor(const char* path, const Json* json, const char* data, int64_t data_bytes,
+// One member of the header into one tensor. The file's part after the header begins at `data` and has `data_bytes`.
+static bool header_tensor(const char* path, const Json* json, int64_t data, int64_t data_bytes,
                           SafetensorsTensor* tensor, char* error) {
     const Json* shape = json_get(json, "shape");
     const Json* offsets = json_get(json, "data_offsets");
@@ -436,15 +230,15 @@ static bool header_tensor(const char* path, const Json* json, const char* data, 
         return data_error(error, "%s is corrupted: tensor %s has %lld bytes, which its shape and type %s do not give",
                           path, json->key, (long long)(end - begin), tensor->dtype);
     }
-    tensor->data = data + begin;
+    tensor->at = data + begin;
     tensor->bytes = bytes;
     return true;
 }
 
-static int by_address(const void* a, const void* b) {
+static int by_place(const void* a, const void* b) {
     const SafetensorsTensor* left = *(const SafetensorsTensor* const*)a;
     const SafetensorsTensor* right = *(const SafetensorsTensor* const*)b;
-    if (left->data != right->data) return (const char*)left->data < (const char*)right->data ? -1 : 1;
+    if (left->at != right->at) return left->at < right->at ? -1 : 1;
     return (left->bytes > right->bytes) - (left->bytes < right->bytes);  // empty tensors before their neighbour
 }
 
@@ -453,15 +247,15 @@ static int by_name(const void* a, const void* b) {
 }
 
 // The tensors tile the data from its first byte to its last, and no name comes twice.
-static bool check_tiling(const Safetensors* file, const char* data, int64_t data_bytes, char* error) {
+static bool check_tiling(const Safetensors* file, int64_t data, int64_t data_bytes, char* error) {
     const SafetensorsTensor** sorted = malloc((size_t)(file->count + 1) * sizeof(*sorted));
     if (!sorted) return data_error(error, "cannot read %s: out of memory", file->path);
     for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
-    qsort(sorted, (size_t)file->count, sizeof(*sorted), by_address);
+    qsort(sorted, (size_t)file->count, sizeof(*sorted), by_place);
     bool fine = true;
-    const char* at = data;
+    int64_t at = data;
     for (int i = 0; i < file->count && fine; i++) {
-        if ((const char*)sorted[i]->data != at) {
+        if (sorted[i]->at != at) {
             fine = data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends",
                               file->path, sorted[i]->name);
         }
@@ -481,31 +275,13 @@ static bool check_tiling(const Safetensors* file, const char* data, int64_t data
     return fine;
 }
 
-static bool map_file(Safetensors* file, char* error) {
-    int descriptor = open(file->path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0) return data_error(error, "cannot open %s: %s", file->path, strerror(errno));
-    struct stat status;
-    bool fine = fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
-    if (!fine) {
-        data_error(error, "cannot read %s: it is not a regular file", file->path);
-    } else if (status.st_size < 8) {
-        fine = data_error(error, "%s is truncated: it has %lld bytes and a safetensors file at least 8", file->path,
-                          (long long)status.st_size);
-    } else {
-        void* map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        fine = map != MAP_FAILED || data_error(error, "cannot map %s: %s", file->path, strerror(errno));
-        if (fine) {
-            file->map = map;
-            file->bytes = (int64_t)status.st_size;
-        }
-    }
-    close(descriptor);
-    return fine;
-}
-
 static bool read_header(Safetensors* file, char* error) {
     uint64_t length = 0;
-    memcpy(&length, file->map, 8);
+    if (file->bytes < 8) {
+        return data_error(error, "%s is truncated: it has %lld bytes and a safetensors file at least 8", file->path,
+                          (long long)file->bytes);
+    }
+    if (!file_read_at(file->descriptor, file->path, &length, 0, 8, error)) return false;
     if (length > HEADER_MOST) {
         return data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long",
                           file->path, (unsigned long long)length);
@@ -514,10 +290,14 @@ static bool read_header(Safetensors* file, char* error) {
         return data_error(error, "%s is truncated: its header is %llu bytes long and the file has %lld", file->path,
                           (unsigned long long)length, (long long)file->bytes);
     }
-    const char* data = (const char*)file->map + 8 + length;
-    int64_t data_bytes = file->bytes - 8 - (int64_t)length;
+    int64_t data = 8 + (int64_t)length, data_bytes = file->bytes - data;
     char problem[DATA_ERROR_BYTES];
-    file->header = json_parse((const char*)file->map + 8, (int64_t)length, "its header", problem);
+    char* text = malloc((size_t)length + 1);
+    if (!text) return data_error(error, "cannot read %s: out of memory", file->path);
+    bool fine = file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error);
+    file->header = fine ? json_parse(text, (int64_t)length, "its header", problem) : NULL;
+    free(text);
+    if (!fine) return false;
     if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, problem);
     if (file->header->kind != JSON_OBJECT)
         return data_error(error, "%s is corrupted: its header is no object", file->path);
@@ -534,9 +314,11 @@ static bool read_header(Safetensors* file, char* error) {
 
 bool safetensors_open(Safetensors* file, const char* path, char* error) {
     memset(file, 0, sizeof(*file));
+    file->descriptor = -1;
     file->path = strdup(path);
     if (!file->path) return data_error(error, "cannot read %s: out of memory", path);
-    if (map_file(file, error) && read_header(file, error)) return true;
+    file->descriptor = file_open(path, &file->bytes, error);
+    if (file->descriptor >= 0 && read_header(file, error)) return true;
     safetensors_close(file);
     return false;
 }
@@ -569,14 +351,27 @@ static float half_to_float(uint16_t half) {
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
-bool safetensors_floats(const SafetensorsTensor* tensor, float* values) {
-    const char* data = tensor->data;
-    bool f32 = strcmp(tensor->dtype, "F32") == 0, bf16 = strcmp(tensor->dtype, "BF16") == 0;
-    if (f32) memcpy(values, data, tensor->bytes);
-    if (!f32 && !bf16 && strcmp(tensor->dtype, "F16") != 0) return false;
-    for (int64_t i = 0; !f32 && i < tensor->bytes / 2; i++) {
+bool safetensors_read(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count, void* to,
+                      char* error) {
+    return file_read_at(file->descriptor, file->path, to, tensor->at + first, count, error);
+}
+
+bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count,
+                        float* values, char* error) {
+    if (strcmp(tensor->dtype, "F32") == 0) {
+        return safetensors_read(file, tensor, 4 * first, 4 * count, values, error);
+    }
+    bool bf16 = strcmp(tensor->dtype, "BF16") == 0;
+    if (!bf16 && strcmp(tensor->dtype, "F16") != 0) {
+        return data_error(error, "%s: tensor %s is of type %s; F32, BF16 and F16 can be read", file->path, tensor->name,
+                          tensor->dtype);
+    }
+    // The halves are read into the second half of the floats' memory, which the floats reach when it is used up.
+    const char* halves = (const char*)values + 2 * count;
+    if (!safetensors_read(file, tensor, 2 * first, 2 * count, (void*)halves, error)) return false;
+    for (int64_t i = 0; i < count; i++) {
         uint16_t half;
-        memcpy(&half, data + 2 * i, 2);
+        memcpy(&half, halves + 2 * i, 2);
         uint32_t bits = (uint32_t)half << 16;
         if (bf16) memcpy(&values[i], &bits, 4);
         if (!bf16) values[i] = half_to_float(half);
@@ -584,14 +379,11 @@ bool safetensors_floats(const SafetensorsTensor* tensor, float* values) {
     return true;
 }
 
-uint32_t safetensors_crc(const Safetensors* file) {
-    return crc32c(0, file->map, file->bytes);
-}
-
 void safetensors_close(Safetensors* file) {
-    if (file->map) munmap((void*)file->map, (size_t)file->bytes);
+    if (file->path && file->descriptor >= 0) close(file->descriptor);
     free((void*)file->path);
     free(file->tensors);
     json_free(file->header);
     memset(file, 0, sizeof(*file));
+    file->descriptor = -1;
 }

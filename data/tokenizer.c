@@ -15,6 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 #include "../kernels/text.h"
+#include "model_folder.h"
 #include "tokenizer.h"
 #include "unicode.h"
 
@@ -29,13 +30,14 @@ typedef struct {
 } Merge;
 
 struct Tokenizer {
-    int vocabulary;
+    int vocabulary;  // without tokens that were added later
+    int tokens;      // with them
     int end;         // <|endoftext|>, or -1
     bool encodes;    // there are merges
     int byte[256];   // the token of each byte, -1 when there is none
     char* text;      // all tokens' bytes, one after another
-    int64_t* first;  // (vocabulary) of a token in text
-    int* length;     // (vocabulary)
+    int64_t* first;  // (tokens) of a token in text
+    int* length;     // (tokens)
     int* slot;       // (slots) tokens by the hash of their bytes, -1 when free
     int64_t slots;   // a power of two
     Merge* merge;    // (merges) slots, by the hash of the pair
@@ -106,56 +108,119 @@ static int64_t to_bytes(const int byte_of[324], const char* text, int64_t count,
     return used;
 }
 
-// The members of vocab.json: sizes first, then every token's bytes.
-static bool read_vocabulary(Tokenizer* tokenizer, const Json* json, const char* path, const int* byte_of, char* error) {
-    int64_t bytes = 0, count = 0, largest = -1;
-    if (json->kind != JSON_OBJECT) return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
-    for (const Json* entry = json->child; entry; entry = entry->next, count++) {
-        double token = entry->kind == JSON_NUMBER ? entry->number : -1.0;
+// A token as a file gives it.
+typedef struct {
+    const char* text;
+    int64_t bytes;
+    const Json* number;
+    bool added;  // later, by hand: it stands for its own text; otherwise the text is in the alphabet
+} Entry;
+
+typedef struct {
+    Entry* entry;
+    int64_t count, room;
+} Entries;
+
+static bool entries_add(Entries* entries, Entry entry, char* error) {
+    if (entries->count == entries->room) {
+        int64_t room = entries->room ? 2 * entries->room : 1024;
+        Entry* larger = realloc(entries->entry, (size_t)room * sizeof(Entry));
+        if (!larger) return data_error(error, "cannot read the tokenizer: out of memory");
+        entries->entry = larger;
+        entries->room = room;
+    }
+    entries->entry[entries->count++] = entry;
+    return true;
+}
+
+// The members of an object, text: number.
+static bool entries_object(Entries* entries, const Json* json, bool added, const char* path, char* error) {
+    if (!json || json->kind != JSON_OBJECT) {
+        return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
+    }
+    for (const Json* member = json->child; member; member = member->next) {
+        Entry entry = {member->key, (int64_t)strlen(member->key), member, added};
+        if (!entries_add(entries, entry, error)) return false;
+    }
+    return true;
+}
+
+// The list "added_tokens" of tokenizer.json, whose elements have an id and a content.
+static bool entries_list(Entries* entries, const Json* list, const char* path, char* error) {
+    for (const Json* token = list ? list->child : NULL; token; token = token->next) {
+        const Json *id = json_get(token, "id"), *content = json_get(token, "content");
+        if (!id || !content || content->kind != JSON_STRING) {
+            return data_error(error, "%s has an added token without id and content; fetch it again", path);
+        }
+        if (!entries_add(entries, (Entry){content->text, content->text_bytes, id, true}, error)) return false;
+    }
+    return true;
+}
+
+// Sizes and memory from all entries.
+static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
+    int64_t bytes = 0, largest = -1, most = -1;
+    for (int64_t i = 0; i < entries->count; i++) {
+        const Entry* entry = &entries->entry[i];
+        double token = entry->number->kind == JSON_NUMBER ? entry->number->number : -1.0;
         if (!(token >= 0.0 && token < VOCABULARY_MOST && token == (double)(int64_t)token)) {
             return data_error(error, "%s is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", path,
-                              entry->key, VOCABULARY_MOST - 1);
+                              entry->text, VOCABULARY_MOST - 1);
         }
-        if ((int64_t)token > largest) largest = (int64_t)token;
-        bytes += (int64_t)strlen(entry->key);
+        if ((int64_t)token > most) most = (int64_t)token;
+        if ((int64_t)token > largest && !entry->added) largest = (int64_t)token;
+        bytes += entry->bytes;
     }
-    if (count == 0) return data_error(error, "%s is no vocabulary: it is empty", path);
+    if (largest < 0) return data_error(error, "%s is no vocabulary: it is empty", path);
     tokenizer->vocabulary = (int)largest + 1;
-    tokenizer->slots = table_size(count);
+    tokenizer->tokens = (int)most + 1;
+    tokenizer->slots = table_size(entries->count);
     tokenizer->text = malloc((size_t)bytes + 1);
-    tokenizer->first = calloc((size_t)largest + 1, sizeof(int64_t));
-    tokenizer->length = calloc((size_t)largest + 1, sizeof(int));
+    tokenizer->first = calloc((size_t)most + 1, sizeof(int64_t));
+    tokenizer->length = calloc((size_t)most + 1, sizeof(int));
     tokenizer->slot = malloc((size_t)tokenizer->slots * sizeof(int));
     if (!tokenizer->text || !tokenizer->first || !tokenizer->length || !tokenizer->slot) {
         return data_error(error, "cannot read %s: out of memory", path);
     }
     memset(tokenizer->slot, 0xFF, (size_t)tokenizer->slots * sizeof(int));
+    return true;
+}
+
+static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const char* path, const int* byte_of,
+                            char* error) {
+    if (!vocabulary_allocate(tokenizer, entries, path, error)) return false;
     int64_t used = 0;
-    for (const Json* entry = json->child; entry; entry = entry->next) {
-        int token = (int)entry->number;
-        int64_t size = (int64_t)strlen(entry->key);
-        int64_t length = to_bytes(byte_of, entry->key, size, tokenizer->text + used);
+    for (int64_t i = 0; i < entries->count; i++) {
+        const Entry* entry = &entries->entry[i];
+        int token = (int)entry->number->number;
+        char* text = tokenizer->text + used;
+        int64_t length = entry->added ? -1 : to_bytes(byte_of, entry->text, entry->bytes, text);
         // A token outside the alphabet was added by hand and stands for its own text.
-        if (length < 0) memcpy(tokenizer->text + used, entry->key, (size_t)(length = size));
-        if (tokenizer->length[token] > 0) return data_error(error, "%s gives token %d to two texts", path, token);
+        if (length < 0) memcpy(text, entry->text, (size_t)(length = entry->bytes));
+        if (tokenizer->length[token] > 0) {
+            bool same = entry->added && tokenizer->length[token] == length &&
+                        memcmp(tokenizer->text + tokenizer->first[token], text, (size_t)length) == 0;
+            if (same) continue;  // files list a token again that was added by hand
+            return data_error(error, "%s gives token %d to two texts", path, token);
+        }
         tokenizer->first[token] = used;
         tokenizer->length[token] = (int)length;
-        if (length == 1) tokenizer->byte[(unsigned char)tokenizer->text[used]] = token;
-        tokenizer->slot[find_slot(tokenizer, tokenizer->text + used, length)] = token;
-        if (strcmp(entry->key, end_of_text) == 0) tokenizer->end = token;
+        if (length == 1 && !entry->added) tokenizer->byte[(unsigned char)*text] = token;
+        tokenizer->slot[find_slot(tokenizer, text, length)] = token;
+        if (length == (int64_t)strlen(end_of_text) && memcmp(text, end_of_text, (size_t)length) == 0) {
+            tokenizer->end = token;
+        }
         used += length;
     }
     return true;
 }
 
-// One line "left right" of merges.txt, as the merge of this rank.
-static bool read_merge(Tokenizer* tokenizer, const int* byte_of, const char* line, int64_t count, int rank,
-                       char* bytes) {
-    const char* space = memchr(line, ' ', (size_t)count);
-    if (!space) return false;
-    int64_t left = to_bytes(byte_of, line, space - line, bytes);
+// The merge of this rank, of two texts in the alphabet.
+static bool read_merge(Tokenizer* tokenizer, const int* byte_of, const char* first, int64_t first_bytes,
+                       const char* second, int64_t second_bytes, int rank, char* bytes) {
+    int64_t left = to_bytes(byte_of, first, first_bytes, bytes);
     if (left < 1) return false;
-    int64_t right = to_bytes(byte_of, space + 1, line + count - space - 1, bytes + left);
+    int64_t right = to_bytes(byte_of, second, second_bytes, bytes + left);
     if (right < 1) return false;
     int left_token = tokenizer->slot[find_slot(tokenizer, bytes, left)];
     int right_token = tokenizer->slot[find_slot(tokenizer, bytes + left, right)];
@@ -167,16 +232,39 @@ static bool read_merge(Tokenizer* tokenizer, const int* byte_of, const char* lin
     return true;
 }
 
+// The same of one text "left right".
+static bool read_merge_line(Tokenizer* tokenizer, const int* byte_of, const char* line, int64_t count, int rank,
+                            char* bytes) {
+    const char* space = memchr(line, ' ', (size_t)count);
+    return space &&
+           read_merge(tokenizer, byte_of, line, space - line, space + 1, line + count - space - 1, rank, bytes);
+}
+
+// Room for `count` merges.
+static bool merges_allocate(Tokenizer* tokenizer, int64_t count, const char* path, char* error) {
+    tokenizer->merges = table_size(count);
+    tokenizer->merge = malloc((size_t)tokenizer->merges * sizeof(Merge));
+    if (!tokenizer->merge) return data_error(error, "cannot read %s: out of memory", path);
+    for (int64_t i = 0; i < tokenizer->merges; i++) tokenizer->merge[i] = (Merge){0, 0, -1};
+    return true;
+}
+
+static bool bytes_complete(const Tokenizer* tokenizer, const char* path, char* error) {
+    for (int b = 0; b < 256; b++) {
+        if (tokenizer->byte[b] < 0) {
+            return data_error(error, "the vocabulary beside %s has no token for byte %d", path, b);
+        }
+    }
+    return true;
+}
+
 static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, const char* path, const int* byte_of,
                         char* error) {
     int64_t lines = 1;
     for (int64_t i = 0; i < count; i++) lines += text[i] == '\n';
-    tokenizer->merges = table_size(lines);
-    tokenizer->merge = malloc((size_t)tokenizer->merges * sizeof(Merge));
     char* bytes = malloc((size_t)count + 1);
-    bool fine = tokenizer->merge && bytes;
-    if (!fine) data_error(error, "cannot read %s: out of memory", path);
-    for (int64_t i = 0; fine && i < tokenizer->merges; i++) tokenizer->merge[i] = (Merge){0, 0, -1};
+    bool fine = bytes || data_error(error, "cannot read %s: out of memory", path);
+    fine = fine && merges_allocate(tokenizer, lines, path, error);
     int rank = 0;
     int64_t number = 1;
     for (const char *line = text, *end = text + count; fine && line < end; number++) {
@@ -186,7 +274,7 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
         if (length > 0 && line[length - 1] == '\r') length--;
         // The first line names the version; a later line may well begin with '#', a token like any other.
         bool version = number == 1 && length >= 8 && memcmp(line, "#version", 8) == 0;
-        if (length > 0 && !version && !read_merge(tokenizer, byte_of, line, length, rank++, bytes)) {
+        if (length > 0 && !version && !read_merge_line(tokenizer, byte_of, line, length, rank++, bytes)) {
             fine = data_error(error,
                               "%s does not belong to the vocabulary beside it: line %lld is no pair of tokens whose "
                               "joined text is a token",
@@ -195,11 +283,38 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
         line = stop + 1;
     }
     free(bytes);
-    for (int b = 0; fine && b < 256; b++) {
-        if (tokenizer->byte[b] < 0)
-            fine = data_error(error, "the vocabulary beside %s has no token for byte %d", path, b);
+    return fine && bytes_complete(tokenizer, path, error);
+}
+
+// tokenizer.json's list of merges: texts "left right", or pairs of texts.
+static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* path, const int* byte_of, char* error) {
+    int64_t count = 0, longest = 0;
+    for (const Json* merge = list->child; merge; merge = merge->next, count++) {
+        const Json *left = merge->child, *right = left ? left->next : NULL;
+        bool pair =
+            merge->kind == JSON_ARRAY && left && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
+        int64_t bytes = pair ? left->text_bytes + right->text_bytes : merge->text_bytes;
+        if (!pair && merge->kind != JSON_STRING) {
+            return data_error(error, "%s: merge %lld is no pair of texts; fetch it again", path, (long long)count);
+        }
+        if (bytes > longest) longest = bytes;
     }
-    return fine;
+    char* bytes = malloc((size_t)longest + 1);
+    bool fine = bytes || data_error(error, "cannot read %s: out of memory", path);
+    fine = fine && merges_allocate(tokenizer, count, path, error);
+    int rank = 0;
+    for (const Json* merge = list->child; fine && merge; merge = merge->next, rank++) {
+        const Json *left = merge->child, *right = left ? left->next : NULL;
+        bool good = merge->kind == JSON_STRING
+                        ? read_merge_line(tokenizer, byte_of, merge->text, merge->text_bytes, rank, bytes)
+                        : read_merge(tokenizer, byte_of, left->text, left->text_bytes, right->text, right->text_bytes,
+                                     rank, bytes);
+        if (good) continue;
+        fine = data_error(error, "%s: merge %d is no pair of tokens whose joined text is a token; fetch it again", path,
+                          rank);
+    }
+    free(bytes);
+    return fine && bytes_complete(tokenizer, path, error);
 }
 
 // The first of two names that is in the folder, written to `path`; false when neither is.
@@ -210,28 +325,101 @@ static bool find_file(const char* folder, const char* name, const char* other, c
     return access(path, F_OK) == 0;
 }
 
+// Whether `json` is absent, null, false or an empty text.
+static bool is_nothing(const Json* json) {
+    return !json || json->kind == JSON_NULL || (json->kind == JSON_BOOL && json->number == 0) ||
+           (json->kind == JSON_STRING && json->text_bytes == 0);
+}
+
+// Whether tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in words as GPT-2 cuts
+// them.
+static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
+    static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
+                                          "ignore_merges", "dropout"};
+    const Json *model = json_get(json, "model"), *cut = json_get(json, "pre_tokenizer");
+    const char* type = json_string(model, "type", json_get(model, "merges") ? "BPE" : "no");
+    if (strcmp(type, "BPE") != 0) {
+        return data_error(error, "%s holds a tokenizer of type %s, and nibble reads GPT-2's byte-level BPE alone", path,
+                          type);
+    }
+    const Json* use_regex = json_get(cut, "use_regex");
+    bool plain = strcmp(json_string(cut, "type", ""), "ByteLevel") == 0 &&
+                 is_nothing(json_get(cut, "add_prefix_space")) && (!use_regex || use_regex->number != 0) &&
+                 is_nothing(json_get(json, "normalizer"));
+    for (int i = 0; i < 5; i++) plain = plain && is_nothing(json_get(model, unknown[i]));
+    return plain || data_error(error,
+                               "%s holds a BPE tokenizer that normalizes text or cuts it into words otherwise than "
+                               "GPT-2's, which alone nibble reads",
+                               path);
+}
+
+// The whole tokenizer out of tokenizer.json.
+static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, const int* byte_of, char* error) {
+    Entries entries = {NULL, 0, 0};
+    Json* json = json_read(path, error);
+    const Json *model = json_get(json, "model"), *merges = json_get(model, "merges");
+    bool fine = json && is_gpt2_tokenizer(json, path, error);
+    if (fine && (!merges || merges->kind != JSON_ARRAY)) fine = data_error(error, "%s holds no merges", path);
+    fine = fine && entries_object(&entries, json_get(model, "vocab"), false, path, error) &&
+           entries_list(&entries, json_get(json, "added_tokens"), path, error) &&
+           read_vocabulary(tokenizer, &entries, path, byte_of, error) &&
+           read_merge_list(tokenizer, merges, path, byte_of, error);
+    tokenizer->encodes = fine;
+    free(entries.entry);
+    json_free(json);
+    return fine;
+}
+
+// vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
+static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, const int* byte_of,
+                            char* error) {
+    char beside[4352];
+    Entries entries = {NULL, 0, 0};
+    Json *json = json_read(path, error), *more = NULL;
+    bool fine = json && entries_object(&entries, json, false, path, error);
+    if (fine && find_file(folder, "tokenizer.json", "added_tokens.json", beside)) {
+        const bool whole = strcmp(strrchr(beside, '/'), "/tokenizer.json") == 0;
+        more = json_read(beside, error);
+        fine = more && (whole ? entries_list(&entries, json_get(more, "added_tokens"), beside, error)
+                              : entries_object(&entries, more, true, beside, error));
+    }
+    fine = fine && read_vocabulary(tokenizer, &entries, path, byte_of, error);
+    free(entries.entry);
+    json_free(more);
+    json_free(json);
+    return fine;
+}
+
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    char path[4352];
+    char path[4352], merges[4352], whole[4352];
     int byte_of[324];
     int64_t bytes = 0;
     alphabet(byte_of);
-    if (!find_file(folder, "vocab.json", "encoder.json", path)) {
-        return data_error(
-            error, "%s holds no vocab.json (or encoder.json); put them there, or name a folder that has them", folder);
+    bool vocabulary = find_file(folder, "vocab.json", "encoder.json", path);
+    bool pairs = vocabulary && find_file(folder, "merges.txt", "vocab.bpe", merges);
+    if (!pairs && find_file(folder, "tokenizer.json", "tokenizer.json", whole)) {
+        return open_tokenizer_json(tokenizer, whole, byte_of, error);
     }
-    char* text = file_read(path, &bytes, error);
+    if (!vocabulary) {
+        return data_error(error,
+                          "%s holds no vocab.json (or encoder.json, or tokenizer.json); put them there, or name a "
+                          "folder that has them",
+                          folder);
+    }
+    bool fine = open_vocabulary(tokenizer, folder, path, byte_of, error);
+    if (!fine || !pairs) return fine;
+    char* text = file_read(merges, &bytes, error);
     if (!text) return false;
-    Json* json = json_parse(text, bytes, path, error);
-    free(text);
-    bool fine = json && read_vocabulary(tokenizer, json, path, byte_of, error);
-    json_free(json);
-    if (!fine || !find_file(folder, "merges.txt", "vocab.bpe", path)) return fine;
-    text = file_read(path, &bytes, error);
-    if (!text) return false;
-    fine = read_merges(tokenizer, text, bytes, path, byte_of, error);
+    fine = read_merges(tokenizer, text, bytes, merges, byte_of, error);
     tokenizer->encodes = fine;
     free(text);
     return fine;
+}
+
+bool tokenizer_exists(const char* folder) {
+    char path[4352];
+    return find_file(folder, "vocab.json", "encoder.json", path) ||
+           find_file(folder, "tokenizer.json", "tokenizer.json", path);
 }
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
@@ -245,7 +433,7 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
         return NULL;
     }
     // Bytes are a vocabulary of 256 without merges to make.
-    tokenizer->vocabulary = 256;
+    tokenizer->vocabulary = tokenizer->tokens = 256;
     tokenizer->encodes = true;
     tokenizer->text = malloc(256);
     tokenizer->first = calloc(256, sizeof(int64_t));
@@ -264,23 +452,51 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     return tokenizer;
 }
 
+// FROM/NAME to TO/COPY, unless that is there.
+static bool copy_missing(const char* from, const char* name, const char* to, const char* copy, char* error) {
+    char source[4608], target[4608];
+    snprintf(source, sizeof(source), "%s/%s", from, name);
+    snprintf(target, sizeof(target), "%s/%s", to, copy);
+    if (access(source, F_OK) != 0 || access(target, F_OK) == 0) return true;
+    int64_t bytes;
+    char* text = file_read(source, &bytes, error);
+    bool fine = text && file_write(target, text, bytes, error);
+    free(text);
+    return fine;
+}
+
 bool tokenizer_files_copy(const char* from, const char* to, char* error) {
-    static const char* const names[][2] = {{"vocab.json", "vocab.json"},
-                                           {"merges.txt", "merges.txt"},
-                                           {"encoder.json", "vocab.json"},
-                                           {"vocab.bpe", "merges.txt"}};
-    for (int i = 0; i < 4; i++) {
-        char source[4608], copy[4608];
-        snprintf(source, sizeof(source), "%s/%s", from, names[i][0]);
-        snprintf(copy, sizeof(copy), "%s/%s", to, names[i][1]);
-        if (access(source, F_OK) != 0 || access(copy, F_OK) == 0) continue;
-        int64_t bytes;
-        char* text = file_read(source, &bytes, error);
-        bool fine = text && file_write(copy, text, bytes, error);
-        free(text);
-        if (!fine) return false;
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
+        if (!copy_missing(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error)) return false;
     }
-    return true;
+    return copy_missing(from, "encoder.json", to, "vocab.json", error) &&
+           copy_missing(from, "vocab.bpe", to, "merges.txt", error);
+}
+
+const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS] = {"bos_token_id", "eos_token_id", "pad_token_id"};
+
+bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error) {
+    static const char* const files[] = {"special_tokens_map.json", "tokenizer_config.json"};
+    static const char* const names[SPECIAL_TOKENS] = {"bos_token", "eos_token", "pad_token"};
+    bool fine = true;
+    for (int i = 0; i < SPECIAL_TOKENS; i++) tokens->id[i] = -1;
+    for (int f = 0; f < 2 && tokenizer->slots > 0; f++) {
+        char path[4608];
+        snprintf(path, sizeof(path), "%s/%s", folder, files[f]);
+        Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
+        fine = fine && (json || access(path, F_OK) != 0);
+        for (int i = 0; i < SPECIAL_TOKENS && json; i++) {
+            const Json* text = json_get(json, names[i]);
+            if (text && text->kind == JSON_OBJECT) text = json_get(text, "content");
+            if (!text || text->kind != JSON_STRING || tokens->id[i] >= 0) continue;
+            tokens->id[i] = tokenizer->slot[find_slot(tokenizer, text->text, text->text_bytes)];
+        }
+        json_free(json);
+    }
+    for (int i = 0; i < 2; i++) {
+        if (tokens->id[i] < 0) tokens->id[i] = tokenizer->end;
+    }
+    return fine;
 }
 
 void tokenizer_close(Tokenizer* tokenizer) {
@@ -302,7 +518,7 @@ int tokenizer_end(const Tokenizer* tokenizer) {
 }
 
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) {
-    bool known = token >= 0 && token < tokenizer->vocabulary;
+    bool known = token >= 0 && token < tokenizer->tokens;
     *bytes = known ? tokenizer->length[token] : 0;
     return known ? tokenizer->text + tokenizer->first[token] : "";
 }

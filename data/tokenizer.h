@@ -11,13 +11,17 @@ extern "C" {
 
 typedef struct Tokenizer Tokenizer;
 // folder NULL or "": tokens are bytes. Otherwise vocab.json and merges.txt are read, or the same under OpenAI's names,
-// encoder.json and vocab.bpe. Without merges, tokens decode and tokenizer_encode returns -1.
+// encoder.json and vocab.bpe; where these are not complete, tokenizer.json, if it describes GPT-2's kind of tokenizer.
+// Without merges, tokens decode and tokenizer_encode returns -1. Tokens that were added later (in tokenizer.json or
+// added_tokens.json) decode to their text.
 Tokenizer* tokenizer_open(const char* folder, char* error);
-// The files of FROM's tokenizer that TO has not yet, under the names vocab.json and merges.txt. Fine where FROM has
-// none.
+// Whether the folder holds a vocabulary.
+bool tokenizer_exists(const char* folder);
+// Copies those files of FROM that describe a tokenizer or a model's use of it, and that TO does not have yet. OpenAI's
+// names become vocab.json and merges.txt. True also where FROM has none.
 bool tokenizer_files_copy(const char* from, const char* to, char* error);
 void tokenizer_close(Tokenizer* tokenizer);
-int tokenizer_vocabulary(const Tokenizer* tokenizer);
+int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
 // <|endoftext|>'s token, or -1 for bytes.
 int tokenizer_end(const Tokenizer* tokenizer);
 // Encodes text: returns the number of tokens in all, of which at most `most` are written, or -1 when there are no
@@ -25,6 +29,17 @@ int tokenizer_end(const Tokenizer* tokenizer);
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most);
 // The bytes of one token: not NUL-terminated, not always whole UTF-8 characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
+
+// The numbers of the tokens that a model's config.json names, in the order of SPECIAL_TOKEN_IDS; -1 where there is
+// none.
+enum { SPECIAL_TOKENS = 3 };
+extern const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS];
+typedef struct {
+    int id[SPECIAL_TOKENS];
+} SpecialTokens;
+// As special_tokens_map.json or tokenizer_config.json of the folder names them; <|endoftext|> begins and ends a text
+// where neither does. All are -1 for bytes, whose tokenizer is opened without a folder.
+bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
 // Draws a token: softmax of logits (V) / temperature over the k likeliest (k <= 0: all); temperature 0 takes the
 // likeliest. `coin` is uniform in [0, 1).

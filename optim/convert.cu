@@ -210,6 +210,12 @@ static const void* stored_array(const Conversion* c, const Place* place, const S
     return c->stored->array(c->stored->context, name, info.dtype, place_bytes(place, info));
 }
 
+// Bytes of a stored array, from byte `at` on.
+static void stored_read(const Conversion* c, const void* array, int64_t at, int64_t bytes, void* to) {
+    if (c->stored->read) c->stored->read(c->stored->context, array, at, bytes, to);
+    if (!c->stored->read) memcpy(to, (const char*)array + at, (size_t)bytes);
+}
+
 // All arrays that the checkpoint's formats need are there, and no others.
 static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
     int arrays = 0;
@@ -321,9 +327,8 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = from->format->stream[i];
         if (info.bits == 0 || in_model_file(slot, i, info)) continue;
-        const char* array = (const char*)stored_array(c, from, info) +
-                            stream_bytes(info, c->tensors[tensor].offset + start - from->begin);
-        memcpy(stream_data(&piece->streams, i), array, (size_t)stream_bytes(info, n));
+        int64_t at = stream_bytes(info, c->tensors[tensor].offset + start - from->begin);
+        stored_read(c, stored_array(c, from, info), at, stream_bytes(info, n), stream_data(&piece->streams, i));
     }
 }
 
@@ -352,8 +357,8 @@ static void piece_write(const Conversion* c, const Place* to, int64_t first, int
 // The numbers of spans of a tensor: those of the checkpoint, and into the optimizer's array.
 static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
     if (!piece->span) return;
-    const char* array = (const char*)stored_array(c, from, from->format->stream[1]);
-    memcpy(piece->streams.extra, array + from->at * (int64_t)sizeof(float), (size_t)piece->number_bytes);
+    stored_read(c, stored_array(c, from, from->format->stream[1]), from->at * (int64_t)sizeof(float),
+                piece->number_bytes, piece->streams.extra);
 }
 
 static void numbers_write(const Conversion* c, const Place* to, const Piece* piece, const void* numbers) {

@@ -2,8 +2,8 @@
 #include "user.h"
 
 #include <ctype.h>
-#include <errno.h>
 
+#include "../data/files.h"
 #include "jit.h"
 #include "names.h"
 #include "override.h"
@@ -62,21 +62,17 @@ static uint64_t text_sum(const char* text) {
 
 // One file's text at the end of the source, with its name and lines for the compiler's messages.
 static bool append_file(const char* path, int index, FILE* to, char* error, size_t bytes) {
-    FILE* file = fopen(path, "r");
-    char piece[4096];
-    size_t got;
-    if (!file) {
-        return refuse(error, bytes, "--format: %s cannot be opened (%s); type the path of a format's file", path,
-                      strerror(errno));
-    }
+    char reason[DATA_ERROR_BYTES];
+    int64_t length = 0;
+    char* text = file_read(path, &length, reason);
+    if (!text) return refuse(error, bytes, "--format: %s; type the path of a format's file", reason);
     fprintf(to, "\n#undef USER_FILE\n#define USER_FILE %d\n#line 1 \"", index);
     for (const char* c = path; *c; c++) fprintf(to, *c == '"' || *c == '\\' ? "\\%c" : "%c", *c);
     fprintf(to, "\"\n");
-    while ((got = fread(piece, 1, sizeof(piece), file)) > 0) fwrite(piece, 1, got, to);
-    bool whole = !ferror(file);
+    fwrite(text, 1, (size_t)length, to);
     fputc('\n', to);
-    fclose(file);
-    return whole || refuse(error, bytes, "--format: %s cannot be read; type the path of a format's file", path);
+    free(text);
+    return true;
 }
 
 // The initialiser that stands at `text`; false when it is not what this version of PTX is known to say.

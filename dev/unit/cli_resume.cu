@@ -674,7 +674,10 @@ TEST(cli_data_is_cut) {
     expect(wait_for_step(&child, run, 40), "the run ended before its data was cut");
     if (truncate(text, 0) != 0) abort();
     finish(&child);
-    expect_error(test, &child, "a mapped file was cut short", "--resume", "");
+    expect_error(test, &child, "a file of data was cut short", "it was cut short while it was read",
+                 "; the last checkpoint is ");
+    int64_t newest;
+    expect(checkpoints(run, &newest) == 1 && newest >= 40, "what was there is not saved: %lld", (long long)newest);
     forget(&child);
     remove_tree(work);
 }

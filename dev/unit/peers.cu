@@ -20,6 +20,7 @@
 #include "../../data/safetensors.h"
 #include "../../optim/formats/adanf4.cuh"
 #include "../../optim/optim.h"
+#include "tensors.h"
 #include "test.h"
 
 static const char PEERS[] = "dev/reference/peers.safetensors";
@@ -41,9 +42,12 @@ struct Bytes {
     uint8_t x[MOST];
 };
 
+static const Safetensors* peers;  // the one that was opened last
+
 static void peers_open(Safetensors* file) {
     char error[DATA_ERROR_BYTES];
     if (!safetensors_open(file, PEERS, error)) printf("    %s\n", error), exit(1);
+    peers = file;
 }
 
 static const SafetensorsTensor* peers_find(const Safetensors* file, const char* a, const char* b = "",
@@ -59,14 +63,17 @@ static const SafetensorsTensor* peers_find(const Safetensors* file, const char* 
 static Floats peers_floats(const SafetensorsTensor* tensor) {
     Floats floats = {1, {}};
     for (int d = 0; d < tensor->dims; d++) floats.n *= tensor->shape[d];
-    if (floats.n > MOST || !safetensors_floats(tensor, floats.x)) printf("    %s\n", tensor->name), exit(1);
+    char error[DATA_ERROR_BYTES] = "it is too large";
+    if (floats.n > MOST || !safetensors_floats(peers, tensor, 0, floats.n, floats.x, error)) {
+        printf("    %s: %s\n", tensor->name, error), exit(1);
+    }
     return floats;
 }
 
 static Bytes peers_bytes(const SafetensorsTensor* tensor) {
     Bytes bytes = {tensor->bytes, {}};
     if (bytes.n > MOST) printf("    %s\n", tensor->name), exit(1);
-    memcpy(bytes.x, tensor->data, (size_t)bytes.n);
+    memcpy(bytes.x, tensor_data(peers, tensor), (size_t)bytes.n);
     return bytes;
 }
 

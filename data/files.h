@@ -1,0 +1,63 @@
+// The base of data/: errors, checksums, files and folders. It depends on nothing else here.
+// Conventions of data/: a function that can fail by what the user gave returns false (NULL, or -1 for a descriptor) and
+// writes one sentence (the file, what was found, what to do) into `error`; nothing here exits or asserts.
+// Reading follows symbolic links, because model caches and moved checkpoints are made of them. Creating and removing
+// never do: a link that stands in the way is replaced or removed itself, and what it points to stays as it is.
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DATA_ERROR_BYTES 16384     // what every `error` must have room for: two paths and a sentence
+#define FILE_READ_MOST (64 << 20)  // the largest file that file_read takes: 64 MiB
+
+// Writes the sentence (cut to DATA_ERROR_BYTES) and returns false. Control characters, which a file's name or contents
+// may bring along, become '?', so that the sentence can be printed on a terminal.
+__attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* format, ...);
+
+// CRC-32C (Castagnoli), the checksum of every file of a checkpoint. crc is 0 at the start; crc32c(crc32c(0, a), b) is
+// that of a followed by b. "123456789" gives 0xE3069283.
+uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count);
+
+bool folder_exists(const char* path);
+bool file_exists(const char* path);  // a regular file
+// Whether a name that a file gives for its neighbour can only mean a file in the same folder: no slash, and not "..".
+bool file_name_plain(const char* name);
+
+// Opens a regular file for reading and sets its size. Pipes, devices, sockets and folders are refused at once.
+int file_open(const char* path, int64_t* bytes, char* error);
+// Reads `count` bytes at offset `at`. A file that has become shorter since it was opened is an error.
+bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error);
+// A regular file of at most FILE_READ_MOST bytes, read whole. A NUL byte follows the contents. The caller frees it.
+char* file_read(const char* path, int64_t* bytes, char* error);
+// The size and CRC-32C of FOLDER/NAME, read in pieces.
+bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
+
+// Creates a file of this name for writing, in place of the file or link that has the name now.
+int file_create(const char* path, char* error);
+bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t count, char* error);
+bool file_sync(int descriptor, const char* path, char* error);
+// Writes to `path.tmp`, syncs, renames over `path`, syncs the folder.
+bool file_write(const char* path, const void* bytes, int64_t count, char* error);
+// Copies FROM/NAME to TO/NAME; true also when there is no such file.
+bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error);
+// Opens a log for appending and creates it where there is none. A half-written last line (a full disk, a crash) is cut
+// off, so that every line is whole. A link or a special file of that name is refused.
+FILE* log_open(const char* path, char* error);
+
+// mkdir -p; an existing folder is fine, an existing file of that name is an error.
+bool folder_make(const char* path, char* error);
+// Makes an empty folder in an existing one, in place of whatever has its name now.
+bool folder_new(const char* path, char* error);
+bool folder_sync(const char* path, char* error);
+// rm -r of a folder that this program wrote (files and one level of folders). A file or a link of that name is removed
+// itself. True when nothing has the name.
+bool folder_remove(const char* path, char* error);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,205 @@
+// See model_folder.h.
+#define _GNU_SOURCE
+#include "model_folder.h"
+#include <glob.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include "options.h"
+
+enum { PATH_BYTES = 4500, FILES_MOST = 1000, TENSORS_MOST = 20000, PIECE = 1 << 20 };
+
+static const char INDEX[] = "model.safetensors.index.json";
+
+const char* const MODEL_FOLDER_FILES[] = {"vocab.json",
+                                          "merges.txt",
+                                          "tokenizer.json",
+                                          "tokenizer_config.json",
+                                          "added_tokens.json",
+                                          "special_tokens_map.json",
+                                          "generation_config.json",
+                                          NULL};
+
+static bool has(const char* folder, const char* name) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    return access(path, F_OK) == 0;
+}
+
+bool model_folder_has_weights(const char* path) {
+    return has(path, "model.safetensors") || has(path, INDEX);
+}
+
+// Says what a folder without weights has instead, and what to type.
+static bool no_weights(const char* path, char* error) {
+    char pattern[PATH_BYTES];
+    glob_t found;
+    snprintf(pattern, sizeof(pattern), "%s/pytorch_model*.bin", path);
+    bool pickled = glob(pattern, GLOB_NOSORT, NULL, &found) == 0;
+    if (pickled) globfree(&found);
+    if (!pickled) {
+        return data_error(error, "there is neither %s/model.safetensors nor %s; name a folder that holds one of them",
+                          path, INDEX);
+    }
+    return data_error(
+        error,
+        "%s holds its weights as pytorch_model.bin, which runs code when it is read; where torch and safetensors are "
+        "installed, type python3 -c 'import sys, glob, torch, safetensors.torch as s; d = sys.argv[1]; "
+        "s.save_file({k: v.clone().contiguous() for f in sorted(glob.glob(glob.escape(d) + \"/pytorch_model*.bin\")) "
+        "for k, v in torch.load(f, map_location=\"cpu\", weights_only=True).items()}, d + \"/model.safetensors\", "
+        "{\"format\": \"pt\"})' %s and start again",
+        path, shell_word(path));
+}
+
+static bool open_file(ModelFolder* folder, const char* name, char* error) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof(path), "%s/%s", folder->path, name);
+    Safetensors* larger = realloc(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
+    if (!larger) return data_error(error, "cannot open %s: out of memory", path);
+    folder->file = larger;
+    if (!safetensors_open(&folder->file[folder->count], path, error)) return false;
+    int tensors = 0;
+    folder->count++;
+    for (int i = 0; i < folder->count; i++) tensors += folder->file[i].count;
+    return tensors <= TENSORS_MOST ||
+           data_error(error, "%s holds over %d tensors, more than any GPT-2; name another folder", folder->path,
+                      TENSORS_MOST);
+}
+
+// The file of this name, opened now or before; NULL with a sentence.
+static const Safetensors* file_named(ModelFolder* folder, const Json* entry, char* error) {
+    const char* name = entry->kind == JSON_STRING ? entry->text : "";
+    size_t length = strlen(folder->path) + 1;
+    for (int i = 0; i < folder->count; i++) {
+        if (strcmp(folder->file[i].path + length, name) == 0) return &folder->file[i];
+    }
+    if (!file_name_plain(name) || (int64_t)strlen(name) != entry->text_bytes || folder->count == FILES_MOST) {
+        data_error(error, "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it",
+                   folder->path, INDEX, entry->key, name);
+        return NULL;
+    }
+    return open_file(folder, name, error) ? &folder->file[folder->count - 1] : NULL;
+}
+
+// All files that the index names; each holds the tensors that are said to be in it, and no tensor is in two of them.
+static bool open_index(ModelFolder* folder, const Json* index, char* error) {
+    const Json* map = json_get(index, "weight_map");
+    if (!map || map->kind != JSON_OBJECT || !map->child) {
+        return data_error(error, "%s/%s holds no weight_map; fetch the model again", folder->path, INDEX);
+    }
+    int tensors = 0;
+    for (const Json* entry = map->child; entry && tensors <= TENSORS_MOST; entry = entry->next, tensors++) {
+        const Safetensors* file = file_named(folder, entry, error);
+        if (!file) return false;
+        if (!safetensors_find(file, entry->key)) {
+            return data_error(error, "%s holds no tensor %s, which %s says is in it; fetch the model again", file->path,
+                              entry->key, INDEX);
+        }
+    }
+    for (int i = 0; i < folder->count; i++) {
+        for (int t = 0; t < folder->file[i].count; t++) {
+            const char* name = folder->file[i].tensors[t].name;
+            for (int other = 0; other < i; other++) {
+                if (!safetensors_find(&folder->file[other], name)) continue;
+                return data_error(error, "%s and %s both hold the tensor %s; fetch the model again",
+                                  folder->file[other].path, folder->file[i].path, name);
+            }
+        }
+    }
+    return true;
+}
+
+bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
+    char index_path[PATH_BYTES];
+    *folder = (ModelFolder){strdup(path), NULL, 0};
+    if (!folder->path) return data_error(error, "cannot open %s: out of memory", path);
+    bool fine;
+    if (has(path, "model.safetensors")) {
+        fine = open_file(folder, "model.safetensors", error);
+    } else if (!has(path, INDEX)) {
+        fine = no_weights(path, error);
+    } else {
+        snprintf(index_path, sizeof(index_path), "%s/%s", path, INDEX);
+        Json* index = json_read(index_path, error);
+        fine = index && open_index(folder, index, error);
+        json_free(index);
+    }
+    if (!fine) model_folder_close(folder);
+    return fine;
+}
+
+const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file) {
+    char prefixed[256];
+    snprintf(prefixed, sizeof(prefixed), "transformer.%s", name);
+    for (int with = 1; with >= 0; with--) {
+        for (int i = 0; i < folder->count; i++) {
+            const SafetensorsTensor* found = safetensors_find(&folder->file[i], with ? prefixed : name);
+            if (!found) continue;
+            *file = &folder->file[i];
+            return found;
+        }
+    }
+    return NULL;
+}
+
+// Whether the output matrix is the embedding, as the model has it.
+static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, const SafetensorsTensor* head,
+                         char* error) {
+    const Safetensors* wte_file = NULL;
+    const SafetensorsTensor* wte = model_folder_find(folder, "wte.weight", &wte_file);
+    bool same = wte && head->dims == 2 && wte->dims == 2 && memcmp(head->shape, wte->shape, 2 * sizeof(int64_t)) == 0;
+    float *a = malloc(PIECE * sizeof(float)), *b = malloc(PIECE * sizeof(float));
+    bool fine = (a && b) || data_error(error, "cannot read %s: out of memory", file->path);
+    int64_t elements = same ? wte->shape[0] * wte->shape[1] : 0;
+    for (int64_t at = 0; fine && same && at < elements; at += PIECE) {
+        int64_t n = elements - at < PIECE ? elements - at : PIECE;
+        fine = safetensors_floats(file, head, at, n, a, error) && safetensors_floats(wte_file, wte, at, n, b, error);
+        same = fine && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
+    }
+    free(a);
+    free(b);
+    if (!fine || same) return fine;
+    return data_error(error,
+                      "%s holds a %s that differs from wte.weight, and nibble's output matrix is the embedding; give a "
+                      "model with tied embeddings",
+                      file->path, head->name);
+}
+
+// Whether it is h.LAYER.attn.bias or h.LAYER.attn.masked_bias: the causal mask, which is no weight.
+static bool is_mask(const char* name, int layers) {
+    int layer = -1, end = 0;
+    if (sscanf(name, "h.%9d.attn.%n", &layer, &end) != 1 || end == 0 || layer < 0 || layer >= layers) return false;
+    return strcmp(name + end, "bias") == 0 || strcmp(name + end, "masked_bias") == 0;
+}
+
+bool model_folder_used(const ModelFolder* folder, const char* const* names, int count, int layers, char* error) {
+    for (int i = 0; i < folder->count; i++) {
+        const Safetensors* file = &folder->file[i];
+        for (int t = 0; t < file->count; t++) {
+            const SafetensorsTensor* tensor = &file->tensors[t];
+            const char* name = strncmp(tensor->name, "transformer.", 12) == 0 ? tensor->name + 12 : tensor->name;
+            if (strcmp(tensor->name, "lm_head.weight") == 0) {
+                if (!head_is_tied(folder, file, tensor, error)) return false;
+                continue;
+            }
+            const Safetensors* holder;
+            bool known = is_mask(name, layers);
+            for (int n = 0; n < count && !known; n++) {
+                known = strcmp(names[n], name) == 0 && model_folder_find(folder, name, &holder) == tensor;
+            }
+            if (known) continue;
+            return data_error(error,
+                              "%s holds the tensor %s, which the GPT-2 of its config.json does not have; give a model "
+                              "without it",
+                              file->path, tensor->name);
+        }
+    }
+    return true;
+}
+
+void model_folder_close(ModelFolder* folder) {
+    for (int i = 0; i < folder->count; i++) safetensors_close(&folder->file[i]);
+    free(folder->file);
+    free((void*)folder->path);
+    *folder = (ModelFolder){NULL, NULL, 0};
+}

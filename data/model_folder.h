@@ -1,0 +1,32 @@
+// The weights of a GPT-2 in a folder as Hugging Face's transformers write it: model.safetensors, or several such files
+// and model.safetensors.index.json, which says in which of them each tensor is.
+#pragma once
+#include "safetensors.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// What is kept beside config.json and the weights, in a run folder and in each checkpoint; NULL ends the list.
+extern const char* const MODEL_FOLDER_FILES[];
+
+typedef struct {
+    const char* path;  // the folder
+    Safetensors* file;
+    int count;
+} ModelFolder;
+
+// Whether there are weights that model_folder_open can open.
+bool model_folder_has_weights(const char* path);
+// Opens all files. A folder with PyTorch's own format only is refused with the command that converts it.
+bool model_folder_open(ModelFolder* folder, const char* path, char* error);
+// The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
+const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file);
+// Whether the model uses every tensor there is. Its tensors have these names; of `layers` layers the attention masks
+// that older versions of transformers store may be there, and a head (lm_head.weight) that equals wte.weight. Another
+// head, or any other tensor, is refused by name.
+bool model_folder_used(const ModelFolder* folder, const char* const* names, int count, int layers, char* error);
+void model_folder_close(ModelFolder* folder);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,680 @@
+// Tests of what is found on the disk: model folders as other programs write them, damaged and special files, links, and
+// what a checkpoint keeps of the model that a run began with (cli.h says how ./train is run).
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "../../data/gpt2_config.h"
+#include "../../data/loader.h"
+#include "../../data/model_folder.h"
+#include "../../data/tokenizer.h"
+#include "cli.h"
+
+constexpr int PATHS = 2 * PATH_MAX;
+
+// FOLDER/NAME, which is never freed.
+static const char* joined(const char* folder, const char* name) {
+    char* path = nullptr;
+    if (asprintf(&path, "%s/%s", folder, name) < 0) abort();
+    return path;
+}
+
+// A copy of a folder's files without state.json, so that it is a model and no checkpoint; returns its path.
+static const char* copy_model(const char* work, const char* name, const char* from, bool state = false) {
+    char error[DATA_ERROR_BYTES];
+    const char* to = joined(work, name);
+    if (!folder_make(to, error)) abort();
+    const char* own[] = {"config.json", "model.safetensors", state ? "state.json" : "none",
+                         state ? "optimizer.safetensors" : "none"};
+    for (const char* file : own) file_copy(from, file, to, error);
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) file_copy(from, MODEL_FOLDER_FILES[i], to, error);
+    return to;
+}
+
+// The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
+constexpr int VOCABULARY = 259, END = 258;
+
+// Its vocabulary, as vocab.json has it.
+static void print_vocabulary(FILE* file) {
+    fputc('{', file);
+    for (int b = 0, next = 256; b < 256; b++) {
+        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
+        int point = printable ? b : next++;
+        char text[4] = {(char)point, 0};
+        if (point >= 0x80) text[0] = (char)(0xC0 | point >> 6), text[1] = (char)(0x80 | (point & 63));
+        json_write_string(file, text);
+        fprintf(file, ": %d, ", b);
+    }
+    fprintf(file, "\"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}", END);
+}
+
+static void write_tokenizer(const char* folder, bool whole, const char* pre_tokenizer) {
+    FILE* file = fopen(joined(folder, whole ? "tokenizer.json" : "vocab.json"), "w");
+    if (whole) {
+        fprintf(file,
+                "{\"added_tokens\": [{\"id\": %d, \"content\": \"<|endoftext|>\"}, {\"id\": 259, \"content\": "
+                "\"<pad>\"}], \"normalizer\": null, \"pre_tokenizer\": %s, \"model\": {\"type\": \"BPE\", \"merges\": "
+                "[\"t h\", [\"th\", \"e\"]], \"vocab\": ",
+                END, pre_tokenizer);
+    }
+    print_vocabulary(file);
+    if (whole) fputs("}}", file);
+    fclose(file);
+    if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
+}
+
+static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false}";
+
+// A run of one step on shards with this tokenizer; its checkpoint's path.
+static const char* train_shards(Test* test, const char* work) {
+    const char* data = joined(work, "data");
+    mkdir(data, 0755);
+    write_shard(data, "train_000.bin", 20240520, 1, 4000, 4000, 7);
+    write_shard(data, "val_000.bin", 20240520, 1, 400, 400, 7);
+    write_text(data, "meta.json", "{\"vocabulary\": 259}");
+    write_tokenizer(data, false, "");
+    train_well("%s %s --data %s --run %s/used --steps 1", SHAPE, QUICK, data, work);
+    return joined(work, "used/step_00000001");
+}
+
+static const char* train_bytes(Test* test, const char* work) {
+    train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
+    return joined(work, "used/step_00000001");
+}
+
+static void flip_bit(const char* path, double share) {
+    struct stat status;
+    FILE* file = fopen(path, "r+b");
+    if (!file || stat(path, &status) != 0) abort();
+    long at = (long)((double)status.st_size * share);
+    fseek(file, at, SEEK_SET);
+    int byte = fgetc(file);
+    fseek(file, at, SEEK_SET);
+    fputc(byte ^ 1, file);
+    fclose(file);
+}
+
+// Damage.
+
+// One flipped bit in any file of a checkpoint is found by every option that loads the file.
+TEST(folders_damage_is_found) {
+    const char* work = work_folder();
+    const char* from = train_shards(test, work);
+    const char* const files[] = {"config.json", "model.safetensors", "vocab.json", "merges.txt", "state.json"};
+    const char* const commands[] = {"--sample the --sample-tokens 2 --model %s",
+                                    QUICK " --seq 32 --steps 1 --data %2$s/data --run %2$s/new --model %1$s",
+                                    "--resume %1$s --run %2$s/new --steps 2",
+                                    QUICK " --seq 32 --data %2$s/data --dry-run --model %1$s"};
+    for (const char* file : files) {
+        const char* damaged = copy_model(work, "damaged", from, true);
+        flip_bit(joined(damaged, file), strcmp(file, "state.json") == 0 ? 0.2 : 0.7);
+        for (const char* command : commands) {
+            char text[PATHS];
+            snprintf(text, sizeof(text), command, damaged, work);
+            run_train(child, "%s", text);
+            expect_error(test, &child, text, file, "damaged checkpoint");
+            forget(&child);
+        }
+    }
+    // The run folder's own copy of a tokenizer, and the advice for it.
+    const char* used = joined(work, "used");
+    flip_bit(joined(used, "merges.txt"), 0.9);
+    run_train(child, "--resume %s --steps 2", used);
+    expect_error(test, &child, "the run folder's merges.txt", "used/merges.txt does not match", "type rm ");
+    unlink(joined(used, "merges.txt"));
+    train_well("--resume %s --steps 2", used);
+    expect_equal_files(test, used, from, "merges.txt");
+    forget(&child);
+    remove_tree(work);
+}
+
+static void reseal(const char* folder, const char* find, const char* replace) {
+    int64_t bytes;
+    char *state = contents(folder, "state.json", &bytes), *at = strstr(state, find), *end = nullptr, *changed;
+    if (!at || asprintf(&changed, "%.*s%s%s", (int)(at - state), state, replace, at + strlen(find)) < 0) abort();
+    for (char* seal = changed; (seal = strstr(seal, "\n\"crc32c\": ")) != nullptr; seal++) end = seal + 1;
+    uint32_t crc = crc32c(0, changed, end - changed);
+    snprintf(end, 32, "\"crc32c\": %u\n}\n", crc);
+    write_text(folder, "state.json", changed);
+    free(state), free(changed);
+}
+
+// A name in state.json is that of a file in its folder.
+TEST(folders_state_names) {
+    const char* work = work_folder();
+    const char* from = train_bytes(test, work);
+    const char* const names[] = {"../text.txt", "/etc/passwd", "..", "a/b", "", "."};
+    for (const char* name : names) {
+        char replace[64];
+        const char* folder = copy_model(work, "names", from, true);
+        snprintf(replace, sizeof(replace), "\"files\": {\n  \"%s\": {\"bytes\": 1, \"crc32c\": 1},", name);
+        reseal(folder, "\"files\": {", replace);
+        run_train(resume, "--resume %s --run %s/new --steps 2", folder, work);
+        expect_error(test, &resume, name, "no name of a file in its folder", name);
+        run_train(sample, "--sample a --model %s", folder);
+        expect_error(test, &sample, name, "no name of a file in its folder", name);
+        forget(&resume), forget(&sample);
+    }
+    remove_tree(work);
+}
+
+// A file that becomes shorter while it is in use is an error and no signal.
+TEST(folders_cut_while_read) {
+    const char* work = work_folder();
+    const char* path = joined(work, "x.safetensors");
+    char error[DATA_ERROR_BYTES];
+    static float values[1 << 16];
+    static int tokens[64], targets[64];
+    SafetensorsEntry entry = {"x", "BF16", {1 << 16}, 1};
+    SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, nullptr, error);
+    expect(safetensors_write(writer, values, 2 << 16, error) && safetensors_finish(writer, nullptr, nullptr, error),
+           "%s", error);
+    Safetensors file;
+    expect(safetensors_open(&file, path, error), "%s", error);
+    expect(safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error), "%s", error);
+    if (truncate(path, 5000) != 0) abort();
+    expect(!safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error) && strstr(error, "cut short"), "%s",
+           error);
+    safetensors_close(&file);
+    write_shard(work, "x.bin", 20240520, 1, 60000, 60000, 7);
+    Dataset data;
+    expect(dataset_open(&data, joined(work, "x.bin"), DATASET_WHOLE, 0, 64, error), "%s", error);
+    expect(dataset_window(&data, 64, 900, tokens, targets, error), "%s", error);
+    if (truncate(joined(work, "x.bin"), 5000) != 0) abort();
+    expect(!dataset_window(&data, 64, 900, tokens, targets, error) && strstr(error, "cut short"), "%s", error);
+    expect(dataset_window(&data, 64, 3, tokens, targets, error), "%s", error);
+    dataset_close(&data);
+    remove_tree(work);
+}
+
+// Special files.
+
+enum Kind { KIND_FIFO, KIND_FOLDER, KIND_SOCKET, KIND_DEVICE, KIND_HUGE, KINDS };
+
+static void make_special(const char* path, Kind kind) {
+    remove_tree(path);
+    if (kind == KIND_FIFO && mkfifo(path, 0600) != 0) abort();
+    if (kind == KIND_FOLDER && mkdir(path, 0700) != 0) abort();
+    if (kind == KIND_DEVICE && symlink("/dev/zero", path) != 0) abort();
+    if (kind == KIND_HUGE) {
+        int file = open(path, O_WRONLY | O_CREAT, 0600);
+        if (file < 0 || ftruncate(file, 3ll << 40) != 0) abort();
+        close(file);
+    }
+    if (kind == KIND_SOCKET) {
+        struct sockaddr_un address = {AF_UNIX, {}};
+        snprintf(address.sun_path, sizeof(address.sun_path), "%.100s", path);
+        int file = socket(AF_UNIX, SOCK_STREAM, 0);
+        if (bind(file, (struct sockaddr*)&address, sizeof(address)) != 0) abort();
+        close(file);
+    }
+}
+
+// Whatever stands in the place of a file that the program opens, it says so at once and ends with code 2.
+TEST(folders_special_files) {
+    const char* work = work_folder();
+    const char* from = train_shards(test, work);
+    const struct {
+        const char *file, *command;  // %1$s: the folder; %2$s: the file; %3$s: the work folder
+        bool huge;                   // a large one is refused too
+    } places[] = {
+        {"config.json", "--sample a --model %1$s", true},
+        {"model.safetensors", "--sample a --model %1$s", true},
+        {"vocab.json", "--sample a --model %1$s", true},
+        {"merges.txt", "--sample a --model %1$s", true},
+        {"added_tokens.json", "--sample a --model %1$s", true},
+        {"model.safetensors", QUICK " --seq 32 --data %3$s/data --run %3$s/new --model %1$s --steps 1", true},
+        {"config.json", QUICK " --seq 32 --data %3$s/data --run %3$s/new --model %1$s --steps 1", true},
+        {"tokenizer_config.json", QUICK " --seq 32 --data %3$s/data --run %3$s/new --model %1$s --steps 1", true},
+        {"text", QUICK " " SHAPE " --data %2$s --run %3$s/new --steps 1", false},
+        {"text", QUICK " " SHAPE " --data %3$s/text.txt --val %2$s --run %3$s/new --steps 1", false},
+        {"mine.cuh", "--list-formats --format %2$s", true},
+        {"log.jsonl", QUICK " " SHAPE " --data %3$s/text.txt --run %1$s/run --resume auto --steps 1", false},
+    };
+    for (const auto& place : places) {
+        for (int kind = 0; kind < KINDS; kind++) {
+            if ((kind == KIND_HUGE && !place.huge) || (kind == KIND_FOLDER && strcmp(place.file, "text") == 0))
+                continue;
+            const char* folder = copy_model(work, "m", from);
+            bool log = strcmp(place.file, "log.jsonl") == 0;
+            mkdir(joined(folder, "run"), 0755);
+            const char* path = joined(folder, log ? "run/log.jsonl" : place.file);
+            make_special(path, (Kind)kind);
+            char text[2 * PATHS];
+            snprintf(text, sizeof(text), place.command, folder, path, work);
+            run_train(child, "%s", text);
+            expect_error(test, &child, text, place.file, "");
+            expect(now() - child.started < 20, "%s: it took %.0f s", text, now() - child.started);
+            forget(&child);
+            remove_tree(folder), remove_tree(joined(work, "new"));
+        }
+    }
+    remove_tree(work);
+}
+
+// Links.
+
+static void make_link(const char* to, const char* at) {
+    if (symlink(to, at) != 0) abort();
+}
+
+// What stands behind a link is never changed: not by writing, not by removing.
+TEST(folders_links_are_not_followed) {
+    const char* work = work_folder();
+    const char *victim = joined(work, "victim"), *run = joined(work, "run"), *kept = joined(work, "kept");
+    mkdir(victim, 0755), mkdir(run, 0755), mkdir(kept, 0755);
+    write_text(victim, "file", "precious");
+    const char* const planted[] = {"config.json",   "config.json.tmp",   "step_00000001.tmp",
+                                   "step_00000002", "step_00000003.tmp", "step_00000007.tmp"};
+    for (const char* name : planted)
+        make_link(joined(victim, strncmp(name, "step", 4) == 0 ? "" : "file"), joined(run, name));
+    const char* data = "--batch 2 --val-every 0 --sample-every 0 " SHAPE;
+    run_train(child, "%s --data %s/text.txt --run %s --steps 4 --save-every 1 --keep 1", data, work, run);
+    expect_code(child, 0);
+    int64_t bytes, newest;
+    char* text = contents(victim, "file", &bytes);
+    expect(text && strcmp(text, "precious") == 0, "a file behind a link was changed or removed");
+    free(text);
+    expect(checkpoints(run, &newest) == 1 && newest == 4, "newest %lld", (long long)newest);
+    for (const char* name : planted) {
+        struct stat status;
+        expect(lstat(joined(run, name), &status) != 0 || !S_ISLNK(status.st_mode), "%s is still a link", name);
+    }
+    // A log that is a link is refused.
+    for (const char* name : {"log.jsonl", "log.txt"}) {
+        rename(joined(run, name), joined(kept, name));
+        make_link(joined(victim, "file"), joined(run, name));
+        run_train(linked, "--resume %s --steps 5", run);
+        expect_error(test, &linked, name, name, "is a link");
+        forget(&linked);
+        unlink(joined(run, name)), rename(joined(kept, name), joined(run, name));
+    }
+    text = contents(victim, "file", &bytes);
+    expect(text && strcmp(text, "precious") == 0, "a file behind a linked log was changed");
+    free(text), forget(&child);
+    remove_tree(work);
+}
+
+// A checkpoint that was moved and linked back, and a run folder that is a link, go on; removing the checkpoint's link
+// leaves the checkpoint where it is.
+TEST(folders_linked_back) {
+    const char* work = work_folder();
+    train_bytes(test, work);
+    const char *step = joined(work, "used/step_00000001"), *far = joined(work, "far"), *link = joined(work, "link");
+    if (rename(step, far) != 0) abort();
+    make_link(far, step);
+    make_link(joined(work, "used"), link);
+    train_well("--resume %s --steps 2", step);
+    train_well("--resume %s --steps 3 --keep 1", link);
+    struct stat status;
+    expect(lstat(step, &status) != 0, "the link of the old checkpoint is still there");
+    expect(exists(far, "model.safetensors") && exists(far, "state.json"), "the checkpoint behind the link is gone");
+    expect(exists(joined(work, "used"), "step_00000003"), "no checkpoint of step 3");
+    // Files that are links, as Hugging Face's cache has them, are read.
+    const char *cache = copy_model(work, "cache", far), *linked = joined(work, "linked");
+    mkdir(linked, 0755);
+    make_link(joined(cache, "config.json"), joined(linked, "config.json"));
+    make_link(joined(cache, "model.safetensors"), joined(linked, "model.safetensors"));
+    train_well("--sample a --sample-tokens 2 --model %s", linked);
+    remove_tree(work);
+}
+
+// Model folders of others.
+
+// An added tensor of a model file.
+struct Added {
+    const char *name, *dtype;
+    int64_t shape[4];
+    int dims;
+    int head;  // lm_head: 1 equal to the embedding, 2 different in one value
+};
+
+// Writes the tensors of FROM/model.safetensors from number `first` to number `last`, and `added`, into a file.
+static void rewrite(const char* from, const char* to, int first, int last, const Added* added) {
+    char error[DATA_ERROR_BYTES];
+    Safetensors file;
+    if (!safetensors_open(&file, joined(from, "model.safetensors"), error)) abort();
+    SafetensorsEntry entries[64];
+    int count = 0;
+    for (int t = 0; t < file.count; t++) {
+        const SafetensorsTensor* tensor = &file.tensors[t];
+        if (t < first || t >= last) continue;
+        entries[count] = {tensor->name, tensor->dtype, {}, tensor->dims};
+        memcpy(entries[count++].shape, tensor->shape, sizeof(entries[0].shape));
+    }
+    if (added) {
+        entries[count] = {added->name, added->dtype, {}, added->dims};
+        memcpy(entries[count++].shape, added->shape, sizeof(added->shape));
+    }
+    SafetensorsWriter* writer = safetensors_begin(to, entries, count, "pt", error);
+    char* bytes = (char*)calloc(1, 1 << 20);
+    for (int t = first; t < last && t < file.count; t++) {
+        if (!safetensors_read(&file, &file.tensors[t], 0, file.tensors[t].bytes, bytes, error)) abort();
+        if (!safetensors_write(writer, bytes, file.tensors[t].bytes, error)) abort();
+    }
+    if (added) {
+        const SafetensorsTensor* wte = safetensors_find(&file, "transformer.wte.weight");
+        int64_t size = strcmp(added->dtype, "U8") == 0 ? 1 : strcmp(added->dtype, "BF16") == 0 ? 2 : 4;
+        for (int d = 0; d < added->dims; d++) size *= added->shape[d];
+        memset(bytes, 0, 1 << 20);
+        if (added->head && !safetensors_read(&file, wte, 0, wte->bytes, bytes, error)) abort();
+        if (added->head == 2) bytes[wte->bytes - 1] ^= 1;
+        if (!safetensors_write(writer, bytes, size, error)) abort();
+    }
+    if (!safetensors_finish(writer, nullptr, nullptr, error)) abort();
+    free(bytes);
+    safetensors_close(&file);
+}
+
+// Every tensor is used, or known to be none of the weights, or refused by name.
+TEST(folders_unused_tensors) {
+    const char* work = work_folder();
+    const char* from = train_bytes(test, work);
+    const struct {
+        Added added;
+        bool good;
+    } cases[] = {
+        {{"lm_head.weight", "BF16", {256, 64}, 2, 1}, true},
+        {{"lm_head.weight", "BF16", {256, 64}, 2, 2}, false},
+        {{"lm_head.weight", "BF16", {64, 256}, 2, 1}, false},
+        {{"lm_head.weight", "U8", {4}, 1, 0}, false},
+        {{"lm_head.bias", "F32", {256}, 1, 0}, false},
+        {{"transformer.h.0.attn.bias", "U8", {1, 1, 32, 32}, 4, 0}, true},
+        {{"h.0.attn.masked_bias", "F32", {}, 0, 0}, true},
+        {{"h.1.attn.bias", "U8", {1, 1, 32, 32}, 4, 0}, false},
+        {{"transformer.h.1.ln_1.weight", "F32", {64}, 1, 0}, false},
+        {{"wte.weight", "BF16", {256, 64}, 2, 1}, false},  // the other one is used
+        {{"transformer.h.0.attn.c_attn.weight_scale", "F32", {1}, 1, 0}, false},
+        {{"score.weight", "F32", {2, 64}, 2, 0}, false},
+    };
+    const char* folder = copy_model(work, "m", from);
+    for (const auto& item : cases) {
+        rewrite(from, joined(folder, "model.safetensors"), 0, 64, &item.added);
+        run_train(sample, "--sample a --sample-tokens 2 --model %s", folder);
+        run_train(train, "%s --seq 32 --data %s/text.txt --run %s/new --steps 0 --model %s", QUICK, work, work, folder);
+        for (Child* child : {&sample, &train}) {
+            if (item.good) expect_code(*child, 0);
+            if (!item.good) expect_error(test, child, item.added.name, item.added.name, "model.safetensors holds");
+        }
+        forget(&sample), forget(&train);
+        remove_tree(joined(work, "new"));
+    }
+    remove_tree(work);
+}
+
+static const char INDEX_JSON[] = "model.safetensors.index.json";
+
+// Several files with an index are one model; what the index says must hold.
+TEST(folders_several_files) {
+    const char* work = work_folder();
+    const char *from = train_bytes(test, work), *folder = copy_model(work, "m", from);
+    const char *one = "model-00001-of-00002.safetensors", *two = "model-00002-of-00002.safetensors";
+    rewrite(from, joined(folder, one), 0, 5, nullptr), rewrite(from, joined(folder, two), 5, 64, nullptr);
+    unlink(joined(folder, "model.safetensors"));
+    char error[DATA_ERROR_BYTES];
+    Safetensors file;
+    expect(safetensors_open(&file, joined(from, "model.safetensors"), error), "%s", error);
+    auto index = [&](const char* odd, const char* odd_file) {
+        FILE* out = fopen(joined(folder, INDEX_JSON), "w");
+        fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {");
+        for (int t = 0; t < file.count; t++) {
+            fprintf(out, "%s\"%s\": \"%s\"", t ? ", " : "", file.tensors[t].name, t < 5 ? one : two);
+        }
+        if (odd) fprintf(out, ", \"%s\": \"%s\"", odd, odd_file);
+        fprintf(out, "}}");
+        fclose(out);
+    };
+    index(nullptr, nullptr);
+    run_train(whole, "--sample the --sample-tokens 9 --model %s", from);
+    run_train(parts, "--sample the --sample-tokens 9 --model %s", folder);
+    expect_code(parts, 0);
+    expect(strcmp(OUT(whole), OUT(parts)) == 0, "'%s' and '%s'", OUT(whole), OUT(parts));
+    train_well("%s --seq 32 --data %s/text.txt --run %s/new --steps 0 --model %s", QUICK, work, work, folder);
+    expect_equal_files(test, from, joined(work, "new/step_00000000"), "model.safetensors");
+    const char* const odd[][3] = {{"x", one, "holds no tensor x"},
+                                  {"x", "../m/model-00001-of-00002.safetensors", "no name of a file"},
+                                  {"x", "none.safetensors", "none.safetensors: No such file"},
+                                  {"x", "", "no name of a file"}};
+    for (const auto& item : odd) {
+        index(item[0], item[1]);
+        run_train(child, "--sample a --model %s", folder);
+        expect_error(test, &child, item[1], item[2], "");
+        forget(&child);
+    }
+    write_text(folder, INDEX_JSON, "{\"weight_map\": []}");
+    run_train(empty, "--sample a --model %s", folder);
+    expect_error(test, &empty, "an empty index", "holds no weight_map", INDEX_JSON);
+    index(nullptr, nullptr);
+    rewrite(from, joined(folder, two), 4, 64, nullptr);
+    run_train(twice, "--sample a --model %s", folder);
+    expect_error(test, &twice, "a tensor in two files", "both hold the tensor", file.tensors[4].name);
+    safetensors_close(&file);
+    forget(&whole), forget(&parts), forget(&empty), forget(&twice);
+    remove_tree(work);
+}
+
+// A folder with PyTorch's own format only: the sentence holds a command, whose folder is one word of the shell.
+TEST(folders_bin_only) {
+    const char* work = work_folder();
+    const char *from = train_bytes(test, work), *folder = copy_model(work, "it's", from);
+    unlink(joined(folder, "model.safetensors"));
+    write_text(folder, "pytorch_model.bin", "PK");
+    run_train(child, "--sample a --model %s", folder);
+    expect_error(test, &child, "pytorch_model.bin", "type python3 -c '", "it'\\''s' and start again");
+    // The command is Python: a stand-in for the packages shows that it reads the .bin and writes model.safetensors.
+    char *begin = strstr(ERR(child), "python3 -c"), *end = begin ? strstr(begin, " and start again") : nullptr;
+    if (begin && end && system("python3 -c '' 2>/dev/null") == 0) {
+        char command[2 * PATHS];
+        mkdir(joined(work, "packages"), 0755), mkdir(joined(work, "packages/safetensors"), 0755);
+        write_text(work, "packages/torch.py",
+                   "class V:\n  def clone(self): return self\n  def contiguous(self): return self\n"
+                   "def load(f, map_location, weights_only): return {f: V()}\n");
+        write_text(work, "packages/safetensors/__init__.py", "");
+        write_text(work, "packages/safetensors/torch.py",
+                   "def save_file(d, p, metadata): open(p, 'w').write(' '.join(d))\n");
+        snprintf(command, sizeof(command), "PYTHONPATH=%s/packages %.*s", work, (int)(end - begin), begin);
+        expect(system(command) == 0, "%s", command);
+        int64_t bytes;
+        char* text = contents(folder, "model.safetensors", &bytes);
+        expect(text && strcmp(text, joined(folder, "pytorch_model.bin")) == 0, "%s", text ? text : "no file");
+        free(text);
+    }
+    forget(&child);
+    remove_tree(work);
+}
+
+static void expect_tokens(Test* test, const Tokenizer* tokenizer) {
+    int tokens[16], bytes = 0;
+    int count = tokenizer_encode(tokenizer, "the th.", 7, tokens, 16);
+    const int want[] = {257, ' ', 256, '.'};
+    expect(count == 4 && memcmp(tokens, want, sizeof(want)) == 0, "%d tokens, the first %d", count, tokens[0]);
+    expect(tokenizer_end(tokenizer) == END && tokenizer_vocabulary(tokenizer) == VOCABULARY, "%d of %d",
+           tokenizer_end(tokenizer), tokenizer_vocabulary(tokenizer));
+    const char* text = tokenizer_decode(tokenizer, 257, &bytes);
+    expect(bytes == 3 && memcmp(text, "the", 3) == 0, "%.*s", bytes, text);
+}
+
+// tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.
+TEST(folders_tokenizer_json) {
+    const char* work = work_folder();
+    char error[DATA_ERROR_BYTES];
+    write_tokenizer(work, false, "");
+    Tokenizer* tokenizer = tokenizer_open(work, error);
+    expect(tokenizer, "%s", error);
+    if (tokenizer) expect_tokens(test, tokenizer);
+    tokenizer_close(tokenizer);
+    unlink(joined(work, "merges.txt")), unlink(joined(work, "vocab.json"));
+    write_tokenizer(work, true, BYTE_LEVEL);
+    tokenizer = tokenizer_open(work, error);
+    expect(tokenizer, "%s", error);
+    if (tokenizer) {
+        int bytes = 0;
+        expect_tokens(test, tokenizer);
+        const char* text = tokenizer_decode(tokenizer, 259, &bytes);
+        expect(bytes == 5 && memcmp(text, "<pad>", 5) == 0, "the added token is %.*s", bytes, text);
+    }
+    tokenizer_close(tokenizer);
+    const char* const others[][2] = {
+        {"{\"type\": \"Whitespace\"}", "otherwise than"},
+        {"{\"type\": \"ByteLevel\", \"add_prefix_space\": true}", "otherwise than"},
+        {"{\"type\": \"ByteLevel\", \"use_regex\": false}", "otherwise than"},
+        {"null", "otherwise than"},
+        {"{\"type\": \"ByteLevel\"}, \"normalizer\": {\"type\": \"NFC\"}, \"x\": null", ""},
+    };
+    for (const auto& other : others) {
+        if (!*other[1]) continue;
+        write_tokenizer(work, true, other[0]);
+        expect(!tokenizer_open(work, error) && strstr(error, other[1]), "%s: %s", other[0], error);
+    }
+    const char* const texts[][2] = {
+        {"{\"model\": {\"type\": \"Unigram\", \"vocab\": []}}", "of type Unigram"},
+        {"{\"model\": {\"type\": \"WordPiece\", \"vocab\": {}}}", "of type WordPiece"},
+        {"{}", "of type no"},
+        {"{\"model\": {\"type\": \"BPE\", \"vocab\": {}}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}", "no merges"},
+        {"{\"model\": {\"vocab\": {\"a\": 0}, \"merges\": [3]}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
+         "no pair of texts"},
+        {"{\"model\": {\"vocab\": {\"a\": 0}, \"merges\": [\"a b\"]}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
+         "no pair of tokens"},
+        {"{\"model\": {\"vocab\": {\"a\": 0}, \"merges\": []}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
+         "no token for byte"},
+        {"{\"model\": {\"vocab\": {\"a\": -1}, \"merges\": []}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
+         "is not in 0 to"},
+        {"{\"model\": {\"vocab\": 1, \"merges\": []}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}", "no vocabulary"},
+        {"[]", "of type no"},
+        {"{", "not valid JSON"},
+    };
+    for (const auto& text : texts) {
+        write_text(work, "tokenizer.json", text[0]);
+        expect(!tokenizer_open(work, error) && strstr(error, text[1]), "%s: %s", text[0], error);
+    }
+    remove_tree(work);
+}
+
+// A model whose config.json has this member; whether nibble takes it.
+TEST(folders_config_members) {
+    const char* work = work_folder();
+    const struct {
+        const char* member;
+        bool good;
+    } cases[] = {{"\"activation_function\": \"gelu_new\"", true},
+                 {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
+                 {"\"activation_function\": \"gelu\"", false},
+                 {"\"activation_function\": \"relu\"", false},
+                 {"\"activation_function\": 0", false},
+                 {"\"activation_function\": [\"gelu_new\"]", false},
+                 {"\"layer_norm_epsilon\": 1e-5", true},
+                 {"\"layer_norm_epsilon\": 0.00001", true},
+                 {"\"layer_norm_epsilon\": 1e-6", false},
+                 {"\"layer_norm_epsilon\": 1.1e-5", false},
+                 {"\"n_inner\": null", true},
+                 {"\"n_inner\": 256", true},
+                 {"\"n_inner\": 257", false},
+                 {"\"tie_word_embeddings\": true", true},
+                 {"\"tie_word_embeddings\": false", false},
+                 {"\"scale_attn_weights\": false", false},
+                 {"\"scale_attn_by_inverse_layer_idx\": false", true},
+                 {"\"scale_attn_by_inverse_layer_idx\": true", false},
+                 {"\"reorder_and_upcast_attn\": true", false},
+                 {"\"add_cross_attention\": true", false},
+                 {"\"quantization_config\": {\"bits\": 4}", false},
+                 {"\"model_type\": \"gpt_neo\"", false},
+                 {"\"n_layer\": \"2\"", false},
+                 {"\"n_layer\": null", false},
+                 {"\"n_layer\": 2.5", false},
+                 {"\"n_layer\": -1", false},
+                 {"\"use_cache\": true", true}};
+    const Gpt2Shape most = {256, 12288, 1024, 65536, 1 << 20};
+    for (const auto& item : cases) {
+        char text[512], error[DATA_ERROR_BYTES] = "";
+        Gpt2Shape shape;
+        bool layers = strncmp(item.member, "\"n_layer", 8) == 0, type = strncmp(item.member, "\"model_type", 11) == 0;
+        snprintf(text, sizeof(text), "{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
+                 layers ? "" : ", \"n_layer\": 2", item.member);
+        write_text(work, "config.json", text);
+        bool good = gpt2_config_read(work, &most, &shape, error);
+        expect(good == item.good, "%s: %s", text, good ? "taken" : error);
+        if (good) expect(shape.layers == 2 && shape.channels == 64 && shape.heads == 12, "%s: another shape", text);
+    }
+    remove_tree(work);
+}
+
+// The config.json of a run's checkpoint, as a tree.
+static Json* saved_config(Test* test, const char* run, int step) {
+    char folder[PATHS], error[DATA_ERROR_BYTES];
+    checkpoint_name(run, step, folder, sizeof(folder));
+    Json* json = json_read(joined(folder, "config.json"), error);
+    expect(json, "%s", error);
+    return json;
+}
+
+static void expect_ids(Test* test, const Json* config, int64_t bos, int64_t eos, int64_t pad) {
+    const int64_t want[] = {bos, eos, pad};
+    for (int i = 0; i < SPECIAL_TOKENS; i++) {
+        int64_t id = json_int(config, SPECIAL_TOKEN_IDS[i], -1);
+        expect(id == want[i] && (id >= 0 || !json_get(config, SPECIAL_TOKEN_IDS[i])), "%s is %lld, want %lld",
+               SPECIAL_TOKEN_IDS[i], (long long)id, (long long)want[i]);
+    }
+}
+
+// Special tokens are the tokenizer's or the loaded model's, and there are none where nobody says so.
+TEST(folders_special_tokens) {
+    const char* work = work_folder();
+    train_bytes(test, work);
+    Json* bytes = saved_config(test, joined(work, "used"), 1);
+    expect_ids(test, bytes, -1, -1, -1);
+    remove_tree(joined(work, "used"));
+    const char* from = train_shards(test, work);
+    Json* shards = saved_config(test, joined(work, "used"), 1);
+    expect_ids(test, shards, END, END, -1);
+    write_text(joined(work, "data"), "special_tokens_map.json",
+               "{\"pad_token\": {\"content\": \"the\"}, \"eos_token\": \"th\", \"bos_token\": \"no such token\"}");
+    train_well("%s %s --data %s/data --run %s/map --steps 1", SHAPE, QUICK, work, work);
+    Json* map = saved_config(test, joined(work, "map"), 1);
+    expect_ids(test, map, END, 256, 257);
+    // Without a tokenizer nobody knows, whatever the vocabulary's size.
+    const char* bare = joined(work, "bare");
+    mkdir(bare, 0755);
+    write_shard(bare, "train_000.bin", 20240520, 1, 4000, 4000, 7);
+    train_well("%s %s --data %s/train_000.bin --run %s/none --steps 0", SHAPE, QUICK, bare, work);
+    Json* none = saved_config(test, joined(work, "none"), 0);
+    expect_ids(test, none, -1, -1, -1);
+    expect(json_int(none, "vocab_size", 0) == 50257, "the vocabulary");
+    expect(exists(from, "vocab.json"), "no vocab.json");
+    json_free(bytes), json_free(shards), json_free(map), json_free(none);
+    remove_tree(work);
+}
+
+// What a loaded model's folder says beside the weights is in the run folder and in every checkpoint, also after a
+// resume.
+TEST(folders_loaded_model_is_kept) {
+    const char* work = work_folder();
+    const char *from = train_shards(test, work), *folder = copy_model(work, "m", from);
+    const char* const kept[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                                "added_tokens.json", "generation_config.json"};
+    for (const char* name : kept) write_text(folder, name, "{\"added_tokens\": [], \"a\": 1}");
+    write_text(folder, "added_tokens.json", "{\"<x>\": 300}");
+    write_text(
+        folder, "config.json",
+        "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_embd\": 64, \"n_head\": 1, \"n_positions\": 32, "
+        "\"vocab_size\": 259, \"eos_token_id\": [7, 8], \"bos_token_id\": 9, \"pad_token_id\": null, "
+        "\"torch_dtype\": \"float16\", \"attn_pdrop\": 0.1, \"task_specific_params\": {\"a\": [1, \"\\u0000b\"]}, "
+        "\"activation_function\": \"gelu_pytorch_tanh\"}");
+    train_well("%s --seq 32 --data %s/data --run %s/new --steps 1 --model %s", QUICK, work, work, folder);
+    train_well("--resume %s/new --steps 2", work);
+    for (int step = 1; step <= 2; step++) {
+        Json* config = saved_config(test, joined(work, "new"), step);
+        const Json* eos = json_get(config, "eos_token_id");
+        expect(eos && eos->kind == JSON_ARRAY && eos->child->number == 7, "eos_token_id of step %d", step);
+        expect(json_int(config, "bos_token_id", -1) == 9, "bos_token_id of step %d", step);
+        const Json *pad = json_get(config, "pad_token_id"), *more = json_get(config, "task_specific_params");
+        expect(pad && pad->kind == JSON_NULL && json_number(config, "attn_pdrop", 0) == 0.1, "step %d", step);
+        expect(more && more->child->child->next->text_bytes == 2, "a nested member of step %d", step);
+        expect(!json_get(config, "torch_dtype") && json_get(config, "dtype"), "the type of step %d", step);
+        expect(strcmp(json_string(config, "activation_function", ""), "gelu_new") == 0, "activation_function");
+        for (const char* name : kept) {
+            expect_equal_files(test, folder, joined(work, "new"), name);
+            expect_equal_files(test, folder, joined(work, step == 1 ? "new/step_00000001" : "new/step_00000002"), name);
+        }
+        json_free(config);
+    }
+    remove_tree(work);
+}
