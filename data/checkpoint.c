@@ -185,10 +185,11 @@ static bool file_whole(const char* folder, const Json* file, char* error) {
 }
 
 static bool files_whole(const char* folder, const Json* files, char* error) {
-    for (const Json* file = files ? files->child : NULL; file; file = file->next) {
+    if (!files || files->kind != JSON_OBJECT) return data_error(error, "%s/state.json lists no files", folder);
+    for (const Json* file = files->child; file; file = file->next) {
         if (!file_whole(folder, file, error)) return false;
     }
-    return files != NULL;
+    return true;
 }
 
 Json* checkpoint_state(const char* folder, char* error) {
