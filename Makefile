@@ -17,7 +17,7 @@ endif
 ifneq ($(filter bench benches sanitize build/dev/%,$(MAKECMDGOALS)),)
 $(error $(MAKECMDGOALS) needs a GPU and nvcc was not found: install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda $(MAKECMDGOALS))
 endif
-$(info CPU build: there is no nvcc on PATH or in /usr/local/cuda; for GPUs install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda)
+$(if $(filter build/cpu,$(BUILD)),$(info CPU build: there is no nvcc on PATH or in /usr/local/cuda; for GPUs install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda))
 endif
 endif
 CUDA_HOME := $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
@@ -41,20 +41,20 @@ GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
            $(foreach a,$(CUDA_PTX),-gencode arch=compute_$(a),code=compute_$(a))
 
 WARNINGS := -Wall -Wextra
-CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) -MMD -MP
+CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) $(SANITIZERS) -MMD -MP
 # -ffp-contract=off and explicit fmaf: the plain C versions give the same bits whatever the compiler would like to fuse.
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
 NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
              -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
 CXXFLAGS := -std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
-            -Wno-unused-parameter -Wno-unused-function -Wno-maybe-uninitialized -include initializer_list -MMD -MP
+            -Wno-unused-parameter -Wno-unused-function -Wno-uninitialized -include initializer_list -MMD -MP
 ifneq ($(NVCC),)
 COMPILE = $(NVCC) $(NVCCFLAGS)
 LINK := $(NVCC) $(GENCODE)
 LDFLAGS := -L$(CUDA_LIB) -Xlinker -rpath,$(CUDA_LIB) -l:$(notdir $(CUBLASLT)) -lgomp -lpthread -ldl -lrt
 else
-COMPILE = $(CXX) -x c++ $(CXXFLAGS)
-LINK := $(CXX) -fopenmp
+COMPILE = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZERS)
+LINK := $(CXX) -fopenmp $(SANITIZERS)
 LDFLAGS := -lpthread -ldl -lrt
 endif
 
@@ -63,7 +63,7 @@ OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu)
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
-                             data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h))
+                             data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 # Without the table of numbers in data/unicode.h.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu data/unicode.h,$(SOURCES)) train_gpt2.cu
@@ -115,7 +115,7 @@ $(BUILD)/corpus.o: $(BUILD)/corpus.txt
 $(BUILD)/found: FORCE
 	@mkdir -p $(@D)
 ifeq ($(NVCC),)
-	@echo "$(CXX)" | cmp -s - $@ || echo "$(CXX)" > $@
+	@echo "$(CXX) $(SANITIZERS)" | cmp -s - $@ || echo "$(CXX) $(SANITIZERS)" > $@
 else
 	@{ echo "nvcc      $(CUDA_RELEASE)  $(NVCC)"; \
 	   echo "cuBLASLt  $(or $(CUBLASLT),missing: install libcublas-dev-$(subst .,-,$(CUDA_RELEASE)))"; \
@@ -140,6 +140,27 @@ benches: $(patsubst dev/%.cu,$(BUILD)/dev/%,$(wildcard dev/*.cu))
 sanitize: test_gpt2
 	NIBBLE_SANITIZE=1 compute-sanitizer --tool memcheck --error-exitcode 1 ./test_gpt2 --here -k _gpu $(SANITIZE)
 	compute-sanitizer --tool racecheck --error-exitcode 1 ./test_gpt2 --here -k _race_gpu
+
+# The parsers of what others write, each for FUZZ_SECONDS with inputs that clang's libFuzzer makes up; dev/fuzz says more.
+FUZZ_SECONDS ?= 6
+FUZZERS := address,undefined,float-cast-overflow
+fuzz: train
+	@if ! echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' | \
+	     clang++ -fopenmp -fsanitize=fuzzer,$(FUZZERS) -x c++ - -o build/fuzz.probe 2> /dev/null; then \
+	    echo "skip  fuzz: needs clang with its sanitizers and OpenMP; apt-get install clang libomp-dev, then type make fuzz again"; \
+	    echo "0 passed, 0 failed, 1 skipped"; \
+	else \
+	    rm -f build/fuzz.probe; \
+	    $(MAKE) --no-print-directory NVCC= BUILD=build/fuzz CC=clang CXX=clang++ \
+	        SANITIZERS="-O1 -g1 -fsanitize=fuzzer-no-link,$(FUZZERS) -fno-sanitize-recover=all" build/fuzz/fuzz && \
+	    python3 dev/fuzz/run.py $(FUZZ_SECONDS) $(FUZZ); \
+	fi
+
+# What files of dev/fuzz include is not linked a second time. optim.cu reads nothing and takes long with sanitizers.
+build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(BUILD)/dev/fuzz/formats.o $(filter-out %/user.o,$(SHARED_OBJECTS))
+	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
+
+build/fuzz/optim/optim.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) -O1
 
 VENV_PYTHON := .venv/bin/python
 venv: $(VENV_PYTHON)
@@ -166,6 +187,7 @@ help:
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
+	@echo "make fuzz         parsers under clang's fuzzer and sanitizers (FUZZ_SECONDS=20 for each, FUZZ=\"json state\" picks)"
 	@echo "make venv         Python tools for data preparation and plots, in .venv"
 	@echo "make format       clang-format in place; make format-check only looks"
 	@echo "make loc          lines of each file"
@@ -173,6 +195,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all test bench benches sanitize venv format format-check loc clean help FORCE
+.PHONY: all test bench benches sanitize fuzz venv format format-check loc clean help FORCE
 .SECONDARY:
--include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -11,7 +11,7 @@
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 
-enum cudaError_t { cudaSuccess, cudaErrorNoDevice, cudaErrorNotSupported };
+enum cudaError_t { cudaSuccess, cudaErrorNoDevice = 100, cudaErrorNotSupported = 801 };
 enum cublasStatus_t { CUBLAS_STATUS_SUCCESS };
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_NOT_SUPPORTED = 801 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
@@ -47,8 +47,8 @@ constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, CU_FUNC_ATTRIBUTE
 constexpr int cudaDevAttrCanFlushRemoteWrites = 0, cudaIpcMemLazyEnablePeerAccess = 0;
 constexpr unsigned CU_STREAM_WAIT_VALUE_GEQ = 0, CU_STREAM_WAIT_VALUE_FLUSH = 1u << 30;
 
-inline const char* cudaGetErrorName(cudaError_t) {
-    return "no CUDA";
+inline const char* cudaGetErrorName(cudaError_t error) {
+    return error == cudaErrorNotSupported ? "cudaErrorNotSupported" : "cudaErrorNoDevice";
 }
 inline const char* cudaGetErrorString(cudaError_t) {
     return "this ./train was built without the CUDA toolkit";

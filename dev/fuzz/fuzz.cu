@@ -1,0 +1,261 @@
+// What others write and this program reads, under clang's libFuzzer: `make fuzz` builds this file and all that is
+// behind it for the CPU, with the sanitizers, and dev/fuzz/run.sh runs each target of the table at the end. NIBBLE_FUZZ
+// in the environment names the target. An input is the content of a file, or of several with a 0 byte between them; a
+// target writes them into a folder in memory and reads them as the trainer does. Right answers are checked elsewhere
+// (dev/unit); here any input must be taken or refused by a sentence.
+#define TESTING
+#include "../../optim/override.h"
+#include "../../train_gpt2.cu"
+
+#include <ftw.h>
+#include <setjmp.h>
+
+#include "fuzz.h"
+
+static char folder[64];
+static jmp_buf refused;  // where user_error() goes instead of ending the process
+
+extern "C" void __wrap_launch_failed(int, const char* text) {
+    demand(strncmp(text, "train: error: ", 14) == 0 && strchr(text, '\n') == strchr(text, 0) - 1);
+    longjmp(refused, 1);
+}
+
+void demand(bool fact) {
+    if (!fact) abort();
+}
+
+// A sentence says something and ends.
+static void demand_sentence(const char* error) {
+    demand(error[0] && memchr(error, 0, DATA_ERROR_BYTES));
+}
+
+// Cuts the input at its next 0 byte: returns the piece before it, and leaves what comes after.
+static FuzzInput take(FuzzInput* rest) {
+    const char* end = (const char*)memchr(rest->bytes, 0, rest->count);
+    FuzzInput piece = {rest->bytes, end ? (size_t)(end - rest->bytes) : rest->count};
+    const size_t used = end ? piece.count + 1 : piece.count;
+    rest->bytes += used, rest->count -= used;
+    return piece;
+}
+
+// The piece as a string. The caller frees it.
+static char* take_text(FuzzInput* rest) {
+    FuzzInput piece = take(rest);
+    return strndup(piece.bytes, piece.count);
+}
+
+static const char* path_of(const char* name) {
+    static char path[128];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    return path;
+}
+
+static void put(const char* name, FuzzInput input, FuzzInput end = {"", 0}) {
+    FILE* file = fopen(path_of(name), "wb");
+    demand(file != nullptr);
+    fwrite(input.bytes, 1, input.count, file);
+    fwrite(end.bytes, 1, end.count, file);
+    fclose(file);
+}
+
+static void write_json(FILE* file, const Json* json) {
+    if (json->key) json_write_string(file, json->key), fputc(':', file);
+    if (json->kind == JSON_STRING) json_write_string(file, json->text);
+    if (json->kind == JSON_NUMBER) json_write_number(file, json->number);
+    if (json->kind == JSON_BOOL) fputs(json->number != 0.0 ? "true" : "false", file);
+    if (json->kind == JSON_NULL) fputs("null", file);
+    if (json->kind != JSON_ARRAY && json->kind != JSON_OBJECT) return;
+    fputc(json->kind == JSON_ARRAY ? '[' : '{', file);
+    for (const Json* child = json->child; child; child = child->next) {
+        write_json(file, child);
+        if (child->next) fputc(',', file);
+    }
+    fputc(json->kind == JSON_ARRAY ? ']' : '}', file);
+}
+
+// What was parsed, written again, is JSON.
+static void fuzz_json(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "", *text = nullptr;
+    size_t bytes = 0;
+    Json* json = json_parse(input.bytes, (int64_t)input.count, "input", error);
+    if (!json) return demand_sentence(error);
+    json_int(json, "a", 0), json_number(json, "a", 0), json_string(json, "a", "");
+    FILE* file = open_memstream(&text, &bytes);
+    write_json(file, json);
+    fclose(file);
+    Json* again = json_parse(text, (int64_t)bytes, "output", error);
+    demand(again != nullptr);
+    json_free(again), json_free(json), free(text);
+}
+
+static void fuzz_safetensors(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "";
+    Safetensors file;
+    put("model.safetensors", input);
+    if (!safetensors_open(&file, path_of("model.safetensors"), error)) return demand_sentence(error);
+    for (int i = 0; i < file.count; i++) {
+        const SafetensorsTensor* tensor = &file.tensors[i];
+        demand(safetensors_find(&file, tensor->name) != nullptr);
+        float* values = (float*)malloc((size_t)tensor->bytes * 2 + 4);
+        safetensors_floats(tensor, values);
+        free(values);
+    }
+    safetensors_crc(&file);
+    safetensors_close(&file);
+}
+
+static void fuzz_config(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "";
+    const Gpt2Shape most = {256, 12288, 1024, 65536, 1 << 20};
+    Gpt2Shape shape;
+    put("config.json", input);
+    if (!gpt2_config_read(folder, &most, &shape, error)) return demand_sentence(error);
+    demand(shape.layers >= 1 && shape.layers <= most.layers && shape.heads >= 1 && shape.channels <= most.channels);
+}
+
+static Options standard_options() {
+    static Options options;
+    static bool known = false;
+    char error[DATA_ERROR_BYTES];
+    if (!known) demand(options_defaults(&TABLE, &options, error));
+    known = true;
+    return options;
+}
+
+// state.json without its seal, which is put behind it here so that its checksum is right; then options that were typed.
+static void fuzz_state(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "", changed[16384] = "", seal[64];
+    bool given[OPTION_COUNT] = {};
+    FuzzInput state_text = take(&input);
+    const uint32_t crc = crc32c(0, state_text.bytes, (int64_t)state_text.count);
+    snprintf(seal, sizeof(seal), "\"crc32c\": %u\n}\n", crc);
+    put("state.json", state_text, {seal, strlen(seal)});
+    Json* state = checkpoint_verify(folder, error);
+    if (!state) return demand_sentence(error);
+    Options options = standard_options();
+    for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) given[i] = input.bytes[i] % 2 != 0;
+    const Json* saved = json_get(state, "options");
+    resume_options(&options, given, saved, json_int(state, "version", 1) > 1, changed, sizeof(changed) - 256);
+    resume_rule(&options, given, saved, changed, sizeof(changed) - 256);
+    resume_override(&options, given, state, changed, sizeof(changed) - 256);
+    demand(strlen(changed) < sizeof(changed));
+    json_free(state);
+}
+
+// A shard, a file of any other name, or a folder with its meta.json; the windows of both parts of it.
+static void fuzz_shards(FuzzInput input) {
+    static const char* const names[] = {"data.bin", "data.txt", "shards/train_000.bin", "shards/val_000.bin"};
+    char error[DATA_ERROR_BYTES] = "";
+    if (input.count < 2) return;
+    const int kind = (unsigned char)input.bytes[0] % 3, T = 1 + (unsigned char)input.bytes[1] % 16;
+    input.bytes += 2, input.count -= 2;
+    if (kind == 2) put("shards/meta.json", take(&input));
+    for (int i = kind; i < (kind == 2 ? 4 : kind + 1); i++) put(names[i], input);
+    for (DatasetPart part : {DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE}) {
+        Dataset data = {};
+        int tokens[16], targets[16];
+        char path[128];
+        snprintf(path, sizeof(path), "%s", path_of(kind == 2 ? "shards" : names[kind]));
+        bool fine = dataset_open(&data, path, part, 0.3, T, error);
+        if (!fine) demand_sentence(error);
+        const int64_t windows = fine ? dataset_windows(&data, T) : 0;
+        for (int64_t i = 0; i < windows && i < 100; i++) {
+            if (!dataset_window(&data, T, i, tokens, targets, error)) demand_sentence(error);
+            for (int t = 0; t < T && fine; t++) demand(tokens[t] >= 0);
+        }
+        if (fine) dataset_close(&data);
+    }
+}
+
+// vocab.json, merges.txt and a text to encode. With a vocabulary of all bytes, what was encoded decodes to the text.
+static void fuzz_tokenizer(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "";
+    int token[64], bytes = 0;
+    put("vocab.json", take(&input));
+    put("merges.txt", take(&input));
+    Tokenizer* tokenizer = tokenizer_open(folder, error);
+    if (!tokenizer) return demand_sentence(error);
+    const int count = tokenizer_encode(tokenizer, input.bytes, (int64_t)input.count, token, 64);
+    for (int i = 0; i < count && i < 64; i++) tokenizer_decode(tokenizer, token[i], &bytes);
+    for (int i : {-1, 0, 255, 50256, INT32_MAX}) tokenizer_decode(tokenizer, i, &bytes);
+    tokenizer_close(tokenizer);
+}
+
+// A command line, a word a line. What an option is set to reads back as the same.
+static void fuzz_options(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "", *text = take_text(&input), *rest = nullptr, *words[64] = {(char*)"train"};
+    bool given[OPTION_COUNT] = {};
+    int count = 1;
+    for (char* word = strtok_r(text, "\n", &rest); word && count < 64; word = strtok_r(nullptr, "\n", &rest)) {
+        words[count++] = word;
+    }
+    Options options = standard_options(), again = options;
+    bool fine = options_parse(&TABLE, &options, given, count, words, error);
+    if (!fine) demand_sentence(error);
+    for (int i = 0; i < OPTION_COUNT && fine; i++) {
+        char number[OPTION_TEXT_BYTES], other[OPTION_TEXT_BYTES];
+        if (!given[i]) continue;
+        const char* value = option_text(&OPTIONS[i], &options, number, sizeof(number));
+        demand(option_set(&OPTIONS[i], &again, value, error));
+        demand(strcmp(option_text(&OPTIONS[i], &again, other, sizeof(other)), value) == 0);
+    }
+    free(text);
+    if (!fine) return;
+    OptimConfig config;
+    require_words(&options, given);
+    optim_config_from(&options, &config);
+}
+
+// The text of --override, and a tensor's name.
+static void fuzz_overrides(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "", *text = take_text(&input), *name = take_text(&input);
+    Override overrides[OVERRIDES];
+    int count = 0;
+    const bool fine = overrides_parse(text, overrides, &count, error, sizeof(error));
+    if (!fine) demand_sentence(error);
+    demand(!fine || count <= OVERRIDES);
+    for (int i = 0; i < count && fine; i++) override_matches(&overrides[i], name);
+    Options options = standard_options();
+    OptimConfig config;
+    options.overrides = text;
+    if (!optim_config_try(&options, &config, error, sizeof(error))) demand_sentence(error);
+    free(text), free(name);
+}
+
+static const struct {
+    const char* name;
+    void (*run)(FuzzInput input);
+} targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors}, {"config", fuzz_config},
+               {"state", fuzz_state},     {"shards", fuzz_shards},           {"tokenizer", fuzz_tokenizer},
+               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"formats", fuzz_formats}};
+static void (*target)(FuzzInput input);
+
+static int remove_one(const char* path, const struct stat*, int, struct FTW*) {
+    return remove(path);
+}
+
+static void remove_folder() {
+    nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+}
+
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+    const char *name = getenv("NIBBLE_FUZZ"), *shards = "shards";
+    for (const auto& one : targets) {
+        if (name && strcmp(name, one.name) == 0) target = one.run;
+    }
+    if (!target) {
+        fprintf(stderr, "NIBBLE_FUZZ names no target:");
+        for (const auto& one : targets) fprintf(stderr, " %s", one.name);
+        fprintf(stderr, "\n");
+        exit(2);
+    }
+    strcpy(folder, access("/dev/shm", W_OK) == 0 ? "/dev/shm/nibble_fuzz_XXXXXX" : "/tmp/nibble_fuzz_XXXXXX");
+    demand(mkdtemp(folder) && mkdir(path_of(shards), 0700) == 0);
+    atexit(remove_folder);
+    return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
+    if (setjmp(refused) == 0) target({(const char*)bytes, count});
+    return 0;
+}

@@ -1,0 +1,22 @@
+// What the files of the fuzzer share.
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+    const char* bytes;
+    size_t count;
+} FuzzInput;
+
+void demand(bool fact);  // aborts, which the fuzzer reports with the input, where a fact does not hold
+
+// The targets that need the inside of a file, and so include it.
+void fuzz_formats(FuzzInput input);     // optim/user.cu
+void fuzz_rendezvous(FuzzInput input);  // data/launch.c
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,132 @@
+"""Runs the targets of dev/fuzz/fuzz.cu: python3 dev/fuzz/run.py SECONDS [TARGET...], SECONDS for each of them.
+
+The first inputs come from real files: those of a tiny run, command lines of README.md, presets, sources of formats.
+What a target finds to be new stays in build/fuzz/corpus/TARGET for the next time. An input that fails is kept, and
+    NIBBLE_FUZZ=TARGET build/fuzz/fuzz build/fuzz/failed/TARGET/crash-...
+runs it again. The last line is `N passed, N failed`.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build/fuzz"
+TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "formats"]
+
+
+def tiny_run():
+    """The folder of a run of two steps, and that of its checkpoint."""
+    run = WORK / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    subprocess.run(
+        "./train --device cpu --layers 1 --channels 64 --heads 1 --seq 8 --batch 1 --tokens-per-step 8 --steps 2 "
+        f"--val-every 0 --sample-every 0 --preset fp8w8e --run {run}".split(),
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return run, next(run.glob("step_*"))
+
+
+def small_safetensors(path):
+    """A safetensors file with the names and types of another and tensors of 8 bytes."""
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    widths = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
+    at = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        tensor["shape"] = [8 // widths.get(tensor["dtype"], 8)]
+        tensor["data_offsets"] = [at, at + 8]
+        at += 8
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[-at:]
+
+
+def shard(tokens):
+    return struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
+
+
+def seeds():
+    """Of each target: inputs."""
+    run, checkpoint = tiny_run()
+    files = [path.read_bytes() for path in [*run.glob("*.json"), *checkpoint.glob("*.json")]]
+    state = (checkpoint / "state.json").read_bytes().rpartition(b'"crc32c": ')[0]
+    readme = "".join((ROOT / name).read_text() for name in ["README.md", "dev/compare/README.md"])
+    lines = [line.split("#")[0] for line in re.findall(r"^ *\./train (--.*[^\\\n])$", readme, re.M)]
+    typed = []
+    for line in lines:
+        try:
+            typed.append(shlex.split(line))
+        except ValueError:
+            pass
+    presets = subprocess.run(["./train", "--list-presets"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    overrides = ["wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0", "none"]
+    overrides += [words[i + 1] for words in typed for i, word in enumerate(words[:-1]) if word == "--override"]
+    sources = [*(ROOT / "optim/formats").glob("*.cuh"), ROOT / "dev/examples/format.cuh"]
+    row = '.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, 0, 0, 1, 255, 109, 121, 56};\n'
+    meta = json.dumps({"vocabulary": 50257, "train": {"tokens": 40, "bytes": 99}, "val": {"tokens": 40, "bytes": 98}})
+    vocabulary = json.dumps({"a": 0, "b": 1, "\u0120": 2, "ab": 3, "\u0120a": 4, "<|endoftext|>": 5})
+    merges = "#version: 0.2\na b\n\u0120 a\n"
+    return {
+        "json": [*files, *(run / "log.jsonl").read_bytes().splitlines()[:4], meta.encode(), vocabulary.encode()],
+        "safetensors": [small_safetensors(path) for path in checkpoint.glob("*.safetensors")],
+        "config": [(checkpoint / "config.json").read_bytes(), b'{"model_type": "gpt2"}'],
+        "state": [state, re.sub(rb'"files": \{.*?\n\}', b'"files": {}', state, flags=re.S),
+                  re.sub(rb'"files": \{.*?\n\}', b'"files": {}', state, flags=re.S) + b"\0" + bytes(range(60))],
+        "shards": [b"\0\7" + shard(range(40)), b"\1\7" + b"some text " * 9,
+                   b"\2\3" + meta.encode() + b"\0" + shard(range(1000, 1040))],
+        "tokenizer": ["\0".join([vocabulary, merges, "ab a aab"]).encode()],
+        "options": ["\n".join(words).encode() for words in typed],
+        "overrides": [text.encode() + b"\0h.0.attn.c_attn.weight" for text in overrides],
+        "formats": [*(path.read_bytes() for path in sources), row.encode()],
+    }, presets.split()
+
+
+def fuzz(target, inputs, words, seconds):
+    """Runs one target; returns whether nothing failed."""
+    corpus, failed = WORK / "corpus" / target, WORK / "failed" / target
+    first, dictionary = WORK / "seeds" / target, WORK / f"{target}.dict"
+    for folder in corpus, failed, first:
+        folder.mkdir(parents=True, exist_ok=True)
+    for i, data in enumerate(inputs):
+        (first / f"{i}").write_bytes(data)
+    names = {word for data in [*inputs, *words] for word in re.findall(rb"[A-Za-z_][\w.-]{2,40}", data)}
+    dictionary.write_text("".join(f'"{name.decode()}"\n' for name in sorted(names)[:2000]))
+    environment = os.environ | {"NIBBLE_FUZZ": target, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+                                "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"}
+    command = [WORK / "fuzz", f"-max_total_time={seconds}", "-max_len=8192", "-timeout=10", "-rss_limit_mb=3000",
+               "-print_final_stats=1", f"-dict={dictionary}", f"-artifact_prefix={failed}/", corpus, first]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace")
+    executed = re.search(r"stat::number_of_executed_units: *(\d+)", done.stderr)
+    coverage = re.findall(r"cov: (\d+)", done.stderr)
+    good = done.returncode == 0 and executed is not None
+    print(f"{'ok   ' if good else 'FAIL '} fuzz_{target:<14} {executed[1] if executed else '?':>10} inputs in {seconds} s"
+          f"  {coverage[-1] if coverage else '?'} edges", flush=True)
+    if not good:
+        lines = done.stderr.splitlines()
+        begin = next((i for i, line in enumerate(lines) if "ERROR:" in line or "runtime error" in line), -20)
+        print("\n".join(lines[begin:][:40] + lines[-1:]))
+    return good
+
+
+def main():
+    seconds, chosen = sys.argv[1], sys.argv[2:]
+    unknown = set(chosen) - set(TARGETS)
+    if not seconds.isdigit() or unknown:
+        print(f"error: make fuzz takes FUZZ_SECONDS=N and FUZZ=\"TARGET...\" of {' '.join(TARGETS)}", file=sys.stderr)
+        return 2
+    inputs, words = seeds()
+    words = [word.encode() for word in words]
+    results = [fuzz(target, inputs[target], words, seconds) for target in chosen or TARGETS]
+    print(f"{results.count(True)} passed, {results.count(False)} failed")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
