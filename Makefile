@@ -162,6 +162,14 @@ build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(BUILD)/dev/fuzz/formats.o $(filter-o
 
 build/fuzz/optim/optim.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) -O1
 
+# What a machine does to a run: kills, failing calls, memory limits, signals, links, special files, foreign connections.
+faults: train build/dev/faults_preload.so
+	python3 dev/faults.py $(FAULTS)
+
+build/dev/faults_preload.so: dev/faults_preload.c
+	@mkdir -p $(@D)
+	$(CC) -std=gnu11 -O2 $(WARNINGS) -shared -fPIC -o $@ $< -ldl
+
 VENV_PYTHON := .venv/bin/python
 venv: $(VENV_PYTHON)
 $(VENV_PYTHON): data/requirements.txt dev/requirements.txt
@@ -188,6 +196,8 @@ help:
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
 	@echo "make fuzz         parsers under clang's fuzzer and sanitizers (FUZZ_SECONDS=20 for each, FUZZ=\"json state\" picks)"
+	@echo "make faults       kills, failing calls, memory limits, signals, links and foreign connections against ./train:"
+	@echo "                  about 90 s; FAULTS=\"--kills 300 --calls 300 --limits 100 --signals 200\" for longer"
 	@echo "make venv         Python tools for data preparation and plots, in .venv"
 	@echo "make format       clang-format in place; make format-check only looks"
 	@echo "make loc          lines of each file"
@@ -195,6 +205,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all test bench benches sanitize fuzz venv format format-check loc clean help FORCE
+.PHONY: all test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -1,0 +1,306 @@
+// A library that dev/faults.py preloads into ./train: it counts the calls that can fail, and makes some of them fail.
+//
+//   FAULT=name:first:last:ERRNO   calls number `first` to `last` of this function (or group of functions) fail with
+//                                 ERRNO; `short` instead of it lets a write or a read transfer half of what was asked
+//   FAULT_COUNT=path              at its end the process writes "name count" lines there
+//
+// Only calls from ./train itself and from the C library count for `memory`: what the CUDA runtime or libgomp do when
+// they get no memory is theirs.
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { OPEN, FOLDER, READ, WRITE, FLUSH, SYNC, RENAME, MKDIR, RESIZE, REMOVE, MAP, MEMORY, THREAD, KINDS };
+static const char* const names[KINDS] = {"open",  "folder", "read",   "write", "flush",  "sync",  "rename",
+                                         "mkdir", "resize", "remove", "map",   "memory", "thread"};
+static const struct {
+    const char* name;
+    int number;
+} errors[] = {{"EIO", EIO},       {"ENOSPC", ENOSPC}, {"ENOMEM", ENOMEM}, {"EACCES", EACCES}, {"EMFILE", EMFILE},
+              {"EDQUOT", EDQUOT}, {"EROFS", EROFS},   {"EAGAIN", EAGAIN}, {"EINTR", EINTR},   {"short", 0}};
+
+static _Atomic long calls[KINDS];
+static int failing = -1, reason;
+static long first_call, last_call;
+static struct { uintptr_t begin, end; } own[16];  // where the code of ./train and of the C library lies
+static int owns;
+
+void* __libc_malloc(size_t);
+void* __libc_calloc(size_t, size_t);
+void* __libc_realloc(void*, size_t);
+void* __libc_memalign(size_t, size_t);
+
+// Counts a call; true: it is to fail, with errno set.
+static bool fails(int kind) {
+    long call = atomic_fetch_add(&calls[kind], 1) + 1;
+    if (kind != failing || call < first_call || call > last_call) return false;
+    errno = reason;
+    return true;
+}
+
+static bool is_own(const void* caller) {
+    for (int i = 0; i < owns; i++) {
+        if ((uintptr_t)caller >= own[i].begin && (uintptr_t)caller < own[i].end) return true;
+    }
+    return false;
+}
+
+// The code of the program and of the C library, from the list of what is mapped; without memory of the heap.
+static void find_own(void) {
+    static char text[65536];
+    char program[4096];
+    ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1), used = 0, got;
+    program[length > 0 ? length : 0] = 0;
+    int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    while (maps >= 0 && (got = read(maps, text + used, sizeof(text) - 1 - (size_t)used)) > 0) used += got;
+    if (maps >= 0) close(maps);
+    for (char *rest = text, *line; (line = strsep(&rest, "\n")) && owns < 16;) {
+        unsigned long begin, end;
+        char rights[8];
+        const char* path = strchr(line, '/');
+        if (!path || sscanf(line, "%lx-%lx %7s", &begin, &end, rights) != 3 || rights[2] != 'x') continue;
+        if (strcmp(path, program) != 0 && !strstr(path, "/libc.so.6")) continue;
+        own[owns].begin = begin, own[owns++].end = end;
+    }
+}
+
+__attribute__((constructor)) static void begin(void) {
+    char name[16], error[16];
+    const char* fault = getenv("FAULT");
+    int wanted = -1;
+    find_own();
+    if (fault && sscanf(fault, "%15[^:]:%ld:%ld:%15s", name, &first_call, &last_call, error) == 4) {
+        for (int i = 0; i < KINDS; i++) wanted = strcmp(name, names[i]) == 0 ? i : wanted;
+        for (size_t i = 0; i < sizeof(errors) / sizeof(errors[0]); i++) {
+            if (strcmp(error, errors[i].name) == 0) reason = errors[i].number;
+        }
+    }
+    for (int i = 0; i < KINDS; i++) calls[i] = 0;
+    failing = wanted;
+}
+
+__attribute__((destructor)) static void end(void) {
+    const char* path = getenv("FAULT_COUNT");
+    if (!path) return;
+    char text[1024];
+    int used = 0;
+    for (int i = 0; i < KINDS; i++) {
+        used += snprintf(text + used, sizeof(text) - (size_t)used, "%s %ld\n", names[i], calls[i]);
+    }
+    failing = -1;
+    int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (file >= 0 && write(file, text, (size_t)used) < 0) _exit(99);
+    if (file >= 0) close(file);
+}
+
+// The function that this library stands before.
+#define NEXT(name)                 \
+    static __typeof__(&name) next; \
+    if (!next) next = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
+
+static mode_t mode_of(int flags, va_list arguments) {
+    return flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE ? va_arg(arguments, mode_t) : 0;
+}
+
+int open(const char* path, int flags, ...) {
+    NEXT(open);
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = mode_of(flags, arguments);
+    va_end(arguments);
+    return fails(OPEN) ? -1 : next(path, flags, mode);
+}
+
+int open64(const char* path, int flags, ...) {
+    NEXT(open64);
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = mode_of(flags, arguments);
+    va_end(arguments);
+    return fails(OPEN) ? -1 : next(path, flags, mode);
+}
+
+int openat(int folder, const char* path, int flags, ...) {
+    NEXT(openat);
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = mode_of(flags, arguments);
+    va_end(arguments);
+    return fails(OPEN) ? -1 : next(folder, path, flags, mode);
+}
+
+FILE* fopen(const char* path, const char* mode) {
+    NEXT(fopen);
+    return fails(OPEN) ? NULL : next(path, mode);
+}
+
+FILE* fdopen(int descriptor, const char* mode) {
+    NEXT(fdopen);
+    return fails(OPEN) ? NULL : next(descriptor, mode);
+}
+
+DIR* opendir(const char* path) {
+    NEXT(opendir);
+    return fails(FOLDER) ? NULL : next(path);
+}
+
+DIR* fdopendir(int descriptor) {
+    NEXT(fdopendir);
+    return fails(FOLDER) ? NULL : next(descriptor);
+}
+
+// A transfer that fails, or moves half of what was asked.
+#define TRANSFER(kind, call, half) \
+    if (!fails(kind)) return call; \
+    return reason == 0 && count > 1 ? half : -1
+
+ssize_t read(int file, void* bytes, size_t count) {
+    NEXT(read);
+    TRANSFER(READ, next(file, bytes, count), next(file, bytes, count / 2));
+}
+
+ssize_t pread(int file, void* bytes, size_t count, off_t at) {
+    NEXT(pread);
+    TRANSFER(READ, next(file, bytes, count, at), next(file, bytes, count / 2, at));
+}
+
+ssize_t write(int file, const void* bytes, size_t count) {
+    NEXT(write);
+    TRANSFER(WRITE, next(file, bytes, count), next(file, bytes, count / 2));
+}
+
+ssize_t pwrite(int file, const void* bytes, size_t count, off_t at) {
+    NEXT(pwrite);
+    TRANSFER(WRITE, next(file, bytes, count, at), next(file, bytes, count / 2, at));
+}
+
+// A stream that fails says so from then on; one that reads less than it was asked is at its end, so nothing is short.
+static void mark_failed(FILE* file) {
+    file->_flags |= 0x20;  // glibc's _IO_ERR_SEEN
+    if (reason == 0) errno = EIO;
+}
+
+size_t fread(void* bytes, size_t size, size_t count, FILE* file) {
+    NEXT(fread);
+    return fails(READ) ? (mark_failed(file), (size_t)0) : next(bytes, size, count, file);
+}
+
+// A stream's own writes do not pass here, so what fails is the call that empties its buffer.
+int fflush(FILE* file) {
+    NEXT(fflush);
+    if (!fails(FLUSH)) return next(file);
+    next(file);
+    errno = reason;
+    if (file) mark_failed(file);
+    return EOF;
+}
+
+int fsync(int file) {
+    NEXT(fsync);
+    return fails(SYNC) ? -1 : next(file);
+}
+
+int fdatasync(int file) {
+    NEXT(fdatasync);
+    return fails(SYNC) ? -1 : next(file);
+}
+
+int rename(const char* from, const char* to) {
+    NEXT(rename);
+    return fails(RENAME) ? -1 : next(from, to);
+}
+
+int renameat(int from_folder, const char* from, int to_folder, const char* to) {
+    NEXT(renameat);
+    return fails(RENAME) ? -1 : next(from_folder, from, to_folder, to);
+}
+
+int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
+    NEXT(renameat2);
+    return fails(RENAME) ? -1 : next(from_folder, from, to_folder, to, flags);
+}
+
+int mkdir(const char* path, mode_t mode) {
+    NEXT(mkdir);
+    return fails(MKDIR) ? -1 : next(path, mode);
+}
+
+int mkdirat(int folder, const char* path, mode_t mode) {
+    NEXT(mkdirat);
+    return fails(MKDIR) ? -1 : next(folder, path, mode);
+}
+
+int ftruncate(int file, off_t bytes) {
+    NEXT(ftruncate);
+    return fails(RESIZE) ? -1 : next(file, bytes);
+}
+
+int truncate(const char* path, off_t bytes) {
+    NEXT(truncate);
+    return fails(RESIZE) ? -1 : next(path, bytes);
+}
+
+int unlink(const char* path) {
+    NEXT(unlink);
+    return fails(REMOVE) ? -1 : next(path);
+}
+
+int unlinkat(int folder, const char* path, int flags) {
+    NEXT(unlinkat);
+    return fails(REMOVE) ? -1 : next(folder, path, flags);
+}
+
+int rmdir(const char* path) {
+    NEXT(rmdir);
+    return fails(REMOVE) ? -1 : next(path);
+}
+
+void* mmap(void* at, size_t bytes, int rights, int flags, int file, off_t offset) {
+    NEXT(mmap);
+    if (!is_own(__builtin_return_address(0))) return next(at, bytes, rights, flags, file, offset);
+    return fails(MAP) ? MAP_FAILED : next(at, bytes, rights, flags, file, offset);
+}
+
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument) {
+    NEXT(pthread_create);
+    if (!is_own(__builtin_return_address(0))) return next(thread, attributes, run, argument);
+    return fails(THREAD) ? (reason ? reason : EAGAIN) : next(thread, attributes, run, argument);
+}
+
+#define MEMORY_FAILS() (is_own(__builtin_return_address(0)) && fails(MEMORY))
+
+void* malloc(size_t bytes) {
+    return MEMORY_FAILS() ? NULL : __libc_malloc(bytes);
+}
+
+void* calloc(size_t count, size_t bytes) {
+    return MEMORY_FAILS() ? NULL : __libc_calloc(count, bytes);
+}
+
+void* realloc(void* pointer, size_t bytes) {
+    return MEMORY_FAILS() ? NULL : __libc_realloc(pointer, bytes);
+}
+
+void* aligned_alloc(size_t alignment, size_t bytes) {
+    return MEMORY_FAILS() ? NULL : __libc_memalign(alignment, bytes);
+}
+
+int posix_memalign(void** pointer, size_t alignment, size_t bytes) {
+    if (MEMORY_FAILS()) return ENOMEM;
+    void* memory = __libc_memalign(alignment, bytes);
+    if (memory) *pointer = memory;
+    return memory ? 0 : ENOMEM;
+}
