@@ -23,6 +23,7 @@
 #include "data/finite.h"            // values_finite: nothing that is not finite is saved or loaded
 #include "data/gpt2_config.h"       // gpt2_config_read, gpt2_config_write: the model's shape in a folder
 #include "data/launch.h"            // Launch: ranks, one a GPU
+#include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/safetensors.h"       // Safetensors, Json, crc32c, file_write
@@ -1780,6 +1781,7 @@ static OptimType device_resolve(Options* o, Device* dev, const Launch* launch = 
     }
     int index = launch && launch->world > 1 ? device_index(o, launch, gpus) : 0;
     device_open(dev, gpus > 0 && strcmp(o->device, "cpu") != 0, index);
+    openmp_start();
     if (dev->gpu && dev->compute < 80) {
         user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
                    dev->compute / 10, dev->compute % 10);
@@ -2094,6 +2096,7 @@ static void training_begin(Training* t) {
     Options* o = t->options;
     Model* m = &t->model;
     const char* checkpoint = training_checkpoint(t);
+    memory_checkpoint(t->run.last_checkpoint);
     model_allocate(m, &t->config);
     rehearse(m, &t->dev);
     model_begin(&t->run, &t->config, t->state, checkpoint);
@@ -2170,11 +2173,14 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 }
 
 #ifndef TESTING
-// Before the shared libraries' own start, so that a signal finds its handler whenever it comes.
-static void before_all(int, char**, char**) {
+// The system calls this before any library begins, so that a signal finds its handler whenever it comes, and the stack
+// is there before a limit can refuse it.
+static void before_libraries(int, char**, char**) {
     signals_catch();
+    memory_begin();
 }
-__attribute__((section(".preinit_array"), used)) static void (*const first_of_all)(int, char**, char**) = before_all;
+__attribute__((section(".preinit_array"), used)) static void (*const first_of_all)(int, char**, char**) =
+    before_libraries;
 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);

@@ -1,4 +1,4 @@
-// The base of data/: errors, checksums, files and folders. It depends on nothing else here.
+// The base of data/: errors, checksums, files and folders. It depends on memory.h alone.
 // Conventions of data/: a function that can fail by what the user gave returns false (NULL, or -1 for a descriptor) and
 // writes one sentence (the file, what was found, what to do) into `error`; nothing here exits or asserts.
 // Reading follows symbolic links, because model caches and moved checkpoints are made of them. Creating and removing
@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include "memory.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

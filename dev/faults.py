@@ -165,7 +165,8 @@ class Harness:
             need(self.run(folder, env=env).code == 0, "a run that is counted fails")
             with open(f"{folder}/counts", encoding="ascii") as file:
                 self.counts[begun] = {kind: int(count) for kind, count in map(str.split, file)}
-        self.least = self.bisect(lambda limit: self.run(f"{self.root}/two", ["--help"], limit=limit).code == 0, 0, 4096)
+        # Below the least the system cannot even load the program and its libraries.
+        self.least = self.bisect(lambda limit: self.run(f"{self.root}/two", ["--help"], limit=limit).code in (0, 2), 0, 4096)
         folder = self.folder("most", False)
 
         def fits(limit):
@@ -286,6 +287,7 @@ class Harness:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:
                     limit = int(file.read().split()[0]) * 4096 + rng.choice((0, 4096, 65536, MEGABYTE, 5 * MEGABYTE))
+                limit = max(limit, self.least)
                 resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
             ended = self.end(process, folder)
         else:

@@ -4,8 +4,8 @@
 //                                 ERRNO; `short` instead of it lets a write or a read transfer half of what was asked
 //   FAULT_COUNT=path              at its end the process writes "name count" lines there
 //
-// Only calls from ./train itself and from the C library count for `memory`: what the CUDA runtime or libgomp do when
-// they get no memory is theirs.
+// Calls count from main on. Of `memory`, `map` and `thread` only those count that ./train itself and the C library
+// make: what libgomp does when it gets nothing is its own, and so is what the CUDA runtime does before main.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -33,6 +33,7 @@ static const struct {
               {"EDQUOT", EDQUOT}, {"EROFS", EROFS},   {"EAGAIN", EAGAIN}, {"EINTR", EINTR},   {"short", 0}};
 
 static _Atomic long calls[KINDS];
+static bool begun;  // main has
 static int failing = -1, reason;
 static long first_call, last_call;
 static struct { uintptr_t begin, end; } own[16];  // where the code of ./train and of the C library lies
@@ -45,6 +46,7 @@ void* __libc_memalign(size_t, size_t);
 
 // Counts a call; true: it is to fail, with errno set.
 static bool fails(int kind) {
+    if (!begun) return false;
     long call = atomic_fetch_add(&calls[kind], 1) + 1;
     if (kind != failing || call < first_call || call > last_call) return false;
     errno = reason;
@@ -88,8 +90,22 @@ __attribute__((constructor)) static void begin(void) {
             if (strcmp(error, errors[i].name) == 0) reason = errors[i].number;
         }
     }
-    for (int i = 0; i < KINDS; i++) calls[i] = 0;
     failing = wanted;
+}
+
+static int (*real_main)(int, char**, char**);
+
+static int counted_main(int count, char** words, char** environment) {
+    begun = true;
+    return real_main(count, words, environment);
+}
+
+int __libc_start_main(int (*main)(int, char**, char**), int count, char** words, void (*init)(void), void (*fini)(void),
+                      void (*rtld_fini)(void), void* stack) {
+    int (*next)(int (*)(int, char**, char**), int, char**, void (*)(void), void (*)(void), void (*)(void), void*);
+    next = (__typeof__(next))dlsym(RTLD_NEXT, "__libc_start_main");
+    real_main = main;
+    return next(counted_main, count, words, init, fini, rtld_fini, stack);
 }
 
 __attribute__((destructor)) static void end(void) {

@@ -15,6 +15,8 @@
 #include "no_cuda.h"
 #endif
 #include <signal.h>
+#include <omp.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -22,6 +24,8 @@
 #include <string.h>
 #include <unistd.h>
 #include <type_traits>
+
+#include "../data/memory.h"
 
 typedef __nv_bfloat16 bf16;
 
@@ -116,6 +120,39 @@ inline void openmp_wait_asleep(char** argv) {
     sigaction(SIGUSR1, &before, nullptr);
 }
 
+inline void* openmp_wait(void* gate) {
+    pthread_mutex_lock((pthread_mutex_t*)gate);
+    pthread_mutex_unlock((pthread_mutex_t*)gate);
+    return nullptr;
+}
+
+// Starts OpenMP's threads, which stay: libgomp ends the process without a sentence of ours where it cannot start them.
+// So as many threads as it will ask for are made here first, and exist at the same time, with a megabyte to spare.
+inline void openmp_start() {
+    int want = omp_get_max_threads() - 1, made = 0;
+    pthread_t* thread = (pthread_t*)memory_zero((size_t)want, sizeof(pthread_t));
+    void* spare = memory_take(1 << 20);
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&gate);
+    while (made < want && pthread_create(&thread[made], nullptr, openmp_wait, &gate) == 0) made++;
+    pthread_mutex_unlock(&gate);
+    for (int i = 0; i < made; i++) pthread_join(thread[i], nullptr);
+    free(spare);
+    free(thread);
+    if (made < want) {
+        user_error(
+            "%d threads were asked for and %d can be started (see ulimit -u and ulimit -v); put OMP_NUM_THREADS=%d "
+            "before "
+            "the command",
+            want + 1, made + 1, made + 1);
+    }
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic)
+        for (int i = 0; i < 2; i++) omp_get_thread_num();
+    }
+}
+
 struct MatmulPlan;
 
 // A table that grows; see kernels/matmul_plan.cuh.
@@ -176,7 +213,7 @@ inline void device_open(Device* dev, bool gpu, int index) {
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
     check(cudaMalloc(&dev->ticket, sizeof(int)));
     check(cudaMemset(dev->ticket, 0, sizeof(int)));
-    dev->matmul_plans = (MatmulPlans*)calloc(1, sizeof(MatmulPlans));
+    dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
 }
 
 inline void device_close(Device* dev) {
@@ -196,9 +233,8 @@ inline void* device_alloc(const Device* dev, int64_t bytes) {
     if (bytes == 0) return nullptr;
     if (dev->gpu) {
         check(cudaMalloc(&pointer, (size_t)bytes));
-    } else if (posix_memalign(&pointer, 256, (size_t)bytes) != 0) {
-        user_error("%lld bytes of memory were asked for and the machine has no such block free; lower --batch",
-                   (long long)bytes);
+    } else {
+        pointer = memory_aligned(256, (size_t)bytes);
     }
     return pointer;
 }

@@ -16,6 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../data/memory.h"
+
 struct CpuGemm {
     int64_t rows, cols, depth;  // M, N, K
     const float* a;             // a(m, k) = a[m * a_row + k * a_depth]
@@ -105,13 +107,7 @@ inline void cpu_gemm_task(const CpuGemm* gemm, const float* b_panels, int64_t m0
 }
 
 inline void cpu_gemm(const CpuGemm* gemm) {
-    size_t bytes = CPU_GEMM_WIDTH * CPU_GEMM_DEPTH * sizeof(float);
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 64, bytes) != 0) {
-        fprintf(stderr, "cpu_gemm: no %zu bytes of memory left for its panels\n", bytes);
-        exit(EXIT_FAILURE);
-    }
-    float* b_panels = (float*)memory;
+    float* b_panels = (float*)memory_aligned(64, CPU_GEMM_WIDTH * CPU_GEMM_DEPTH * sizeof(float));
     // Few rows are dealt out in smaller tasks, so that every thread has some.
     int64_t task = (gemm->rows / (2 * omp_get_max_threads()) + CPU_GEMM_ROWS) / CPU_GEMM_ROWS * CPU_GEMM_ROWS;
     task = cpu_gemm_min(task, CPU_GEMM_TASK);
@@ -130,5 +126,5 @@ inline void cpu_gemm(const CpuGemm* gemm) {
                 cpu_gemm_task(gemm, b_panels, m0, cpu_gemm_min(task, gemm->rows - m0), n0, cols, k0, depth);
         }
     }
-    free(memory);
+    free(b_panels);
 }

@@ -1,0 +1,150 @@
+// See memory.h.
+#define _GNU_SOURCE
+#include "memory.h"
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+enum {
+    STACK_BYTES = 1 << 20,  // about three times what any path through the program uses
+    BEGIN_BYTES = 16 << 20  // what the libraries take until main begins, and more
+};
+
+void launch_failed(int code, const char* text);  // tells the other ranks, if there are any (data/launch.h)
+
+static const char* checkpoint = "";  // a handle: memory_missing is called from where nothing is known of the run
+
+void memory_checkpoint(const char* path) {
+    checkpoint = path;
+}
+
+// Nothing here needs memory: the text is on the stack, and _exit runs no handlers that might ask for some.
+void memory_missing(size_t bytes) {
+    char text[8192], resume[4400] = "";
+    if (checkpoint[0]) {
+        snprintf(resume, sizeof(resume), "; the last good checkpoint is %s, go on with --resume %.2000s", checkpoint,
+                 checkpoint);
+    }
+    int length = snprintf(text, sizeof(text),
+                          "train: error: %zu bytes of memory were asked for and this process gets no more; free some, "
+                          "raise its limit (ulimit -v or -d) or lower --batch%s\n",
+                          bytes, resume);
+    launch_failed(2, text);
+    if (write(2, text, (size_t)length) < 0) _exit(2);
+    _exit(2);
+}
+
+static void* there(void* pointer, size_t bytes) {
+    if (!pointer) memory_missing(bytes);
+    return pointer;
+}
+
+void* memory_take(size_t bytes) {
+    return there(malloc(bytes ? bytes : 1), bytes);
+}
+
+void* memory_zero(size_t count, size_t bytes) {
+    return there(calloc(count ? count : 1, bytes ? bytes : 1), count * bytes);
+}
+
+void* memory_grow(void* pointer, size_t bytes) {
+    return there(realloc(pointer, bytes ? bytes : 1), bytes);
+}
+
+void* memory_aligned(size_t alignment, size_t bytes) {
+    void* pointer = NULL;
+    if (posix_memalign(&pointer, alignment, bytes) != 0) memory_missing(bytes);
+    return pointer;
+}
+
+char* text_part(const char* text, size_t bytes) {
+    size_t length = strnlen(text, bytes);
+    char* copy = memory_take(length + 1);
+    memcpy(copy, text, length);
+    copy[length] = 0;
+    return copy;
+}
+
+char* text_copy(const char* text) {
+    return text_part(text, strlen(text));
+}
+
+char* text_format(const char* format, ...) {
+    va_list arguments, again;
+    va_start(arguments, format);
+    va_copy(again, arguments);
+    int length = vsnprintf(NULL, 0, format, arguments);
+    char* text = memory_take((size_t)length + 1);
+    vsnprintf(text, (size_t)length + 1, format, again);
+    va_end(again);
+    va_end(arguments);
+    return text;
+}
+
+typedef struct {
+    char** text;
+    size_t* bytes;
+    size_t room;
+} TextStream;
+
+static ssize_t stream_write(void* cookie, const char* from, size_t count) {
+    TextStream* stream = cookie;
+    size_t used = *stream->bytes, need = used + count + 1;
+    if (need > stream->room) {
+        stream->room = 2 * need;
+        *stream->text = memory_grow(*stream->text, stream->room);
+    }
+    memcpy(*stream->text + used, from, count);
+    (*stream->text)[used + count] = 0;
+    *stream->bytes = used + count;
+    return (ssize_t)count;
+}
+
+static int stream_close(void* cookie) {
+    free(cookie);
+    return 0;
+}
+
+FILE* text_stream(char** text, size_t* bytes) {
+    TextStream* stream = memory_take(sizeof(TextStream));
+    *stream = (TextStream){text, bytes, 256};
+    *text = memory_zero(1, stream->room);
+    *bytes = 0;
+    FILE* file = fopencookie(stream, "w", (cookie_io_functions_t){.write = stream_write, .close = stream_close});
+    return there(file, sizeof(FILE));
+}
+
+// Ends the process unless a limit leaves `need` bytes beside what it has, which is this number of /proc/self/statm, in
+// pages.
+static void limit_check(int resource, int number, size_t need) {
+    struct rlimit limit;
+    char text[128] = "", *at = text;
+    if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+    int file = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+    if (file < 0 || read(file, text, sizeof(text) - 1) < 0) text[0] = 0;
+    if (file >= 0) close(file);
+    for (int i = 0; i < number; i++) strtoull(at, &at, 10);
+    if (strtoull(at, NULL, 10) * (size_t)sysconf(_SC_PAGESIZE) + need > limit.rlim_cur) memory_missing(need);
+}
+
+// In a function of its own: its frame takes the pages when it is entered.
+__attribute__((noinline)) static void stack_take(void) {
+    volatile char stack[STACK_BYTES];
+    (void)stack;
+    for (size_t at = STACK_BYTES; at > 0; at -= 4096) stack[at - 4096] = 0;  // from its top down, as a stack grows
+}
+
+void memory_begin(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_STACK, &limit) == 0 && limit.rlim_cur < 2 * STACK_BYTES) {
+        static const char text[] = "train: error: the limit of the stack is below 2 MiB; type ulimit -s 8192 first\n";
+        if (write(2, text, sizeof(text) - 1) >= 0) _exit(2);
+        _exit(2);
+    }
+    limit_check(RLIMIT_AS, 0, STACK_BYTES + BEGIN_BYTES);
+    limit_check(RLIMIT_DATA, 5, STACK_BYTES + BEGIN_BYTES);
+    stack_take();
+}

@@ -1,0 +1,40 @@
+// Memory of the host: every block, text and stream in memory that the program asks for comes from here.
+// None of these functions returns NULL. Where the system has no more memory, or a limit such as `ulimit -v` is reached,
+// the process ends with exit code 2 and one sentence, which names the last good checkpoint; so a save that fails like
+// this leaves the older checkpoints alone. What is returned is given back with free().
+#pragma once
+#include <stddef.h>
+#include <stdio.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+void* memory_take(size_t bytes);  // not initialised
+void* memory_zero(size_t count, size_t bytes);
+void* memory_grow(void* pointer, size_t bytes);
+void* memory_aligned(size_t alignment, size_t bytes);
+
+char* text_copy(const char* text);
+char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
+__attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);
+// A stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
+// fclose. Unlike open_memstream's, it never drops a part of what is written to it.
+FILE* text_stream(char** text, size_t* bytes);
+
+// Takes the stack that the program will need, because one that cannot grow later ends the process by a signal, and
+// looks whether a limit leaves room for what the libraries take. Call it before these begin: some end by a signal
+// without.
+void memory_begin(void);
+// The path of the last good checkpoint for the sentence; its text may change, and is "" while there is none.
+void memory_checkpoint(const char* path);
+// Ends the process for want of so many bytes.
+#ifdef __cplusplus
+[[noreturn]]
+#else
+_Noreturn
+#endif
+void memory_missing(size_t bytes);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,158 @@
+// Memory of the host: what data/memory.h promises, that nothing goes past it, and what limits do to ./train.
+#include "cli.h"
+
+#include "../../data/memory.h"
+
+// What a child process that runs `body` ends with, and what it writes to stderr.
+static int in_child(void (*body)(), char* text, size_t bytes) {
+    int ends[2], status = 0;
+    size_t used = 0;
+    if (pipe(ends) != 0) abort();
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 2);
+        body();
+        _exit(99);
+    }
+    close(ends[1]);
+    for (ssize_t got; used < bytes - 1 && (got = read(ends[0], text + used, bytes - 1 - used)) > 0;) used += got;
+    text[used] = 0;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+constexpr size_t TOO_MUCH = (size_t)1 << 60;
+
+static const char* volatile sink;  // so that the compiler leaves no allocation out
+
+TEST(memory_missing_is_one_sentence) {
+    static const struct {
+        const char* name;
+        void (*body)();
+    } cases[] = {
+        {"memory_take", [] { sink = (char*)memory_take(TOO_MUCH); }},
+        {"memory_zero", [] { sink = (char*)memory_zero(TOO_MUCH >> 4, 16); }},
+        {"memory_zero, a product over 64 bits", [] { sink = (char*)memory_zero(TOO_MUCH, TOO_MUCH); }},
+        {"memory_grow", [] { sink = (char*)memory_grow(memory_take(8), TOO_MUCH); }},
+        {"memory_aligned", [] { sink = (char*)memory_aligned(256, TOO_MUCH); }},
+    };
+    for (auto& c : cases) {
+        char text[8192];
+        int code = in_child(c.body, text, sizeof(text));
+        const char* end = strchr(text, '\n');
+        expect(code == 2 && strncmp(text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s", c.name, code,
+               text);
+        expect(!strstr(text, "checkpoint"), "%s: %s", c.name, text);
+    }
+}
+
+TEST(memory_missing_names_the_last_checkpoint) {
+    char text[8192];
+    auto body = [] {
+        static char path[64] = "";
+        memory_checkpoint(path);
+        strcpy(path, "some/step_00000003");
+        sink = (char*)memory_take(TOO_MUCH);
+    };
+    int code = in_child(body, text, sizeof(text));
+    expect(code == 2 && strstr(text, "go on with --resume some/step_00000003\n"), "code %d, %s", code, text);
+}
+
+TEST(memory_texts) {
+    char *part = text_part("abcdef", 3), *whole = text_part("abc", 9), *copy = text_copy("");
+    char* made = text_format("%s-%d", "x", 42);
+    expect(strcmp(part, "abc") == 0 && strcmp(whole, "abc") == 0 && copy[0] == 0, "%s %s %s", part, whole, copy);
+    expect(strcmp(made, "x-42") == 0, "%s", made);
+    free(part), free(whole), free(copy), free(made);
+    unsigned char* zero = (unsigned char*)memory_zero(1000, 3);
+    for (int i = 0; i < 3000; i++) expect(zero[i] == 0, "byte %d is %d", i, zero[i]);
+    free(zero);
+    void* nothing = memory_take(0);
+    expect(nothing, "no bytes are NULL");
+    free(nothing);
+}
+
+TEST(memory_stream_is_open_memstream) {
+    char *ours = nullptr, *theirs = nullptr;
+    size_t our_bytes = 1, their_bytes = 1;
+    FILE* streams[] = {text_stream(&ours, &our_bytes), open_memstream(&theirs, &their_bytes)};
+    expect(ours && ours[0] == 0 && our_bytes == 0, "%zu bytes before anything is written", our_bytes);
+    for (FILE* stream : streams) {
+        for (int i = 0; i < 20000; i++) fprintf(stream, "%d%c", i * i, i % 7 ? ' ' : '\0');
+        fflush(stream);
+        expect(ours[our_bytes] == 0, "no NUL byte after a flush");
+        fputs("the end", stream);
+        fclose(stream);
+    }
+    expect(our_bytes == their_bytes && memcmp(ours, theirs, our_bytes + 1) == 0, "%zu and %zu bytes", our_bytes,
+           their_bytes);
+    free(ours), free(theirs);
+}
+
+// Runs ./train under `ulimit -WHICH LIMIT`; the caller forgets the child.
+static void run_limited(Child* child, char which, int64_t limit, const char* words, const char* folder) {
+    char command[PATH_MAX];
+    snprintf(command, sizeof(command), "ulimit -%c %lld && exec '%s/train' %s", which, (long long)limit, test_folder(),
+             words);
+    int out[2], err[2];
+    for (int i = 0; i < 2; i++) child->text[i] = (char*)calloc(1, 1), child->bytes[i] = 0;
+    if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
+    child->started = now();
+    fflush(stdout);
+    child->pid = fork();
+    if (child->pid == 0) {
+        dup2(out[1], 1), dup2(err[1], 2);
+        setenv("OMP_NUM_THREADS", "2", 1), setenv("OMP_WAIT_POLICY", "passive", 1),
+            setenv("CUDA_VISIBLE_DEVICES", "", 1);
+        unsetenv("RANK");
+        if (folder && chdir(folder) != 0) _exit(127);
+        execl("/bin/sh", "sh", "-c", command, nullptr);
+        _exit(127);
+    }
+    close(out[1]), close(err[1]);
+    child->pipe[0] = out[0], child->pipe[1] = err[0];
+    finish(child);
+}
+
+// From the least address space into which the program can be loaded to what a run needs: each limit ends in a sentence
+// or does not matter, and none of them harms a checkpoint.
+TEST(memory_limits_end_in_a_sentence) {
+    const char* work = work_folder();
+    const char* words =
+        "--device cpu --data text.txt " SHAPE " " QUICK " --steps 4 --save-every 2 --run run --resume auto";
+    char run[PATH_MAX];
+    int64_t least = 0, step = 1 << 20, newest = -1, before;  // in kilobytes
+    int sentences = 0, whole = 0;
+    for (; step >= 1024; step /= 2) {
+        Child child = new_child();
+        run_limited(&child, 'v', least + step, "--help", work);
+        if (child.code != 0 && child.code != 2) least += step;
+        forget(&child);
+    }
+    snprintf(run, sizeof(run), "%s/run", work);
+    for (int64_t limit = least + 1024; limit < least + 400000 && whole < 2; limit += 5000) {
+        Child child = new_child();
+        run_limited(&child, 'v', limit, words, work);
+        if (child.code != 0) {
+            char what[64];
+            snprintf(what, sizeof(what), "ulimit -v %lld", (long long)limit);
+            expect_error(test, &child, what, "", "");
+            sentences++;
+        }
+        before = newest;
+        checkpoints(run, &newest);
+        expect(newest >= before, "ulimit -v %lld: the newest checkpoint was %lld and is %lld", (long long)limit,
+               (long long)before, (long long)newest);
+        whole += child.code == 0;
+        if (child.code == 0) remove_tree(run), newest = -1;
+        forget(&child);
+    }
+    expect(sentences > 2 && whole == 2, "%d limits ended in a sentence and %d in a whole run", sentences, whole);
+    Child child = new_child();
+    run_limited(&child, 's', 1024, words, work);
+    expect_error(test, &child, "ulimit -s 1024", "ulimit -s 8192", "stack");
+    forget(&child);
+    remove_tree(work);
+}
