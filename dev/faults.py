@@ -283,11 +283,13 @@ class Harness:
         limit = rng.randint(self.least, self.most + 2 * MEGABYTE) // 4096 * 4096
         if running:
             process = self.start(folder, self.words())
-            time.sleep(rng.uniform(0.2, 1) * self.seconds)
+            # Not before its first line: until then it looks at its limits and trusts that they stay.
+            while process.poll() is None and os.path.getsize(f"{folder}/train.out") == 0:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.8) * self.seconds)
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:
                     limit = int(file.read().split()[0]) * 4096 + rng.choice((0, 4096, 65536, MEGABYTE, 5 * MEGABYTE))
-                limit = max(limit, self.least)
                 resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
             ended = self.end(process, folder)
         else:
