@@ -60,46 +60,26 @@ enum Pass { STORE, MEASURE };
 
 template <class Storage>
 OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n) {
-    if constexpr (HAS_SPANS<Storage>) storage.measure(streams, first, x, n);
+    if constexpr (Storage::HAS_SPANS) storage.measure(streams, first, x, n);
 }
 
 #ifdef __CUDACC__
-// Storages whose store() has parts, top, cut and store_top (blocks.cuh), at least on this GPU; the others store at
-// once.
-template <class Storage, class = void>
-constexpr bool HAS_TOP = false;
-template <class Storage>
-constexpr bool HAS_TOP<Storage, decltype((void)Storage::USUAL_TOP)> = Storage::HAS_TOP;
-
-// Of these, the ones whose parts are given the roots of what they store.
-template <class Storage>
-__host__ __device__ constexpr bool stores_roots() {
-    if constexpr (HAS_TOP<Storage>) return Storage::OF_ROOTS;
-    return false;
-}
-
 template <int COUNT, class Storage>
 __device__ __forceinline__ float thread_top_of(const Storage&, const float* x, const NoiseKey& key) {
-    if constexpr (HAS_TOP<Storage>) return Storage::template top<COUNT>(x, key);
+    if constexpr (Storage::HAS_TOP) return Storage::template top<COUNT>(x, key);
     return 0.0f;
 }
 
 template <class Storage>
 __device__ __forceinline__ bool is_rare(const Storage&, float top) {
-    if constexpr (HAS_TOP<Storage>) return !(top <= Storage::USUAL_TOP);
+    if constexpr (Storage::HAS_TOP) return !(top <= Storage::USUAL_TOP);
     return false;
 }
 
 template <int COUNT, class Storage>
 __device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
-    if constexpr (HAS_TOP<Storage>) Storage::template cut<COUNT>(x, top);
+    if constexpr (Storage::HAS_TOP) Storage::template cut<COUNT>(x, top);
 }
-
-// Of these, the ones that have store_most instead of store_top: they are given the largest of the tile as well.
-template <class Storage, class = void>
-constexpr bool WANTS_MOST = false;
-template <class Storage>
-constexpr bool WANTS_MOST<Storage, decltype((void)Storage::WANTS_MOST)> = Storage::WANTS_MOST;
 
 // The largest of the tile, of `top` of all threads of a group: for each array that is `wanted`, with one barrier.
 template <int COUNT>
@@ -118,9 +98,9 @@ __device__ __forceinline__ void tile_most(const bool (&wanted)[4], const float* 
 template <int COUNT, class Storage>
 __device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
                                             float top, float most, bool rare, const NoiseKey& key) {
-    if constexpr (WANTS_MOST<Storage>) {
+    if constexpr (Storage::WANTS_MOST) {
         Storage::template store_most<COUNT>(streams, first, x, top, most, rare, key);
-    } else if constexpr (HAS_TOP<Storage>) {
+    } else if constexpr (Storage::HAS_TOP) {
         Storage::template store_top<COUNT>(streams, first, x, top, rare, key);
     } else {
         storage.store(streams, first, x, COUNT, key);
@@ -130,11 +110,6 @@ __device__ __forceinline__ void store_known(const Storage& storage, const Stream
 // Whether what stores ordinary values is compiled apart from what stores rare ones, for a fifth to two fifths more to
 // compile: a jump and some moves less. M or V say where that pays (dev/LOG.md); with errors fed back it does not, and
 // with a third state it would take half as long again to compile.
-template <class Storage, class = void>
-constexpr bool STORES_APART = false;
-template <class Storage>
-constexpr bool STORES_APART<Storage, decltype((void)Storage::STORES_APART)> = Storage::STORES_APART;
-
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
                                         const float* top) {
@@ -163,12 +138,12 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
     const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
                           thread_top_of<COUNT>(state_v, x[2], key[2]),
                           x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
-    const bool wanted[4] = {WANTS_MOST<Weights>, WANTS_MOST<M>, WANTS_MOST<V>, WANTS_MOST<M> && x[3]};
+    const bool wanted[4] = {Weights::WANTS_MOST, M::WANTS_MOST, V::WANTS_MOST, M::WANTS_MOST && x[3]};
     float most[4] = {};
-    if constexpr (WANTS_MOST<Weights> || WANTS_MOST<M> || WANTS_MOST<V>) tile_most<COUNT>(wanted, top, key, most);
+    if constexpr (Weights::WANTS_MOST || M::WANTS_MOST || V::WANTS_MOST) tile_most<COUNT>(wanted, top, key, most);
     const bool own =
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
-    constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
+    constexpr bool some = Weights::HAS_TOP || M::HAS_TOP || V::HAS_TOP;
     const bool rare = some && __any_sync(0xffffffffu, own);
     if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
     if (APART && !rare) {
@@ -182,8 +157,8 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
 // Whether threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
 template <int COUNT, class Weights, class Grads, class M, class V>
 OPTIM_INLINE constexpr bool step_ordered() {
-    constexpr bool able = TAKES_ORDER<Weights> && TAKES_ORDER<Grads> && TAKES_ORDER<M> && TAKES_ORDER<V>;
-    return ON_GPU && COUNT == 16 && able && (CROWDS_BANKS<M> || CROWDS_BANKS<V>);
+    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
+    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
 }
 
 // Stores new weights p and adds to m what their rounding has changed: see formats/feedback.cuh. What was stored comes
@@ -192,7 +167,7 @@ template <int MOST, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
     float stored[MOST];
-    if constexpr (ON_GPU && SEES_STORED<Weights>) {
+    if constexpr (ON_GPU && Weights::SEEN_IS_STORED) {
         uint32_t own[MOST / 2], *seen = key.seen ? key.seen : own;
         NoiseKey seeing = key;
         seeing.seen = seen;
@@ -245,21 +220,21 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
         if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
     } else {
 #ifdef __CUDA_ARCH__
-        if constexpr (stores_roots<V>()) {
+        if constexpr (V::OF_ROOTS) {
             OPTIM_UNROLL
             for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
         }
-        float* x[4] = {p, m, stores_roots<V>() ? root : v, rule.keeps_slow ? slow : nullptr};
-        if constexpr (FEEDS_BACK<Weights>) {
+        float* x[4] = {p, m, V::OF_ROOTS ? root : v, rule.keeps_slow ? slow : nullptr};
+        if constexpr (Weights::FEEDS_BACK) {
             feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
             store_thread<MOST, false>(None(), state_m, state_v, tile, first, x, key);
         } else {
-            constexpr bool apart = (STORES_APART<M> || STORES_APART<V>)&&!Rule::keeps_slow;
+            constexpr bool apart = (M::STORES_APART || V::STORES_APART) && !Rule::keeps_slow;
             store_thread<MOST, apart>(weights, state_m, state_v, tile, first, x, key);
         }
 #else
         bool feeds_back = false;
-        if constexpr (FEEDS_BACK<Weights>) feeds_back = weights.feeds_back;
+        if constexpr (Weights::FEEDS_BACK) feeds_back = weights.feeds_back;
         if (feeds_back) {
             feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
         } else {
@@ -381,27 +356,15 @@ constexpr bool HAS_STAGES = true;
 constexpr bool HAS_STAGES = false;
 #endif
 
-// Bytes of constants that a storage keeps in shared memory: 0 for one that has none to prepare.
-template <class Storage, class = void>
-constexpr int SHARED_BYTES = 0;
-template <class Storage>
-constexpr int SHARED_BYTES<Storage, decltype((void)Storage::TABLE_BYTES)> = Storage::TABLE_BYTES;
-
-// Storages whose store() fills key.seen.
-template <class Storage, class = void>
-constexpr bool GIVES_SEEN = false;
-template <class Storage>
-constexpr bool GIVES_SEEN<Storage, decltype((void)Storage::GIVES_SEEN)> = Storage::GIVES_SEEN;
-
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 struct StepLayout {
-    static constexpr StreamInfo NOTHING = {"", "", 0, 1};
+    static constexpr StreamInfo NOTHING = {};
     static constexpr bool SLOW = Rule::KEEPS_SLOW;
-    static constexpr StepArrays ARRAYS = {
-        {Weights::STREAM[0], Weights::STREAM[1], third_stream<Weights>(), Grads::STREAM[0], M::STREAM[0], M::STREAM[1],
-         third_stream<M>(), V::STREAM[0], V::STREAM[1], third_stream<V>(), SLOW ? M::STREAM[0] : NOTHING,
-         SLOW ? M::STREAM[1] : NOTHING, SLOW ? third_stream<M>() : NOTHING, Copy::STREAM[0]}};
-    static constexpr StepShape SHAPE = step_shape(ARRAYS, SHARED_BYTES<M> + SHARED_BYTES<V>);
+    static constexpr StepArrays ARRAYS = {{Weights::STREAM[0], Weights::STREAM[1], Weights::STREAM[2], Grads::STREAM[0],
+                                           M::STREAM[0], M::STREAM[1], M::STREAM[2], V::STREAM[0], V::STREAM[1],
+                                           V::STREAM[2], SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
+                                           SLOW ? M::STREAM[2] : NOTHING, Copy::STREAM[0]}};
+    static constexpr StepShape SHAPE = step_shape(ARRAYS, M::TABLE_BYTES + V::TABLE_BYTES);
 
     // Where array A of a tile is: in the stage, or, without one, in memory.
     template <int A>
@@ -543,14 +506,14 @@ __device__ __forceinline__ void engine_fence() {
 // Copies the moments' tables into shared memory. All threads of the thread block call it, and synchronise after it.
 template <class M, class V>
 __device__ __forceinline__ void tables_prepare(const StepArguments& step, unsigned char* memory) {
-    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m, memory);
-    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v, memory + SHARED_BYTES<M>);
+    if constexpr (M::TABLE_BYTES != 0) M::prepare(step.m, memory);
+    if constexpr (V::TABLE_BYTES != 0) V::prepare(step.v, memory + M::TABLE_BYTES);
 }
 
 template <class M>
 __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned char* memory) {
     streams->m.table = streams->slow.table = memory;
-    streams->v.table = memory + SHARED_BYTES<M>;
+    streams->v.table = memory + M::TABLE_BYTES;
 }
 
 // A tile by a thread of its group.
@@ -564,7 +527,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
-    constexpr bool SEEN = COPIES && GIVES_SEEN<Weights> && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
+    constexpr bool SEEN = COPIES && Weights::GIVES_SEEN && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
     Packed<16, COUNT> codes;
     update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
                            grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
@@ -578,7 +541,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float seen[COUNT];
-        if constexpr (HAS_SPANS<Weights>) streams.weights.extra = streams.weights.next;
+        if constexpr (Weights::HAS_SPANS) streams.weights.extra = streams.weights.next;
         Weights::view(streams.weights, first, seen, COUNT);
         Copy::set(streams.copy, first, seen, COUNT);
     }
@@ -789,8 +752,8 @@ constexpr int DECODE_ELEMENTS = 8;
 
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
-    static_assert(SHARED_BYTES<Weights> == 0, "tables are for moments");
-    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = third_stream<Weights>(),
+    static_assert(Weights::TABLE_BYTES == 0, "tables are for moments");
+    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = Weights::STREAM[2],
                          to = Copy::STREAM[0];
     float x[DECODE_ELEMENTS];
     int first = threadIdx.x * DECODE_ELEMENTS;

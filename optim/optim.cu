@@ -22,39 +22,22 @@ struct BuiltInRow {
     const void* kernel[2];  // with those of grads_rows
 };
 
-// T::fill, or null for a storage that has none.
-template <class T>
-constexpr auto fill_function(int) -> decltype(&T::fill) {
-    return &T::fill;
-}
-template <class T>
-constexpr void (*fill_function(long))(void*) {
-    return nullptr;
-}
-
 // T::measure, or nothing for a storage without spans.
 template <class T>
 static void measure(const Streams& streams, int first, const float* x, int n) {
-    if constexpr (HAS_SPANS<T>) T::measure(streams, first, x, n);
+    if constexpr (T::HAS_SPANS) T::measure(streams, first, x, n);
 }
 
 // What a template's function pointers make of a type: T::load and its sisters, copied into a row.
 template <class T>
 constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
-    return {name,
-            note,
-            type,
-            {T::STREAM[0], T::STREAM[1], third_stream<T>()},
-            T::load,
-            T::store,
-            T::set,
-            T::view,
-            measure<T>,
-            SHARED_BYTES<T>,
-            fill_function<T>(0),
-            HAS_SIGN<T>,
-            IS_DITHERED<T>,
-            FEEDS_BACK<T>};
+    FormatRow row = {};
+    row.name = name, row.note = note, row.type = type;
+    for (int i = 0; i < 3; i++) row.stream[i] = T::STREAM[i];
+    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = measure<T>;
+    row.table_bytes = T::TABLE_BYTES, row.fill = T::fill;
+    row.has_sign = T::SIGNED, row.dithered = T::DITHERED, row.feeds_back = T::FEEDS_BACK;
+    return row;
 }
 
 #define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),

@@ -5,8 +5,8 @@
 #include "rules/hyper.cuh"
 
 // A storage, by function pointers; update_elements takes it on the CPU.
-struct FormatRow {
-    static constexpr bool FEEDS_BACK = true;  // some do: feeds_back
+struct FormatRow : StorageDefaults {
+    static constexpr bool HAS_SPANS = true, FEEDS_BACK = true;  // some do
     const char* name;
     const char* note;
     const char* type;      // as NVRTC is told it

@@ -13,16 +13,6 @@
 
 EMBED_SOURCE
 
-template <class T, class = void>
-constexpr bool HAS_SIGN = true;
-template <class T>
-constexpr bool HAS_SIGN<T, decltype((void)T::SIGNED)> = T::SIGNED;
-
-template <class T, class = void>
-constexpr bool IS_DITHERED = false;
-template <class T>
-constexpr bool IS_DITHERED<T, decltype((void)T::DITHERED)> = T::DITHERED;
-
 // One row of a file; texts end with a 0.
 struct UserRow {
     int file;      // counted from 0 in the order of --format
@@ -47,7 +37,7 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     bool fits = user_text(row.name, name);
     fits = user_text(row.note, note) && fits;
     fits = user_text(row.type, type) && fits;
-    for (int i = 0; i < (int)(sizeof(T::STREAM) / sizeof(StreamInfo)); i++) {
+    for (int i = 0; i < 3; i++) {
         fits = user_text(row.suffix[i], T::STREAM[i].name) && fits;
         fits = user_text(row.dtype[i], T::STREAM[i].dtype) && fits;
         row.bits[i] = T::STREAM[i].bits;
@@ -56,9 +46,9 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     }
     row.file = file;
     row.too_long = !fits;
-    row.table_bytes = SHARED_BYTES<T>;
-    row.has_sign = HAS_SIGN<T>;
-    row.dithered = IS_DITHERED<T>;
+    row.table_bytes = T::TABLE_BYTES;
+    row.has_sign = T::SIGNED;
+    row.dithered = T::DITHERED;
     return row;
 }
 

@@ -1,7 +1,6 @@
-// Tests of dev/examples, the format, the rule and the preset that optim/README.md shows: it shows them as they are, and
-// they work in the ways that it says (one of the format's, --format, is tested in user.cu). Format and rule are
-// ordinary files of optim/formats and optim/rules, so this unit includes them where table.cuh would and makes of them
-// the rows that README adds there; NVRTC gets the rule's text behind the optimizer's own.
+// Tests of dev/examples: the format, the rule and the preset work in the ways that optim/README.md says (--format is
+// tested in user.cu). Format and rule are ordinary files of optim/formats and optim/rules, so this unit includes them
+// where table.cuh would and makes the rows that one adds there; NVRTC gets the rule's text after the optimizer's own.
 #include "../../optim/constants.h"
 #include "../../optim/jit.h"
 #include "../../optim/table.cuh"
@@ -27,22 +26,7 @@ static const PresetExample presets[] = {
 };
 #undef ROW
 
-TEST(examples_stand_in_the_readme) {
-    char* readme = read_text(test, "optim/README.md");
-    for (const char* name : {"dev/examples/format.cuh", "dev/examples/rule.cuh", "dev/examples/preset.cuh"}) {
-        char *text = read_text(test, name), *block = nullptr;
-        expect(asprintf(&block, "```cpp\n%s```\n", text) > 0 && strstr(readme, block),
-               "optim/README.md does not show %s as it is", name);
-        expect(strstr(readme, name), "optim/README.md does not say where %s is", name);
-        int lines = 0;
-        for (const char* c = text; *c; c++) lines += *c == '\n';
-        expect(lines > 2 && lines < 40, "%s has %d lines", name, lines);
-        free(text), free(block);
-    }
-    free(readme);
-}
-
-// The lines that README adds to table.cuh, here and there the same.
+// The rows that one adds to table.cuh.
 #define FORMAT_LINE OPTIM_BLOCKS(ROW, "mine8", "for m: when to use it", Mine8, 64)
 #define RULE_LINE ROW("nadamw", "adamw with Nesterov's momentum", 1, NAdamW)
 
@@ -68,19 +52,9 @@ static const RuleRow rule_rows[] = {RULE_LINE};
 #undef ROW
 }  // namespace example
 
-TEST(examples_lines_stand_in_the_readme) {
-    char* readme = read_text(test, "optim/README.md");
-    // Not expanded: as they stand in this file.
-    char* here = read_text(test, "dev/unit/examples.cu");
-    for (const char* name : {"#define FORMAT_LINE ", "#define RULE_LINE "}) {
-        char line[256] = "";
-        const char* at = strstr(here, name);
-        if (at) snprintf(line, sizeof(line), "%.*s", (int)strcspn(at + strlen(name), "\n"), at + strlen(name));
-        expect(*line && strstr(readme, line), "optim/README.md does not say %s", line);
-    }
+TEST(examples_rule_row) {
     const RuleRow* row = example::rule_rows;
     expect(is(row->name, "nadamw") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
-    free(readme), free(here);
 }
 
 // What a tile becomes in a row's arrays and out of them again, as m and as v.
@@ -173,7 +147,7 @@ struct Combination {
 
     static void step_cpu(Arrays* a, int step) {
         StepArguments arguments = step_arguments(a, step);
-        const StreamInfo nothing = {"", "", 0, 1};
+        const StreamInfo nothing = {};
         for (int t = 0; t < TILES; t++) {
             TileStreams tile = {tile_at(Weights::STREAM[0], nothing, nothing, arguments.weights, t),
                                 tile_at(Grads::STREAM[0], nothing, nothing, arguments.grads, t),
@@ -196,8 +170,8 @@ struct Combination {
     template <class Storage>
     static void* table_create(const Device* gpu) {
         void* table = nullptr;
-        if constexpr (SHARED_BYTES<Storage> != 0) {
-            static char host[SHARED_BYTES<Storage>];
+        if constexpr (Storage::TABLE_BYTES != 0) {
+            static char host[Storage::TABLE_BYTES];
             Storage::fill(host);
             table = device_alloc(gpu, sizeof(host));
             copy_to_device(gpu, table, host, sizeof(host));

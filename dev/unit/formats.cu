@@ -860,7 +860,7 @@ __global__ void packed_kernel(unsigned long long* total) {
     for (int64_t first = 8 * thread; first < 1ll << 32; first += 8 * threads) {
         bool other = first >> 8 & 1;
         compared += 8;
-        const float inverse = !other ? 1.0f : WANTS_POWERS<Format> ? 0.015625f : 0.0123f;
+        const float inverse = !other ? 1.0f : Format::OF_POWERS ? 0.015625f : 0.0123f;
         wrong += packed_differ<Format>((uint32_t)first, inverse, first >> 9 & 1 ? Format::ZERO + 1 : 0);
     }
     if constexpr (Format::HARDWARE) {

@@ -5,11 +5,11 @@
 // that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fff in both,
 // which is what a GPU's own conversion to nearest makes of it.
 #pragma once
-#include "../float.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
-struct Bf16 {
+struct Bf16 : FormatDefaults {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "BF16";
 
@@ -37,6 +37,8 @@ struct Bf16 {
     }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    static constexpr bool ENCODES_PAIRS = true;
+
     // Two codes in a word, the first in its lower half.
     static __device__ __forceinline__ uint32_t encode2(float first, float second) {
         uint32_t codes;

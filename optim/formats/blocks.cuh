@@ -35,8 +35,6 @@
 
 EMBED_SOURCE
 
-struct NoTable {};
-
 #ifdef __CUDACC__
 // Where a thread's copy of a table begins in shared memory; kept in one register, which the compiler, left to itself,
 // takes apart and adds up again for every look-up. And what is there: of constants, so no order need be kept.
@@ -125,30 +123,6 @@ struct Either<false, A, B> {
     typedef B Type;
 };
 
-// Of formats that have FOLD_MOST.
-template <class Format, class = void>
-constexpr float FOLD_MOST_OF = 3.4e38f;
-template <class Format>
-constexpr float FOLD_MOST_OF<Format, decltype((void)Format::FOLD_MOST)> = Format::FOLD_MOST;
-
-// Whether a format packs the codes of a thread with their noise.
-template <class Format, class = void>
-constexpr bool HAS_STOCHASTIC_PACK = false;
-template <class Format>
-constexpr bool HAS_STOCHASTIC_PACK<Format, decltype((void)Format::PACKS_NOISE)> = Format::PACKS_NOISE;
-
-// Whether it gives bf16 numbers beside them: key.seen.
-template <class Format, class = void>
-constexpr bool HAS_SEEN = false;
-template <class Format>
-constexpr bool HAS_SEEN<Format, decltype((void)Format::GIVES_SEEN)> = Format::GIVES_SEEN;
-
-// Whether these numbers are what load() would give.
-template <class Format, class = void>
-constexpr bool SEES_STORED = false;
-template <class Format>
-constexpr bool SEES_STORED<Format, decltype((void)Format::SEEN_IS_STORED)> = Format::SEEN_IS_STORED;
-
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
 
@@ -159,34 +133,16 @@ OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) 
 }
 
 // Whether it decodes 2^23 + code as well: only the Decoder itself, since what is derived from it may decode otherwise.
-template <class Format, class = void>
-constexpr bool DECODES_NUMBERS = false;
 template <class Format>
-constexpr bool DECODES_NUMBERS<Format, decltype((void)sizeof(typename Format::Decoder))> =
-    SAME_TYPE<Format, typename Format::Decoder>;
-
-// Whether a format goes with scales of powers of two alone.
-template <class Format, class = void>
-constexpr bool WANTS_POWERS = false;
-template <class Format>
-constexpr bool WANTS_POWERS<Format, decltype((void)Format::OF_POWERS)> = Format::OF_POWERS;
+constexpr bool DECODES_NUMBERS = SAME_TYPE<Format, typename Format::Decoder>;
 
 // What stores stochastically: the format, or another of the same codes that it names as Stochastic, whose table is
 // made for that.
-template <class Format, Rounding ROUNDING, class = void>
+template <class Format, Rounding ROUNDING>
 struct Rounded {
-    typedef Format Type;
+    typedef typename Format::Stochastic Noisy;
+    typedef typename Either<ROUNDING == STOCHASTIC && !SAME_TYPE<Noisy, void>, Noisy, Format>::Type Type;
 };
-template <class Format>
-struct Rounded<Format, STOCHASTIC, decltype((void)Format::Stochastic::BITS)> {
-    typedef typename Format::Stochastic Type;
-};
-
-// Whether a format takes all codes of a thread at once: get_all, and put_all where it is Stochastic.
-template <class Format, class = void>
-constexpr bool TAKES_ALL = false;
-template <class Format>
-constexpr bool TAKES_ALL<Format, decltype((void)Format::ALL)> = Format::ALL;
 
 // The scales as they are stored. Narrow ones are rounded up, so that no element of a block exceeds LARGEST by it.
 struct ScaleFp32 {
@@ -271,14 +227,9 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 
 // What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the format's own MOST,
 // or the most that a narrow scale holds; the least of these.
-template <class Format, class = void>
-constexpr double MOST_OF = 4.25e37;
-template <class Format>
-constexpr double MOST_OF<Format, decltype((void)Format::MOST)> = Format::MOST;
-
 template <class Format, class Scale>
 OPTIM_INLINE constexpr float block_most() {
-    double top = Format::ROOT && MOST_OF<Format> > 1.84e19 ? 1.84e19 : MOST_OF<Format>,
+    double top = Format::ROOT && Format::MOST > 1.84e19 ? 1.84e19 : Format::MOST,
            most = Scale::MOST * (double)Format::LARGEST;
     return (float)(top < most ? top : most);
 }
@@ -318,9 +269,9 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     const auto* table = format_table<Format>(streams);
     int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
     Packed<Format::BITS, COUNT> packed = {};
-    if constexpr (ROUNDING == STOCHASTIC && ON_GPU && HAS_STOCHASTIC_PACK<Format>) {
+    if constexpr (ROUNDING == STOCHASTIC && ON_GPU && Format::PACKS_NOISE) {
         Format::stochastic_pack(x, inverse, noise_draw(key, first), lowest, &packed, key.seen);
-    } else if constexpr (ROUNDING == STOCHASTIC && TAKES_ALL<Format>) {
+    } else if constexpr (ROUNDING == STOCHASTIC && Format::ALL) {
         const Noise noise = noise_draw(key, first);
         uint32_t bits[COUNT];
         OPTIM_UNROLL
@@ -362,7 +313,7 @@ template <class Format, int COUNT>
 OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
     const auto* table = format_table<Format>(streams);
     auto packed = load_ordered<COUNT, Packed<Format::BITS, COUNT>>(streams.codes, first, key);
-    if constexpr (TAKES_ALL<Format>) {
+    if constexpr (Format::ALL) {
         Format::get_all(table, packed, scale, x);
     } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
@@ -392,7 +343,7 @@ OPTIM_INLINE float block_value(float x) {
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE constexpr float block_usual() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
-    constexpr float most = block_most<Format, Scale>(), fold = folds ? FOLD_MOST_OF<Format> : most;
+    constexpr float most = block_most<Format, Scale>(), fold = folds ? Format::FOLD_MOST : most;
     return fold < most ? fold : most;
 }
 
@@ -602,17 +553,17 @@ __device__ __forceinline__ void thread_store_all(const Streams& streams, int fir
 #endif
 
 template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
-struct Blocks {
+struct Blocks : StorageDefaults {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
-    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
     static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
-    static constexpr bool TAKES_ORDER = !DITHERED, CROWDS_BANKS = ::CROWDS_BANKS<Format>;
+    static constexpr bool TAKES_ORDER = !DITHERED, CROWDS_BANKS = Format::CROWDS_BANKS;
     static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
     // Whether store() fills key.seen on this GPU.
-    static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
-    static constexpr bool SEEN_IS_STORED = GIVES_SEEN && SEES_STORED<Format>;
-    static_assert(!WANTS_POWERS<Format> || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
+    static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::GIVES_SEEN;
+    static constexpr bool SEEN_IS_STORED = GIVES_SEEN && Format::SEEN_IS_STORED;
+    static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
     static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 

@@ -15,7 +15,7 @@ EMBED_SOURCE
 
 // Format with its MANTISSA bits and LEAST exponent.
 template <class Format, int MANTISSA, int LEAST, int BLOCK, Rounding ROUNDING>
-struct BlockSplit {
+struct BlockSplit : StorageDefaults {
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
     static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits

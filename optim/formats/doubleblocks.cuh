@@ -87,7 +87,7 @@ OPTIM_HOST void double_store(int block, const Streams& streams, int first, const
 }
 
 template <class Format_, int BLOCK, Rounding ROUNDING>
-struct DoubleBlocks {
+struct DoubleBlocks : StorageDefaults {
     static_assert(BLOCK <= 256, "a block's exchange would overwrite what the group is told");
     typedef Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> Plain;
     typedef typename Plain::Format Format;

@@ -9,7 +9,7 @@
 // than a hundredth of the largest learning rate. For rules whose update is m over the root of v. kernel.cuh does it,
 // once the weights are stored.
 #pragma once
-#include "elementwise.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
@@ -17,9 +17,3 @@ template <class Storage>
 struct Feedback : Storage {
     static constexpr bool FEEDS_BACK = true, feeds_back = true;
 };
-
-// Whether a storage of weights is of this kind, or may be: then its feeds_back says so.
-template <class Storage, class = void>
-constexpr bool FEEDS_BACK = false;
-template <class Storage>
-constexpr bool FEEDS_BACK<Storage, decltype((void)Storage::FEEDS_BACK)> = true;

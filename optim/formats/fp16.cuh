@@ -5,14 +5,14 @@
 // exponents, fp32's own subnormals in the place of fp16's, and 13 random bits are added to the 13 that are cut off. A
 // carry into the exponent comes out right by itself.
 #pragma once
-#include "../float.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
-struct Fp16 {
+struct Fp16 : FormatDefaults {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "F16";
-    static constexpr float LEAST = 5.9604645e-8f;  // 2^-24
+    static constexpr float SMALLEST = 5.9604645e-8f;  // 2^-24
 
     // The magnitude's bits moved to fp32's place make a float 2^112 times too small, subnormals included.
     static OPTIM_INLINE float decode(uint16_t code) {

@@ -83,7 +83,7 @@ template <class Map>
 struct StochasticLevels;
 
 template <class Map>
-struct Levels {
+struct Levels : FormatDefaults {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, EVEN = Map::EVEN;
     static constexpr int KEY_BITS = (EVEN ? 2 : Map::BINADE_BITS) + Map::CELL_BITS;
@@ -91,10 +91,9 @@ struct Levels {
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // what there is room for beside the cells
     static constexpr const char* DTYPE = Map::DTYPE;
-    static constexpr float LARGEST = 1.0f, UNITS = 1.0f, MIDDLE = 6.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU;
+    static constexpr float LARGEST = 1.0f, MIDDLE = 6.0f;
+    static constexpr bool IN_UPPER_BITS = ON_GPU, ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !EVEN && BITS == 8;
-    static constexpr uint32_t BIAS = 0;
     typedef StochasticLevels<Map> Stochastic;
 
     struct Table {
@@ -215,14 +214,13 @@ struct alignas(16) Line {
 // G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
 // in the noise's 65536ths, below.
 template <class Map>
-struct StochasticLevels {
+struct StochasticLevels : FormatDefaults {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
     static constexpr const char* DTYPE = Map::DTYPE;
-    static constexpr float LARGEST = 1.0f, UNITS = 1.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU;
+    static constexpr float LARGEST = 1.0f;
+    static constexpr bool ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !Map::EVEN && BITS == 8;
-    static constexpr uint32_t BIAS = 0;
     static constexpr int SHIFT = MIRRORED || BITS == 4 ? 0 : 1;
     static constexpr float BASE = SHIFT == 0 ? 128.0f : 256.0f;
     static constexpr float UNIT = SIGNED && !MIRRORED ? 0.5f : 1.0f;

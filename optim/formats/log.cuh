@@ -415,12 +415,12 @@ __device__ __forceinline__ void log_thread_load(const Streams& streams, int firs
 template <class Codes>
 OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
     if (index == 0) return {"", Codes::DTYPE, Codes::BITS, 1};
-    if (!Codes::OWN) return index == 1 ? StreamInfo{".scales", "F32", 32, block} : StreamInfo{"", "", 0, 1};
+    if (!Codes::OWN) return index == 1 ? StreamInfo{".scales", "F32", 32, block} : StreamInfo{};
     return {index == 1 ? ".low" : ".high", "F32", 32, block};
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING>
-struct LogBlocks {
+struct LogBlocks : StorageDefaults {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;

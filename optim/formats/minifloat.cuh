@@ -11,20 +11,17 @@
 EMBED_SOURCE
 
 template <int BITS_, int MANTISSA, int LEAST, int LARGEST_>
-struct Minifloat {
+struct Minifloat : FormatDefaults {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = 0;
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
-    static constexpr float LARGEST = (float)LARGEST_, UNITS = 1.0f;
-    static constexpr bool SIGNED = true, ROOT = false, IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
+    static constexpr float LARGEST = (float)LARGEST_;
+    static constexpr bool IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
     static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);  // of the code in a word; of a float
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     static constexpr bool HARDWARE = BITS == 8;
-#else
-    static constexpr bool HARDWARE = false;
 #endif
     static constexpr bool PACKS_NOISE = true, GIVES_SEEN = BITS == 8 && ON_HOPPER;
-    static constexpr uint32_t BIAS = 0;
     static constexpr uint32_t SIGN = 1u << (BITS - 1);
 
     // The magnitude's bits moved to fp32's place make a float 2^(LEAST + 126) times too small (subnormals included).

@@ -4,8 +4,8 @@
 
 EMBED_SOURCE
 
-struct None {
-    static constexpr StreamInfo STREAM[2] = {{"", "", 0, 1}, {"", "", 0, 1}};
+struct None : StorageDefaults {
+    static constexpr StreamInfo STREAM[3] = {};
     static constexpr bool TAKES_ORDER = true;
 
     static OPTIM_INLINE void load(const Streams&, int, float* x, int n, const NoiseKey&) {

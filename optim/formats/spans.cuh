@@ -79,11 +79,11 @@ OPTIM_INLINE BlockScale span_scale(float top) {
 }
 
 template <class Format_, Span SPAN, Rounding ROUNDING>
-struct Spans {
+struct Spans : StorageDefaults {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
-    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
-    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr bool SIGNED = Format::SIGNED, HAS_SPANS = true;
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
     static OPTIM_HOST void fill(void* table) {

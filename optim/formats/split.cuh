@@ -31,10 +31,10 @@ struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
 //                     without bits to cut there is nothing to round, and noise is not looked at
 //     decode(bits)    its value
 template <class Number, Rounding ROUNDING>
-struct SplitOf : Number {
+struct SplitOf : Number, StorageDefaults {
     typedef typename Number::Low Low;
     static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = Number::CUT_BITS;
-    static constexpr StreamInfo STREAM[2] = {{"", Number::DTYPE, 16, 1},
+    static constexpr StreamInfo STREAM[3] = {{"", Number::DTYPE, 16, 1},
                                              {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
 
     // Ties to even.

@@ -15,12 +15,11 @@ EMBED_SOURCE
 
 // POWERS: scales are powers of two (ScaleE8m0), so that what they multiply stays exact.
 template <int BITS_, int FIRST, int LAST, bool ROOT_, bool POWERS = false>
-struct Uniform {
+struct Uniform : FormatDefaults {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 when there is no zero
     static constexpr const char* DTYPE = "U8";
-    static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, HARDWARE = false,
-                          IN_UPPER_BITS = false, PAIRS = ON_GPU && BITS == 4;
+    static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, PAIRS = ON_GPU && BITS == 4;
     static constexpr uint32_t BIAS = floor_part_bias<BITS>();
     static constexpr double MOST = POWERS ? 2e33 : 4.25e37;  // so that 2^23 scale is a number
     static constexpr bool OF_POWERS = POWERS;
