@@ -1,27 +1,18 @@
-// The step, one template for every combination of rule and storages:
+// The step, one template for every combination of rule and storages. This file begins with the life of one element,
 //     load -> dequantise -> update in fp32 -> quantise -> store
-// Arenas hold all tensors of the model one after another; a table cuts them into tiles of 2048 elements, none spanning
-// two tensors (a tensor's padding, zeros, fills its last tile), each with the group (decay or not) of its tensor. One
-// launch covers the table. Each byte of weights, gradients and states is read once and each byte of weights and states
-// written once: for bf16 throughout, 14 bytes a parameter, which is all the time it should take. Where the matmuls read
-// another type than the weights are stored in, the step writes that copy in the same pass.
+// and goes on with the machinery: how threads store together, how a thread block is laid out, how tiles travel through
+// shared memory, and the kernels.
 //
-// On the GPU groups of threads each walk through tiles of their own, a thread taking 16 consecutive elements (8 where
-// a moment has more than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all
-// arrays of a tile into one of a group's 2 to 4 stages while the group computes on another, the update writes in place,
-// and the copy engine takes the stage back. A warp for each group, its courier, gives the engine its orders; the others
-// wait for memory as little as for each other, spend no registers on loads in flight and compute no addresses, and
-// every access to memory is whole lines. The next tile of the table goes to the group that has room for it first:
-// multiprocessors are not equally fast, and with shares of equal size what is under way at a time would lie ever
-// further apart in memory, which then answers more slowly, until the slowest end alone. Elsewhere the same code reads
-// and writes memory directly. On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks
-// that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile: the
-// quantise step can reduce over a thread's neighbours on the GPU, where all threads of a group always run together, and
-// over its own array on the CPU.
+// Arenas hold all tensors of the model one after another. A table cuts them into tiles of 2048 elements, each with the
+// group of its tensor (decay or not). No tile spans two tensors: zeros pad a tensor to whole tiles. One launch covers
+// the table. Each byte of weights, gradients and states is read once, and each byte of weights and states written once;
+// for bf16 throughout these are 14 bytes a parameter, and moving them is all the time that a step should take. If the
+// matmuls read another type than the weights are stored in, the step writes that copy in the same pass.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
-// CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
+// CPU they may be rows of tables of function pointers, so any combination runs without being instantiated.
 #pragma once
+#include "../kernels/ptx.cuh"
 #include "formats/bf16.cuh"
 #include "formats/feedback.cuh"
 #include "formats/none.cuh"
@@ -40,7 +31,7 @@ struct alignas(8) Tile {
 struct StepArguments {
     Streams weights, grads, m, v;
     Streams slow;             // the third state of a rule that keeps one, in m's format
-    Streams copy;             // of the weights, in the type that the matmuls read, where that is another
+    Streams copy;             // the weights in the type that the matmuls read, if that is another
     const float* grad_scale;  // device scalar
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;       // below 2^31
@@ -55,13 +46,85 @@ struct TileStreams {
     Streams weights, grads, m, v, slow, copy;
 };
 
-// What becomes of the new values: they are stored, or, before that, their maxima are taken (formats/spans.cuh).
+// A STORE pass stores the new values. A MEASURE pass comes before it if a scale reaches further than a tile, and only
+// raises the maxima that the scales are made of (formats/spans.cuh).
 enum Pass { STORE, MEASURE };
+
+// The noise of the weights, m, v and the slow average.
+struct StepKeys {
+    NoiseKey of[4];
+};
+template <bool ORDERED>
+OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
+                                uint32_t* seen);
+template <int COUNT, class Weights, class Grads, class M, class V>
+OPTIM_INLINE constexpr bool step_ordered();
+template <class Storage>
+OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n);
+template <int MAX, class Rule, class Weights, class M, class V>
+OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
+                                 const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
+                                 float* v, float* slow, float* root, const NoiseKey* key);
+
+// One step for n elements (n <= MAX) from `first` on of the tile that begins at `element` of the arena. `turn` is 0 and
+// 1 by turns from tile to tile. `seen`, unless null, receives the new weights as the model sees them, in pairs of bf16.
+template <int MAX, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
+OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
+                                  const V& state_v, const StepArguments& step, const TileStreams& tile,
+                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
+                                  uint32_t* seen = nullptr) {
+    float p[MAX], g[MAX], m[MAX], v[MAX], slow[MAX], root[MAX];
+    const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(
+        step, element, first, rule.adaptive ? root : nullptr, turn, seen);
+    // Load and dequantise.
+    weights.load(tile.weights, first, p, n, key.of[0]);
+    grads.load(tile.grads, first, g, n, key.of[0]);
+    state_m.load(tile.m, first, m, n, key.of[1]);
+    state_v.load(tile.v, first, v, n, key.of[2]);
+    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key.of[3]);
+    // Update in fp32.
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
+    rule.update(hyper, p, g, m, v, slow, root, n);
+    // Quantise and store.
+    if constexpr (PASS == STORE) {
+        store_elements<MAX>(rule, weights, state_m, state_v, tile, hyper, first, n, p, m, v, slow, root, key.of);
+    } else {
+        measure_elements(weights, tile.weights, first, p, n);
+        measure_elements(state_m, tile.m, first, m, n);
+        measure_elements(state_v, tile.v, first, v, n);
+        if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
+    }
+}
+
+// Noise, and what a measuring pass does.
+
+template <bool ORDERED>
+OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
+                                uint32_t* seen) {
+    const uint64_t seed = step.seed.seed;
+    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
+    const int order = ORDERED ? element_order(first) : 0;
+    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
+             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
+}
+
+// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
+template <int COUNT, class Weights, class Grads, class M, class V>
+OPTIM_INLINE constexpr bool step_ordered() {
+    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
+    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
+}
 
 template <class Storage>
 OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n) {
     if constexpr (Storage::HAS_SPANS) storage.measure(streams, first, x, n);
 }
+
+// Storing. A thread stores its arrays together, in parts if their storages have parts (HAS_TOP, formats/blocks.cuh):
+// the largest magnitude of each block, a cut of rare values that are too large, then the codes.
 
 #ifdef __CUDACC__
 template <int COUNT, class Storage>
@@ -81,9 +144,9 @@ __device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
     if constexpr (Storage::HAS_TOP) Storage::template cut<COUNT>(x, top);
 }
 
-// The largest of the tile, of `top` of all threads of a group: for each array that is `wanted`, with one barrier.
+// Finds the largest of a tile, of `top` of all threads of a group, for each array that is `wanted`, with one barrier.
 template <int COUNT>
-__device__ __forceinline__ void tile_most(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* most) {
+__device__ __forceinline__ void tile_max(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* max) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (wanted[i]) group_tell(top[i], key[i]);
@@ -91,15 +154,15 @@ __device__ __forceinline__ void tile_most(const bool (&wanted)[4], const float* 
     group_sync<TILE_ELEMENTS / COUNT>();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (wanted[i]) most[i] = group_told<TILE_ELEMENTS / COUNT>(key[i]);
+        if (wanted[i]) max[i] = group_told<TILE_ELEMENTS / COUNT>(key[i]);
     }
 }
 
 template <int COUNT, class Storage>
 __device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
-                                            float top, float most, bool rare, const NoiseKey& key) {
-    if constexpr (Storage::WANTS_MOST) {
-        Storage::template store_most<COUNT>(streams, first, x, top, most, rare, key);
+                                            float top, float max, bool rare, const NoiseKey& key) {
+    if constexpr (Storage::WANTS_TILE_MAX) {
+        Storage::template store_in_tile<COUNT>(streams, first, x, top, max, rare, key);
     } else if constexpr (Storage::HAS_TOP) {
         Storage::template store_top<COUNT>(streams, first, x, top, rare, key);
     } else {
@@ -107,9 +170,6 @@ __device__ __forceinline__ void store_known(const Storage& storage, const Stream
     }
 }
 
-// Whether what stores ordinary values is compiled apart from what stores rare ones, for a fifth to two fifths more to
-// compile: a jump and some moves less. M or V say where that pays (dev/LOG.md); with errors fed back it does not, and
-// with a third state it would take half as long again to compile.
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
                                         const float* top) {
@@ -122,53 +182,51 @@ __device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
                                           const TileStreams& tile, int first, float* const* x, const float* top,
-                                          const float* most, bool rare, const NoiseKey* key) {
-    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], most[0], rare, key[0]);
-    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], most[1], rare, key[1]);
-    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], most[2], rare, key[2]);
-    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], most[3], rare, key[3]);
+                                          const float* max, bool rare, const NoiseKey* key) {
+    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], max[0], rare, key[0]);
+    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], max[1], rare, key[1]);
+    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], max[2], rare, key[2]);
+    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], max[3], rare, key[3]);
 }
 
-// First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
-// takes the longer way of an array, for all arrays and a whole warp. x and keys: of weights, m, v and, unless null,
-// slow; of v its roots where stores_roots.
+// Stores a thread's values. All exchanges between threads come first, so that they wait at the same time; then one test
+// decides for all arrays and a whole warp whether any value is rare. x and key belong to the weights, m, v and, unless
+// x[3] is null, the slow average; of v they are the roots where V::OF_ROOTS.
+// APART compiles a path for common values and another for rare ones: a jump and some moves less to run, a fifth to two
+// fifths more to compile. STORES_APART of m or v says where it pays (dev/LOG.md); with errors fed back it does not, and
+// with a third state compiling would take half as long again.
 template <int COUNT, bool APART, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
                                              const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
     const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
                           thread_top_of<COUNT>(state_v, x[2], key[2]),
                           x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
-    const bool wanted[4] = {Weights::WANTS_MOST, M::WANTS_MOST, V::WANTS_MOST, M::WANTS_MOST && x[3]};
-    float most[4] = {};
-    if constexpr (Weights::WANTS_MOST || M::WANTS_MOST || V::WANTS_MOST) tile_most<COUNT>(wanted, top, key, most);
-    const bool own =
+    const bool wanted[4] = {Weights::WANTS_TILE_MAX, M::WANTS_TILE_MAX, V::WANTS_TILE_MAX, M::WANTS_TILE_MAX && x[3]};
+    float max[4] = {};
+    if constexpr (Weights::WANTS_TILE_MAX || M::WANTS_TILE_MAX || V::WANTS_TILE_MAX) {
+        tile_max<COUNT>(wanted, top, key, max);
+    }
+    const bool self =
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
     constexpr bool some = Weights::HAS_TOP || M::HAS_TOP || V::HAS_TOP;
-    const bool rare = some && __any_sync(0xffffffffu, own);
+    const bool rare = some && __any_sync(0xffffffffu, self);
     if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
     if (APART && !rare) {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, most, false, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, false, key);
     } else {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, most, rare, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, rare, key);
     }
 }
 #endif
 
-// Whether threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
-template <int COUNT, class Weights, class Grads, class M, class V>
-OPTIM_INLINE constexpr bool step_ordered() {
-    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
-    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
-}
-
-// Stores new weights p and adds to m what their rounding has changed: see formats/feedback.cuh. What was stored comes
-// from the encoder, in registers, where that gives it.
-template <int MOST, class Weights>
+// Stores new weights p and adds to m what their rounding has changed (formats/feedback.cuh). The encoder leaves what it
+// stored in registers where it can; otherwise it is loaded again.
+template <int MAX, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
-    float stored[MOST];
+    float stored[MAX];
     if constexpr (ON_GPU && Weights::SEEN_IS_STORED) {
-        uint32_t own[MOST / 2], *seen = key.seen ? key.seen : own;
+        uint32_t self[MAX / 2], *seen = key.seen ? key.seen : self;
         NoiseKey seeing = key;
         seeing.seen = seen;
         weights.store(streams, first, p, n, seeing);
@@ -188,66 +246,50 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
     }
 }
 
-// One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena. `seen`, unless
-// null, receives the new weights as the model sees them, in pairs of bf16.
-template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
-OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
-                                  const V& state_v, const StepArguments& step, const TileStreams& tile,
-                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
-                                  uint32_t* seen = nullptr) {
-    float p[MOST], g[MOST], m[MOST], v[MOST], slow[MOST], root[MOST];
-    const uint64_t seed = step.seed.seed;
-    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
-    const float* roots = rule.adaptive ? root : nullptr;
-    constexpr bool ordered = step_ordered<MOST, Weights, Grads, M, V>();
-    const int order = ordered ? element_order(first) : 0;
-    const NoiseKey key[4] = {{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ordered, order},
-                             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ordered, order},
-                             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ordered, order},
-                             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ordered, order}};
-    weights.load(tile.weights, first, p, n, key[0]);
-    grads.load(tile.grads, first, g, n, key[0]);
-    state_m.load(tile.m, first, m, n, key[1]);
-    state_v.load(tile.v, first, v, n, key[2]);
-    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key[3]);
-    OPTIM_UNROLL
-    for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
-    rule.update(hyper, p, g, m, v, slow, root, n);
-    if constexpr (PASS == MEASURE) {
-        measure_elements(weights, tile.weights, first, p, n);
-        measure_elements(state_m, tile.m, first, m, n);
-        measure_elements(state_v, tile.v, first, v, n);
-        if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
-    } else {
+// Stores the new values of n elements; `root` has the roots of v if the rule is adaptive. On the CPU the storages may
+// be rows of tables, of which only the member feeds_back says whether errors are fed back.
+template <int MAX, class Rule, class Weights, class M, class V>
+OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
+                                 const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
+                                 float* v, float* slow, float* root, const NoiseKey* key) {
 #ifdef __CUDA_ARCH__
-        if constexpr (V::OF_ROOTS) {
-            OPTIM_UNROLL
-            for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
-        }
-        float* x[4] = {p, m, V::OF_ROOTS ? root : v, rule.keeps_slow ? slow : nullptr};
-        if constexpr (Weights::FEEDS_BACK) {
-            feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
-            store_thread<MOST, false>(None(), state_m, state_v, tile, first, x, key);
-        } else {
-            constexpr bool apart = (M::STORES_APART || V::STORES_APART) && !Rule::keeps_slow;
-            store_thread<MOST, apart>(weights, state_m, state_v, tile, first, x, key);
-        }
-#else
-        bool feeds_back = false;
-        if constexpr (Weights::FEEDS_BACK) feeds_back = weights.feeds_back;
-        if (feeds_back) {
-            feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
-        } else {
-            weights.store(tile.weights, first, p, n, key[0]);
-        }
-        state_m.store(tile.m, first, m, n, key[1]);
-        state_v.store(tile.v, first, v, n, key[2]);
-        if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key[3]);
-#endif
+    if constexpr (V::OF_ROOTS) {
+        OPTIM_UNROLL
+        for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
     }
+    float* x[4] = {p, m, V::OF_ROOTS ? root : v, rule.keeps_slow ? slow : nullptr};
+    if constexpr (Weights::FEEDS_BACK) {
+        feed_back<MAX>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
+        store_thread<MAX, false>(None(), state_m, state_v, tile, first, x, key);
+    } else {
+        constexpr bool apart = (M::STORES_APART || V::STORES_APART) && !Rule::keeps_slow;
+        store_thread<MAX, apart>(weights, state_m, state_v, tile, first, x, key);
+    }
+#else
+    if (Weights::FEEDS_BACK && weights.feeds_back) {
+        feed_back<MAX>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
+    } else {
+        weights.store(tile.weights, first, p, n, key[0]);
+    }
+    state_m.store(tile.m, first, m, n, key[1]);
+    state_v.store(tile.v, first, v, n, key[2]);
+    if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key[3]);
+#endif
 }
 
-// How a step's kernel is laid out; the host computes the same from the rows of its tables.
+// The layout of a step's kernel. The host computes the same from the rows of its tables.
+//
+// On a GPU a tile is updated by a group of threads, each of which takes 16 consecutive elements (8 if a moment has more
+// than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all arrays of a tile
+// into one of the group's 2 to 4 stages while the group computes on another, the update writes in place, and the copy
+// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders. So the group's own
+// threads do not wait for memory, spend no registers on loads in flight and compute no addresses, and every access to
+// memory is whole lines. The next tile of the table goes to the first group that has room for it. Fixed shares would be
+// slower: multiprocessors differ in speed, so what is under way at a time would spread ever further over memory. Older
+// GPUs run the same code on memory directly; a CPU core takes a whole tile.
+//
+// Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
+// a thread can reduce over its neighbours, which always run together.
 
 // The arrays of a step in the order in which a stage holds them: three each of weights, m, v and slow, with one of the
 // gradients and one of the copy between and after them.
@@ -428,10 +470,6 @@ __device__ __forceinline__ void write_small(void* to, int bytes, uint64_t value)
     if (bytes == 8) *(uint64_t*)to = value;
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return (uint32_t)__cvta_generic_to_shared(pointer);
-}
-
 __device__ __forceinline__ void* shared_pointer(uint32_t address) {
     return __cvta_shared_to_generic(address);
 }
@@ -441,67 +479,6 @@ __device__ __forceinline__ uint32_t register_kept(uint32_t x) {
     asm("" : "+r"(x));
     return x;
 }
-
-#ifdef OPTIM_STAGES
-// One thread of a warp. Of a thread chosen like this the compiler knows that it runs alone; otherwise it wraps each
-// order to the copy engine, which takes its addresses from registers of the warp, in a loop over the warp's threads.
-__device__ __forceinline__ bool is_elected() {
-    uint32_t elected;
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-    return elected != 0;
-}
-
-// The copy engine: from memory into a stage, counted by a barrier in shared memory; and back, counted in groups.
-__device__ __forceinline__ void barrier_create(uint64_t* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-    return done != 0;
-}
-
-__device__ __forceinline__ void engine_load(const void* from, void* to, int bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-
-__device__ __forceinline__ void engine_store(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void engine_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Until all but the newest N groups of stores have read shared memory.
-template <int N>
-__device__ __forceinline__ void engine_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-
-// What threads wrote to shared memory before is visible to the engine after.
-__device__ __forceinline__ void engine_fence() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-#endif
 
 // Copies the moments' tables into shared memory. All threads of the thread block call it, and synchronise after it.
 template <class M, class V>
@@ -590,32 +567,34 @@ struct Courier {
     }
 
     __device__ __forceinline__ void fill(const Tile& tile, int s) {
-        uint64_t* full = &shared->full[group][s];
+        const uint32_t full = shared_offset(&shared->full[group][s]);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         shared->tile[group][s] = tile;
         Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         barrier_expect(full, SHAPE.load_bytes);
-        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE,
-                     [&](const void* from, void* to, int bytes, int) { engine_load(from, to, bytes, full); });
+        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
+            bulk_load(shared_offset(to), from, bytes, full);
+        });
     }
 
     __device__ __forceinline__ void end(int s) {
         shared->tile[group][s].index = NO_TILE;
-        barrier_arrive(&shared->full[group][s]);
+        barrier_arrive(shared_offset(&shared->full[group][s]));
     }
 
     // Once the group has computed it.
     __device__ __forceinline__ void take_back(int s, uint32_t parity) {
-        while (!barrier_passed(&shared->done[group][s], parity)) __nanosleep(100);  // looking costs the others slots
+        while (!barrier_passed(shared_offset(&shared->done[group][s]), parity))
+            __nanosleep(100);  // looking costs the others slots
         const Tile tile = shared->tile[group][s];
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
             write_small(to, bytes, read_small(from, bytes));
         });
         Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
-                     [&](void* to, const void* from, int bytes, int) { engine_store(to, from, bytes); });
-        engine_commit();
+                     [&](void* to, const void* from, int bytes, int) { bulk_store(to, shared_offset(from), bytes); });
+        store_commit();
     }
 };
 
@@ -644,13 +623,13 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
         if (comes) next = courier.next_tile();
         if (comes) courier.read(coming);
         courier.take_back(s, parity);
-        engine_wait_read<1>();
+        store_wait_read<1>();
         if (comes) courier.fill(coming, before), filled++;
         if (!comes && more && before >= 0) courier.end(before), more = false;
         before = s;
         if (++s == STAGES) s = 0, parity ^= 1;
     }
-    engine_wait_read<0>();
+    store_wait_read<0>();
 }
 #endif
 
@@ -673,9 +652,9 @@ template <int REGISTERS, bool MORE>
 __device__ __forceinline__ void registers_set() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if constexpr (MORE) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        registers_grow<REGISTERS>();
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        registers_shrink<REGISTERS>();
     }
 #endif
 }
@@ -696,9 +675,9 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
 #ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
-        barrier_create(&shared.full[0][0] + threadIdx.x, 1);
-        barrier_create(&shared.done[0][0] + threadIdx.x, SHAPE.threads);
-        engine_fence();
+        barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
+        barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);
+        fence_async();
     }
     __syncthreads();
     constexpr int registers = registers_of_groups(SHAPE);
@@ -712,13 +691,13 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         return;
     }
     if constexpr (exchanges) registers_set<registers, true>();
-    const uint32_t own = register_kept(thread), tables = register_kept(shared_address(step_memory));
+    const uint32_t own = register_kept(thread), tables = register_kept(shared_offset(step_memory));
     const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
-    uint32_t parity = 0, stage = memory, barrier = shared_address(&shared.full[group][0]);
+    uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared.full[group][0]);
     int s = 0, turn = 0;
     for (;;) {
         uint64_t* full = (uint64_t*)shared_pointer(register_kept(barrier));
-        while (!barrier_passed(full, parity)) {
+        while (!barrier_passed(shared_offset(full), parity)) {
         }
         const Tile& tile = shared.tile_of(full);
         if (tile.index == NO_TILE) break;
@@ -726,8 +705,8 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
                                                       (unsigned char*)shared_pointer(register_kept(stage)), grad_scale,
                                                       (int)own, turn);
         turn ^= 1;
-        engine_fence();
-        barrier_arrive(shared.done_of(full));
+        fence_async();
+        barrier_arrive(shared_offset(shared.done_of(full)));
         stage += SHAPE.stage_bytes, barrier += sizeof(uint64_t);
         if (++s == SHAPE.stages) {
             stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(uint64_t);

@@ -105,8 +105,8 @@ struct DoubleBlocks : StorageDefaults {
         Plain::prepare(streams, shared);
     }
 
-    // A store in parts as that of Blocks, where store_most has one more: `most` is the largest of the tile.
-    static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_MOST = true;
+    // A store in parts as that of Blocks, where store_in_tile has one more: `most` is the largest of the tile.
+    static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_TILE_MAX = true;
     static constexpr float USUAL_TOP = Plain::USUAL_TOP;
 
     template <int COUNT>
@@ -120,8 +120,8 @@ struct DoubleBlocks : StorageDefaults {
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void store_most(const Streams& streams, int first, const float* value, float top,
-                                                      float most, bool rare, const NoiseKey& key) {
+    static __device__ __forceinline__ void store_in_tile(const Streams& streams, int first, const float* value,
+                                                         float top, float most, bool rare, const NoiseKey& key) {
         float second;
         block_scale<Format, ScaleFp32>(most, &second);
         uint32_t code;

@@ -77,8 +77,8 @@ struct StorageDefaults {
     static constexpr bool GIVES_SEEN = false;      // store() fills key.seen
     static constexpr bool SEEN_IS_STORED = false;  // what it fills in is what load() would return
     static constexpr bool STORES_APART = false;    // common and rare values get a code path each (kernel.cuh)
-    // A store in parts: top, cut, then store_top, or store_most where WANTS_MOST (blocks.cuh, kernel.cuh).
-    static constexpr bool HAS_TOP = false, WANTS_MOST = false;
+    // A store in parts: top, cut, then store_top, or store_in_tile where WANTS_TILE_MAX (blocks.cuh, kernel.cuh).
+    static constexpr bool HAS_TOP = false, WANTS_TILE_MAX = false;
     static constexpr bool OF_ROOTS = false;      // the parts receive the roots of what is stored
     static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
 };
