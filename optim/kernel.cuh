@@ -206,10 +206,10 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
     if constexpr (Weights::WANTS_TILE_MAX || M::WANTS_TILE_MAX || V::WANTS_TILE_MAX) {
         tile_max<COUNT>(wanted, top, key, max);
     }
-    const bool self =
+    const bool mine =
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
     constexpr bool some = Weights::HAS_TOP || M::HAS_TOP || V::HAS_TOP;
-    const bool rare = some && __any_sync(0xffffffffu, self);
+    const bool rare = some && __any_sync(0xffffffffu, mine);
     if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
     if (APART && !rare) {
         store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, false, key);
@@ -226,7 +226,7 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
     float stored[MAX];
     if constexpr (ON_GPU && Weights::SEEN_IS_STORED) {
-        uint32_t self[MAX / 2], *seen = key.seen ? key.seen : self;
+        uint32_t buffer[MAX / 2], *seen = key.seen ? key.seen : buffer;
         NoiseKey seeing = key;
         seeing.seen = seen;
         weights.store(streams, first, p, n, seeing);
@@ -291,8 +291,8 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 // Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
 // a thread can reduce over its neighbours, which always run together.
 
-// The arrays of a step in the order in which a stage holds them: three each of weights, m, v and slow, with one of the
-// gradients and one of the copy between and after them.
+// The arrays of a step, in the order in which a stage holds them: three of the weights, the gradients, three each of m,
+// v and slow, and the copy.
 constexpr int STEP_ARRAYS = 14, GRADS_ARRAY = 3, COPY_ARRAY = 13;
 
 struct StepArrays {
@@ -300,19 +300,19 @@ struct StepArrays {
 };
 
 struct StepShape {
-    int elements;             // of a thread: 16 bytes of the narrower moment, where that is 8 bits
+    int elements;             // of a thread
     int threads;              // of a group
-    int groups;               // of a thread block, which is a multiprocessor's only one
-    int couriers;             // warps: one for each group, and as many more as make their number a multiple of 4
-    int block_threads;        // of all these
+    int groups;               // of a thread block; a multiprocessor has one block
+    int couriers;             // warps: one for each group, rounded up to a multiple of 4
+    int block_threads;        // groups and couriers together
     int stages;               // of a group
-    int bytes[STEP_ARRAYS];   // of a tile; 0: there is no such array
+    int bytes[STEP_ARRAYS];   // of a tile; 0 if the array does not exist
     int offset[STEP_ARRAYS];  // in a stage
     int stage_bytes;
     int load_bytes;
-    int table_bytes;          // before the stages, of both moments' tables
-    unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
-    unsigned small;           // bits: of less than 16 bytes, which the copy engine does not take: couriers carry them
+    int table_bytes;          // of both moments' tables, which lie before the stages
+    unsigned loaded, stored;  // bits: the arrays that a stage receives, and gives back
+    unsigned small;           // bits: arrays that the copy engine does not take; couriers carry them
 };
 
 // Multiprocessors that have a copy engine and 227 KB of shared memory: Hopper's and the large ones of Blackwell, of
@@ -324,11 +324,11 @@ OPTIM_INLINE constexpr bool has_stages(int compute) {
 #define OPTIM_STAGES
 #endif
 
-constexpr int STAGE_LINE = 128;          // of shared memory, for the copy engine
-constexpr int SHARED_MOST = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
+constexpr int STAGE_LINE = 128;         // of shared memory, for the copy engine
+constexpr int SHARED_MAX = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
 
-// Arrays of whole lines first, so that each begins a line, as every stage does: the engine is slower where the lines of
-// memory and those of a stage are not the same ones.
+// Arrays of whole lines come first, so that each begins a line, as every stage does: the engine is slower if lines of
+// memory and lines of a stage do not match.
 OPTIM_INLINE constexpr void stage_layout(StepShape* shape) {
     for (int part = 0; part < 2; part++) {
         for (int a = 0; a < STEP_ARRAYS; a++) {
@@ -360,27 +360,27 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
         if (!small) shape.load_bytes += shape.bytes[a];
     }
     stage_layout(&shape);
-    // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages and registers;
-    // three stages each are better than a third or fourth group, and a fifth is of use where a group waits for itself,
-    // measured on an H200.
+    // Fewer threads would hide less of the arithmetic's latency, and more would leave less room for stages and
+    // registers. On an H200 three stages each were better than a third or fourth group, and a fifth helped where a
+    // group waits for its own threads.
     shape.groups = (shape.elements == 8 ? 768 : waits ? 640 : 512) / shape.threads;
     if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
-    int most = SHARED_MOST - shape.table_bytes;
-    while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
-    while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
-    int stages = most / (shape.groups * shape.stage_bytes);
+    int max = SHARED_MAX - shape.table_bytes;
+    while (shape.groups > 2 && max / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
+    while (shape.groups > 1 && max / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
+    int stages = max / (shape.groups * shape.stage_bytes);
     shape.stages = stages > 4 ? 4 : stages;
     shape.couriers = (shape.groups + 3) / 4 * 4;
     shape.block_threads = shape.groups * shape.threads + 32 * shape.couriers;
     return shape;
 }
 
-// Of dynamic shared memory: the moments' tables and, where there is a copy engine, stages.
+// Bytes of dynamic shared memory: the moments' tables and, if there is a copy engine, the stages.
 OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape, int compute) {
     return shape.table_bytes + (has_stages(compute) ? shape.groups * shape.stages * shape.stage_bytes : 0);
 }
 
-// The arrays of the tile `index`, of some that begin at the arena's first element.
+// The arrays of the tile `index`, among arrays that begin at the arena's first element.
 OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
                              const Streams& whole, int64_t index) {
     return {(char*)whole.codes + index * tile_bytes(codes),
@@ -390,6 +390,8 @@ OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, c
             whole.next,
             whole.span ? whole.span + index : nullptr};
 }
+
+constexpr int DECODE_ELEMENTS = 8;  // of a thread of optim_decode_kernel
 
 #ifdef __CUDACC__
 #ifdef OPTIM_STAGES
@@ -408,7 +410,7 @@ struct StepLayout {
                                            SLOW ? M::STREAM[2] : NOTHING, Copy::STREAM[0]}};
     static constexpr StepShape SHAPE = step_shape(ARRAYS, M::TABLE_BYTES + V::TABLE_BYTES);
 
-    // Where array A of a tile is: in the stage, or, without one, in memory.
+    // The address of array A of a tile: in the stage, or in memory if there is none.
     template <int A>
     static __device__ __forceinline__ void* at(void* base, const Tile& tile, unsigned char* stage) {
         constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
@@ -456,7 +458,7 @@ struct StepLayout {
     }
 };
 
-// 1, 2, 4 or 8 bytes.
+// Read and write 1, 2, 4 or 8 bytes.
 __device__ __forceinline__ uint64_t read_small(const void* from, int bytes) {
     if (bytes == 1) return *(const uint8_t*)from;
     if (bytes == 2) return *(const uint16_t*)from;
@@ -493,7 +495,7 @@ __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned 
     streams->v.table = memory + M::TABLE_BYTES;
 }
 
-// A tile by a thread of its group.
+// Updates a thread's elements of a tile.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const unsigned char* tables,
                                             unsigned char* stage, float grad_scale, int thread, int turn) {
@@ -514,7 +516,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         key.order = element_order(first);
         store_ordered<COUNT>(streams.copy.codes, first, codes, key);
     } else if constexpr (COPIES) {
-        // Scales come from neighbours.
+        // Waits for scales that neighbours write.
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float seen[COUNT];
@@ -525,7 +527,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
 }
 
 #ifdef OPTIM_STAGES
-// What the courier and the groups share, beside the stages.
+// Shared memory of the couriers and the groups, beside the stages.
 constexpr uint32_t NO_TILE = 0xffffffffu;  // the index of what comes after a group's last tile
 
 template <int GROUPS, int STAGES>
@@ -534,7 +536,7 @@ struct Couriers {
     uint64_t done[GROUPS][STAGES];  // all threads of the group have computed it
     Tile tile[GROUPS][STAGES];
 
-    // Those of a stage by its `full`.
+    // The other members of a stage, by the address of its `full`.
     static_assert(sizeof(Tile) == sizeof(uint64_t), "three arrays of the same layout");
     __device__ __forceinline__ uint64_t* done_of(uint64_t* stage) const { return stage + GROUPS * STAGES; }
     __device__ __forceinline__ const Tile& tile_of(uint64_t* stage) const {
@@ -542,7 +544,7 @@ struct Couriers {
     }
 };
 
-// The orders for one group.
+// A courier gives the copy engine its orders for one group.
 template <class Layout, class Shared>
 struct Courier {
     static constexpr StepShape SHAPE = Layout::SHAPE;
@@ -551,10 +553,11 @@ struct Courier {
     Shared* shared;
     unsigned char* stages;
     int group;
-    uint64_t small[STEP_ARRAYS];  // of the tile that comes
+    uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
 
-    // The next tile that no group has, or a number beyond the last. The first ones are given without asking. Each
-    // group asks until there are no more, so the count of questions is known, and after the last one it is 0 again.
+    // Returns the next tile that no group has, or a number beyond the last. The first tiles are given without asking.
+    // Each group asks until there are no more, so the number of calls is known, and after the last one the counter is 0
+    // again.
     __device__ __forceinline__ uint32_t next_tile() const {
         const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
         const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
@@ -583,7 +586,7 @@ struct Courier {
         barrier_arrive(shared_offset(&shared->full[group][s]));
     }
 
-    // Once the group has computed it.
+    // Takes a stage back once the group has computed it.
     __device__ __forceinline__ void take_back(int s, uint32_t parity) {
         while (!barrier_passed(shared_offset(&shared->done[group][s]), parity))
             __nanosleep(100);  // looking costs the others slots
@@ -598,8 +601,8 @@ struct Courier {
     }
 };
 
-// By one thread: fills its group's stages, then, as the group computes them one after another, takes a stage back, and
-// fills the one before it, whose way back began a turn ago, with the next tile.
+// Runs in one thread. It fills its group's stages; then, as the group computes them one after another, it takes a stage
+// back and fills the one before it, whose way back began a turn ago, with the next tile.
 template <class Layout, class Shared>
 __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, unsigned char* memory,
                                             int group) {
@@ -634,8 +637,8 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
 #endif
 
 #ifdef OPTIM_STAGES
-// A thread block's 64k registers, by eights of a thread: all its threads start with the same number, then the couriers
-// give up what they do not need and the groups take it, which saves spills.
+// A thread block has 64k registers, given to threads by eights. All threads start with the same number; then the
+// couriers give up what they do not need and the groups take it, which saves spills.
 constexpr int COURIER_REGISTERS = 32;
 
 OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
@@ -643,9 +646,9 @@ OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
 }
 
 OPTIM_INLINE constexpr int registers_of_groups(const StepShape& shape) {
-    int most = 32 * shape.couriers * COURIER_REGISTERS;
-    most = (registers_at_start(shape) * shape.block_threads - most) / (shape.groups * shape.threads) / 8 * 8;
-    return most > 128 ? 0 : most;  // enough as it is
+    int max = 32 * shape.couriers * COURIER_REGISTERS;
+    max = (registers_at_start(shape) * shape.block_threads - max) / (shape.groups * shape.threads) / 8 * 8;
+    return max > 128 ? 0 : max;  // enough as it is
 }
 
 template <int REGISTERS, bool MORE>
@@ -669,7 +672,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     constexpr StepShape SHAPE = Layout::SHAPE;
     const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
     const float grad_scale = *step.grad_scale;
-    if (!is_finite(grad_scale)) return;  // changes nothing
+    if (!is_finite(grad_scale)) return;  // the step changes nothing
     extern __shared__ __align__(128) unsigned char step_memory[];
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
@@ -691,7 +694,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         return;
     }
     if constexpr (exchanges) registers_set<registers, true>();
-    const uint32_t own = register_kept(thread), tables = register_kept(shared_offset(step_memory));
+    const uint32_t thread_kept = register_kept(thread), tables = register_kept(shared_offset(step_memory));
     const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
     uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared.full[group][0]);
     int s = 0, turn = 0;
@@ -703,7 +706,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         if (tile.index == NO_TILE) break;
         update_tile<Rule, Weights, M, V, Copy, Grads>(step, tile, (unsigned char*)shared_pointer(tables),
                                                       (unsigned char*)shared_pointer(register_kept(stage)), grad_scale,
-                                                      (int)own, turn);
+                                                      (int)thread_kept, turn);
         turn ^= 1;
         fence_async();
         barrier_arrive(shared_offset(shared.done_of(full)));
@@ -727,8 +730,6 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
 
 // The weights as the model sees them, rounded to nearest into the type that the matmuls read.
 // grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
-constexpr int DECODE_ELEMENTS = 8;
-
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
     static_assert(Weights::TABLE_BYTES == 0, "tables are for moments");

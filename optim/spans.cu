@@ -1,9 +1,9 @@
-// Where the numbers of storages in spans lie (formats/spans.cuh): in arrays that hold those of one tensor after
-// another, in the order of the arena; and the end of a step that made new ones.
+// The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold those of one tensor after
+// another in the order of the arena; and how a step that made new ones ends.
 #include "formats/spans.cuh"
 #include "storage.h"
 
-// Rows and columns as scales see them. A matrix of more than 2^31 rows or columns counts as a vector.
+// Rows and columns that scales belong to. A matrix of more than 2^31 rows or columns counts as a vector.
 struct SpanShape {
     int64_t rows, cols;
     bool columns;
@@ -37,6 +37,7 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
     return tile;
 }
 
+#ifdef __CUDACC__
 // grid: ceil(count / block), block: any; deterministic.
 __global__ void spans_settle_kernel(float* now, float* next, int64_t count, const float* grad_scale) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -44,15 +45,20 @@ __global__ void spans_settle_kernel(float* now, float* next, int64_t count, cons
     now[i] = next[i];
     next[i] = 0.0f;
 }
+#endif
 
 void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
-    constexpr int THREADS = 256;
     if (settle->count == 0) return;
+#ifdef __CUDACC__
     if (dev->gpu) {
+        constexpr int THREADS = 256;
         unsigned blocks = (unsigned)ceil_div(settle->count, THREADS);
         spans_settle_kernel<<<blocks, THREADS, 0, dev->stream>>>(settle->now, settle->next, settle->count, grad_scale);
         check_launch();
-    } else if (is_finite(*grad_scale)) {
+        return;
+    }
+#endif
+    if (is_finite(*grad_scale)) {
         memcpy(settle->now, settle->next, (size_t)settle->count * sizeof(float));
         memset(settle->next, 0, (size_t)settle->count * sizeof(float));
     }

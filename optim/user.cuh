@@ -1,13 +1,13 @@
-// Formats of the user's own (--format FILE.cuh): what such a file is, and how the host learns from NVRTC what it holds.
+// The user's own formats (--format FILE.cuh): what such a file is, and how the host learns from NVRTC what it holds.
 //
 // A file is as those of formats/: a struct, and beside it one line for each name that it adds to --m and --v,
 //     OPTIM_FORMAT("my8/64", "for m: when to use it", Blocks<My8, 64, ScaleFp32, NEAREST>)
 // the type last, because it may hold commas; see dev/examples/format.cuh. It follows the optimizer's own source, so
 // nothing needs to be included; #include "..." and #pragma once, which a file in formats/ has, are ignored.
 //
-// The host has no C++ compiler at hand to ask for the type's STREAM. NVRTC has: the line makes a variable of constants
-// that only plain data of fixed size is in, and the host reads the bytes of its initialiser in the PTX, whose syntax is
-// documented and stable. (Mangled names of templates could carry the numbers, but not the strings.)
+// The host has no C++ compiler to ask for the type's STREAM, so it asks NVRTC: the line makes a constant of plain data
+// of fixed size, and the host reads the bytes of its initialiser from the PTX, whose syntax is documented and stable.
+// (Mangled names of templates could carry the numbers, but not the strings.)
 #pragma once
 #include "kernel.cuh"
 
@@ -17,7 +17,7 @@ EMBED_SOURCE
 struct UserRow {
     int file;      // counted from 0 in the order of --format
     int too_long;  // a text did not fit
-    int table_bytes, has_sign, dithered;
+    int table_bytes, has_sign;
     int bits[3], run[3], span[3];  // of STREAM
     char suffix[3][16], dtype[3][16];
     char name[32], note[128], type[512];
@@ -48,11 +48,10 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     row.too_long = !fits;
     row.table_bytes = T::TABLE_BYTES;
     row.has_sign = T::SIGNED;
-    row.dithered = T::DITHERED;
     return row;
 }
 
-// The constants that a format looks up, which no host function can make: a single thread does it, once a run.
+// Makes the constants that a format looks up, for which the host has no function: a single thread does it, once a run.
 // grid: 1, block: 1; table: (TABLE_BYTES) device memory.
 template <class T>
 __global__ void optim_fill_kernel(void* table) {

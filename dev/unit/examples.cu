@@ -16,15 +16,9 @@ namespace example {
 typedef My8 Mine8;
 }  // namespace example
 
-struct PresetExample {
-    const char *name, *rule, *weights, *m, *v, *note;
-};
-
-#define ROW(...) {__VA_ARGS__},
-static const PresetExample presets[] = {
+static const PresetRow presets[] = {
 #include "../examples/preset.cuh"
 };
-#undef ROW
 
 // The rows that one adds to table.cuh.
 #define FORMAT_LINE OPTIM_BLOCKS(ROW, "mine8", "for m: when to use it", Mine8, 64)
@@ -36,7 +30,7 @@ struct BlocksRow {
     void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
 };
 
-struct RuleRow {
+struct ExampleRule {
     const char *name, *note;
     int slower;
     bool keeps_v, decoupled;
@@ -48,12 +42,12 @@ static const BlocksRow format_rows[] = {FORMAT_LINE};
 static const BlocksRow same_rows[] = {OPTIM_BLOCKS(ROW, "lin8", "", Lin8, 64)};
 #undef ROW
 #define ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, SLOWER, TYPE::KEEPS_V, TYPE::DECOUPLED},
-static const RuleRow rule_rows[] = {RULE_LINE};
+static const ExampleRule rule_rows[] = {RULE_LINE};
 #undef ROW
 }  // namespace example
 
 TEST(examples_rule_row) {
-    const RuleRow* row = example::rule_rows;
+    const ExampleRule* row = example::rule_rows;
     expect(is(row->name, "nadamw") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
 }
 
@@ -204,14 +198,14 @@ struct Combination {
 
 typedef Elementwise<Fp32, NEAREST> Wide;
 typedef Combination<Wide, Wide, Wide, Wide> Exact;
-typedef Combination<Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, DITHER>,
+typedef Combination<Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, NEAREST>,
                     Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>>
     Narrow;
 static const char* const exact_types =
     "Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None, "
     "Elementwise<Fp32, NEAREST>";
 static const char* const narrow_types =
-    "Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, DITHER>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, "
+    "Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, NEAREST>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, "
     "None, Elementwise<Bf16, NEAREST>";
 
 // The formulas at the head of the file, in double.
@@ -300,7 +294,7 @@ TEST(examples_rule_equal_cpu_gpu) {
     device_close(&gpu);
 }
 
-static OptimConfig preset_config(Test* test, const PresetExample* row) {
+static OptimConfig preset_config(Test* test, const PresetRow* row) {
     OptimConfig config = rule_config();
     char error[4096] = "";
     config.rule = row->rule, config.weights = row->weights, config.m = row->m, config.v = row->v, config.grads = "fp32";
@@ -337,7 +331,7 @@ static double descend(const Device* dev, const OptimConfig* config) {
 TEST(examples_preset) {
     Device dev;
     device_open(&dev, false, 0);
-    for (const PresetExample& row : presets) {
+    for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
         char line[256], expression[2048];
         static char error[JIT_ERROR_BYTES];
@@ -361,7 +355,7 @@ static void check_preset_gpu(Test* test) {
     Device devices[2];
     device_open(&devices[0], false, 0);
     device_open(&devices[1], true, 0);
-    for (const PresetExample& row : presets) {
+    for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
         double cpu = descend(&devices[0], &config), gpu = descend(&devices[1], &config);
         expect(cpu == gpu, "%s: %g and %g", row.name, cpu, gpu);

@@ -65,12 +65,12 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         word[i / EACH] += code << shift(i);
     }
 
-    // 0 for code i if that is so.
+    // Clears code i when `so`.
     OPTIM_INLINE void clear(int i, bool so) {
         word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u;
     }
 
-    // What all codes that were added are too large by.
+    // Subtracts a bias that every code was added with.
     OPTIM_INLINE void subtract(uint32_t bias) {
         uint32_t all = 0;
         OPTIM_UNROLL
@@ -80,14 +80,14 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     }
 
 #ifdef __CUDACC__
-    // Byte BYTE of four words.
+    // Collects byte BYTE of four words.
     template <int BYTE>
     static __device__ __forceinline__ uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
         constexpr unsigned pick = (BYTE + 4) << 4 | BYTE;
         return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
     }
 
-    // Sets all from words that have the code from byte BYTE on, of 4 bits less FIRST.
+    // Sets all codes from words that hold the code from byte BYTE on; codes of 4 bits are FIRST too large.
     template <int BYTE, uint32_t FIRST = 0>
     __device__ __forceinline__ void gather_bytes(const uint32_t* codes) {
 #pragma unroll
@@ -104,7 +104,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         }
     }
 
-    // Sets all from words whose upper bits are the codes.
+    // Sets all codes from words whose upper bits they are.
     __device__ __forceinline__ void gather(const uint32_t* codes) {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
@@ -122,7 +122,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 #endif
 };
 
-// Bits of a where the mask has ones, and of b: one instruction on a GPU, where the compiler makes two.
+// Takes the bits of a where the mask has ones, else those of b: one instruction on a GPU, where the compiler makes two.
 OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     uint32_t result;
@@ -133,7 +133,8 @@ OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 #endif
 }
 
-// The upper halves of two words, the first in the lower half; the upper bytes of the halves of two words, in order.
+// upper_halves joins the upper halves of two words, the first in the lower half; upper_bytes the upper bytes of their
+// halves, in order.
 OPTIM_INLINE uint32_t upper_halves(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     return __byte_perm(a, b, 0x7632);
@@ -172,9 +173,9 @@ OPTIM_INLINE void store_value(void* base, int byte, const Value& value) {
 #endif
 }
 
-// Of a warp's threads with 16 consecutive elements each, those 4, 8 or 16 apart find the first halves of their codes of
-// 16, 8 or 4 bits in the same banks of shared memory. So that none wait for each other, every second one of them takes
-// its second half first: its x[i] is the element first + (i ^ order), with order 8, in all arrays.
+// In a warp whose threads have 16 consecutive elements each, threads 4, 8 or 16 apart find the first halves of their
+// codes of 16, 8 or 4 bits in the same banks of shared memory. So every second one of them takes its second half first,
+// and none waits: in all arrays its x[i] is the element first + (i ^ order), with order 8.
 OPTIM_INLINE int element_order(int first) {
     return (int)(((uint32_t)first >> 3 ^ (uint32_t)first >> 4 ^ (uint32_t)first >> 5) & 8u);
 }
@@ -184,7 +185,7 @@ struct alignas(BYTES) Words {
     uint32_t word[BYTES / 4];
 };
 
-// The codes of COUNT elements, all that a thread has, in its order.
+// Load and store the codes of COUNT elements, all that a thread has, in its order.
 template <int COUNT, class Value>
 OPTIM_INLINE Value load_ordered(const void* base, int first, const NoiseKey& key) {
     constexpr uint32_t SIZE = sizeof(Value), HALF = SIZE / 2;
@@ -255,8 +256,8 @@ struct Elementwise : StorageDefaults {
 
     // A moment v above zero stays above zero.
     static OPTIM_INLINE float kept(float x, const NoiseKey& key) {
-        constexpr float least = Format::SMALLEST;
-        return least > 0.0f && key.stream == NOISE_V && x > 0.0f && x < least ? least : x;
+        constexpr float min = Format::SMALLEST;
+        return min > 0.0f && key.stream == NOISE_V && x > 0.0f && x < min ? min : x;
     }
 
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
@@ -264,17 +265,17 @@ struct Elementwise : StorageDefaults {
     }
 
 #ifdef __CUDACC__
-    // Whether a store has two parts (blocks.cuh): here rare are values with NaN among them, which is the largest of all
-    // bits, so that one comparison sees two of them.
+    // A store has two parts (blocks.cuh): values are rare here if NaN is among them. As an integer NaN is the largest,
+    // so one comparison looks at two values.
     static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && Format::ENCODES_PAIRS;
     static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is rare too
 
     template <int COUNT>
     static __device__ __forceinline__ float top(const float* x, const NoiseKey&) {
-        int most = 0;
+        int max = 0;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) most = __float_as_int(x[i]) > most ? __float_as_int(x[i]) : most;
-        return __int_as_float(most);
+        for (int i = 0; i < COUNT; i++) max = __float_as_int(x[i]) > max ? __float_as_int(x[i]) : max;
+        return __int_as_float(max);
     }
 
     static constexpr bool OF_ROOTS = false;

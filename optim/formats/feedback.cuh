@@ -1,5 +1,5 @@
-// Weights in place whose rounding error is fed back into m, as ECO does (arXiv 2601.22101), with no memory of their
-// own:
+// Weights that are updated in place and whose rounding error is fed back into m, as ECO does (arXiv 2601.22101). This
+// takes no memory:
 //     w = store(x), by stochastic rounding
 //     m = m + feedback (w - x) (sqrt(v) root2 + eps),   feedback = (1 - beta1) / (beta1 step_size)
 // What m holds comes back over the next steps, times step_size / (sqrt(v) root2 + eps) and beta1, beta1^2, .. whose sum

@@ -1,4 +1,5 @@
-// No storage: what a rule does not keep, such as Lion's second moment. Reads 0, forgets what is written, no bytes.
+// No storage, for a state that a rule does not keep, such as Lion's second moment. It reads as 0, forgets what is
+// written and has no bytes.
 #pragma once
 #include "elementwise.cuh"
 

@@ -15,6 +15,7 @@
 // A format says what one code means. It derives from FormatDefaults, and Elementwise (elementwise.cuh), Blocks
 // (blocks.cuh) and others make storages of it.
 #pragma once
+#include "../../kernels/tile.h"
 #include "../float.cuh"
 #include "../noise.cuh"
 
@@ -50,19 +51,16 @@ OPTIM_INLINE constexpr StreamInfo only_written(StreamInfo stream) {
     return stream;
 }
 
-constexpr int TILE_ELEMENTS = 2048;  // tensors start at multiples of this; the longest block
-
 // Bytes of an array that one tile has.
 OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
     return stream.span != SPAN_RUN ? 0 : TILE_ELEMENTS / stream.run * stream.bits / 8;
 }
 
-enum Rounding { NEAREST, STOCHASTIC, DITHER };  // the last in blocks only: dither.cuh
+enum Rounding { NEAREST, STOCHASTIC };
 
 // The optional members of a storage.
 struct StorageDefaults {
     static constexpr bool SIGNED = true;       // false: negative numbers are lost, so that it does not serve m
-    static constexpr bool DITHERED = false;    // load and store depend on the place in the arena (dither.cuh)
     static constexpr bool HAS_SPANS = false;   // scales reach further than a tile; it then has measure() (spans.cuh)
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only
@@ -92,15 +90,15 @@ struct FormatDefaults {
     static constexpr float SMALLEST = 0.0f;       // elementwise: a v above 0 is not stored below this; 0: no limit
     static constexpr bool ENCODES_PAIRS = false;  // elementwise: encode2() encodes two at a time
 
-    typedef NoTable Table;                       // what decode and the encoders look up
-    typedef void Stochastic;                     // another format with the same codes, which stores with noise
-    typedef void Decoder;                        // the format itself if it has decode_number()
-    static constexpr bool ROOT = false;          // codes are of the root of x
-    static constexpr float UNITS = 1.0f;         // y is counted in 1/UNITS of the scale
-    static constexpr uint32_t BIAS = 0;          // what nearest() and stochastic() add to a code
-    static constexpr double MOST = 4.25e37;      // a block's largest is cut to this
-    static constexpr float FOLD_MOST = 3.4e38f;  // a larger top would lose bits of the inverse
-    static constexpr bool OF_POWERS = false;     // scales must be powers of two
+    typedef NoTable Table;                      // what decode and the encoders look up
+    typedef void Stochastic;                    // another format with the same codes, which stores with noise
+    typedef void Decoder;                       // the format itself if it has decode_number()
+    static constexpr bool ROOT = false;         // codes are of the root of x
+    static constexpr float UNITS = 1.0f;        // y is counted in 1/UNITS of the scale
+    static constexpr uint32_t BIAS = 0;         // what nearest() and stochastic() add to a code
+    static constexpr double MAX = 4.25e37;      // a block's largest is cut to this
+    static constexpr float FOLD_MAX = 3.4e38f;  // a larger top would lose bits of the inverse
+    static constexpr bool OF_POWERS = false;    // scales must be powers of two
     static constexpr bool IN_UPPER_BITS = false, HARDWARE = false, PAIRS = false, ALL = false, PACKS_NOISE = false;
     static constexpr bool GIVES_SEEN = false, SEEN_IS_STORED = false, CROWDS_BANKS = false;
 };
