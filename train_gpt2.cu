@@ -215,7 +215,7 @@ static int64_t scratch_bytes(const Model* m) {
     int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
                         matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C), global_norm_scratch_bytes(m->dev),
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
-                        m->shard ? m->elements / SHARD_TILE * (int64_t)sizeof(double) : 0};
+                        m->shard ? m->elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
 }
@@ -1892,7 +1892,7 @@ static void shard_part(const Model* m, OptimConfig* config) {
 static void shard_resolve(Model* m, OptimConfig* config) {
     Shard* s = m->shard;
     if (!s) return;
-    long long tiles = m->elements / SHARD_TILE;
+    long long tiles = m->elements / TILE_ELEMENTS;
     if (tiles < ranks_of(m))
         user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
     ShardTensor* tensors = (ShardTensor*)malloc(m->count * sizeof(ShardTensor));

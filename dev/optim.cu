@@ -6,73 +6,36 @@
 // only.
 //
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
-//   without names: the presets, and the state formats and storages of weights that they leave out; dev/plot_optim.py
-//   draws the CSV
+//   without names: the presets and every listed format of the tables; dev/plot_optim.py draws the CSV
 #define TESTING
 #include "../train_gpt2.cu"
+#include "../optim/storage.h"
+#include "../optim/table.cuh"
 #include "timing.h"
 
-static const char* const COMBINATIONS[] = {
-    "adamw32",
-    "adamw16",
-    "fp32",
-    "adamw8",
-    "adamw8e",
-    "adamw8c",
-    "adamwfp8",
-    "adamw4",
-    "adamw4s",
-    "adamw4d",
-    "adamw4l",
-    "flash24",
-    "fp8w8",
-    "fp8w8e",
-    "int8w8",
-    "fp8w4",
-    "int8w4",
-    "lion8",
-    "lion16",
-    "ademamix16",
-    // State formats at their default blocks, to nearest and stochastic, on weights with stochastic rounding.
-    "bf16:sr,fp32,fp32",
-    "bf16:sr,fp16:sr,fp16:sr",
-    "bf16:sr,e5m2,e5m2",
-    "bf16:sr,lin8,ulin8",
-    "bf16:sr,nf4,sqrt4",
-    "bf16:sr,e2m1,e2m1",
-    "bf16:sr,soft8,log8",
-    "bf16:sr,soft8,adalog8",
-    "bf16:sr,bf16:sr,log16",
-    "bf16:sr,soft8@dq8,sqrt8@dq8",
-    "bf16:sr,dyn8:sr,udyn8:sr",
-    "bf16:sr,dyn8:sr,udyn8",
-    "bf16:sr,e4m3:sr,e4m3:sr",
-    "bf16:sr,e5m2:sr,e5m2:sr",
-    "bf16:sr,soft8:sr,sqrt8:sr",
-    "bf16:sr,lin8:sr,ulin8:sr",
-    "bf16:sr,de4:sr,lin4:sr",
-    "bf16:sr,de4:sr,sqrt4:sr",
-    "bf16:sr,de4:sr,sqrt4",
-    "bf16:sr,nf4:sr,sqrt4:sr",
-    "bf16:sr,e2m1:sr,e2m1:sr",
-    "bf16:sr,soft8:sr,log8:sr",
-    "bf16:sr,soft8:sr,adalog8:sr",
-    "bf16:sr,bf16:sr,log16:sr",
-    "bf16:sr,lin8:dither,sqrt8:dither",
-    "bf16:sr,lin8:dither,sqrt4:dither",
-    // Storages of weights that no preset has.
-    "bf16,bf16:sr,bf16:sr",
-    "bf16:kahan,bf16:sr,bf16:sr",
-    "bf16+8:sr,soft8,sqrt8",
-    "bf16+16,bf16:sr,bf16:sr",
-    "fp16:sr,bf16:sr,bf16:sr",
-    "fp16:kahan,bf16:sr,bf16:sr",
-    "fp16+8:sr,soft8,sqrt8",
-    "fp16+fp32,fp32,fp32",
-    "e4m3+8:sr,soft8,sqrt8",
-    "e4m3+fp32,fp32,fp32",
-    "e5m2:sr,soft8,sqrt8",
-};
+// Without names: each preset; each listed state format in m and v, or beside an m of bf16:sr if it has no sign, to
+// nearest and with noise; each storage of weights beside states of bf16:sr.
+static int usual_names(const char** names, int most) {
+    int count = 0;
+    for (const PresetRow& row : PRESETS) names[count++] = row.name;
+    for (int i = 0; i < state_table().count; i++) {
+        const FormatRow* row = &state_table().row[i];
+        if (!row->note[0] || strchr(row->name, ':') || format_span(row) != SPAN_RUN) continue;
+        for (const char* noise : {"", ":sr"}) {
+            char *text = nullptr, *m = nullptr;
+            if (asprintf(&m, "%s%s", row->has_sign ? row->name : "bf16:sr", row->has_sign ? noise : "") < 0) abort();
+            if (asprintf(&text, "bf16:sr,%s,%s%s", m, row->name, noise) < 0) abort();
+            if (count < most && (!*noise || strcmp(row->name, "fp32") != 0)) names[count++] = text;
+            free(m);
+        }
+    }
+    for (int i = 0; i < weights_table().count; i++) {
+        char* text = nullptr;
+        if (asprintf(&text, "%s,bf16:sr,bf16:sr", weights_table().row[i].name) < 0) abort();
+        if (count < most) names[count++] = text;
+    }
+    return count;
+}
 
 __global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -190,10 +153,7 @@ int main(int argc, char** argv) {
         else if (count < 256)
             names[count++] = argv[i];
     }
-    bool usual = count == 0;
-    for (const char* name : COMBINATIONS) {
-        if (usual) names[count++] = name;
-    }
+    if (count == 0) count = usual_names(names, 256);
     Options o = {};
     o.device = "gpu";
     o.matmul = "bf16";

@@ -1,9 +1,8 @@
 // The instructions of sm_90a that the attention kernels, the classifier, layer norm's backward pass and the products
-// next to GELU are made of: barriers in shared memory (mbarrier), the copy engine's copies of tensors and of runs of
-// bytes (TMA), the matrix product of a warpgroup of 128 threads (wgmma), the register budget of a warpgroup
-// (setmaxnreg) and barriers of some of a block's warps. One function an instruction; what each does and which layout it
-// wants is said at its declaration, with the section of NVIDIA's PTX ISA that defines it (by title: the numbers move
-// from one edition to the next).
+// next to GELU are made of, besides those of ptx.cuh: the copy engine's copies of tensors (TMA), the matrix product of
+// a warpgroup of 128 threads (wgmma) and barriers of some of a block's warps. One function an instruction; what each
+// does and which layout it wants is said at its declaration, with the section of NVIDIA's PTX ISA that defines it (by
+// title: the numbers move from one edition to the next).
 //
 // Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
 // after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
@@ -15,6 +14,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "ptx.cuh"
 
 // Host: tensor maps.
 
@@ -49,52 +49,16 @@ inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows
 
 // Device. Shared memory is addressed by its 32-bit address.
 
-__device__ __forceinline__ uint32_t shared_offset(const void* pointer) {
-    return (uint32_t)__cvta_generic_to_shared(pointer);
-}
-
 // Byte offset in a panel of a row's 16-byte chunk (PTX ISA, Tensors: Swizzling Modes, 128B: address bits 4-6 are XORed
 // with bits 7-9).
 __device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
     return (uint32_t)(row * PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4));
 }
 
-// Barriers in shared memory, 8 bytes each (PTX ISA, Parallel Synchronization: mbarrier). A phase ends when `arrivals`
-// threads have arrived and all the bytes announced have come; the barrier then counts the next phase. A wait names the
-// phase by its parity, that of the first is 0: a wait for parity 1 on a fresh barrier passes at once.
-//
-// Memory that threads read or wrote by instructions of their own is given back by an arrival of each. One arrival a
-// warp after __syncwarp, and barrier.arrive, order as much, but compute-sanitizer's racecheck (2025.3) does not follow
-// them. Copies of tensors it does not see at all: no report about those says nothing.
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
 // By the thread that made the barriers, before the __syncthreads() after which others, and the copy engine, use them.
 __device__ __forceinline__ void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and announces bytes that the copy engine will bring in this phase.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
+    fence_async();
 }
 
 #ifdef NIBBLE_HANG_REPORT
@@ -135,24 +99,6 @@ __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// What this thread wrote to shared memory before is visible to the copy engine and to wgmma after, and what it read is
-// read before they write there; then comes a barrier (PTX ISA, Memory Consistency Model: Proxies; membar/fence).
-__device__ __forceinline__ void fence_async() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Registers of a thread from here on, in multiples of 8 from 24 to 256; all warps of a warpgroup call it (PTX ISA,
-// Miscellaneous: setmaxnreg). It waits until they are free.
-template <int N>
-__device__ __forceinline__ void registers_grow() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-template <int N>
-__device__ __forceinline__ void registers_shrink() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
 // The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread gives the order. Coordinates are column,
 // row, batch of the box's first element.
 
@@ -171,33 +117,6 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap* map, uint32_t fr
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map),
                  "r"(from), "r"(column), "r"(row), "r"(batch)
                  : "memory");
-}
-
-// A run of bytes, addresses and size multiples of 16 (PTX ISA, Data Movement: cp.async.bulk).
-__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(void* to, uint32_t from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
-// Of this thread's stores; then until all but the newest N groups have read shared memory, or have written memory.
-__device__ __forceinline__ void store_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-template <int N>
-__device__ __forceinline__ void store_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-
-template <int N>
-__device__ __forceinline__ void store_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // Four 8 x 8 matrices from registers to shared memory: thread l gives the address of row l % 8 of matrix l / 8 (16

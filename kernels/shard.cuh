@@ -5,7 +5,7 @@
 //     grads    and of the gradients, beyond a layer or two in flight                                (ZeRO-2)
 //     weights  and of the weights, likewise                                                         (ZeRO-3)
 //
-// Parts are equal runs of the arena in whole tiles (SHARD_TILE elements), which no block of a format crosses.
+// Parts are equal runs of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses.
 // Embeddings and the last layernorm are always whole where the matmuls read them.
 //
 // The sum of a layer's gradients, called a bucket, while the backward pass is at the layer before: in pieces of at most
@@ -24,24 +24,19 @@
 // at SHARD_LATE_RATE or more the modes that keep whole gradients are faster after the backward pass in one go: `late`
 // (dev/LOG.md has the figures).
 //
-// What is sent of a gradient may be rounded, to bf16, or to e5m2 with a power of two for each tile, to nearest; the
-// sums are of what arrived, fp32. An element is then off by at most 2^-8 of its magnitude; in e5m2 by 2^-3 of it or
-// 2^-31 of the largest in its tile.
+// Gradients may be rounded to nearest bf16 before they are sent; an element is then off by at most 2^-8 of its
+// magnitude. What arrived is summed in fp32.
 #pragma once
 #include <assert.h>
-#ifdef __CUDACC__
-#include <cuda_fp8.h>
-#endif
 
 #include "comm.cuh"
 #include "global_norm.cuh"
+#include "tile.h"
 
-constexpr int SHARD_TILE = 2048;           // elements: the optimizer's alignment
 constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
-constexpr int SHARD_HEADER = 16;  // bytes before a tile in e5m2: its scale, and room that keeps 16-byte alignment
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
-enum CommFormat { COMM_AS_IS, COMM_BF16, COMM_E5M2 };
+enum CommFormat { COMM_AS_IS, COMM_BF16 };
 
 // A run of the arena, in elements; `at`: where it stands in packed memory.
 struct ShardRun {
@@ -65,7 +60,7 @@ inline ShardMode shard_mode_from(const char* name) {
 }
 
 inline CommFormat comm_format_from(const char* name) {
-    return strcmp(name, "bf16") == 0 ? COMM_BF16 : strcmp(name, "e5m2") == 0 ? COMM_E5M2 : COMM_AS_IS;
+    return strcmp(name, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
 }
 
 struct Overlap {
@@ -117,7 +112,7 @@ inline bool shard_is_packed(const Shard* s, const void* memory) {
 }
 
 inline int64_t shard_tile_bytes(CommFormat format, int gradient_bytes) {
-    return format == COMM_E5M2 ? SHARD_TILE + SHARD_HEADER : SHARD_TILE * (format == COMM_BF16 ? 2 : gradient_bytes);
+    return TILE_ELEMENTS * (format == COMM_BF16 ? 2 : gradient_bytes);
 }
 
 // Tile t of `tiles` belongs to the slice of rank r from here to slice_begin(r + 1).
@@ -127,42 +122,16 @@ inline int64_t slice_begin(int64_t tiles, int r, int world) {
 
 // Gradients on their way, in plain C: encode, and the sum in the order of the ranks.
 
-inline __host__ __device__ float e5m2_scale(float largest) {
-    if (!isfinite(largest)) return NAN;
-    int exponent = 0;
-    frexpf(largest, &exponent);
-    return ldexpf(1.0f, exponent < -100 ? -100 - 15 : exponent - 15);  // the largest becomes 2^14 to 2^15
-}
-
-inline __host__ __device__ uint8_t e5m2_encode(float x, float scale) {
-    return (uint8_t)__nv_cvt_float_to_fp8(x / scale, __NV_SATFINITE, __NV_E5M2);
-}
-
-inline __host__ __device__ float e5m2_decode(uint8_t code, float scale) {
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E5M2))) * scale;
-}
-
-// One tile of gradients as it is sent; the format is not COMM_AS_IS.
-inline void shard_encode_tile_cpu(char* out, const float* grads, CommFormat format) {
-    if (format == COMM_BF16) {
-        for (int i = 0; i < SHARD_TILE; i++) ((bf16*)out)[i] = __float2bfloat16(grads[i]);
-        return;
-    }
-    float largest = 0.0f;
-    for (int i = 0; i < SHARD_TILE; i++) {
-        float x = isfinite(grads[i]) ? fabsf(grads[i]) : INFINITY;
-        largest = x > largest ? x : largest;
-    }
-    float scale = *(float*)out = e5m2_scale(largest);
-    for (int i = 0; i < SHARD_TILE; i++) ((uint8_t*)out + SHARD_HEADER)[i] = e5m2_encode(grads[i], scale);
+// One tile of gradients as it is sent in bf16.
+inline void shard_encode_tile_cpu(char* out, const float* grads) {
+    for (int i = 0; i < TILE_ELEMENTS; i++) ((bf16*)out)[i] = __float2bfloat16(grads[i]);
 }
 
 // Element i of a tile as it arrived; G is the gradients' type.
 template <typename G, CommFormat FORMAT>
 __host__ __device__ inline float shard_decode(const char* tile, int i) {
     if (FORMAT == COMM_AS_IS) return to_float(((const G*)tile)[i]);
-    if (FORMAT == COMM_BF16) return __bfloat162float(((const bf16*)tile)[i]);
-    return e5m2_decode(((const uint8_t*)tile + SHARD_HEADER)[i], *(const float*)tile);
+    return __bfloat162float(((const bf16*)tile)[i]);
 }
 
 // Where the contributions of the ranks to a slice lie: `mine` of this rank, that of rank r at others + r * stride.
@@ -180,10 +149,10 @@ template <typename G, CommFormat FORMAT>
 void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles) {
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
-        for (int i = 0; i < SHARD_TILE; i++) {
+        for (int i = 0; i < TILE_ELEMENTS; i++) {
             float sum = 0.0f;
             for (int r = 0; r < c.world; r++) sum += shard_decode<G, FORMAT>(contribution(c, r, tile), i);
-            out[tile * SHARD_TILE + i] = from_float<G>(sum);
+            out[tile * TILE_ELEMENTS + i] = from_float<G>(sum);
         }
     }
 }
@@ -198,7 +167,8 @@ inline void shard_squares_cpu(double* parts, const float* grads, int64_t tiles) 
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
         double sum = 0.0;
-        for (int i = 0; i < SHARD_TILE; i++) sum += (double)grads[tile * SHARD_TILE + i] * grads[tile * SHARD_TILE + i];
+        for (int i = 0; i < TILE_ELEMENTS; i++)
+            sum += (double)grads[tile * TILE_ELEMENTS + i] * grads[tile * TILE_ELEMENTS + i];
         parts[tile] = sum;
     }
 }
@@ -214,49 +184,30 @@ inline void shard_agree_cpu(float* scalars, const float* gathered, int world) {
 }
 
 #ifdef __CUDACC__
-// The same on the device. A tile is a block of SHARD_TILE / 8 threads, 8 elements each; nothing here is far from the
+// The same on the device. A tile is a block of TILE_ELEMENTS / 8 threads, 8 elements each; nothing here is far from the
 // speed of a copy. All are deterministic.
 
-constexpr int SHARD_THREADS = SHARD_TILE / 8;
+constexpr int SHARD_THREADS = TILE_ELEMENTS / 8;
 
 // Grid: tiles; block SHARD_THREADS.
-template <typename G, CommFormat FORMAT>
+template <typename G>
 __global__ void __launch_bounds__(SHARD_THREADS) shard_encode_kernel(char* out, const G* grads, int64_t tile_bytes) {
-    float x[8], largest = 0.0f;
+    Vec<bf16> codes;
     out += blockIdx.x * tile_bytes;
-    grads += (int64_t)blockIdx.x * SHARD_TILE;
-    for (int j = 0; j < 8; j++) {
-        x[j] = to_float(grads[threadIdx.x * 8 + j]);
-        largest = fmaxf(largest, isfinite(x[j]) ? fabsf(x[j]) : INFINITY);
-    }
-    if constexpr (FORMAT == COMM_BF16) {
-        Vec<bf16> codes;
-        for (int j = 0; j < 8; j++) codes.lane[j] = __float2bfloat16(x[j]);
-        store_vec((bf16*)out + threadIdx.x * 8, codes);
-    } else {
-        float scale = e5m2_scale(block_max(largest));
-        alignas(8) uint8_t codes[8];
-        for (int j = 0; j < 8; j++) codes[j] = e5m2_encode(x[j], scale);
-        *(uint2*)(out + SHARD_HEADER + threadIdx.x * 8) = *(const uint2*)codes;
-        if (threadIdx.x == 0) *(float*)out = scale;
-    }
+    grads += (int64_t)blockIdx.x * TILE_ELEMENTS;
+    for (int j = 0; j < 8; j++) codes.lane[j] = __float2bfloat16(to_float(grads[threadIdx.x * 8 + j]));
+    store_vec((bf16*)out + threadIdx.x * 8, codes);
 }
 
 // The 8 elements of a thread.
 template <typename G, CommFormat FORMAT>
 __device__ inline void shard_decode_eight(const char* tile, float x[8]) {
     int first = threadIdx.x * 8;
-    if constexpr (FORMAT == COMM_E5M2) {
-        uint2 codes = *(const uint2*)(tile + SHARD_HEADER + first);
-        float scale = *(const float*)tile;
-        for (int j = 0; j < 8; j++) x[j] = e5m2_decode((uint8_t)((j < 4 ? codes.x : codes.y) >> (8 * (j % 4))), scale);
-    } else {
-        typedef std::conditional_t<FORMAT == COMM_BF16, bf16, G> Wire;
-        constexpr int size = Vec<Wire>::size;
-        for (int v = 0; v < 8 / size; v++) {
-            Vec<Wire> part = load_vec((const Wire*)tile + first + v * size);
-            for (int j = 0; j < size; j++) x[v * size + j] = to_float(part.lane[j]);
-        }
+    typedef std::conditional_t<FORMAT == COMM_BF16, bf16, G> Wire;
+    constexpr int size = Vec<Wire>::size;
+    for (int v = 0; v < 8 / size; v++) {
+        Vec<Wire> part = load_vec((const Wire*)tile + first + v * size);
+        for (int j = 0; j < size; j++) x[v * size + j] = to_float(part.lane[j]);
     }
 }
 
@@ -279,13 +230,13 @@ __global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contri
         shard_decode_eight<G, FORMAT>(contribution(c, r, blockIdx.x), x);
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
-    shard_store_eight(out + (int64_t)blockIdx.x * SHARD_TILE, sum);
+    shard_store_eight(out + (int64_t)blockIdx.x * TILE_ELEMENTS, sum);
 }
 
 // Grid: tiles; block SHARD_THREADS.
 template <typename G>
 __global__ void __launch_bounds__(SHARD_THREADS) shard_keep_kernel(G* kept, const G* sum, bool add) {
-    int64_t first = (int64_t)blockIdx.x * SHARD_TILE;
+    int64_t first = (int64_t)blockIdx.x * TILE_ELEMENTS;
     float x[8], before[8] = {};
     shard_decode_eight<G, COMM_AS_IS>((const char*)(sum + first), x);
     if (add) shard_decode_eight<G, COMM_AS_IS>((const char*)(kept + first), before);
@@ -300,8 +251,8 @@ __global__ void __launch_bounds__(256) shard_squares_kernel(double* parts, const
     if (tile >= tiles) return;
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll 4
-    for (int i = threadIdx.x % 32 * Vec<G>::size; i < SHARD_TILE; i += 32 * Vec<G>::size) {
-        Vec<G> g = load_vec(grads + tile * SHARD_TILE + i);
+    for (int i = threadIdx.x % 32 * Vec<G>::size; i < TILE_ELEMENTS; i += 32 * Vec<G>::size) {
+        Vec<G> g = load_vec(grads + tile * TILE_ELEMENTS + i);
         for (int j = 0; j < Vec<G>::size; j++) sum[j % 2] = fmaf(to_float(g.lane[j]), to_float(g.lane[j]), sum[j % 2]);
     }
     double total = (double)sum[0] + (double)sum[1];
@@ -326,20 +277,20 @@ __global__ static void shard_agree_kernel(float* scalars, const float* gathered,
 }
 #endif
 
-template <typename G, CommFormat FORMAT>
+template <typename G>
 void shard_encode(const Device* dev, cudaStream_t stream, char* out, const G* grads, int64_t tiles,
                   int64_t tile_bytes) {
     if (tiles == 0) return;
 #ifdef __CUDACC__
     if (dev->gpu) {
-        shard_encode_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, grads, tile_bytes);
+        shard_encode_kernel<G><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, grads, tile_bytes);
         check_launch();
         return;
     }
 #endif
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < tiles; t++) {
-        shard_encode_tile_cpu(out + t * tile_bytes, (const float*)grads + t * SHARD_TILE, FORMAT);
+        shard_encode_tile_cpu(out + t * tile_bytes, (const float*)grads + t * TILE_ELEMENTS);
     }
 }
 
@@ -361,7 +312,7 @@ void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, i
     if (n == 0) return;
 #ifdef __CUDACC__
     if (dev->gpu) {
-        shard_keep_kernel<G><<<(unsigned)(n / SHARD_TILE), SHARD_THREADS, 0, stream>>>(kept, sum, add);
+        shard_keep_kernel<G><<<(unsigned)(n / TILE_ELEMENTS), SHARD_THREADS, 0, stream>>>(kept, sum, add);
         check_launch();
         return;
     }
@@ -373,11 +324,11 @@ void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, i
 
 // Part r of `elements`, in whole tiles.
 inline int64_t shard_cut(int64_t elements, int r, int world) {
-    return elements / SHARD_TILE * r / world * SHARD_TILE;
+    return elements / TILE_ELEMENTS * r / world * TILE_ELEMENTS;
 }
 
 inline int64_t shard_staging_bytes(const Shard* s) {
-    int64_t largest = SHARD_TILE * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2) + SHARD_HEADER;
+    int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
     return (s->chunk + s->comm.world) * largest;
 }
 
@@ -404,7 +355,7 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
     s->place = (int64_t*)calloc((size_t)count, sizeof(int64_t));
     s->bucket = (ShardBucket*)calloc((size_t)layers + 1, sizeof(ShardBucket));
     for (int t = 0; t < count; t++) {
-        if (tensors[t].layer == 0) of_layer += ceil_div(tensors[t].elements, SHARD_TILE) * SHARD_TILE;
+        if (tensors[t].layer == 0) of_layer += ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
     }
     for (int b = 0; b <= layers; b++) {
         ShardBucket* bucket = &s->bucket[b];
@@ -412,7 +363,7 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
         bucket->run = (ShardRun*)calloc((size_t)count, sizeof(ShardRun));
         for (int t = 0; t < count; t++) {
             if (tensors[t].layer != b) continue;
-            int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, SHARD_TILE) * SHARD_TILE;
+            int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
             ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
             bool follows = last && last->end == begin && last->at + last->end - last->begin == at;
             if (follows) last->end += length;
@@ -485,13 +436,13 @@ template <typename G, CommFormat FORMAT>
 void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     const Device* dev = s->comm.dev;
     int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / SHARD_TILE, tile_bytes = shard_tile_bytes(FORMAT, sizeof(G));
+    int64_t tiles = (end - begin) / TILE_ELEMENTS, tile_bytes = shard_tile_bytes(FORMAT, sizeof(G));
     int64_t mine = slice_begin(tiles, me, world), mine_tiles = slice_begin(tiles, me + 1, world) - mine;
     int64_t stride = (ceil_div(tiles, world)) * tile_bytes;
     CommPiece *sends = s->sends, *receives = s->receives;
     char* codes = FORMAT == COMM_AS_IS ? (char*)(local + begin) : s->outgoing;
     if constexpr (FORMAT != COMM_AS_IS) {
-        shard_encode<G, FORMAT>(dev, s->comm.stream, codes, local + begin, tiles, tile_bytes);
+        shard_encode<G>(dev, s->comm.stream, codes, local + begin, tiles, tile_bytes);
     }
     for (int r = 0; r < world; r++) {
         int64_t first = slice_begin(tiles, r, world);
@@ -500,20 +451,22 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     }
     comm_exchange(&s->comm, sends, receives);
     Contributions c = {codes + mine * tile_bytes, s->incoming, stride, tile_bytes, me, world};
-    shard_sum<G, FORMAT>(dev, s->comm.stream, local + begin + mine * SHARD_TILE, c, mine_tiles);
+    shard_sum<G, FORMAT>(dev, s->comm.stream, local + begin + mine * TILE_ELEMENTS, c, mine_tiles);
 }
 
 // The sums of the slices to all ranks.
 template <typename G>
 void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / SHARD_TILE;
+    int64_t tiles = (end - begin) / TILE_ELEMENTS;
     CommPiece *sends = s->sends, *receives = s->receives;
     for (int r = 0; r < world; r++) {
         int64_t first[2] = {slice_begin(tiles, me, world), slice_begin(tiles, r, world)};
         int64_t last[2] = {slice_begin(tiles, me + 1, world), slice_begin(tiles, r + 1, world)};
-        sends[r] = {local + begin + first[0] * SHARD_TILE, (last[0] - first[0]) * SHARD_TILE * (int64_t)sizeof(G)};
-        receives[r] = {local + begin + first[1] * SHARD_TILE, (last[1] - first[1]) * SHARD_TILE * (int64_t)sizeof(G)};
+        sends[r] = {local + begin + first[0] * TILE_ELEMENTS,
+                    (last[0] - first[0]) * TILE_ELEMENTS * (int64_t)sizeof(G)};
+        receives[r] = {local + begin + first[1] * TILE_ELEMENTS,
+                       (last[1] - first[1]) * TILE_ELEMENTS * (int64_t)sizeof(G)};
     }
     comm_exchange(&s->comm, sends, receives);
 }
@@ -522,16 +475,16 @@ void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 template <typename G>
 void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
     int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / SHARD_TILE, used = 0;
+    int64_t tiles = (end - begin) / TILE_ELEMENTS, used = 0;
     CommPiece *sends = s->sends, *receives = s->receives;
     Overlap* into = s->into;
     for (int r = 0; r < world; r++) {
-        int64_t first = begin + slice_begin(tiles, me, world) * SHARD_TILE;
-        int64_t last = begin + slice_begin(tiles, me + 1, world) * SHARD_TILE;
+        int64_t first = begin + slice_begin(tiles, me, world) * TILE_ELEMENTS;
+        int64_t last = begin + slice_begin(tiles, me + 1, world) * TILE_ELEMENTS;
         Overlap out = shard_overlap(first, last, s->cut[r], s->cut[r + 1]);
         sends[r] = {local + out.begin, (out.end - out.begin) * (int64_t)sizeof(G)};
-        first = begin + slice_begin(tiles, r, world) * SHARD_TILE;
-        last = begin + slice_begin(tiles, r + 1, world) * SHARD_TILE;
+        first = begin + slice_begin(tiles, r, world) * TILE_ELEMENTS;
+        last = begin + slice_begin(tiles, r + 1, world) * TILE_ELEMENTS;
         into[r] = shard_overlap(first, last, s->cut[me], s->cut[me + 1]);
         receives[r] = {s->incoming + used, (into[r].end - into[r].begin) * (int64_t)sizeof(G)};
         used += receives[r].bytes;
@@ -547,9 +500,7 @@ void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) 
 
 template <typename G>
 void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
-    if (s->format == COMM_E5M2) {
-        shard_sum_chunk<G, COMM_E5M2>(s, local, begin, end);
-    } else if (s->format == COMM_BF16 && sizeof(G) > 2) {
+    if (s->format == COMM_BF16 && sizeof(G) > 2) {
         shard_sum_chunk<G, COMM_BF16>(s, local, begin, end);
     } else {
         shard_sum_chunk<G, COMM_AS_IS>(s, local, begin, end);
@@ -581,8 +532,8 @@ inline void shard_micro_batch(Shard* s, bool first, bool last) {
 // A run of gradients, whose element x is local[x], in chunks.
 template <typename G>
 void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += s->chunk * SHARD_TILE) {
-        int64_t most = at + s->chunk * SHARD_TILE;
+    for (int64_t at = begin; at < end; at += s->chunk * TILE_ELEMENTS) {
+        int64_t most = at + s->chunk * TILE_ELEMENTS;
         shard_reduce_chunk<G>(s, local, at, most < end ? most : end);
     }
 }
@@ -612,13 +563,13 @@ inline void shard_grads_free(const Shard* s, int bucket) {
 }
 
 // Loss and flags of all ranks into `scalars`, and the norm of all gradients and the clip factor. parts: (elements /
-// SHARD_TILE) doubles.
+// TILE_ELEMENTS) doubles.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
     int world = s->comm.world, me = s->comm.rank;
-    int64_t begin = s->cut[me] / SHARD_TILE, tiles = s->cut[me + 1] / SHARD_TILE - begin;
-    int64_t all = s->cut[world] / SHARD_TILE;
+    int64_t begin = s->cut[me] / TILE_ELEMENTS, tiles = s->cut[me + 1] / TILE_ELEMENTS - begin;
+    int64_t all = s->cut[world] / TILE_ELEMENTS;
     CommPiece *sends = s->sends, *receives = s->receives;
     const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
     device_after_comm(&s->comm);
@@ -640,8 +591,8 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     comm_after_device(&s->comm);
     for (int r = 0; r < world; r++) {
         sends[r] = {parts + begin, tiles * (int64_t)sizeof(double)};
-        receives[r] = {parts + s->cut[r] / SHARD_TILE,
-                       (s->cut[r + 1] - s->cut[r]) / SHARD_TILE * (int64_t)sizeof(double)};
+        receives[r] = {parts + s->cut[r] / TILE_ELEMENTS,
+                       (s->cut[r + 1] - s->cut[r]) / TILE_ELEMENTS * (int64_t)sizeof(double)};
     }
     comm_group(&s->comm, true);
     comm_exchange(&s->comm, sends, receives);

@@ -1,5 +1,5 @@
-// The constants that a rule is given (rules/hyper.cuh), computed on the host: bias corrections, schedulers, decay.
-// In double and rounded once, by operations that IEEE 754 defines, so that every machine finds the same.
+// The constants of a step (rules/hyper.cuh): bias corrections, schedulers, decay. The host computes them in double with
+// operations that IEEE 754 defines and rounds once, so that every machine finds the same.
 #pragma once
 #include "optim.h"
 #include "rules/hyper.cuh"
@@ -70,12 +70,12 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
-    // lr / bias1 of the next steps, as a whole, if the learning rate rises from 0 in proportion. Of the first tens of
-    // steps' errors less than all comes back: their bias1 is smaller than that of the steps to come. Likewise where the
-    // rate ends near 0, whose steps would have m hold what no later one can pay.
+    // lr / bias1 of the next steps together, if the learning rate rises from 0 in proportion. Less than all of the
+    // error of the first tens of steps comes back, since their bias1 is smaller than that of later steps. The lower
+    // limit is for rates that end near 0: without it m would hold errors that no later step can pay back.
     double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step)),
-           least = 0.01 * config->lr_max * settings->lr;
-    ahead = ahead > least ? ahead : least;
+           min = 0.01 * config->lr_max * settings->lr;
+    ahead = ahead > min ? ahead : min;
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
     return hyper;
 }

@@ -1,8 +1,8 @@
-// Weights and moments between an optimizer and host memory: as fp32 values, and from a checkpoint's arrays in the same
-// or other formats (optim_load). All of it goes through pieces of 2^19 elements of one tensor, whole tiles, so that no
-// block is cut; the tables' functions encode and decode on the host's cores, whatever the device. Of a shard only the
-// tensors' parts that lie in it are touched. Into formats in spans a tensor goes twice, the first time for its maxima.
-// Cost: the arrays are read and written once; a piece is some 10 MB.
+// Moves weights and moments between an optimizer and host memory: as fp32 values, or from a checkpoint's arrays in the
+// same or other formats (optim_load). Each tensor goes through pieces of 2^19 elements, whole tiles, so that no block
+// is cut. The tables' functions encode and decode on the host's cores, whatever the device. A shard touches only its
+// parts of the tensors. Formats in spans need two passes over a tensor, the first one for its maxima. Cost: the arrays
+// are read and written once; a piece has some 10 MB.
 #include "plan.h"
 #include "user.h"
 
@@ -10,7 +10,7 @@ constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
 struct Piece {
     float* values;    // (PIECE_ELEMENTS)
-    Streams streams;  // the piece as stored; of spans the numbers of the whole tensor, which begin at 0
+    Streams streams;  // the piece as stored; numbers of spans are those of the whole tensor and begin at 0
     Span span;
     int64_t number_bytes;
     SpanTile place;
@@ -44,7 +44,7 @@ static void piece_free(Piece* piece) {
     free((void*)piece->streams.table);
 }
 
-// The piece is now the one from element `start` of the tensor on.
+// Moves the piece to element `start` of the tensor.
 static void piece_at(Piece* piece, const OptimTensor* tensor, int64_t start) {
     piece->place = span_tile(piece->span, tensor, start, 0);
     piece->streams.span = &piece->place;
@@ -54,15 +54,14 @@ static void* stream_data(const Streams* streams, int index) {
     return index == 0 ? streams->codes : index == 1 ? streams->extra : streams->more;
 }
 
-// The functions of a row over a piece, a core a tile.
+// These run a row's functions over a piece; each core takes a tile.
 
-enum Decode { AS_UPDATED, AS_SEEN };  // by the update; by the model
+enum Decode { AS_UPDATED, AS_SEEN };  // as the update reads it; as the model sees it
 
-// Says what a zero becomes and, where there is dither, which; draws no other noise. `element`: the piece's first, in
-// the arena that the arrays are of.
-static NoiseKey piece_key(Slot slot, int64_t element) {
+// A key that draws no noise; its stream decides what a zero becomes.
+static NoiseKey piece_key(Slot slot) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
-    return {0, 0, noise[slot], element};
+    return {0, 0, noise[slot]};
 }
 
 static void piece_decode(const FormatRow* format, Piece* piece, int64_t n, Decode decode, const NoiseKey& key) {
@@ -73,9 +72,9 @@ static void piece_decode(const FormatRow* format, Piece* piece, int64_t n, Decod
     }
 }
 
-// `format` rounds to nearest, or dithers, where the slot is a moment.
-static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot, int64_t element) {
-    const NoiseKey key = piece_key(slot, element);
+// `format` rounds to nearest.
+static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot) {
+    const NoiseKey key = piece_key(slot);
 #pragma omp parallel for schedule(static)
     for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
         if (slot == SLOT_WEIGHTS) format->set(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
@@ -104,63 +103,82 @@ static Held held_of(const OptimTensor* tensor, int64_t begin, int64_t elements) 
     return {first < 0 ? 0 : first, end < padded ? end : padded};
 }
 
-// `given` values of a tensor into the piece; padding is zero.
+// Copies `given` values of a tensor into the piece and sets the padding to zero.
 static void piece_values(Piece* piece, const float* values, int64_t given, int64_t n) {
     given = given < 0 ? 0 : given < n ? given : n;
     if (given > 0) memcpy(piece->values, values, (size_t)given * sizeof(float));
     memset(piece->values + given, 0, (size_t)(n - given) * sizeof(float));
 }
 
-void optim_set_weights(Optim* optim, int index, const float* values) {
-    OptimParts parts = optim_parts(optim);
+// A tensor's weights in an optimizer's arrays.
+struct TensorWeights {
+    const Device* dev;
+    const OptimTensor* tensor;
+    Place place;
+    Streams arrays;
+    Held held;         // the elements that lie in the arrays
+    int64_t elements;  // of the tensor, without padding
+    int64_t numbers;   // bytes before its numbers of spans
+};
+
+static TensorWeights tensor_weights(const Optim* optim, int index) {
+    const OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
-    const Streams weights = weights_arrays(optim, index);
-    const FormatRow* format = place.format;
-    int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
-    Held held = held_of(tensor, place.begin, place.elements);
-    if (held.begin >= held.end) return;
-    Piece piece = piece_create(format, tensor);
-    for (int64_t start = held.begin; piece.span && start < held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(held.end, start);
-        piece_values(&piece, values + start, elements - start, n);
-        piece_at(&piece, tensor, start);
+    return {parts.dev,
+            tensor,
+            place,
+            weights_arrays(optim, index),
+            held_of(tensor, place.begin, place.elements),
+            tensor->rows * tensor->cols,
+            place.at * (int64_t)sizeof(float)};
+}
+
+// The piece from element `start` of the tensor on, in array `i`.
+static char* weights_at(const TensorWeights* w, int i, int64_t start) {
+    return (char*)stream_data(&w->arrays, i) +
+           stream_bytes(w->place.format->stream[i], w->tensor->offset + start - w->place.begin);
+}
+
+void optim_set_weights(Optim* optim, int index, const float* values) {
+    const TensorWeights w = tensor_weights(optim, index);
+    const FormatRow* format = w.place.format;
+    if (w.held.begin >= w.held.end) return;
+    Piece piece = piece_create(format, w.tensor);
+    for (int64_t start = w.held.begin; piece.span && start < w.held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(w.held.end, start);
+        piece_values(&piece, values + start, w.elements - start, n);
+        piece_at(&piece, w.tensor, start);
         piece_measure(format, &piece, n);
     }
-    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(held.end, start), first = tensor->offset + start - place.begin;
-        piece_values(&piece, values + start, elements - start, n);
-        piece_at(&piece, tensor, start);
-        piece_encode(format, &piece, n, SLOT_WEIGHTS, tensor->offset + start);
+    for (int64_t start = w.held.begin; start < w.held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(w.held.end, start);
+        piece_values(&piece, values + start, w.elements - start, n);
+        piece_at(&piece, w.tensor, start);
+        piece_encode(format, &piece, n, SLOT_WEIGHTS);
         for (int i = 0; i < 3; i++) {
-            const StreamInfo& info = format->stream[i];
-            copy_to_device(parts.dev, (char*)stream_data(&weights, i) + stream_bytes(info, first),
-                           stream_data(&piece.streams, i), stream_bytes(info, n));
+            copy_to_device(w.dev, weights_at(&w, i, start), stream_data(&piece.streams, i),
+                           stream_bytes(format->stream[i], n));
         }
     }
-    if (piece.span) copy_to_device(parts.dev, (char*)weights.extra + numbers, piece.streams.next, piece.number_bytes);
+    if (piece.span) {
+        copy_to_device(w.dev, (char*)w.arrays.extra + w.numbers, piece.streams.next, piece.number_bytes);
+    }
     piece_free(&piece);
 }
 
 void optim_get_weights(const Optim* optim, int index, float* values) {
-    OptimParts parts = optim_parts(optim);
-    const OptimTensor* tensor = &parts.tensors[index];
-    const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
-    const Streams weights = weights_arrays(optim, index);
-    const FormatRow* format = place.format;
-    int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
-    Held held = held_of(tensor, place.begin, place.elements);
-    if (held.begin >= held.end) return;
-    Piece piece = piece_create(format, tensor);
-    if (piece.span) copy_to_host(parts.dev, piece.streams.extra, (char*)weights.extra + numbers, piece.number_bytes);
-    for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(held.end, start), first = tensor->offset + start - place.begin;
-        int64_t wanted = elements - start < n ? elements - start : n;
-        piece_at(&piece, tensor, start);
+    const TensorWeights w = tensor_weights(optim, index);
+    const FormatRow* format = w.place.format;
+    if (w.held.begin >= w.held.end) return;
+    Piece piece = piece_create(format, w.tensor);
+    if (piece.span) copy_to_host(w.dev, piece.streams.extra, (char*)w.arrays.extra + w.numbers, piece.number_bytes);
+    for (int64_t start = w.held.begin; start < w.held.end; start += PIECE_ELEMENTS) {
+        int64_t n = piece_length(w.held.end, start), wanted = w.elements - start < n ? w.elements - start : n;
+        piece_at(&piece, w.tensor, start);
         for (int i = 0; i < 3; i++) {
-            const StreamInfo& info = format->stream[i];
-            copy_to_host(parts.dev, stream_data(&piece.streams, i),
-                         (char*)stream_data(&weights, i) + stream_bytes(info, first), stream_bytes(info, n));
+            copy_to_host(w.dev, stream_data(&piece.streams, i), weights_at(&w, i, start),
+                         stream_bytes(format->stream[i], n));
         }
         piece_decode(format, &piece, n, AS_SEEN, NoiseKey{});
         memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
@@ -170,12 +188,11 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
 
 // Checkpoints.
 
-constexpr int CHANGES = SLOTS * LAUNCHES * LAUNCHES;  // all that slots and launches can make
+constexpr int CHANGES = SLOTS * LAUNCHES * LAUNCHES;  // an upper bound
 
 struct Change {
     Slot slot;
     const char *from, *to;
-    bool dithered;  // what it is stored in now
     int tensors;
 };
 
@@ -198,7 +215,7 @@ static Place place_to(const Conversion* c, int tensor, Slot slot) {
     return plan_place(c->to.plan, tensor, slot);
 }
 
-// Whether the model file holds this array of the weights.
+// True if the model file holds this array of the weights.
 static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
     bool plain = strcmp(info.dtype, "F32") == 0 || strcmp(info.dtype, "BF16") == 0;
     return slot == SLOT_WEIGHTS && index == 0 && plain;
@@ -216,7 +233,7 @@ static void stored_read(const Conversion* c, const void* array, int64_t at, int6
     if (!c->stored->read) memcpy(to, (const char*)array + at, (size_t)bytes);
 }
 
-// All arrays that the checkpoint's formats need are there, and no others.
+// Checks that the checkpoint holds all arrays that its formats need, and no others.
 static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
     int arrays = 0;
     for (int slot = 0; slot < SLOTS; slot++) {
@@ -252,30 +269,25 @@ static bool rule_fits(const Conversion* c, char* error, size_t bytes) {
     return false;
 }
 
-// Whether a tensor's arrays are taken as they are: not what is dithered and now lies elsewhere, where overrides place
-// it. Rows of --format are read anew for each configuration, so their names say.
-static bool same_storage(const Conversion* c, int tensor, const Place* from, const Place* to) {
-    bool moved = c->tensors[tensor].offset != c->to.tensors[tensor].offset;
-    if (moved && from->format && from->format->dithered) return false;
+// True if a tensor's arrays are taken as they are. Rows of --format are read anew for each configuration, so these are
+// compared by name.
+static bool same_storage(const Place* from, const Place* to) {
     if (from->nearest == to->nearest) return true;
-    bool own = from->format && to->format && from->format->source && to->format->source;
-    return own && strcmp(from->format->name, to->format->name) == 0;
+    bool user = from->format && to->format && from->format->source && to->format->source;
+    return user && strcmp(from->format->name, to->format->name) == 0;
 }
 
-// A format of the user's own exists for NVRTC alone, and conversion runs on the host.
+// Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.
 static bool formats_convert(const Conversion* c, char* error, size_t bytes) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
             Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
-            bool own = (from.format && from.format->source) || (to.format && to.format->source);
-            if (!own || !from.format || !to.format || same_storage(c, t, &from, &to)) continue;
-            bool moved = strcmp(from.format->name, to.format->name) == 0;
+            bool user = (from.format && from.format->source) || (to.format && to.format->source);
+            if (!user || !from.format || !to.format || same_storage(&from, &to)) continue;
             snprintf(error, bytes,
-                     "%s is %s in the checkpoint and %s was asked for%s, and a format of --format is not converted; "
-                     "resume %s the checkpoint's%s",
-                     slot_name((Slot)slot), from.format->name, to.format->name,
-                     moved ? " at another place, which decides its dither" : "", moved ? "with" : "in",
-                     moved ? " --override" : "");
+                     "%s is %s in the checkpoint and %s was asked for, and a format of --format is not converted; "
+                     "resume in the checkpoint's",
+                     slot_name((Slot)slot), from.format->name, to.format->name);
             return false;
         }
     }
@@ -286,8 +298,8 @@ void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]) {
     user_sums(optim_parts(optim).config, text, OPTIM_OWN_FORMATS_BYTES);
 }
 
-// The files of the user's own formats say what they said when the checkpoint was written: a name alone does not tell
-// what its codes mean.
+// Checks that the files of the user's own formats have not changed since the checkpoint was written, since a name alone
+// does not tell what the codes mean.
 static bool formats_unchanged(const Conversion* c, char* error, size_t bytes) {
     char now[OPTIM_OWN_FORMATS_BYTES], then[OPTIM_OWN_FORMATS_BYTES], *rest;
     user_sums(&c->from, now, sizeof(now));
@@ -312,17 +324,17 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
         known->tensors++;
         return;
     }
-    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, to->format && to->format->dithered, 1};
+    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, 1};
 }
 
-// The piece from element `start` of a tensor on, as the checkpoint has it. `values`: the model file's, of weights.
+// Reads the piece from element `start` of a tensor on, as the checkpoint has it. `values` are the model file's weights.
 static void piece_read(const Conversion* c, const Place* from, Slot slot, int tensor, const float* values,
                        int64_t start, int64_t n, Piece* piece) {
     int64_t elements = c->to.tensors[tensor].rows * c->to.tensors[tensor].cols;
     piece_at(piece, &c->to.tensors[tensor], start);
     if (in_model_file(slot, 0, from->format->stream[0])) {
         piece_values(piece, values + start, elements - start, n);
-        piece_encode(from->format, piece, n, slot, c->tensors[tensor].offset + start);
+        piece_encode(from->format, piece, n, slot);
     }
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = from->format->stream[i];
@@ -332,7 +344,7 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     }
 }
 
-// The optimizer's own array; null when the storage has none.
+// The optimizer's array for a stream; null if the storage has none.
 static char* array_here(const Conversion* c, const Place* to, const StreamInfo& info) {
     char name[256];
     stream_name(to->array, info, name, sizeof(name));
@@ -343,7 +355,7 @@ static char* array_here(const Conversion* c, const Place* to, const StreamInfo& 
     return nullptr;
 }
 
-// A piece as stored into the optimizer's arrays, from element `first` of the arena on.
+// Writes a piece as stored into the optimizer's arrays, from element `first` of the arena on.
 static void piece_write(const Conversion* c, const Place* to, int64_t first, int64_t n, const Piece* piece) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = to->format->stream[i];
@@ -354,7 +366,7 @@ static void piece_write(const Conversion* c, const Place* to, int64_t first, int
     }
 }
 
-// The numbers of spans of a tensor: those of the checkpoint, and into the optimizer's array.
+// Read the numbers of spans of a tensor from the checkpoint; write them into the optimizer's array.
 static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
     if (!piece->span) return;
     stored_read(c, stored_array(c, from, from->format->stream[1]), from->at * (int64_t)sizeof(float),
@@ -370,14 +382,14 @@ static void numbers_write(const Conversion* c, const Place* to, const Piece* pie
 static void slot_load(Conversion* c, int index, Slot slot) {
     Place from = place_from(c, index, slot), to = place_to(c, index, slot);
     if (!from.format && !to.format) return;
-    bool same = same_storage(c, index, &from, &to);
+    bool same = same_storage(&from, &to);
     if (!same) note_change(c, slot, &from, &to);
     if (!from.format || !to.format) return;
     const OptimTensor* tensor = &c->to.tensors[index];
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, to.begin, to.elements);
     if (held.begin >= held.end) return;
-    // Each with the table of the row that works on it.
+    // Each piece has the table of the row that works on it.
     Piece old = piece_create(from.format, tensor), now = piece_create(to.nearest, tensor);
     float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
@@ -387,13 +399,13 @@ static void slot_load(Conversion* c, int index, Slot slot) {
             int64_t n = piece_length(held.end, start);
             piece_read(c, &from, slot, index, values, start, n, &old);
             if (!same) {
-                piece_decode(from.format, &old, n, AS_UPDATED, piece_key(slot, c->tensors[index].offset + start));
+                piece_decode(from.format, &old, n, AS_UPDATED, piece_key(slot));
                 piece_values(&now, old.values, elements - start, n);
                 piece_at(&now, tensor, start);
             }
             if (measure) piece_measure(to.nearest, &now, n);
             if (measure) continue;
-            if (!same) piece_encode(to.nearest, &now, n, slot, tensor->offset + start);
+            if (!same) piece_encode(to.nearest, &now, n, slot);
             piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
         }
     }
@@ -415,8 +427,8 @@ static void tell_changes(const Conversion* c) {
         } else if (!change->to) {
             snprintf(line, sizeof(line), "%s: left behind; %s keeps none", slot, c->to.config->rule);
         } else {
-            snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (%s); not bit-exact", slot,
-                     change->from, share, change->to, change->dithered ? "with dither" : "to nearest");
+            snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact",
+                     slot, change->from, share, change->to);
         }
         c->stored->notice(c->stored->context, line);
     }
@@ -433,15 +445,15 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    bool fine = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
-                formats_convert(c, error, bytes);
-    for (int slot = 0; slot < SLOTS && fine; slot++) {
+    bool ok = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
+              formats_convert(c, error, bytes);
+    for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }
-    if (fine) tell_changes(c);
-    if (fine) optim_decode(optim);
+    if (ok) tell_changes(c);
+    if (ok) optim_decode(optim);
     plan_free(c->from_plan);
     free(c->tensors);
     free(c);
-    return fine;
+    return ok;
 }

@@ -32,7 +32,8 @@ EMBED_SOURCE
 #define OPTIM_INLINE inline __attribute__((always_inline))
 #endif
 
-// Before a function that only the host calls. NVRTC compiles none for the host; there it is for the device and unused.
+// Marks a function that only the host calls. NVRTC compiles nothing for the host; there the function is an unused one
+// for the device.
 #ifdef __CUDACC_RTC__
 #define OPTIM_HOST __device__
 #else
@@ -51,7 +52,7 @@ constexpr bool ON_HOPPER = true;  // or later
 constexpr bool ON_HOPPER = false;
 #endif
 
-// Before a loop whose arrays must stay in registers on the GPU.
+// Marks a loop whose arrays must stay in registers on the GPU.
 #ifdef __CUDA_ARCH__
 #define OPTIM_UNROLL _Pragma("unroll")
 #else
@@ -95,22 +96,22 @@ OPTIM_INLINE float exact_sqrt(float a) {
 // of 2^-50 under eps is nothing, and what keeps roots takes one that small for zero (blocks.cuh). NaN for infinity.
 // On a GPU this is the sequence that __fsqrt_rn uses, without its test and its branch, which cost as much as the
 // arithmetic: the approximate instruction only starts it, the last step rounds correctly. The tests try all mantissas.
-constexpr float LEAST_ROOT = 8.8817842e-16f;  // 2^-50
+constexpr float MIN_ROOT = 8.8817842e-16f;  // 2^-50
 
 OPTIM_INLINE float moment_root(float v) {
-    const float least = 7.8886091e-31f;  // 2^-100
+    const float min = 7.8886091e-31f;  // 2^-100
 #ifdef __CUDA_ARCH__
-    float a = fmaxf(v, least), r;
+    float a = fmaxf(v, min), r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
     float s = __fmul_rn(a, r);
     return __fmaf_rn(__fmaf_rn(-s, s, a), __fmul_rn(r, 0.5f), s);
 #else
-    float a = v > least ? v : least;
+    float a = v > min ? v : min;
     return sqrtf(a) + (a - a);
 #endif
 }
 
-// 1 / b, correctly rounded, for 2^-126 <= |b| <= 2^125: __frcp_rn's sequence, likewise.
+// 1 / b, correctly rounded, for 2^-126 <= |b| <= 2^125, by __frcp_rn's sequence without its test and branch.
 OPTIM_INLINE float exact_reciprocal(float b) {
 #ifdef __CUDA_ARCH__
     float r;
@@ -160,7 +161,7 @@ OPTIM_INLINE float one_nan(float x, uint32_t nan) {
 #endif
 }
 
-// The sign of x at bit 31; none of NaN, whose sign differs between machines.
+// The sign of x at bit 31; 0 for NaN, whose sign differs between machines.
 OPTIM_INLINE uint32_t sign_bits(float x) {
 #ifdef __CUDA_ARCH__
     return __float_as_uint(x) & 0x80000000u;  // arithmetic makes NaN positive

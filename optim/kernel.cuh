@@ -1,27 +1,18 @@
-// The step, one template for every combination of rule and storages:
+// The step, one template for every combination of rule and storages. This file begins with the life of one element,
 //     load -> dequantise -> update in fp32 -> quantise -> store
-// Arenas hold all tensors of the model one after another; a table cuts them into tiles of 2048 elements, none spanning
-// two tensors (a tensor's padding, zeros, fills its last tile), each with the group (decay or not) of its tensor. One
-// launch covers the table. Each byte of weights, gradients and states is read once and each byte of weights and states
-// written once: for bf16 throughout, 14 bytes a parameter, which is all the time it should take. Where the matmuls read
-// another type than the weights are stored in, the step writes that copy in the same pass.
+// and goes on with the machinery: how threads store together, how a thread block is laid out, how tiles travel through
+// shared memory, and the kernels.
 //
-// On the GPU groups of threads each walk through tiles of their own, a thread taking 16 consecutive elements (8 where
-// a moment has more than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all
-// arrays of a tile into one of a group's 2 to 4 stages while the group computes on another, the update writes in place,
-// and the copy engine takes the stage back. A warp for each group, its courier, gives the engine its orders; the others
-// wait for memory as little as for each other, spend no registers on loads in flight and compute no addresses, and
-// every access to memory is whole lines. The next tile of the table goes to the group that has room for it first:
-// multiprocessors are not equally fast, and with shares of equal size what is under way at a time would lie ever
-// further apart in memory, which then answers more slowly, until the slowest end alone. Elsewhere the same code reads
-// and writes memory directly. On the CPU one core takes a tile and calls the same function with 2048 elements. Blocks
-// that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile: the
-// quantise step can reduce over a thread's neighbours on the GPU, where all threads of a group always run together, and
-// over its own array on the CPU.
+// Arenas hold all tensors of the model one after another. A table cuts them into tiles of 2048 elements, each with the
+// group of its tensor (decay or not). No tile spans two tensors: zeros pad a tensor to whole tiles. One launch covers
+// the table. Each byte of weights, gradients and states is read once, and each byte of weights and states written once;
+// for bf16 throughout these are 14 bytes a parameter, and moving them is all the time that a step should take. If the
+// matmuls read another type than the weights are stored in, the step writes that copy in the same pass.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
-// CPU they may be rows of tables of function pointers, which makes any combination run without instantiating it.
+// CPU they may be rows of tables of function pointers, so any combination runs without being instantiated.
 #pragma once
+#include "../kernels/ptx.cuh"
 #include "formats/bf16.cuh"
 #include "formats/feedback.cuh"
 #include "formats/none.cuh"
@@ -40,7 +31,7 @@ struct alignas(8) Tile {
 struct StepArguments {
     Streams weights, grads, m, v;
     Streams slow;             // the third state of a rule that keeps one, in m's format
-    Streams copy;             // of the weights, in the type that the matmuls read, where that is another
+    Streams copy;             // the weights in the type that the matmuls read, if that is another
     const float* grad_scale;  // device scalar
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;       // below 2^31
@@ -55,55 +46,107 @@ struct TileStreams {
     Streams weights, grads, m, v, slow, copy;
 };
 
-// What becomes of the new values: they are stored, or, before that, their maxima are taken (formats/spans.cuh).
+// A STORE pass stores the new values. A MEASURE pass comes before it if a scale reaches further than a tile, and only
+// raises the maxima that the scales are made of (formats/spans.cuh).
 enum Pass { STORE, MEASURE };
+
+// The noise of the weights, m, v and the slow average.
+struct StepKeys {
+    NoiseKey of[4];
+};
+template <bool ORDERED>
+OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
+                                uint32_t* seen);
+template <int COUNT, class Weights, class Grads, class M, class V>
+OPTIM_INLINE constexpr bool step_ordered();
+template <class Storage>
+OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n);
+template <int MAX, class Rule, class Weights, class M, class V>
+OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
+                                 const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
+                                 float* v, float* slow, float* root, const NoiseKey* key);
+
+// One step for n elements (n <= MAX) from `first` on of the tile that begins at `element` of the arena. `turn` is 0 and
+// 1 by turns from tile to tile. `seen`, unless null, receives the new weights as the model sees them, in pairs of bf16.
+template <int MAX, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
+OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
+                                  const V& state_v, const StepArguments& step, const TileStreams& tile,
+                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
+                                  uint32_t* seen = nullptr) {
+    float p[MAX], g[MAX], m[MAX], v[MAX], slow[MAX], root[MAX];
+    const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(
+        step, element, first, rule.adaptive ? root : nullptr, turn, seen);
+    // Load and dequantise.
+    weights.load(tile.weights, first, p, n, key.of[0]);
+    grads.load(tile.grads, first, g, n, key.of[0]);
+    state_m.load(tile.m, first, m, n, key.of[1]);
+    state_v.load(tile.v, first, v, n, key.of[2]);
+    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key.of[3]);
+    // Update in fp32.
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
+    rule.update(hyper, p, g, m, v, slow, root, n);
+    // Quantise and store.
+    if constexpr (PASS == STORE) {
+        store_elements<MAX>(rule, weights, state_m, state_v, tile, hyper, first, n, p, m, v, slow, root, key.of);
+    } else {
+        measure_elements(weights, tile.weights, first, p, n);
+        measure_elements(state_m, tile.m, first, m, n);
+        measure_elements(state_v, tile.v, first, v, n);
+        if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
+    }
+}
+
+// Noise, and what a measuring pass does.
+
+template <bool ORDERED>
+OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
+                                uint32_t* seen) {
+    const uint64_t seed = step.seed.seed;
+    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
+    const int order = ORDERED ? element_order(first) : 0;
+    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
+             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
+}
+
+// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
+template <int COUNT, class Weights, class Grads, class M, class V>
+OPTIM_INLINE constexpr bool step_ordered() {
+    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
+    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
+}
 
 template <class Storage>
 OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n) {
-    if constexpr (HAS_SPANS<Storage>) storage.measure(streams, first, x, n);
+    if constexpr (Storage::HAS_SPANS) storage.measure(streams, first, x, n);
 }
+
+// Storing. A thread stores its arrays together, in parts if their storages have parts (HAS_TOP, formats/blocks.cuh):
+// the largest magnitude of each block, a cut of rare values that are too large, then the codes.
 
 #ifdef __CUDACC__
-// Storages whose store() has parts, top, cut and store_top (blocks.cuh), at least on this GPU; the others store at
-// once.
-template <class Storage, class = void>
-constexpr bool HAS_TOP = false;
-template <class Storage>
-constexpr bool HAS_TOP<Storage, decltype((void)Storage::USUAL_TOP)> = Storage::HAS_TOP;
-
-// Of these, the ones whose parts are given the roots of what they store.
-template <class Storage>
-__host__ __device__ constexpr bool stores_roots() {
-    if constexpr (HAS_TOP<Storage>) return Storage::OF_ROOTS;
-    return false;
-}
-
 template <int COUNT, class Storage>
 __device__ __forceinline__ float thread_top_of(const Storage&, const float* x, const NoiseKey& key) {
-    if constexpr (HAS_TOP<Storage>) return Storage::template top<COUNT>(x, key);
+    if constexpr (Storage::HAS_TOP) return Storage::template top<COUNT>(x, key);
     return 0.0f;
 }
 
 template <class Storage>
 __device__ __forceinline__ bool is_rare(const Storage&, float top) {
-    if constexpr (HAS_TOP<Storage>) return !(top <= Storage::USUAL_TOP);
+    if constexpr (Storage::HAS_TOP) return !(top <= Storage::USUAL_TOP);
     return false;
 }
 
 template <int COUNT, class Storage>
 __device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
-    if constexpr (HAS_TOP<Storage>) Storage::template cut<COUNT>(x, top);
+    if constexpr (Storage::HAS_TOP) Storage::template cut<COUNT>(x, top);
 }
 
-// Of these, the ones that have store_most instead of store_top: they are given the largest of the tile as well.
-template <class Storage, class = void>
-constexpr bool WANTS_MOST = false;
-template <class Storage>
-constexpr bool WANTS_MOST<Storage, decltype((void)Storage::WANTS_MOST)> = Storage::WANTS_MOST;
-
-// The largest of the tile, of `top` of all threads of a group: for each array that is `wanted`, with one barrier.
+// Finds the largest of a tile, of `top` of all threads of a group, for each array that is `wanted`, with one barrier.
 template <int COUNT>
-__device__ __forceinline__ void tile_most(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* most) {
+__device__ __forceinline__ void tile_max(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* max) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (wanted[i]) group_tell(top[i], key[i]);
@@ -111,29 +154,21 @@ __device__ __forceinline__ void tile_most(const bool (&wanted)[4], const float* 
     group_sync<TILE_ELEMENTS / COUNT>();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (wanted[i]) most[i] = group_told<TILE_ELEMENTS / COUNT>(key[i]);
+        if (wanted[i]) max[i] = group_told<TILE_ELEMENTS / COUNT>(key[i]);
     }
 }
 
 template <int COUNT, class Storage>
 __device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
-                                            float top, float most, bool rare, const NoiseKey& key) {
-    if constexpr (WANTS_MOST<Storage>) {
-        Storage::template store_most<COUNT>(streams, first, x, top, most, rare, key);
-    } else if constexpr (HAS_TOP<Storage>) {
+                                            float top, float max, bool rare, const NoiseKey& key) {
+    if constexpr (Storage::WANTS_TILE_MAX) {
+        Storage::template store_in_tile<COUNT>(streams, first, x, top, max, rare, key);
+    } else if constexpr (Storage::HAS_TOP) {
         Storage::template store_top<COUNT>(streams, first, x, top, rare, key);
     } else {
         storage.store(streams, first, x, COUNT, key);
     }
 }
-
-// Whether what stores ordinary values is compiled apart from what stores rare ones, for a fifth to two fifths more to
-// compile: a jump and some moves less. M or V say where that pays (dev/LOG.md); with errors fed back it does not, and
-// with a third state it would take half as long again to compile.
-template <class Storage, class = void>
-constexpr bool STORES_APART = false;
-template <class Storage>
-constexpr bool STORES_APART<Storage, decltype((void)Storage::STORES_APART)> = Storage::STORES_APART;
 
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
@@ -147,53 +182,51 @@ __device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
                                           const TileStreams& tile, int first, float* const* x, const float* top,
-                                          const float* most, bool rare, const NoiseKey* key) {
-    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], most[0], rare, key[0]);
-    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], most[1], rare, key[1]);
-    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], most[2], rare, key[2]);
-    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], most[3], rare, key[3]);
+                                          const float* max, bool rare, const NoiseKey* key) {
+    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], max[0], rare, key[0]);
+    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], max[1], rare, key[1]);
+    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], max[2], rare, key[2]);
+    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], max[3], rare, key[3]);
 }
 
-// First all exchanges between threads, so that they wait for one another's at the same time, then one test for what
-// takes the longer way of an array, for all arrays and a whole warp. x and keys: of weights, m, v and, unless null,
-// slow; of v its roots where stores_roots.
+// Stores a thread's values. All exchanges between threads come first, so that they wait at the same time; then one test
+// decides for all arrays and a whole warp whether any value is rare. x and key belong to the weights, m, v and, unless
+// x[3] is null, the slow average; of v they are the roots where V::OF_ROOTS.
+// APART compiles a path for common values and another for rare ones: a jump and some moves less to run, a fifth to two
+// fifths more to compile. STORES_APART of m or v says where it pays (dev/LOG.md); with errors fed back it does not, and
+// with a third state compiling would take half as long again.
 template <int COUNT, bool APART, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
                                              const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
     const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
                           thread_top_of<COUNT>(state_v, x[2], key[2]),
                           x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
-    const bool wanted[4] = {WANTS_MOST<Weights>, WANTS_MOST<M>, WANTS_MOST<V>, WANTS_MOST<M> && x[3]};
-    float most[4] = {};
-    if constexpr (WANTS_MOST<Weights> || WANTS_MOST<M> || WANTS_MOST<V>) tile_most<COUNT>(wanted, top, key, most);
-    const bool own =
+    const bool wanted[4] = {Weights::WANTS_TILE_MAX, M::WANTS_TILE_MAX, V::WANTS_TILE_MAX, M::WANTS_TILE_MAX && x[3]};
+    float max[4] = {};
+    if constexpr (Weights::WANTS_TILE_MAX || M::WANTS_TILE_MAX || V::WANTS_TILE_MAX) {
+        tile_max<COUNT>(wanted, top, key, max);
+    }
+    const bool mine =
         is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
-    constexpr bool some = HAS_TOP<Weights> || HAS_TOP<M> || HAS_TOP<V>;
-    const bool rare = some && __any_sync(0xffffffffu, own);
+    constexpr bool some = Weights::HAS_TOP || M::HAS_TOP || V::HAS_TOP;
+    const bool rare = some && __any_sync(0xffffffffu, mine);
     if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
     if (APART && !rare) {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, most, false, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, false, key);
     } else {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, most, rare, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, rare, key);
     }
 }
 #endif
 
-// Whether threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
-template <int COUNT, class Weights, class Grads, class M, class V>
-OPTIM_INLINE constexpr bool step_ordered() {
-    constexpr bool able = TAKES_ORDER<Weights> && TAKES_ORDER<Grads> && TAKES_ORDER<M> && TAKES_ORDER<V>;
-    return ON_GPU && COUNT == 16 && able && (CROWDS_BANKS<M> || CROWDS_BANKS<V>);
-}
-
-// Stores new weights p and adds to m what their rounding has changed: see formats/feedback.cuh. What was stored comes
-// from the encoder, in registers, where that gives it.
-template <int MOST, class Weights>
+// Stores new weights p and adds to m what their rounding has changed (formats/feedback.cuh). The encoder leaves what it
+// stored in registers where it can; otherwise it is loaded again.
+template <int MAX, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
-    float stored[MOST];
-    if constexpr (ON_GPU && SEES_STORED<Weights>) {
-        uint32_t own[MOST / 2], *seen = key.seen ? key.seen : own;
+    float stored[MAX];
+    if constexpr (ON_GPU && Weights::SEEN_IS_STORED) {
+        uint32_t buffer[MAX / 2], *seen = key.seen ? key.seen : buffer;
         NoiseKey seeing = key;
         seeing.seen = seen;
         weights.store(streams, first, p, n, seeing);
@@ -213,69 +246,53 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
     }
 }
 
-// One step for n elements (n <= MOST) from `first` on of the tile whose first is `element` of the arena. `seen`, unless
-// null, receives the new weights as the model sees them, in pairs of bf16.
-template <int MOST, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
-OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
-                                  const V& state_v, const StepArguments& step, const TileStreams& tile,
-                                  const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
-                                  uint32_t* seen = nullptr) {
-    float p[MOST], g[MOST], m[MOST], v[MOST], slow[MOST], root[MOST];
-    const uint64_t seed = step.seed.seed;
-    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
-    const float* roots = rule.adaptive ? root : nullptr;
-    constexpr bool ordered = step_ordered<MOST, Weights, Grads, M, V>();
-    const int order = ordered ? element_order(first) : 0;
-    const NoiseKey key[4] = {{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ordered, order},
-                             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ordered, order},
-                             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ordered, order},
-                             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ordered, order}};
-    weights.load(tile.weights, first, p, n, key[0]);
-    grads.load(tile.grads, first, g, n, key[0]);
-    state_m.load(tile.m, first, m, n, key[1]);
-    state_v.load(tile.v, first, v, n, key[2]);
-    if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key[3]);
-    OPTIM_UNROLL
-    for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
-    rule.update(hyper, p, g, m, v, slow, root, n);
-    if constexpr (PASS == MEASURE) {
-        measure_elements(weights, tile.weights, first, p, n);
-        measure_elements(state_m, tile.m, first, m, n);
-        measure_elements(state_v, tile.v, first, v, n);
-        if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
-    } else {
+// Stores the new values of n elements; `root` has the roots of v if the rule is adaptive. On the CPU the storages may
+// be rows of tables, of which only the member feeds_back says whether errors are fed back.
+template <int MAX, class Rule, class Weights, class M, class V>
+OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
+                                 const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
+                                 float* v, float* slow, float* root, const NoiseKey* key) {
 #ifdef __CUDA_ARCH__
-        if constexpr (stores_roots<V>()) {
-            OPTIM_UNROLL
-            for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
-        }
-        float* x[4] = {p, m, stores_roots<V>() ? root : v, rule.keeps_slow ? slow : nullptr};
-        if constexpr (FEEDS_BACK<Weights>) {
-            feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
-            store_thread<MOST, false>(None(), state_m, state_v, tile, first, x, key);
-        } else {
-            constexpr bool apart = (STORES_APART<M> || STORES_APART<V>)&&!Rule::keeps_slow;
-            store_thread<MOST, apart>(weights, state_m, state_v, tile, first, x, key);
-        }
-#else
-        bool feeds_back = false;
-        if constexpr (FEEDS_BACK<Weights>) feeds_back = weights.feeds_back;
-        if (feeds_back) {
-            feed_back<MOST>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
-        } else {
-            weights.store(tile.weights, first, p, n, key[0]);
-        }
-        state_m.store(tile.m, first, m, n, key[1]);
-        state_v.store(tile.v, first, v, n, key[2]);
-        if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key[3]);
-#endif
+    if constexpr (V::OF_ROOTS) {
+        OPTIM_UNROLL
+        for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
     }
+    float* x[4] = {p, m, V::OF_ROOTS ? root : v, rule.keeps_slow ? slow : nullptr};
+    if constexpr (Weights::FEEDS_BACK) {
+        feed_back<MAX>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
+        store_thread<MAX, false>(None(), state_m, state_v, tile, first, x, key);
+    } else {
+        constexpr bool apart = (M::STORES_APART || V::STORES_APART) && !Rule::keeps_slow;
+        store_thread<MAX, apart>(weights, state_m, state_v, tile, first, x, key);
+    }
+#else
+    if (Weights::FEEDS_BACK && weights.feeds_back) {
+        feed_back<MAX>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
+    } else {
+        weights.store(tile.weights, first, p, n, key[0]);
+    }
+    state_m.store(tile.m, first, m, n, key[1]);
+    state_v.store(tile.v, first, v, n, key[2]);
+    if (rule.keeps_slow) state_m.store(tile.slow, first, slow, n, key[3]);
+#endif
 }
 
-// How a step's kernel is laid out; the host computes the same from the rows of its tables.
+// The layout of a step's kernel. The host computes the same from the rows of its tables.
+//
+// On a GPU a tile is updated by a group of threads, each of which takes 16 consecutive elements (8 if a moment has more
+// than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all arrays of a tile
+// into one of the group's 2 to 4 stages while the group computes on another, the update writes in place, and the copy
+// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders. So the group's own
+// threads do not wait for memory, spend no registers on loads in flight and compute no addresses, and every access to
+// memory is whole lines. The next tile of the table goes to the first group that has room for it. Fixed shares would be
+// slower: multiprocessors differ in speed, so what is under way at a time would spread ever further over memory. Older
+// GPUs run the same code on memory directly; a CPU core takes a whole tile.
+//
+// Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
+// a thread can reduce over its neighbours, which always run together.
 
-// The arrays of a step in the order in which a stage holds them: three each of weights, m, v and slow, with one of the
-// gradients and one of the copy between and after them.
+// The arrays of a step, in the order in which a stage holds them: three of the weights, the gradients, three each of m,
+// v and slow, and the copy.
 constexpr int STEP_ARRAYS = 14, GRADS_ARRAY = 3, COPY_ARRAY = 13;
 
 struct StepArrays {
@@ -283,19 +300,19 @@ struct StepArrays {
 };
 
 struct StepShape {
-    int elements;             // of a thread: 16 bytes of the narrower moment, where that is 8 bits
+    int elements;             // of a thread
     int threads;              // of a group
-    int groups;               // of a thread block, which is a multiprocessor's only one
-    int couriers;             // warps: one for each group, and as many more as make their number a multiple of 4
-    int block_threads;        // of all these
+    int groups;               // of a thread block; a multiprocessor has one block
+    int couriers;             // warps: one for each group, rounded up to a multiple of 4
+    int block_threads;        // groups and couriers together
     int stages;               // of a group
-    int bytes[STEP_ARRAYS];   // of a tile; 0: there is no such array
+    int bytes[STEP_ARRAYS];   // of a tile; 0 if the array does not exist
     int offset[STEP_ARRAYS];  // in a stage
     int stage_bytes;
     int load_bytes;
-    int table_bytes;          // before the stages, of both moments' tables
-    unsigned loaded, stored;  // bits: arrays that the stage receives, and gives back
-    unsigned small;           // bits: of less than 16 bytes, which the copy engine does not take: couriers carry them
+    int table_bytes;          // of both moments' tables, which lie before the stages
+    unsigned loaded, stored;  // bits: the arrays that a stage receives, and gives back
+    unsigned small;           // bits: arrays that the copy engine does not take; couriers carry them
 };
 
 // Multiprocessors that have a copy engine and 227 KB of shared memory: Hopper's and the large ones of Blackwell, of
@@ -307,11 +324,11 @@ OPTIM_INLINE constexpr bool has_stages(int compute) {
 #define OPTIM_STAGES
 #endif
 
-constexpr int STAGE_LINE = 128;          // of shared memory, for the copy engine
-constexpr int SHARED_MOST = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
+constexpr int STAGE_LINE = 128;         // of shared memory, for the copy engine
+constexpr int SHARED_MAX = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
 
-// Arrays of whole lines first, so that each begins a line, as every stage does: the engine is slower where the lines of
-// memory and those of a stage are not the same ones.
+// Arrays of whole lines come first, so that each begins a line, as every stage does: the engine is slower if lines of
+// memory and lines of a stage do not match.
 OPTIM_INLINE constexpr void stage_layout(StepShape* shape) {
     for (int part = 0; part < 2; part++) {
         for (int a = 0; a < STEP_ARRAYS; a++) {
@@ -343,27 +360,27 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
         if (!small) shape.load_bytes += shape.bytes[a];
     }
     stage_layout(&shape);
-    // Fewer threads would hide less of the arithmetic's latency, more would leave less room for stages and registers;
-    // three stages each are better than a third or fourth group, and a fifth is of use where a group waits for itself,
-    // measured on an H200.
+    // Fewer threads would hide less of the arithmetic's latency, and more would leave less room for stages and
+    // registers. On an H200 three stages each were better than a third or fourth group, and a fifth helped where a
+    // group waits for its own threads.
     shape.groups = (shape.elements == 8 ? 768 : waits ? 640 : 512) / shape.threads;
     if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
-    int most = SHARED_MOST - shape.table_bytes;
-    while (shape.groups > 2 && most / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
-    while (shape.groups > 1 && most / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
-    int stages = most / (shape.groups * shape.stage_bytes);
+    int max = SHARED_MAX - shape.table_bytes;
+    while (shape.groups > 2 && max / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
+    while (shape.groups > 1 && max / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
+    int stages = max / (shape.groups * shape.stage_bytes);
     shape.stages = stages > 4 ? 4 : stages;
     shape.couriers = (shape.groups + 3) / 4 * 4;
     shape.block_threads = shape.groups * shape.threads + 32 * shape.couriers;
     return shape;
 }
 
-// Of dynamic shared memory: the moments' tables and, where there is a copy engine, stages.
+// Bytes of dynamic shared memory: the moments' tables and, if there is a copy engine, the stages.
 OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape, int compute) {
     return shape.table_bytes + (has_stages(compute) ? shape.groups * shape.stages * shape.stage_bytes : 0);
 }
 
-// The arrays of the tile `index`, of some that begin at the arena's first element.
+// The arrays of the tile `index`, among arrays that begin at the arena's first element.
 OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
                              const Streams& whole, int64_t index) {
     return {(char*)whole.codes + index * tile_bytes(codes),
@@ -374,12 +391,6 @@ OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, c
             whole.span ? whole.span + index : nullptr};
 }
 
-// Bytes of constants that a storage keeps in shared memory: 0 for one that has none to prepare.
-template <class Storage, class = void>
-constexpr int SHARED_BYTES = 0;
-template <class Storage>
-constexpr int SHARED_BYTES<Storage, decltype((void)Storage::TABLE_BYTES)> = Storage::TABLE_BYTES;
-
 constexpr int DECODE_ELEMENTS = 8;  // of a thread of optim_decode_kernel
 
 #ifdef __CUDACC__
@@ -389,23 +400,17 @@ constexpr bool HAS_STAGES = true;
 constexpr bool HAS_STAGES = false;
 #endif
 
-// Storages whose store() fills key.seen.
-template <class Storage, class = void>
-constexpr bool GIVES_SEEN = false;
-template <class Storage>
-constexpr bool GIVES_SEEN<Storage, decltype((void)Storage::GIVES_SEEN)> = Storage::GIVES_SEEN;
-
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 struct StepLayout {
-    static constexpr StreamInfo NOTHING = {"", "", 0, 1};
+    static constexpr StreamInfo NOTHING = {};
     static constexpr bool SLOW = Rule::KEEPS_SLOW;
-    static constexpr StepArrays ARRAYS = {
-        {Weights::STREAM[0], Weights::STREAM[1], third_stream<Weights>(), Grads::STREAM[0], M::STREAM[0], M::STREAM[1],
-         third_stream<M>(), V::STREAM[0], V::STREAM[1], third_stream<V>(), SLOW ? M::STREAM[0] : NOTHING,
-         SLOW ? M::STREAM[1] : NOTHING, SLOW ? third_stream<M>() : NOTHING, Copy::STREAM[0]}};
-    static constexpr StepShape SHAPE = step_shape(ARRAYS, SHARED_BYTES<M> + SHARED_BYTES<V>);
+    static constexpr StepArrays ARRAYS = {{Weights::STREAM[0], Weights::STREAM[1], Weights::STREAM[2], Grads::STREAM[0],
+                                           M::STREAM[0], M::STREAM[1], M::STREAM[2], V::STREAM[0], V::STREAM[1],
+                                           V::STREAM[2], SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
+                                           SLOW ? M::STREAM[2] : NOTHING, Copy::STREAM[0]}};
+    static constexpr StepShape SHAPE = step_shape(ARRAYS, M::TABLE_BYTES + V::TABLE_BYTES);
 
-    // Where array A of a tile is: in the stage, or, without one, in memory.
+    // The address of array A of a tile: in the stage, or in memory if there is none.
     template <int A>
     static __device__ __forceinline__ void* at(void* base, const Tile& tile, unsigned char* stage) {
         constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
@@ -453,7 +458,7 @@ struct StepLayout {
     }
 };
 
-// 1, 2, 4 or 8 bytes.
+// Read and write 1, 2, 4 or 8 bytes.
 __device__ __forceinline__ uint64_t read_small(const void* from, int bytes) {
     if (bytes == 1) return *(const uint8_t*)from;
     if (bytes == 2) return *(const uint16_t*)from;
@@ -467,10 +472,6 @@ __device__ __forceinline__ void write_small(void* to, int bytes, uint64_t value)
     if (bytes == 8) *(uint64_t*)to = value;
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return (uint32_t)__cvta_generic_to_shared(pointer);
-}
-
 __device__ __forceinline__ void* shared_pointer(uint32_t address) {
     return __cvta_shared_to_generic(address);
 }
@@ -481,81 +482,20 @@ __device__ __forceinline__ uint32_t register_kept(uint32_t x) {
     return x;
 }
 
-#ifdef OPTIM_STAGES
-// One thread of a warp. Of a thread chosen like this the compiler knows that it runs alone; otherwise it wraps each
-// order to the copy engine, which takes its addresses from registers of the warp, in a loop over the warp's threads.
-__device__ __forceinline__ bool is_elected() {
-    uint32_t elected;
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-    return elected != 0;
-}
-
-// The copy engine: from memory into a stage, counted by a barrier in shared memory; and back, counted in groups.
-__device__ __forceinline__ void barrier_create(uint64_t* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-    return done != 0;
-}
-
-__device__ __forceinline__ void engine_load(const void* from, void* to, int bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-
-__device__ __forceinline__ void engine_store(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void engine_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Until all but the newest N groups of stores have read shared memory.
-template <int N>
-__device__ __forceinline__ void engine_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-
-// What threads wrote to shared memory before is visible to the engine after.
-__device__ __forceinline__ void engine_fence() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-#endif
-
 // Copies the moments' tables into shared memory. All threads of the thread block call it, and synchronise after it.
 template <class M, class V>
 __device__ __forceinline__ void tables_prepare(const StepArguments& step, unsigned char* memory) {
-    if constexpr (SHARED_BYTES<M> != 0) M::prepare(step.m, memory);
-    if constexpr (SHARED_BYTES<V> != 0) V::prepare(step.v, memory + SHARED_BYTES<M>);
+    if constexpr (M::TABLE_BYTES != 0) M::prepare(step.m, memory);
+    if constexpr (V::TABLE_BYTES != 0) V::prepare(step.v, memory + M::TABLE_BYTES);
 }
 
 template <class M>
 __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned char* memory) {
     streams->m.table = streams->slow.table = memory;
-    streams->v.table = memory + SHARED_BYTES<M>;
+    streams->v.table = memory + M::TABLE_BYTES;
 }
 
-// A tile by a thread of its group.
+// Updates a thread's elements of a tile.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const unsigned char* tables,
                                             unsigned char* stage, float grad_scale, int thread, int turn) {
@@ -566,7 +506,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
-    constexpr bool SEEN = COPIES && GIVES_SEEN<Weights> && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
+    constexpr bool SEEN = COPIES && Weights::GIVES_SEEN && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
     Packed<16, COUNT> codes;
     update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
                            grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
@@ -576,18 +516,18 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         key.order = element_order(first);
         store_ordered<COUNT>(streams.copy.codes, first, codes, key);
     } else if constexpr (COPIES) {
-        // Scales come from neighbours.
+        // Waits for scales that neighbours write.
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float seen[COUNT];
-        if constexpr (HAS_SPANS<Weights>) streams.weights.extra = streams.weights.next;
+        if constexpr (Weights::HAS_SPANS) streams.weights.extra = streams.weights.next;
         Weights::view(streams.weights, first, seen, COUNT);
         Copy::set(streams.copy, first, seen, COUNT);
     }
 }
 
 #ifdef OPTIM_STAGES
-// What the courier and the groups share, beside the stages.
+// Shared memory of the couriers and the groups, beside the stages.
 constexpr uint32_t NO_TILE = 0xffffffffu;  // the index of what comes after a group's last tile
 
 template <int GROUPS, int STAGES>
@@ -596,7 +536,7 @@ struct Couriers {
     uint64_t done[GROUPS][STAGES];  // all threads of the group have computed it
     Tile tile[GROUPS][STAGES];
 
-    // Those of a stage by its `full`.
+    // The other members of a stage, by the address of its `full`.
     static_assert(sizeof(Tile) == sizeof(uint64_t), "three arrays of the same layout");
     __device__ __forceinline__ uint64_t* done_of(uint64_t* stage) const { return stage + GROUPS * STAGES; }
     __device__ __forceinline__ const Tile& tile_of(uint64_t* stage) const {
@@ -604,7 +544,7 @@ struct Couriers {
     }
 };
 
-// The orders for one group.
+// A courier gives the copy engine its orders for one group.
 template <class Layout, class Shared>
 struct Courier {
     static constexpr StepShape SHAPE = Layout::SHAPE;
@@ -613,10 +553,11 @@ struct Courier {
     Shared* shared;
     unsigned char* stages;
     int group;
-    uint64_t small[STEP_ARRAYS];  // of the tile that comes
+    uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
 
-    // The next tile that no group has, or a number beyond the last. The first ones are given without asking. Each
-    // group asks until there are no more, so the count of questions is known, and after the last one it is 0 again.
+    // Returns the next tile that no group has, or a number beyond the last. The first tiles are given without asking.
+    // Each group asks until there are no more, so the number of calls is known, and after the last one the counter is 0
+    // again.
     __device__ __forceinline__ uint32_t next_tile() const {
         const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
         const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
@@ -629,37 +570,39 @@ struct Courier {
     }
 
     __device__ __forceinline__ void fill(const Tile& tile, int s) {
-        uint64_t* full = &shared->full[group][s];
+        const uint32_t full = shared_offset(&shared->full[group][s]);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         shared->tile[group][s] = tile;
         Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         barrier_expect(full, SHAPE.load_bytes);
-        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE,
-                     [&](const void* from, void* to, int bytes, int) { engine_load(from, to, bytes, full); });
+        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
+            bulk_load(shared_offset(to), from, bytes, full);
+        });
     }
 
     __device__ __forceinline__ void end(int s) {
         shared->tile[group][s].index = NO_TILE;
-        barrier_arrive(&shared->full[group][s]);
+        barrier_arrive(shared_offset(&shared->full[group][s]));
     }
 
-    // Once the group has computed it.
+    // Takes a stage back once the group has computed it.
     __device__ __forceinline__ void take_back(int s, uint32_t parity) {
-        while (!barrier_passed(&shared->done[group][s], parity)) __nanosleep(100);  // looking costs the others slots
+        while (!barrier_passed(shared_offset(&shared->done[group][s]), parity))
+            __nanosleep(100);  // looking costs the others slots
         const Tile tile = shared->tile[group][s];
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
             write_small(to, bytes, read_small(from, bytes));
         });
         Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
-                     [&](void* to, const void* from, int bytes, int) { engine_store(to, from, bytes); });
-        engine_commit();
+                     [&](void* to, const void* from, int bytes, int) { bulk_store(to, shared_offset(from), bytes); });
+        store_commit();
     }
 };
 
-// By one thread: fills its group's stages, then, as the group computes them one after another, takes a stage back, and
-// fills the one before it, whose way back began a turn ago, with the next tile.
+// Runs in one thread. It fills its group's stages; then, as the group computes them one after another, it takes a stage
+// back and fills the one before it, whose way back began a turn ago, with the next tile.
 template <class Layout, class Shared>
 __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, unsigned char* memory,
                                             int group) {
@@ -683,19 +626,19 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
         if (comes) next = courier.next_tile();
         if (comes) courier.read(coming);
         courier.take_back(s, parity);
-        engine_wait_read<1>();
+        store_wait_read<1>();
         if (comes) courier.fill(coming, before), filled++;
         if (!comes && more && before >= 0) courier.end(before), more = false;
         before = s;
         if (++s == STAGES) s = 0, parity ^= 1;
     }
-    engine_wait_read<0>();
+    store_wait_read<0>();
 }
 #endif
 
 #ifdef OPTIM_STAGES
-// A thread block's 64k registers, by eights of a thread: all its threads start with the same number, then the couriers
-// give up what they do not need and the groups take it, which saves spills.
+// A thread block has 64k registers, given to threads by eights. All threads start with the same number; then the
+// couriers give up what they do not need and the groups take it, which saves spills.
 constexpr int COURIER_REGISTERS = 32;
 
 OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
@@ -703,18 +646,18 @@ OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
 }
 
 OPTIM_INLINE constexpr int registers_of_groups(const StepShape& shape) {
-    int most = 32 * shape.couriers * COURIER_REGISTERS;
-    most = (registers_at_start(shape) * shape.block_threads - most) / (shape.groups * shape.threads) / 8 * 8;
-    return most > 128 ? 0 : most;  // enough as it is
+    int max = 32 * shape.couriers * COURIER_REGISTERS;
+    max = (registers_at_start(shape) * shape.block_threads - max) / (shape.groups * shape.threads) / 8 * 8;
+    return max > 128 ? 0 : max;  // enough as it is
 }
 
 template <int REGISTERS, bool MORE>
 __device__ __forceinline__ void registers_set() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if constexpr (MORE) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        registers_grow<REGISTERS>();
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        registers_shrink<REGISTERS>();
     }
 #endif
 }
@@ -729,15 +672,15 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     constexpr StepShape SHAPE = Layout::SHAPE;
     const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
     const float grad_scale = *step.grad_scale;
-    if (!is_finite(grad_scale)) return;  // changes nothing
+    if (!is_finite(grad_scale)) return;  // the step changes nothing
     extern __shared__ __align__(128) unsigned char step_memory[];
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
-        barrier_create(&shared.full[0][0] + threadIdx.x, 1);
-        barrier_create(&shared.done[0][0] + threadIdx.x, SHAPE.threads);
-        engine_fence();
+        barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
+        barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);
+        fence_async();
     }
     __syncthreads();
     constexpr int registers = registers_of_groups(SHAPE);
@@ -751,22 +694,22 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         return;
     }
     if constexpr (exchanges) registers_set<registers, true>();
-    const uint32_t own = register_kept(thread), tables = register_kept(shared_address(step_memory));
+    const uint32_t thread_kept = register_kept(thread), tables = register_kept(shared_offset(step_memory));
     const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
-    uint32_t parity = 0, stage = memory, barrier = shared_address(&shared.full[group][0]);
+    uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared.full[group][0]);
     int s = 0, turn = 0;
     for (;;) {
         uint64_t* full = (uint64_t*)shared_pointer(register_kept(barrier));
-        while (!barrier_passed(full, parity)) {
+        while (!barrier_passed(shared_offset(full), parity)) {
         }
         const Tile& tile = shared.tile_of(full);
         if (tile.index == NO_TILE) break;
         update_tile<Rule, Weights, M, V, Copy, Grads>(step, tile, (unsigned char*)shared_pointer(tables),
                                                       (unsigned char*)shared_pointer(register_kept(stage)), grad_scale,
-                                                      (int)own, turn);
+                                                      (int)thread_kept, turn);
         turn ^= 1;
-        engine_fence();
-        barrier_arrive(shared.done_of(full));
+        fence_async();
+        barrier_arrive(shared_offset(shared.done_of(full)));
         stage += SHAPE.stage_bytes, barrier += sizeof(uint64_t);
         if (++s == SHAPE.stages) {
             stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(uint64_t);
@@ -789,8 +732,8 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
 // grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
-    static_assert(SHARED_BYTES<Weights> == 0, "tables are for moments");
-    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = third_stream<Weights>(),
+    static_assert(Weights::TABLE_BYTES == 0, "tables are for moments");
+    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = Weights::STREAM[2],
                          to = Copy::STREAM[0];
     float x[DECODE_ELEMENTS];
     int first = threadIdx.x * DECODE_ELEMENTS;

@@ -1,6 +1,6 @@
-// The first pass of a step whose storages have scales that reach further than a tile (formats/spans.cuh): the update as
-// the step will compute it, of which only the maxima are kept.
-// Bytes: all that the step loads, once more. Threads read memory directly: what is measured here is not in a hurry.
+// The first pass of a step whose storages have scales that reach further than a tile (formats/spans.cuh). It computes
+// the update as the step will, and keeps only the maxima. Bytes: all that the step loads, once more. Threads read
+// memory directly, since this pass need not be fast.
 #pragma once
 #include "kernel.cuh"
 #include "formats/spans.cuh"
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams,
                                         step.group[tile.group], grad_scale, (int64_t)tile.index * TILE_ELEMENTS,
                                         (int)threadIdx.x * COUNT, COUNT);
-        __syncthreads();  // before what threads of a format share (log.cuh) is another tile's
+        __syncthreads();  // threads of log.cuh share memory, which the next tile overwrites
     }
 }
 #endif

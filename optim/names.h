@@ -1,25 +1,16 @@
-// Rows of tables by name: the row that a name means, and the sentence when it means none; and what resolve.cu knows:
-// the presets, and which weights go with which m.
+// Rows of tables by name: the row that a name means, and the sentence if it means none. A row has `name` and `note`.
 #pragma once
 #include <stdio.h>
 #include <string.h>
 #include "../kernels/text.h"
 
-// The presets, which resolve.cu has.
-struct PresetRow {
-    const char *name, *rule, *weights, *m, *v, *note;
-    const char* overrides = "";
+template <class Row>
+struct Table {
+    const Row* row;
+    int count;
 };
-int preset_count();
-const PresetRow* preset_row(int index);
 
-// Whether a resolved configuration's rule and m can take what rounding its weights loses, if these give it back (:ef);
-// false and a sentence where not. `overridden`: weights or m are what --override asks for.
-struct OptimConfig;
-bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t error_bytes);
-
-// Whether a row's name is what was typed. A format in blocks may be named without its block: "dyn8:sr" is the first row
-// of "dyn8/...:sr".
+// True if `name` leaves out the block of a row's name: "dyn8:sr" is the first row of "dyn8/...:sr".
 inline bool name_is_short_for(const char* full, const char* name) {
     if (!*name || strchr(name, '/')) return false;
     size_t length = strcspn(name, ":@");
@@ -27,20 +18,20 @@ inline bool name_is_short_for(const char* full, const char* name) {
     return same && strcmp(full + strcspn(full, ":@"), name + length) == 0;
 }
 
-// Of rows with row_name(row); null when there is none.
+// The row that a name means; null if there is none.
 template <class Row>
-const Row* find_row(const Row* rows, int count, const char* name) {
-    for (int i = 0; name && i < count; i++) {
-        if (strcmp(row_name(rows[i]), name) == 0) return &rows[i];
+const Row* find_row(const Table<Row>& table, const char* name) {
+    for (int i = 0; name && i < table.count; i++) {
+        if (strcmp(table.row[i].name, name) == 0) return &table.row[i];
     }
-    for (int i = 0; name && i < count; i++) {
-        if (name_is_short_for(row_name(rows[i]), name)) return &rows[i];
+    for (int i = 0; name && i < table.count; i++) {
+        if (name_is_short_for(table.row[i].name, name)) return &table.row[i];
     }
     return nullptr;
 }
 
-// How far what was typed is from a row's name: the names before block, scale and rounding count first, since those of
-// "dyn9/256:sr" are most of its letters. Where no block was typed the row's does not count.
+// The distance of what was typed from a row's name. The names before block, scale and rounding count first, since block
+// and rounding are most of the letters of "dyn9/256:sr". The row's block does not count if none was typed.
 inline int name_distance(const char* typed, const char* name) {
     char shorter[64];
     size_t base = strcspn(name, "/:@");
@@ -52,13 +43,13 @@ inline int name_distance(const char* typed, const char* name) {
 
 // "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)": rows without a note are found but not listed.
 template <class Row>
-void name_unknown(const Row* rows, int count, const char* option, const char* name, char* error, size_t bytes) {
-    const char* nearest = row_name(rows[0]);
+void name_unknown(const Table<Row>& table, const char* option, const char* name, char* error, size_t bytes) {
+    const char* nearest = table.row[0].name;
     char known[1024] = "";
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < table.count; i++) {
         size_t used = strlen(known);
-        const char* other = row_name(rows[i]);
-        if (row_note(rows[i])[0]) snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", other);
+        const char* other = table.row[i].name;
+        if (table.row[i].note[0]) snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", other);
         if (name_distance(name, other) < name_distance(name, nearest)) nearest = other;
     }
     // A guess is one character off, in all or before block, scale and rounding, or has two letters of four or more

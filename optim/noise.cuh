@@ -83,7 +83,7 @@ OPTIM_INLINE void philox_round(uint32_t* c, uint32_t key0, uint32_t key1) {
     c[3] = low0;
 }
 
-// Its rounds; the key itself steps by constants.
+// All rounds; the key steps by constants.
 OPTIM_INLINE Noise philox4x32(Noise counter, uint32_t key0, uint32_t key1, int rounds) {
     OPTIM_UNROLL
     for (int i = 0; i < rounds; i++) {
@@ -94,15 +94,14 @@ OPTIM_INLINE Noise philox4x32(Noise counter, uint32_t key0, uint32_t key1, int r
     return counter;
 }
 
-// The same with the keys of the rounds.
+// The same, with the keys of the rounds given.
 OPTIM_INLINE Noise philox4x32(Noise counter, const uint32_t* round) {
     OPTIM_UNROLL
     for (int i = 0; i < NOISE_ROUNDS; i++) philox_round(counter.word, round[2 * i], round[2 * i + 1]);
     return counter;
 }
 
-// The noise of the elements from `first` on: of 16 when it is a multiple of that, and of 8 when only of 8, as when a
-// thread has 8 elements.
+// Draws the noise of the elements from `first` on: of 16 if `first` is a multiple of 16, else of 8.
 OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
     // On a GPU key.element begins a tile, of 2048 elements, and `first` lies in it.
     const uint64_t begin = (uint64_t)key.element / NOISE_ELEMENTS;
@@ -121,8 +120,8 @@ OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
     return noise;
 }
 
-// Of lane 0 .. 15, in one instruction each: its 16 bits of noise n; 256 n + 128, for bits that have a half more; the
-// bits of the float 128 + n / 65536.
+// The noise of lane 0 .. 15 in three forms, in one instruction each: its 16 bits n; 256 n + 128, the middle of n as 24
+// bits; the bits of the float 128 + n / 65536.
 OPTIM_INLINE uint32_t noise_lane(const Noise& noise, int lane) {
 #ifdef __CUDA_ARCH__
     return __byte_perm(noise.word[lane / 4], noise.shared, 0x6605 + (lane % 4 << 4));

@@ -9,122 +9,15 @@
 
 #include "jit.h"
 #include "measure.cuh"
-#include "names.h"
 #include "plan.h"
-#include "table.cuh"
+#include "storage.h"
 #include "user.h"
 
-static_assert(TILE_ELEMENTS == OPTIM_ALIGN, "a tile is of one tensor, and so is a block");
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
-
-struct BuiltInRow {
-    const char* types;      // all but the gradients'
-    const void* kernel[2];  // with those of grads_rows
-};
-
-// T::fill, or null for a storage that has none.
-template <class T>
-constexpr auto fill_function(int) -> decltype(&T::fill) {
-    return &T::fill;
-}
-template <class T>
-constexpr void (*fill_function(long))(void*) {
-    return nullptr;
-}
-
-// T::measure, or nothing for a storage without spans.
-template <class T>
-static void measure(const Streams& streams, int first, const float* x, int n) {
-    if constexpr (HAS_SPANS<T>) T::measure(streams, first, x, n);
-}
-
-// What a template's function pointers make of a type: T::load and its sisters, copied into a row.
-template <class T>
-constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
-    return {name,
-            note,
-            type,
-            {T::STREAM[0], T::STREAM[1], third_stream<T>()},
-            T::load,
-            T::store,
-            T::set,
-            T::view,
-            measure<T>,
-            SHARED_BYTES<T>,
-            fill_function<T>(0),
-            HAS_SIGN<T>,
-            IS_DITHERED<T>,
-            FEEDS_BACK<T>};
-}
-
-#define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
-// The address of a kernel; without CUDA something in its place, so that the same configurations count as built in.
-#ifdef __CUDACC__
-#define KERNEL(...) (const void*)__VA_ARGS__
-#else
-#define KERNEL(...) #__VA_ARGS__
-#endif
-#define WEIGHTS_ROW(NAME, NOTE, ...)                                        \
-    {format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),                     \
-     {KERNEL(optim_decode_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>), \
-      KERNEL(optim_decode_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>)}},
-#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) \
-    {NAME, NOTE, #TYPE, TYPE::KEEPS_V, TYPE::KEEPS_SLOW, EachElement<TYPE>::update},
-#define BUILT_IN_ROW(...)                                                 \
-    {#__VA_ARGS__,                                                        \
-     {KERNEL(optim_step_kernel<__VA_ARGS__, Elementwise<Fp32, NEAREST>>), \
-      KERNEL(optim_step_kernel<__VA_ARGS__, Elementwise<Bf16, NEAREST>>)}},
-
-static const RuleRow rule_rows[] = {OPTIM_RULES(RULE_ROW)};
-static const WeightsRow weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
-static const FormatRow grads_rows[] = {OPTIM_GRADS(FORMAT_ROW)};
-static const FormatRow state_rows[] = {OPTIM_STATES(FORMAT_ROW)};
-static const FormatRow import_rows[] = {OPTIM_IMPORTS(FORMAT_ROW)};
-static const FormatRow none_row = format_row<None>("none", "", "None");  // of a state that a rule does not keep
-static const BuiltInRow built_in_rows[] = {OPTIM_BUILT_IN(BUILT_IN_ROW)};
-static_assert(sizeof(grads_rows) == 2 * sizeof(FormatRow), "BuiltInRow has a kernel for each");
-// The types that the matmuls read, by OptimType.
-static const FormatRow compute_rows[] = {
-    format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
-    format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
-
-static const char* row_name(const WeightsRow& row) {
-    return row.format.name;
-}
-template <class Row>
-static const char* row_name(const Row& row) {
-    return row.name;
-}
-
-template <class Row, int COUNT>
-static const Row* find(const Row (&rows)[COUNT], const char* name) {
-    return find_row(rows, COUNT, name);
-}
-
-const WeightsRow* find_weights(const char* name) {
-    return find(weights_rows, name);
-}
-
-const FormatRow* find_state(const OptimConfig* config, const char* name) {
-    if (name && strcmp(name, none_row.name) == 0) return &none_row;
-    const FormatRow* row = find(state_rows, name);
-    if (!row) row = find(import_rows, name);
-    const UserFormats* user = config->user_formats;
-    return row || !user ? row : find_row(user->storage, user->count, name);
-}
-
-Rows config_rows(const OptimConfig* config) {
-    Rows rows = {find(rule_rows, config->rule), find(weights_rows, config->weights), find(grads_rows, config->grads),
-                 find_state(config, config->m), find_state(config, config->v)};
-    if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
-        user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
-    }
-    return rows;
-}
 
 // Sizes.
 
-// As device_alloc rounds it.
+// Rounds up as device_alloc does.
 static int64_t allocated_bytes(int64_t bytes) {
     return ceil_div(bytes, 256) * 256;
 }
@@ -135,7 +28,7 @@ static int64_t format_bytes(const FormatRow* format, const ArenaRun* run) {
     return bytes;
 }
 
-// What a storage needs beside its arrays: constants, and of spans the next numbers and where its tiles lie.
+// Bytes that a storage needs beside its arrays: constants and, for spans, the next numbers and the places of its tiles.
 static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
     int64_t bytes = allocated_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
@@ -143,28 +36,17 @@ static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) 
            allocated_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 
-// The numbers of spans, a few a tensor, are left out.
-static double format_bytes_each(const FormatRow* format) {
-    double bits = 0.0;
-    for (const StreamInfo& stream : format->stream) bits += stream.span ? 0.0 : (double)stream.bits / stream.run;
-    return bits / 8.0;
-}
-
-static double rows_bytes_each(const RuleRow* rule, const FormatRow* weights, const FormatRow* m, const FormatRow* v) {
-    return format_bytes_each(weights) + format_bytes_each(m) * (rule->keeps_slow ? 2 : 1) + format_bytes_each(v);
-}
-
 static bool serves_directly(const FormatRow* weights, OptimType compute) {
-    return strcmp(weights->stream[0].dtype, compute_rows[compute].stream[0].dtype) == 0;
+    return strcmp(weights->stream[0].dtype, compute_row(compute)->stream[0].dtype) == 0;
 }
 
-// What a step on a GPU writes beside the weights: the bf16 copy. An fp32 one, which only --matmul fp32 asks for, is
-// made by a kernel of its own, so that the built-in kernels serve there too.
+// The copy that a step on a GPU writes beside the weights: bf16 or none. An fp32 copy, which only --matmul fp32 needs,
+// is made by a separate kernel, so that the built-in kernels serve there too.
 static const FormatRow* step_copy(const FormatRow* weights, OptimType compute) {
-    return compute == OPTIM_BF16 && !serves_directly(weights, compute) ? &compute_rows[OPTIM_BF16] : &none_row;
+    return compute == OPTIM_BF16 && !serves_directly(weights, compute) ? compute_row(OPTIM_BF16) : none_row();
 }
 
-// The table of tiles and, of each launch, the number of its next one.
+// Bytes of the tile table and of each launch's counter of tiles.
 static int64_t tiles_bytes(int64_t tiles) {
     return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
 }
@@ -173,10 +55,10 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
     Plan* plan = plan_ranges(config, tensors, count);
     OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS))};
     for (int i = 0; i < plan->weights_count; i++) {
-        const FormatRow* weights = &find_weights(plan->weights[i].format)->format;
+        const FormatRow* weights = find_row(weights_table(), plan->weights[i].format);
         const ArenaRun* run = &plan->weights[i].run;
         bytes.weights += format_bytes(weights, run);
-        bytes.compute += serves_directly(weights, compute) ? 0 : format_bytes(&compute_rows[compute], run);
+        bytes.compute += serves_directly(weights, compute) ? 0 : format_bytes(compute_row(compute), run);
         bytes.tables += format_table_bytes(weights, run);
     }
     for (int i = 0; i < plan->launches; i++) {
@@ -190,29 +72,19 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
     return bytes;
 }
 
-void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
-    Rows rows = config_rows(config);
-    int used = snprintf(line, bytes, "%s  weights %s  grads %s  m %s", rows.rule->name, rows.weights->format.name,
-                        rows.grads->name, rows.m->name);
-    if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
-    if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    snprintf(line + used, bytes - used, "  %.4g B/param",
-             rows_bytes_each(rows.rule, &rows.weights->format, rows.m, rows.v));
-}
-
 // The optimizer itself.
 
-// The tensors whose weights are stored in one format.
+// The weights of all tensors that are stored in one format.
 struct Weights {
-    const WeightsRow* row;
+    const FormatRow* row;
     const ArenaRun* run;  // what these arrays hold
     Streams streams;
-    bool are_seen;  // by the matmuls as they are: the codes lie in what optim_weights returns
+    bool are_seen;  // the matmuls read the codes as they are; they lie in what optim_weights returns
 };
 
-// One kernel launch: the tensors whose weights and moments are stored in these formats.
+// One kernel launch, for all tensors whose weights and moments are stored in these formats.
 struct Launch {
-    const LaunchPlan* plan;  // m, v and slow hold no more than its run
+    const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
     const Weights* weights;
     Streams m, v, slow;
@@ -220,9 +92,9 @@ struct Launch {
     uint32_t* next_tile;
     int64_t grid;
     int threads, shared_bytes;
-    const void* built_in;  // the step's kernel on a GPU: this one or jit
+    const void* built_in;  // the step's kernel on a GPU, or null: then jit
     JitKernel jit;
-    bool measures;  // the pass before it, of formats in spans
+    bool measures;  // a pass comes before it, for formats in spans
     JitKernel measure;
     int measure_threads, measure_shared_bytes;
 };
@@ -234,10 +106,10 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     Plan* plan;
-    void* seen;                 // all weights in the compute type: stored like this, or copies
+    void* seen;                 // all weights in the compute type, as stored or as copies
     Weights weights[LAUNCHES];  // as many as the plan has
-    Launch launch[LAUNCHES];    // likewise
-    Tile* tiles;  // device memory: of what is kept here, a launch after the other, then a number for each launch
+    Launch launch[LAUNCHES];    // as many as the plan has
+    Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
     OptimBytes allocated;
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
@@ -253,7 +125,7 @@ static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-// The constants that a format looks up; null when there are none.
+// Makes the constants that a format looks up; null if there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
     void* table = allocate_zero(optim->dev, format->table_bytes, &optim->allocated.tables);
@@ -268,7 +140,7 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     return table;
 }
 
-// What formats in spans keep beside the arrays of a run of the arena.
+// Makes what formats in spans keep beside the arrays of a run of the arena.
 static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, Streams* streams) {
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
@@ -290,7 +162,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
-// The arrays of a run of the arena. `codes`: where its first array lies already, or null.
+// Allocates the arrays of a run of the arena. `codes` is its first array if that exists already, or null.
 static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, void* codes,
                                 int64_t* total) {
     void* data[3] = {codes, nullptr, nullptr};
@@ -348,31 +220,25 @@ static void tiles_create(Optim* optim) {
     free(tiles);
 }
 
-// The arguments of the kernel's template, less the gradients'.
+// Writes the arguments of the kernel's template, except the gradients'.
 static void config_types(const OptimConfig* config, OptimType compute, char* types, size_t bytes) {
     Rows rows = config_rows(config);
-    snprintf(types, bytes, "%s, %s, %s, %s, %s", rows.rule->type, rows.weights->format.type, rows.m->type, rows.v->type,
-             step_copy(&rows.weights->format, compute)->type);
+    snprintf(types, bytes, "%s, %s, %s, %s, %s", rows.rule->type, rows.weights->type, rows.m->type, rows.v->type,
+             step_copy(rows.weights, compute)->type);
 }
 
-// The text of the user's own formats, for NVRTC; "" when the combination has none.
+// The text of the user's own formats, for NVRTC; "" if the combination has none.
 static const char* user_source(const Rows* rows) {
     return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
 }
 
-static const void* built_in_kernel(const OptimConfig* config, OptimType compute) {
-    char types[2048];
+static const void* config_kernel(const OptimConfig* config, OptimType compute) {
     Rows rows = config_rows(config);
-    config_types(config, compute, types, sizeof(types));
-    if (*user_source(&rows)) return nullptr;
-    for (const BuiltInRow& row : built_in_rows) {
-        if (strcmp(row.types, types) == 0) return row.kernel[config_rows(config).grads - grads_rows];
-    }
-    return nullptr;
+    return built_in_kernel(&rows, step_copy(rows.weights, compute) != none_row());
 }
 
 bool optim_built_in(const OptimConfig* config, OptimType compute) {
-    return built_in_kernel(config, compute) != nullptr;
+    return config_kernel(config, compute) != nullptr;
 }
 
 const char* optim_source(const OptimConfig* config) {
@@ -407,19 +273,19 @@ static void jit_create(const Device* dev, OptimType compute, const Launch* launc
     free(error);
 }
 
-// The kernel of the step: built in or, failing that or when NIBBLE_JIT=1 asks for it, from NVRTC. That of formats in
-// spans, and the pass before it, are never built in.
+// Chooses the kernel of the step: built in, or from NVRTC if there is none or NIBBLE_JIT=1 asks for it. Kernels of
+// formats in spans, and of the pass before the step, are never built in.
 static void kernel_create(const Device* dev, OptimType compute, Launch* launch) {
     const char* always = getenv("NIBBLE_JIT");
     if (launch->measures) jit_create(dev, compute, launch, "optim_measure_kernel", &launch->measure);
-    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : built_in_kernel(&launch->plan->config, compute);
+    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : config_kernel(&launch->plan->config, compute);
     if (!launch->built_in) jit_create(dev, compute, launch, "optim_step_kernel", &launch->jit);
 }
 
-// One thread block a multiprocessor, with as many groups of threads as kernel.cuh says.
+// Sets the launch's grid, one thread block a multiprocessor, and the block's threads and shared memory (kernel.cuh).
 static void launch_shape(const Device* dev, OptimType compute, Launch* launch, int64_t tiles) {
-    const FormatRow *weights = &launch->rows.weights->format, *m = launch->rows.m, *v = launch->rows.v,
-                    *slow = launch->rows.rule->keeps_slow ? m : &none_row, *copy = step_copy(weights, compute);
+    const FormatRow *weights = launch->rows.weights, *m = launch->rows.m, *v = launch->rows.v,
+                    *slow = launch->rows.rule->keeps_slow ? m : none_row(), *copy = step_copy(weights, compute);
     StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], launch->rows.grads->stream[0],
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
@@ -444,25 +310,25 @@ static void launch_shape(const Device* dev, OptimType compute, Launch* launch, i
     if (launch->measures) jit_shared_bytes(&launch->measure, launch->measure_shared_bytes);
 }
 
-// A format of the user's own exists for NVRTC alone.
+// Refuses the user's own formats on the CPU: they exist for NVRTC only.
 static void require_gpu(const Device* dev, const Rows* rows) {
-    const FormatRow* own = rows->m->source ? rows->m : rows->v;
-    if (dev->gpu || !own->source) return;
+    const FormatRow* user = rows->m->source ? rows->m : rows->v;
+    if (dev->gpu || !user->source) return;
     user_error(
         "%s is a format of --format, which is compiled for a GPU, and this run is on the CPU; name a built-in one",
-        own->name);
+        user->name);
 }
 
-// Weights number `index` of the plan, and their names.
+// Allocates and names the weights number `index` of the plan.
 static void weights_create(Optim* optim, int index) {
     const Plan* plan = optim->plan;
     const ArenaRun* run = &plan->weights[index].run;
     Weights* weights = &optim->weights[index];
-    weights->row = find_weights(plan->weights[index].format);
+    weights->row = find_row(weights_table(), plan->weights[index].format);
     weights->run = run;
-    const FormatRow* format = &weights->row->format;
+    const FormatRow* format = weights->row;
     weights->are_seen = serves_directly(format, optim->compute);
-    const StreamInfo& seen = compute_rows[optim->compute].stream[0];
+    const StreamInfo& seen = compute_row(optim->compute)->stream[0];
     char* at = (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin);
     *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     weights->streams =
@@ -472,7 +338,7 @@ static void weights_create(Optim* optim, int index) {
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
-// Moments of launch `index`, their names and the kernel.
+// Allocates and names the moments of launch `index`, and gets its kernel.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
     const LaunchPlan* planned = &optim->plan->launch[index];
@@ -480,8 +346,8 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    launch->measures = format_span(&launch->rows.weights->format) != SPAN_RUN ||
-                       format_span(launch->rows.m) != SPAN_RUN || format_span(launch->rows.v) != SPAN_RUN;
+    launch->measures = format_span(launch->rows.weights) != SPAN_RUN || format_span(launch->rows.m) != SPAN_RUN ||
+                       format_span(launch->rows.v) != SPAN_RUN;
     struct {
         Slot slot;
         const FormatRow* format;
@@ -516,8 +382,8 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
         optim->tensors[i].name = strdup(tensors[i].name);
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
-    int64_t none = 0;  // what is seen counts where it belongs
-    int64_t bytes = stream_bytes(compute_rows[compute].stream[0], plan->end - plan->begin);
+    int64_t none = 0;  // weights_create counts these bytes
+    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
     optim->seen = allocate_zero(dev, bytes, &none);
     // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
     for (int w = 0; w < plan->weights_count; w++) {
@@ -564,7 +430,7 @@ Streams weights_arrays(const Optim* optim, int tensor) {
 
 OptimStream optim_weights_stream(const Optim* optim, int tensor) {
     const Weights* weights = weights_of(optim, tensor);
-    const StreamInfo& info = weights->row->format.stream[0];
+    const StreamInfo& info = weights->row->stream[0];
     char* first = (char*)weights->streams.codes - stream_bytes(info, weights->run->begin - optim->plan->begin);
     return {"weights", info.dtype, first, optim->plan->end - optim->plan->begin, info.bits / 8, true};
 }
@@ -573,7 +439,7 @@ OptimBytes optim_allocated(const Optim* optim) {
     return optim->allocated;
 }
 
-// The streams of a tile, of arrays that begin at the arena's first element.
+// The arrays of a tile, among arrays that begin at the arena's first element.
 static Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {
     return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
 }
@@ -582,17 +448,17 @@ void* optim_weights(const Optim* optim) {
     return optim->seen;
 }
 
-// Arrays that begin at element `begin` of the arena, addressed as if they began at its first.
+// The address of arrays that begin at element `begin` of the arena, as if they began at its first.
 static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
     return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
 static Streams seen_streams(const Optim* optim) {
-    return from_begin(&compute_rows[optim->compute], {optim->seen, nullptr}, optim->plan->begin);
+    return from_begin(compute_row(optim->compute), {optim->seen, nullptr}, optim->plan->begin);
 }
 
 static void decode_weights(const Optim* optim, const Weights* weights) {
-    const FormatRow *format = &weights->row->format, *seen = &compute_rows[optim->compute];
+    const FormatRow *format = weights->row, *seen = compute_row(optim->compute);
     const ArenaRun* run = weights->run;
     const int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, first = run->begin / TILE_ELEMENTS;
     if (tiles == 0) return;
@@ -622,7 +488,7 @@ void optim_decode(Optim* optim) {
 template <Pass PASS>
 static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArguments* arguments) {
     if (!is_finite(*arguments->grad_scale)) return;  // changes nothing
-    const FormatRow* weights = &rows->weights->format;
+    const FormatRow* weights = rows->weights;
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < arguments->tile_count; t++) {
         Tile tile = arguments->tiles[t];
@@ -645,7 +511,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     const int64_t tiles = launch->plan->tiles, begin = launch->plan->run.begin;
     if (tiles == 0) return;
     const Weights* weights = launch->weights;
-    arguments->weights = from_begin(&weights->row->format, weights->streams, weights->run->begin);
+    arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen ? Streams{nullptr, nullptr} : seen_streams(optim);
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
@@ -655,7 +521,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     arguments->next_tile = launch->next_tile;
     void* pointers[] = {arguments};
     if (!optim->dev->gpu) {
-        const FormatRow* copy = &compute_rows[optim->compute];
+        const FormatRow* copy = compute_row(optim->compute);
         if (launch->measures) step_cpu<MEASURE>(&launch->rows, copy, arguments);
         step_cpu<STORE>(&launch->rows, copy, arguments);
         return;
@@ -684,7 +550,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         arguments.group[group] = hyper_create(&optim->config, &optim->plan->group[group], (double)lr, step);
     }
     for (int i = 0; i < optim->plan->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
-    // Not before, since tensors of several launches share the weights' array.
+    // This comes last, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
@@ -698,67 +564,4 @@ int optim_stream_count(const Optim* optim) {
 
 OptimStream optim_stream(const Optim* optim, int index) {
     return optim->stream[index];
-}
-
-// Lists.
-
-static void list_row(FILE* file, const FormatRow* row) {
-    int block = row->stream[1].run > row->stream[0].run ? row->stream[1].run : row->stream[0].run;
-    char blocks[32] = "-";
-    if (block > 1) snprintf(blocks, sizeof(blocks), "%d", block);
-    if (format_span(row) != SPAN_RUN) {
-        snprintf(blocks, sizeof(blocks), "%s", format_span(row) == SPAN_TENSOR ? "tensor" : "rank1");
-    }
-    fprintf(file, "  %-16s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
-            row->note);
-}
-
-static void list_heading(FILE* file, const char* option, const char* what) {
-    fprintf(file, "%s: %s\n  %-16s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
-}
-
-void optim_list_formats(FILE* file, const char* formats) {
-    UserFormats* user = nullptr;
-    char error[16384];
-    if (*formats && !user_formats_open(formats, &user, error, sizeof(error))) user_error("%s", error);
-    list_heading(file, "--weights", "the parameters, and what keeps small updates alive");
-    for (const WeightsRow& row : weights_rows) list_row(file, &row.format);
-    list_heading(file, "--grads", "the gradients");
-    for (const FormatRow& row : grads_rows) list_row(file, &row);
-    list_heading(file, "--m, --v", "the first and the second moment");
-    for (const FormatRow& row : state_rows) {
-        if (row.note[0]) list_row(file, &row);
-    }
-    for (int i = 0; user && i < user->count; i++) list_row(file, &user->storage[i]);
-    fprintf(
-        file,
-        "  NAME alone takes the block above; of those in blocks there are NAME/32 to NAME/2048 too (of log8 256 and\n"
-        "  2048, of log16 and adalog8 2048), and NAME@bf16, NAME@fp16 and NAME@e8m0, which say how scales are stored;\n"
-        "  NAME:sr is any but fp32 and :dither with stochastic rounding. With 8-bit scales of scales, in v for a\n"
-        "  --beta2 up to 0.95:");
-    int doubled = 0;
-    for (const FormatRow& row : state_rows) {
-        if (!strstr(row.name, "@dq8") || strchr(row.name, ':')) continue;
-        fprintf(file, "%s%s", doubled++ % 8 ? ", " : "\n  ", row.name);
-    }
-    fprintf(file, "\n");
-    for (const FormatRow& row : import_rows) {
-        if (row.note[0]) fprintf(file, "  %s, %s, is read from checkpoints, and converted\n", row.name, row.note);
-    }
-    fprintf(file, "--rule\n");
-    for (const RuleRow& row : rule_rows) fprintf(file, "  %-16s %s\n", row.name, row.note);
-    user_formats_free(user);
-}
-
-void optim_list_presets(FILE* file) {
-    fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
-    const OptimConfig none = {};
-    for (int i = 0; i < preset_count(); i++) {
-        const PresetRow* row = preset_row(i);
-        double each = rows_bytes_each(find(rule_rows, row->rule), &find(weights_rows, row->weights)->format,
-                                      find(state_rows, row->m), find_state(&none, row->v));
-        fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8.4g   %s\n", row->name, row->rule, row->weights, row->m, row->v,
-                each, row->note);
-        if (*row->overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row->overrides);
-    }
 }

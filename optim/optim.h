@@ -3,7 +3,7 @@
 // strings here and nowhere else in the trainer.
 //
 // The parameters of the model live in one arena. optim_layout gives every tensor an offset (in elements, a multiple of
-// OPTIM_ALIGN, so that vectors and blocks of any format start at a tensor's first element). Gradients are written by
+// TILE_ELEMENTS, so that vectors and blocks of any format start at a tensor's first element). Gradients are written by
 // the trainer into an arena of the same layout; padding between tensors is zero in every arena and stays so.
 //
 // Bit contract: for every combination the step's result is the same on the CPU, on a GPU, for any launch shape, and
@@ -12,14 +12,13 @@
 // Sharding: an optimizer whose config names a part of the arena keeps that part alone, of weights, states and compute
 // copy, takes gradients of it, and computes what an unsharded one computes there, to the bit. Its arrays begin at the
 // part's first element; those of an unsharded one are the shards' one after another. A part may begin and end within a
-// tensor, unless a format has one scale a tensor, or scales by row and column.
+// tensor, unless a format has one scale for each tensor, or scales by row and column.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #include "../kernels/common.cuh"
-
-constexpr int64_t OPTIM_ALIGN = 2048;  // elements: the longest block, and a tile of the step
+#include "../kernels/tile.h"
 
 struct OptimTensor {
     const char* name;  // transformers' name, such as "h.0.attn.c_attn.weight"
@@ -31,11 +30,11 @@ struct OptimTensor {
 
 struct OptimConfig {
     const char* preset;   // "adamw32", ...; gives the defaults of the names below, and of overrides
-    const char* rule;     // "adamw"; NULL or "" = the preset's, likewise below
+    const char* rule;     // "adamw"; NULL or "" = the preset's, as for the next ones
     const char* weights;  // "fp32", "bf16:sr", "bf16+fp32", ...
     const char* grads;    // "fp32", "bf16", ...: the format that the trainer writes
     const char* m;        // "fp32", "bf16:sr", ...
-    const char* v;        // likewise; "none" when the rule keeps no second moment
+    const char* v;        // as m; "none" if the rule keeps no second moment
     float beta1, beta2, eps, weight_decay;
     uint64_t seed;
     const char* decay_mode = "coupled";   // to the learning rate: p *= 1 - lr * wd; "independent": 1 - wd * lr / lr_max
@@ -46,8 +45,8 @@ struct OptimConfig {
                                           // the preset's where weights, m and v are, "none" = none
     const char* formats = "";             // files of formats of the user's own, for m and v on a GPU: see user.cuh
     const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
-    int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole OPTIM_ALIGN; end 0: all
-    bool stored = false;         // a checkpoint's: may name formats that are only read; overrides "" = none
+    int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole TILE_ELEMENTS; end 0: all
+    bool stored = false;         // a checkpoint's: overrides "" = none, and feedback is not checked
 };
 
 // What the combination costs, known before anything is allocated.
@@ -55,15 +54,15 @@ struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
     int64_t compute;  // a decoded copy for the matmul of those tensors whose stored weights do not serve
     int64_t states;   // m, v, what else the rule keeps, and their scales
-    int64_t tables;  // the tile table, 8 bytes every 2048 elements, the formats' constants, and of formats with a scale
-                     // a tensor or by row and column 32 bytes more every 2048 elements, and their scales once more
+    int64_t tables;  // the tile table (8 bytes for each 2048 elements) and the formats' constants; formats with a scale
+                     // for each tensor, or by row and column, add 32 bytes for each 2048 elements and their scales
 };
 
 enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with
 
-// One stored array: what a checkpoint keeps. Its bytes are written as they are, never widened.
+// One stored array. A checkpoint keeps its bytes as they are, never widened.
 struct OptimStream {
-    const char* name;   // "weights", "master", "m", "v", "m.scales", ...; of overrides "m.1[wpe|ln*]"
+    const char* name;   // "weights", "master", "m", "v", "m.scales", ...; for overrides "m.1[wpe|ln*]"
     const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
     void* data;  // device memory, `elements` of `element_bytes` each, in the arena's layout, from config.begin or the
                  // first tensor of its formats on; scales of tensors, rows and columns: one tensor's after another
@@ -76,10 +75,10 @@ typedef struct Optim Optim;
 
 constexpr int OPTIM_STREAMS = 72;  // at most
 
-// Gives each tensor its offset; returns the length of the arena in elements (a multiple of OPTIM_ALIGN). With a
-// resolved configuration, tensors that its overrides give formats of their own come last, those of the same weights
-// together and of them those of the same moments, for arrays and a launch of their own; without it, the configuration
-// that the optimizer is created with must have no overrides that match. Exits with a sentence where the overrides
+// Gives each tensor its offset; returns the length of the arena in elements (a multiple of TILE_ELEMENTS). With a
+// resolved configuration, tensors to which its overrides give other formats come last: first grouped by the format of
+// their weights, then by those of their moments, since each group has arrays and a launch. Without a configuration, the
+// one that the optimizer is created with must have no overrides that match. Exits with a sentence if the overrides
 // match no tensor, are too many or do not go together.
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config = nullptr);
 
@@ -87,8 +86,8 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config 
 // that names the option, what was found and what to type in `error` (the nearest known name is suggested).
 bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
 
-// The learning rate to begin with, for a model of `channels`: for adamw near GPT-3's, and a part of it for rules that
-// take smaller ones. A rule that is not known, such as "", has adamw's.
+// The usual learning rate of a rule for a model of `channels`: near GPT-3's for adamw, and a fraction of that for rules
+// that need smaller ones. A rule that is not known, such as "", gets adamw's.
 double optim_usual_lr(const char* rule, int64_t channels);
 
 // Bytes of the combination (a resolved configuration) for an arena of `elements`.
@@ -104,12 +103,12 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
                     OptimType compute);
 void optim_free(Optim* optim);
 
-// Sets the weights of one tensor from host values (rows x cols fp32), rounded to nearest; states are untouched. Call
-// optim_decode after the last one. Of a shard, what lies in it.
+// Sets the weights of one tensor from host values (rows x cols fp32), rounded to nearest; states are untouched. A shard
+// takes the part that lies in it. Call optim_decode after the last tensor.
 void optim_set_weights(Optim* optim, int tensor, const float* values);
 
-// Reads the weights of one tensor, as the model sees them (of bf16+fp32 the bf16 copy; not rounded to the compute
-// type), into host values. Of a shard, what lies in it; other values stay.
+// Reads the weights of one tensor into host values, as the model sees them (the bf16 copy of bf16+fp32; not rounded to
+// the compute type). A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
 
 // The weights in the compute type, arena layout from config.begin on, device memory; the pointer is constant for the
@@ -120,33 +119,34 @@ void* optim_weights(const Optim* optim);
 void optim_decode(Optim* optim);
 
 // One step over the whole model in one launch per group: new weights and states from the gradients, in place, on
-// dev->stream, and the compute copy refreshed. `grads` is an arena in the config's grads format, of a shard the part
-// from config.begin on. `grad_scale` is a device scalar that multiplies every gradient (the clip factor); when it is
-// NaN or infinite the step changes nothing. `step` counts from 1, those that changed nothing not included.
+// dev->stream, and the compute copy refreshed. `grads` is an arena in the config's grads format; for a shard, the part
+// from config.begin on. `grad_scale` is a device scalar that multiplies every gradient (the clip factor); if it is NaN
+// or infinite, the step changes nothing. `step` counts from 1 and leaves out steps that changed nothing.
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
 
 // The stored streams, in a fixed order.
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
 
-// The primary weights as they are stored for one tensor, as if all were: `data` is that of the element config.begin on,
-// so the tensor's are at its offset, and `dtype` that of its format.
+// The array of primary weights that contains a tensor, described as if it began at element config.begin: the tensor's
+// weights lie at its offset in `data`, and `dtype` is that of its format.
 OptimStream optim_weights_stream(const Optim* optim, int tensor);
 
-// Which formats of the user's own it uses, and the checksums of their files, as text for a checkpoint.
+// Writes which of the user's own formats the optimizer uses, and the checksums of their files, as text for a
+// checkpoint.
 constexpr int OPTIM_OWN_FORMATS_BYTES = 4096;
 void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]);
 
 // An optimizer as a checkpoint holds it, in whatever formats.
 struct OptimStored {
     OptimConfig config;  // resolved; its formats, rule and overrides are those of the run that wrote it
-    int arrays;          // how many its file has
-    // The bytes of the array of this name, safetensors type and size, in the layout of `config`; NULL: there is none.
-    // It is not asked for primary weights of type F32 or BF16: those come from `weights`.
+    int arrays;          // number of arrays in its file
+    // Returns the bytes of the array with this name, safetensors type and size, in the layout of `config`; NULL if
+    // there is none. It is not asked for primary weights of type F32 or BF16: those come from `weights`.
     const void* (*array)(void* context, const char* name, const char* dtype, int64_t bytes);
-    // The weights of a tensor, rows x cols, as the model file has them.
+    // Reads the weights of a tensor, rows x cols, from the model file.
     void (*weights)(void* context, int tensor, float* values);
-    // Is given a line without its end for every conversion and every moment that begins or ends here.
+    // Receives a line of text for every conversion, and for every moment that begins or ends here.
     void (*notice)(void* context, const char* line);
     void* context;
     const char* own_formats = "";  // what optim_own_formats said when it was written
@@ -154,29 +154,29 @@ struct OptimStored {
     void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to) = nullptr;
 };
 
-// Weights and states of a new optimizer, or shard, from a checkpoint, which is unsharded. What is stored in the same
-// format comes back to the bit, whatever the launches; other formats are decoded, of the weights what the update reads
-// (a master, if there is one), and encoded to nearest, a piece at a time, and said by `notice`. Moments that the
-// checkpoint's rule did not keep are zero, except v: a rule that needs one is refused. False, with a sentence, when it
-// or an array is missing, or a format of the user's own has changed; the optimizer is then of no use.
+// Loads weights and states of a new optimizer, or shard, from a checkpoint, which is unsharded. Arrays in the same
+// format come back to the bit, whatever the launches. Other formats are decoded (the master, if the weights have one)
+// and encoded to nearest, a piece at a time, and `notice` says so. Moments that the checkpoint's rule did not keep are
+// zero; but a rule that needs a v is refused if there is none. Returns false with a sentence if v or an array is
+// missing, or if one of the user's own formats has changed; the optimizer must then not be used.
 bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t error_bytes);
 
 // Bytes really allocated: equal to optim_bytes.
 OptimBytes optim_allocated(const Optim* optim);
 
-// Whether the combination's kernel is built in; any other is compiled by NVRTC in optim_create (on a GPU only).
-// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression is the kernel's name for NVRTC (jit.h),
-// and optim_source the text of the user's own formats that it needs, "" when it needs none.
+// True if the combination's kernel is built in; any other is compiled by NVRTC in optim_create (on a GPU only).
+// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression gives the kernel's name for NVRTC (jit.h),
+// and optim_source the text of the user's own formats that the kernel needs, "" if it needs none.
 bool optim_built_in(const OptimConfig* config, OptimType compute);
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
 const char* optim_source(const OptimConfig* config);
 
-// The overrides of a preset; "" where it has none.
+// The overrides of a preset; "" if it has none.
 const char* optim_preset_overrides(const char* preset);
 
-// Whether a format that is built in has this name.
+// True if a built-in format has this name.
 bool optim_name_is_taken(const char* name);
 
-// For --list-formats, --list-presets and --help: prints a table to the file.
+// Print a table to the file, for --list-formats, --list-presets and --help.
 void optim_list_formats(FILE* file, const char* formats = "");
 void optim_list_presets(FILE* file);

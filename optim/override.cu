@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Whether the pattern [p, end) matches `name` from its first character up to its end or to a dot. Where it does not,
+// True if the pattern [p, end) matches `name` from its first character up to its end or to a dot. Where it does not,
 // the last star takes one character more.
 static bool matches_here(const char* p, const char* end, const char* name) {
     const char *star = nullptr, *taken = nullptr;

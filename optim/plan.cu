@@ -3,10 +3,10 @@
 
 #include <assert.h>
 
-#include "names.h"
+#include "storage.h"
 
 int64_t tensor_padded(const OptimTensor* tensor) {
-    return ceil_div(tensor->rows * tensor->cols, OPTIM_ALIGN) * OPTIM_ALIGN;
+    return ceil_div(tensor->rows * tensor->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
 }
 
 static int plan_weights(Plan* plan, const char* format, const char* pattern) {
@@ -17,8 +17,8 @@ static int plan_weights(Plan* plan, const char* format, const char* pattern) {
     return plan->weights_count++;
 }
 
-// Of no more launches than there may be, so that there are no more formats of weights either. `pattern`: of the
-// override that asked for weights; of that for moments, or where there is none for weights.
+// Finds or adds a launch; at most LAUNCHES, which bounds the formats of weights too. `pattern` has the patterns of the
+// override that asked for the weights, and of the one for the moments or else for the weights.
 static int plan_launch(Plan* plan, const char* weights, const char* m, const char* v, const char* const (&pattern)[2]) {
     const OptimConfig* config = &plan->launch[0].config;
     for (int i = 0; i < plan->launches; i++) {
@@ -52,7 +52,7 @@ static int plan_group(Plan* plan, double lr, double decay) {
     return plan->groups++;
 }
 
-// What the overrides make of one tensor.
+// Applies the overrides to one tensor.
 static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
     const char *weights = config->weights, *m = config->m, *v = config->v, *pattern[2] = {"", ""};
@@ -67,14 +67,14 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
         lr *= change->lr;
     }
     if (!*pattern[1]) pattern[1] = pattern[0];
-    plan->launch_of[index] = plan_launch(plan, find_weights(weights)->format.name, find_state(config, m)->name,
+    plan->launch_of[index] = plan_launch(plan, find_row(weights_table(), weights)->name, find_state(config, m)->name,
                                          find_state(config, v)->name, pattern);
     plan->group_of[index] =
         lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
 }
 
-// Refuses a pattern that matches no tensor, and so each of those between |. A preset's need not match any.
+// Refuses a pattern that matches no tensor; patterns between | are checked one by one. A preset's need not match.
 static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int count) {
     const OptimConfig* config = &plan->launch[0].config;
     if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
@@ -91,7 +91,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     }
 }
 
-// Offsets of the tensors need not be set yet: runs are for plan_ranges.
+// Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)calloc(1, sizeof(Plan));
     char error[1024];
@@ -150,10 +150,10 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
     return elements;
 }
 
-// Numbers of spans are those of whole tensors.
+// Refuses a shard that cuts a tensor with numbers of spans, since these belong to whole tensors.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
     Rows rows = config_rows(&launch->config);
-    for (const FormatRow* format : {&rows.weights->format, rows.m, rows.v}) {
+    for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
         if (format_span(format) == SPAN_RUN) continue;
         user_error(
             "%s was asked for, whose scales are of whole tensors, and the shard of elements %lld to %lld cuts "
@@ -162,7 +162,7 @@ static void require_whole(const Plan* plan, const LaunchPlan* launch, const Opti
     }
 }
 
-// Counts the numbers of spans of a launch's tensors that are kept here, `numbers` those of the ones before.
+// Counts the numbers of spans of a launch's tensors that are kept here; `numbers` counts those of launches before it.
 static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
     LaunchPlan* launch = &plan->launch[index];
     memcpy(launch->run.at, numbers, sizeof(numbers));
@@ -196,18 +196,18 @@ static void run_extend(ArenaRun* run, int64_t begin, int64_t end) {
     if (end > run->end) run->end = end;
 }
 
-// What lies outside the part has no elements, at one of its ends.
+// Clamps a run to the plan's part of the arena; a run outside of it becomes empty.
 static void run_clamp(const Plan* plan, ArenaRun* run) {
     run->begin = plan_clamp(plan, run->begin);
     run->end = plan_clamp(plan, run->end);
 }
 
-// The launches' runs of the arena; optim_layout was called with this configuration, so none holds another's tensors.
+// optim_layout was called with this configuration, so no run of a launch holds another launch's tensors.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
     plan->begin = config->begin;
     plan->end = config->end > 0 ? config->end : arena_elements(tensors, count);
-    assert(plan->begin % OPTIM_ALIGN == 0 && plan->end % OPTIM_ALIGN == 0 && plan->begin <= plan->end);
+    assert(plan->begin % TILE_ELEMENTS == 0 && plan->end % TILE_ELEMENTS == 0 && plan->begin <= plan->end);
     for (int t = 0; t < count; t++) {
         LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
         int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
@@ -242,7 +242,7 @@ void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BY
     snprintf(array, ARRAY_NAME_BYTES, index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
 }
 
-// The name of a storage's row that rounds to nearest into the same arrays.
+// Writes the name of the row that stores into the same arrays and rounds to nearest.
 static const char* nearest_name(const char* name, char (&nearest)[64]) {
     size_t length = strlen(name), suffix = strlen(":sr");
     const char* end = length > suffix ? name + length - suffix : "";
@@ -255,7 +255,7 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     int index = plan->launch_of[tensor];
     const LaunchPlan* launch = &plan->launch[index];
     Rows rows = config_rows(&launch->config);
-    const FormatRow* formats[SLOTS] = {&rows.weights->format, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
+    const FormatRow* formats[SLOTS] = {rows.weights, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
                                        rows.rule->keeps_slow ? rows.m : nullptr};
     const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->run;
     Span span = format_span(formats[slot]);
@@ -269,8 +269,8 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     if (!place.format) return place;
     char nearest[64];
     nearest_name(place.format->name, nearest);
-    const WeightsRow* weights = find_weights(nearest);
-    place.nearest = slot != SLOT_WEIGHTS ? find_state(&launch->config, nearest) : weights ? &weights->format : nullptr;
+    const FormatRow* weights = find_row(weights_table(), nearest);
+    place.nearest = slot == SLOT_WEIGHTS ? weights : find_state(&launch->config, nearest);
     if (!place.nearest) place.nearest = place.format;
     plan_array(plan, slot == SLOT_WEIGHTS ? launch->weights : index, slot, place.array);
     return place;

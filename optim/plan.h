@@ -1,7 +1,8 @@
-// Which tensors share what. --override gives tensors formats, learning rates and decays of their own: tensors whose
-// weights are stored alike share an array of weights, those whose moments are too share a launch of the step and its
-// arrays, those of the same rate and decay a group of constants. The arena is laid out so that each share is one run.
-// Cost: a launch, some microseconds, a combination of weights, m and v, of which there are 6 at most.
+// The plan: which tensors share an array, a launch and constants. --override gives tensors other formats, learning
+// rates and decays. Tensors whose weights have the same format share an array of weights; those whose moments have too
+// share a launch of the step and its arrays; those with the same rate and decay share a group of constants. The arena
+// is laid out so that each share is one run. Each combination of weights, m and v costs a launch, some microseconds;
+// there are at most 6.
 #pragma once
 #include "constants.h"
 #include "kernel.cuh"
@@ -10,7 +11,7 @@
 
 constexpr int LAUNCHES = 6;  // at most
 
-// A run of the arena, and its tensors' numbers of spans among those of all.
+// A run of the arena, and where the numbers of spans of its tensors lie among those of all.
 struct ArenaRun {
     int64_t begin, end;
     int64_t at[SPANS], numbers[SPANS];
@@ -18,19 +19,19 @@ struct ArenaRun {
 
 struct WeightsPlan {
     const char* format;
-    const char* pattern;  // of the override that asked for it
+    const char* pattern;  // the override that asked for it
     ArenaRun run;
 };
 
 struct LaunchPlan {
     OptimConfig config;  // with the launch's weights, m and v
     const char* pattern;
-    int weights;  // which WeightsPlan
+    int weights;  // index of its WeightsPlan
     ArenaRun run;
     int64_t tiles;
 };
 
-// The first of each is the configuration's own.
+// The first of the weights, launches and groups is the configuration itself, without overrides.
 struct Plan {
     Override overrides[OVERRIDES];
     int override_count;
@@ -38,22 +39,22 @@ struct Plan {
     int weights_count;
     LaunchPlan launch[LAUNCHES];
     int launches;
-    Settings group[STEP_GROUPS];  // the first two without and with decay
+    Settings group[STEP_GROUPS];  // the first two: without and with decay
     int groups;
     int *launch_of, *group_of;  // (tensors)
     int64_t begin, end;         // the part of the arena that is kept here
     int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
 };
 
-// Tensors by launches, from a resolved configuration and tensors that optim_layout placed with it; only what lies in
-// the configuration's part of the arena.
+// Makes the plan of a resolved configuration for tensors that optim_layout placed with it, as far as they lie in the
+// configuration's part of the arena.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
 void plan_free(Plan* plan);
 
-// Elements of a tensor with its padding.
+// Returns the elements of a tensor with its padding.
 int64_t tensor_padded(const OptimTensor* tensor);
 
-// An element of the arena, or the nearest bound of the plan's part of it.
+// Clamps an element of the arena to the plan's part of it.
 int64_t plan_clamp(const Plan* plan, int64_t element);
 
 enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOTS };
@@ -61,27 +62,27 @@ const char* slot_name(Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
-// Where a configuration keeps the weights or a moment of a tensor.
+// Where a plan keeps the weights or a moment of a tensor.
 struct Place {
     const FormatRow* format;       // null: the rule keeps no such moment
-    const FormatRow* nearest;      // of the same arrays, rounding to nearest; itself where it is dithered
+    const FormatRow* nearest;      // the same arrays, rounded to nearest
     char array[ARRAY_NAME_BYTES];  // as stream_name wants it
-    int64_t begin, elements;       // of the arena: what its arrays hold
-    int64_t numbers, at;           // of spans: in its array, and where the tensor's begin
+    int64_t begin, elements;       // the run of the arena that its arrays hold
+    int64_t numbers, at;           // numbers of spans in its array, and where the tensor's begin
 };
 Place plan_place(const Plan* plan, int tensor, Slot slot);
 
-// The name of a slot's arrays, "m", or of one that an override asked for, "m.1[wpe|ln*]": `index` counts those of
-// weights, or the launches.
+// Writes the name of a slot's arrays: "m", or "m.1[wpe|ln*]" if an override asked for them. `index` is that of the
+// weights or of the launch.
 void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BYTES]);
 
-// A stream's name among all of an optimizer: a name with a leading dot follows that of its array, one without stands
-// for it, and follows where an override asked for the array.
+// Writes the full name of a stream. A name with a leading dot is appended to that of its array. One without replaces
+// it, or is appended to it if an override asked for the array.
 void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes);
 
-// Bytes of one of the arrays of a place, or of a run of the arena.
+// Return the bytes of one of the arrays of a place, or of a run of the arena.
 int64_t place_bytes(const Place* place, const StreamInfo& stream);
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 
-// Of one stream for a number of elements; none of the numbers of spans, which are of tensors.
+// Returns the bytes of one stream for a number of elements; 0 for numbers of spans, which belong to tensors.
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements);

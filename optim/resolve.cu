@@ -1,113 +1,47 @@
 // optim_resolve: the names and values of a configuration, checked, with defaults filled in. A mistake is one sentence
 // that names the option, what was found and what to type.
-#include "names.h"
+#include "storage.h"
 #include "optim.h"
 #include "override.h"
 #include "table.cuh"
 #include "user.h"
 
-// What there is to choose from: the names of the tables, and what makes a choice fit another.
-struct Name {
-    const char *name, *note;
-};
-
-struct StateName {
-    const char *name, *note;
-    bool has_sign, has_spans;
-    int bits;
-};
-
-struct WeightsName {
-    const char *name, *note;
-    bool feeds_back;
-};
-
-struct RuleName {
-    const char *name, *note;
-    bool keeps_v, decoupled, adaptive;
-    double slower;  // adamw's usual learning rate over the rule's
-};
-
-#define NAME_ROW(NAME, NOTE, ...) {NAME, NOTE},
-#define STATE_ROW(NAME, NOTE, ...) \
-    {NAME, NOTE, HAS_SIGN<__VA_ARGS__>, HAS_SPANS<__VA_ARGS__>, __VA_ARGS__::STREAM[0].bits},
-#define WEIGHTS_ROW(NAME, NOTE, ...) {NAME, NOTE, FEEDS_BACK<__VA_ARGS__>},
-#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, TYPE::KEEPS_V, TYPE::DECOUPLED, TYPE::ADAPTIVE, SLOWER},
-#define PRESET_ROW(...) {__VA_ARGS__},
-
-static const RuleName rule_rows[] = {OPTIM_RULES(RULE_ROW)};
-static const WeightsName weights_rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
-static const Name grads_rows[] = {OPTIM_GRADS(NAME_ROW)};
-static const StateName state_rows[] = {OPTIM_STATES(STATE_ROW)};
-static const StateName import_rows[] = {OPTIM_IMPORTS(STATE_ROW)};
-static const PresetRow preset_rows[] = {OPTIM_PRESETS(PRESET_ROW)};
 static const char NONE[] = "none";  // a state that a rule does not keep
 
-int preset_count() {
-    return sizeof(preset_rows) / sizeof(preset_rows[0]);
-}
-
-const PresetRow* preset_row(int index) {
-    return &preset_rows[index];
-}
-
 const char* optim_preset_overrides(const char* preset) {
-    const PresetRow* row = find_row(preset_rows, preset_count(), preset);
+    const PresetRow* row = find_row(preset_table(), preset);
     return row ? row->overrides : "";
 }
 
-template <class Row>
-static const char* row_name(const Row& row) {
-    return row.name;
-}
-
-// Rows without a note are variants of the one before them: found, but not listed.
-template <class Row>
-static const char* row_note(const Row& row) {
-    return row.note;
-}
-
-template <class Row, int COUNT>
-static const Row* find(const Row (&rows)[COUNT], const char* name) {
-    return find_row(rows, COUNT, name);
-}
-
 bool optim_name_is_taken(const char* name) {
-    return find(state_rows, name) || find(import_rows, name) || find(weights_rows, name) || find(grads_rows, name) ||
+    return find_row(state_table(), name) || find_row(weights_table(), name) || find_row(grads_table(), name) ||
            strcmp(name, NONE) == 0;
 }
 
-// Looks a name up; when it is unknown the sentence lists the known ones and suggests the nearest.
-template <class Row, int COUNT>
-static bool resolve_name(const Row (&rows)[COUNT], const char* option, const char** name, char* error, size_t bytes) {
-    const Row* row = find(rows, *name);
-    if (!row) name_unknown(rows, COUNT, option, *name, error, bytes);
-    if (row) *name = row_name(*row);
+// Looks a name up and completes it; if it is unknown, the sentence lists the known ones and suggests the nearest.
+template <class Row>
+static bool resolve_name(const Table<Row>& table, const char* option, const char** name, char* error, size_t bytes) {
+    const Row* row = find_row(table, *name);
+    if (!row) name_unknown(table, option, *name, error, bytes);
+    if (row) *name = row->name;
     return row != nullptr;
 }
 
-// The same for a moment, which may be in a format of the user's own.
+// The same for a moment, which may be in one of the user's own formats.
 static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error, size_t bytes) {
-    const UserFormats* user = config->user_formats;
-    const UserRow* row = user && !find(state_rows, *name) ? find_row(user->row, user->count, *name) : nullptr;
-    const StateName* import = !row && !find(state_rows, *name) ? find(import_rows, *name) : nullptr;
-    if (row) *name = row->name;
-    if (import && !config->stored) {
-        snprintf(error, bytes,
-                 "%s: \"%s\" was found, which is read from checkpoints and not written; take %s, say, and --resume "
-                 "converts it",
-                 option, *name, strcmp(option, "--v") == 0 ? "udyn8" : "nf4");
-        return false;
+    const FormatRow* row = find_state(config, *name);
+    if (row && row != none_row()) {
+        *name = row->name;
+        return true;
     }
-    if (import) *name = import->name;
-    if (row || import || resolve_name(state_rows, option, name, error, bytes)) return true;
+    name_unknown(state_table(), option, *name, error, bytes);
     size_t used = strlen(error);
     snprintf(error + used, bytes - used, "; one of your own needs --format FILE.cuh%s",
-             user ? ", and the files given name no such" : "");
+             config->user_formats ? ", and the files given name no such" : "");
     return false;
 }
 
-// The files of --format; what is read of them lives as long as the process, as do the options that name them.
+// Reads the files of --format. Their rows live as long as the process, as do the options that name them.
 static bool resolve_formats(OptimConfig* config, char* error, size_t bytes) {
     UserFormats* files;
     if (config->user_formats || !config->formats || !*config->formats) return true;
@@ -116,12 +50,12 @@ static bool resolve_formats(OptimConfig* config, char* error, size_t bytes) {
     return true;
 }
 
-// Weights are set and read on the host too, where a format of the user's own has no functions.
+// The same for weights. Weights are set and read on the host too, where the user's own formats have no functions.
 static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error,
                             size_t bytes) {
     const UserFormats* user = config->user_formats;
-    if (!user || !find_row(user->row, user->count, *name)) {
-        return resolve_name(weights_rows, option, name, error, bytes);
+    if (!user || !find_row(Table<UserRow>{user->row, user->count}, *name)) {
+        return resolve_name(weights_table(), option, name, error, bytes);
     }
     snprintf(error, bytes, "%s: \"%s\" was found, and a format of --format serves --m and --v only", option, *name);
     return false;
@@ -137,9 +71,9 @@ static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
 
-// v, whose name depends on the rule: "none" when it keeps none.
+// Resolves v, which is "none" if the rule keeps none.
 static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
-    bool kept = find(rule_rows, config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
+    bool kept = find_row(rule_table(), config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
     if (!kept && config->v && *config->v && !none) {
         snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment; leave --v out", config->v,
                  config->rule);
@@ -156,36 +90,30 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error, size
     return resolve_state(config, "--v", &config->v, error, bytes);
 }
 
-// m has both signs.
+// Refuses a format without negative numbers for m.
 static bool resolve_sign(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
-    const StateName* state = find(state_rows, m);
-    if (!state) state = find(import_rows, m);
-    const UserFormats* user = config->user_formats;
-    if (state ? state->has_sign : find_row(user->row, user->count, m)->has_sign) return true;
+    if (find_state(config, m)->has_sign) return true;
     snprintf(error, bytes, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
              option, m);
     return false;
 }
 
-// Weights whose rounding error goes into m: into one that the update divides by a root of v, that is stored at once,
-// not after its largest was looked for, and that holds it, as 4 bits do not (optim/README.md has figures).
+// An m takes the weights' rounding error if the update divides it by the root of v, if it is stored in one pass, and if
+// it can hold the error, which 4 bits cannot (optim/README.md has figures).
 bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t bytes) {
-    if (config->stored || !find(weights_rows, config->weights)->feeds_back) return true;
-    const StateName* state = find(state_rows, config->m);
-    if (!state) state = find(import_rows, config->m);
-    const UserFormats* user = config->user_formats;
-    const UserRow* own = state ? nullptr : find_row(user->row, user->count, config->m);
+    const Rows rows = config_rows(config);
+    if (config->stored || !rows.weights->feeds_back) return true;
     const char* type = overridden ? "m=e4m3:sr" : "--m e4m3:sr";
     char why[256];
-    if (!find(rule_rows, config->rule)->adaptive) {
+    if (!rows.rule->divides) {
         type = "--rule adamw";
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
         type = "--beta1 0.9";
         snprintf(why, sizeof(why), "with --beta1 0 no m lasts");
-    } else if (state ? state->has_spans : own->span[1] != SPAN_RUN) {
+    } else if (format_span(rows.m) != SPAN_RUN) {
         snprintf(why, sizeof(why), "m \"%s\" has scales of more than a block", config->m);
-    } else if ((state ? state->bits : own->bits[0]) <= 4) {
+    } else if (rows.m->stream[0].bits <= 4) {
         snprintf(why, sizeof(why), "m \"%s\" has 4 bits, which lose more than they are given", config->m);
     } else {
         return true;
@@ -204,7 +132,7 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t by
         snprintf(error, bytes, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
         return false;
     }
-    if (independent && !find(rule_rows, config->rule)->decoupled) {
+    if (independent && !find_row(rule_table(), config->rule)->decoupled) {
         snprintf(error, bytes,
                  "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
                  config->rule);
@@ -213,11 +141,11 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t by
     return true;
 }
 
-// A preset's overrides go with its formats. Those of a checkpoint are all that it has.
+// A preset's overrides go with its formats; a checkpoint has only those that it names.
 static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
-    const PresetRow* preset = find(preset_rows, config->preset);
+    const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
-                     (strcmp(config->v, preset->v) == 0 || !find(rule_rows, config->rule)->keeps_v);
+                     (strcmp(config->v, preset->v) == 0 || !find_row(rule_table(), config->rule)->keeps_v);
     if (its && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
     int count;
@@ -229,7 +157,7 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
         if (*m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
-        if (*v && !find(rule_rows, config->rule)->keeps_v) {
+        if (*v && !find_row(rule_table(), config->rule)->keeps_v) {
             snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
             return false;
         }
@@ -238,7 +166,7 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
 }
 
 double optim_usual_lr(const char* rule, int64_t channels) {
-    const RuleName* row = find(rule_rows, rule);
+    const RuleRow* row = find_row(rule_table(), rule);
     double adamw = channels <= 256    ? 3e-3
                    : channels <= 512  ? 1e-3
                    : channels <= 768  ? 6e-4
@@ -248,10 +176,10 @@ double optim_usual_lr(const char* rule, int64_t channels) {
 }
 
 bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
-    take_default(&config->preset, preset_rows[0].name);
-    if (!resolve_name(preset_rows, "--preset", &config->preset, error, bytes)) return false;
+    take_default(&config->preset, PRESETS[0].name);
+    if (!resolve_name(preset_table(), "--preset", &config->preset, error, bytes)) return false;
     if (!resolve_formats(config, error, bytes)) return false;
-    const PresetRow* preset = find(preset_rows, config->preset);
+    const PresetRow* preset = find_row(preset_table(), config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");
@@ -260,9 +188,9 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
     float beta3 = config->beta3, alpha = config->alpha;
     const char* unit = "a number from 0 to below 1";
-    return resolve_name(rule_rows, "--rule", &config->rule, error, bytes) &&
+    return resolve_name(rule_table(), "--rule", &config->rule, error, bytes) &&
            resolve_weights(config, "--weights", &config->weights, error, bytes) &&
-           resolve_name(grads_rows, "--grads", &config->grads, error, bytes) &&
+           resolve_name(grads_table(), "--grads", &config->grads, error, bytes) &&
            resolve_state(config, "--m", &config->m, error, bytes) &&
            resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
            optim_feedback_fits(config, false, error, bytes) && resolve_decay_mode(config, error, bytes) &&

@@ -1,9 +1,9 @@
-// Where the numbers of storages in spans lie (formats/spans.cuh): in arrays that hold those of one tensor after
-// another, in the order of the arena; and the end of a step that made new ones.
+// The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold those of one tensor after
+// another in the order of the arena; and how a step that made new ones ends.
 #include "formats/spans.cuh"
 #include "storage.h"
 
-// Rows and columns as scales see them. A matrix of more than 2^31 rows or columns counts as a vector.
+// Rows and columns that scales belong to. A matrix of more than 2^31 rows or columns counts as a vector.
 struct SpanShape {
     int64_t rows, cols;
     bool columns;

@@ -1,16 +1,18 @@
 // What the files of optim/ share beside optim.h: rows of the tables, and what an optimizer holds.
 #pragma once
+#include "formats/storage.cuh"
 #include "formats/spans.cuh"
+#include "names.h"
 #include "optim.h"
 #include "rules/hyper.cuh"
 
-// A storage, by function pointers; update_elements takes it on the CPU.
-struct FormatRow {
-    static constexpr bool FEEDS_BACK = true;  // some do: feeds_back
+// A storage of weights, gradients or a moment, by function pointers; update_elements takes it on the CPU.
+struct FormatRow : StorageDefaults {
+    static constexpr bool HAS_SPANS = true, FEEDS_BACK = true;  // some do
     const char* name;
     const char* note;
-    const char* type;      // as NVRTC is told it
-    StreamInfo stream[3];  // codes, extra and more; those that there are not have no bits
+    const char* type;      // the type as NVRTC is told it
+    StreamInfo stream[3];  // codes, extra and more; arrays that do not exist have no bits
     void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
     void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
     void (*set)(const Streams& streams, int first, const float* x, int n);
@@ -19,46 +21,63 @@ struct FormatRow {
     int table_bytes;  // of constants that the format looks up, which fill makes
     void (*fill)(void* table);
     bool has_sign;
-    bool dithered;                 // load and store depend on the place in the arena: see dither.cuh
-    bool feeds_back;               // of weights: their rounding error goes into m
-    const char* source = nullptr;  // of the user's own formats, for NVRTC; such a row has no functions
-};
-
-struct WeightsRow {
-    FormatRow format;
-    const void* decode[2];  // optim_decode_kernel into each OptimType
+    bool feeds_back;        // the rounding error of these weights goes into m
+    const void* decode[2];  // of weights: optim_decode_kernel into each OptimType
+    const char* source;     // of the user's own formats: their text for NVRTC; such a row has no functions
 };
 
 struct RuleRow {
+    static constexpr bool adaptive = false;  // roots of v are kept for GPUs only
     const char* name;
     const char* note;
     const char* type;
     bool keeps_v, keeps_slow;
-    static constexpr bool adaptive = false;  // what it leaves in root is for GPUs
+    bool decoupled;  // the decay does not pass through the gradient
+    bool divides;    // the update divides by the root of v
+    double slower;   // adamw's usual learning rate over this rule's
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 
-// Those that a resolved configuration names. Of its moments one may be in a format of the user's own.
+struct PresetRow;
+
+// The tables (table.cuh).
+const Table<RuleRow>& rule_table();
+const Table<FormatRow>& weights_table();
+const Table<FormatRow>& grads_table();
+const Table<FormatRow>& state_table();
+const Table<PresetRow>& preset_table();
+const FormatRow* none_row();                      // for a state that a rule does not keep
+const FormatRow* compute_row(OptimType compute);  // the type that the matmuls read
+
+// The rows that a resolved configuration names. A moment may be in a format of the user's own.
 struct Rows {
     const RuleRow* rule;
-    const WeightsRow* weights;
-    const FormatRow *grads, *m, *v;
+    const FormatRow *weights, *grads, *m, *v;
 };
 Rows config_rows(const OptimConfig* config);
 
-// Null where there is none of this name.
-const WeightsRow* find_weights(const char* name);
+// The row of a moment's format, "none" and the user's own included; null if there is none of this name.
 const FormatRow* find_state(const OptimConfig* config, const char* name);
+
+// The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
+const void* built_in_kernel(const Rows* rows, bool copy);
+
+// Bytes of weights or of a moment for each parameter; the numbers of spans, a few for each tensor, are left out.
+double format_bytes_each(const FormatRow* format);
+
+// Checks that a resolved configuration's rule and m can take the rounding error of its weights, if these give it back
+// (:ef); false and a sentence otherwise. `overridden`: weights or m are what --override asks for.
+bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t error_bytes);
 
 // The span of the numbers that a storage has beside its codes, if it has such.
 Span format_span(const FormatRow* format);
 
-// How many of them a tensor has, and how its elements from `first` on, a multiple of a tile, find theirs in an array
-// where the tensor's begin at `at`.
+// The count of these numbers for a tensor; and where those of its elements from `first` on, a multiple of a tile, lie
+// in an array in which the tensor's begin at `at`.
 int64_t span_numbers(Span span, const OptimTensor* tensor);
 SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at);
 
-// The numbers that a step goes by, and those that it made, which become the current ones unless it changed nothing.
+// The numbers that a step uses, and those that it makes, which replace them unless the step changed nothing.
 struct Settle {
     float *now, *next;  // (count), device memory
     int64_t count;
@@ -76,5 +95,5 @@ struct OptimParts {
 };
 OptimParts optim_parts(const Optim* optim);
 
-// The arrays of weights that a tensor's are among, in device memory.
+// The arrays of weights that contain a tensor's, in device memory.
 Streams weights_arrays(const Optim* optim, int tensor);

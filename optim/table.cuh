@@ -4,14 +4,12 @@
 #pragma once
 #include "formats/elementwise.cuh"
 #include "formats/fp32.cuh"
-#include "formats/adanf4.cuh"
 #include "formats/bf16.cuh"
 #include "formats/blocksplit.cuh"
 #include "formats/de4.cuh"
 #include "formats/doubleblocks.cuh"
 #include "formats/dyn8.cuh"
 #include "formats/fp16.cuh"
-#include "formats/fp16split.cuh"
 #include "formats/kahan.cuh"
 #include "formats/log.cuh"
 #include "formats/master.cuh"
@@ -48,10 +46,8 @@
     ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",               \
         WithMaster<Elementwise<Bf16, NEAREST>>)                                                                     \
     ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)         \
-    ROW("fp16:sr", "likewise, keeping small updates alive", Elementwise<Fp16, STOCHASTIC>)                          \
+    ROW("fp16:sr", "fp16 that keeps small updates alive", Elementwise<Fp16, STOCHASTIC>)                            \
     ROW("fp16:kahan", "with what was rounded off in bf16", Kahan<Fp16>)                                             \
-    ROW("fp16+8", "fp16 and 8 bits more: 19 significant bits in 3 bytes, above 2^-14", Fp16Split<NEAREST>)          \
-    ROW("fp16+8:sr", "the same, never stalling; noise of 1/256 of fp16:sr's", Fp16Split<STOCHASTIC>)                \
     ROW("fp16+fp32", "with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                                 \
     ROW("e4m3", "fp8, a power of two as scale every 128; stands still below 2^-5 of a weight",                      \
         Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                      \
@@ -62,26 +58,24 @@
     ROW("e4m3+fp32", "e4m3 with an fp32 master", WithMaster<Blocks<E4m3, 128, ScaleE8m0, NEAREST>>)                 \
     ROW("e5m2", "as e4m3, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, NEAREST>)                      \
     ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)             \
-    ROW("e5m2+8", "as e4m3+8, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, NEAREST>)                 \
-    ROW("e5m2+8:sr", "as e4m3+8:sr, with a bit less of mantissa", BlockSplit<E5m2, 2, -14, 128, STOCHASTIC>)        \
     ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
     ROW("lin8:sr", "1 byte in all, in place: linear, a power of two as scale every 32",                             \
         Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>)                                                            \
-    ROW("bf16:ef", "as bf16:sr, errors fed back into m, which has :sr or is fp32; not lion, sgd",                   \
+    ROW("bf16:ef", "as bf16:sr, and m takes the errors: give m :sr or fp32; not for lion, sgd",                     \
         Feedback<Elementwise<Bf16, STOCHASTIC>>)                                                                    \
-    ROW("e4m3:ef", "as e4m3:sr, likewise", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)                      \
-    ROW("lin8:ef", "as lin8:sr, likewise, which leaves little of the noise",                                        \
+    ROW("e4m3:ef", "as e4m3:sr, with feedback as bf16:ef", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)      \
+    ROW("lin8:ef", "as lin8:sr, with feedback, which leaves little of the noise",                                   \
         Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>)                                                  \
     ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls take it; two passes a step",                        \
         WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                              \
-    ROW("e5m2/tensor+fp32", "likewise", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
+    ROW("e5m2/tensor+fp32", "as e4m3/tensor+fp32, in e5m2", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
 
 #define OPTIM_GRADS(ROW)                                                                         \
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \
     ROW("bf16", "half the memory; right with few micro-batches a step", Elementwise<Bf16, NEAREST>)
 
-// Rows of a format in blocks: its default block, which the lists show, all others, and other scales with the default,
-// each to nearest and stochastic.
+// The rows of a format in blocks: the default block first, which the lists show; then all blocks; then other scales
+// with the default block. Each has a row to nearest and a stochastic one.
 #define OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)                       \
     ROW(NAME "/" #BLOCK, NOTE, Blocks<FORMAT, BLOCK, ScaleFp32, NEAREST>) \
     ROW(NAME "/" #BLOCK ":sr", "", Blocks<FORMAT, BLOCK, ScaleFp32, STOCHASTIC>)
@@ -98,27 +92,14 @@
     OPTIM_BLOCK(ROW, NAME, "", FORMAT, 1024)                  \
     OPTIM_BLOCK(ROW, NAME, "", FORMAT, 2048)                  \
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@bf16", ScaleBf16) \
-    OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@fp16", ScaleFp16) \
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@e8m0", ScaleE8m0)
 
-// The same with dither, which not all formats have and only fp32 scales.
-#define OPTIM_DITHER(ROW, NAME, NOTE, FORMAT, BLOCK) \
-    ROW(NAME "/" #BLOCK ":dither", NOTE, Blocks<FORMAT, BLOCK, ScaleFp32, DITHER>)
-#define OPTIM_DITHERS(ROW, NAME, NOTE, FORMAT, BLOCK) \
-    OPTIM_DITHER(ROW, NAME, NOTE, FORMAT, BLOCK)      \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 32)           \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 64)           \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 128)          \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 256)          \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 512)          \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 1024)         \
-    OPTIM_DITHER(ROW, NAME, "", FORMAT, 2048)
-// Scales that reach further than a tile.
+// Formats whose scales reach further than a tile.
 #define OPTIM_SPAN(ROW, NAME, NOTE, FORMAT, SPAN) \
     ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
     ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
 
-// Two rows each of storages with blocks of their own kind: scales that are quantised themselves, and logarithms.
+// Two rows each, to nearest and stochastic, of storages with other blocks: quantised scales, and logarithms.
 #define OPTIM_DOUBLE(ROW, NAME, NOTE, FORMAT, BLOCK)                        \
     ROW(NAME "/" #BLOCK "@dq8", NOTE, DoubleBlocks<FORMAT, BLOCK, NEAREST>) \
     ROW(NAME "/" #BLOCK "@dq8:sr", "", DoubleBlocks<FORMAT, BLOCK, STOCHASTIC>)
@@ -133,7 +114,7 @@
     ROW("fp16", "for comparison: below 3e-8 all becomes 0, and the loss shows it", Elementwise<Fp16, NEAREST>)         \
     ROW("fp16:sr", "for m, unbiased; a v below 3e-8 is still 0 at most steps", Elementwise<Fp16, STOCHASTIC>)          \
     OPTIM_BLOCKS(ROW, "dyn8", "for m, as torchao and bitsandbytes: seven decades a block", Dyn8, 256)                  \
-    OPTIM_BLOCKS(ROW, "udyn8", "for v, likewise", Udyn8, 256)                                                          \
+    OPTIM_BLOCKS(ROW, "udyn8", "for v: dyn8 without a sign", Udyn8, 256)                                               \
     OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as torchao", E4m3, 256)                        \
     OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                         \
     OPTIM_BLOCKS(ROW, "soft8", "for m, as FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)         \
@@ -145,21 +126,16 @@
     OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                              \
     OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                     \
     OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                  \
-    OPTIM_DITHERS(ROW, "lin8", "for m: subtractive dither, unbiased with less noise than :sr", Lin8, 256)              \
-    OPTIM_DITHERS(ROW, "ulin8", "for v, likewise", Ulin8, 256)                                                         \
-    OPTIM_DITHERS(ROW, "lin4", "for v, likewise", Lin4, 128)                                                           \
-    OPTIM_DITHERS(ROW, "sqrt8", "for v, likewise, in the root", Sqrt8, 32)                                             \
-    OPTIM_DITHERS(ROW, "sqrt4", "for v, likewise, in the root", Sqrt4, 128)                                            \
     OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)              \
-    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: likewise", E5m2, SPAN_TENSOR)                                           \
+    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                     \
     OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)          \
-    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: likewise", Udyn8, SPAN_RANK1)                                    \
-    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: likewise", De4, SPAN_RANK1)                                        \
+    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: as dyn8/rank1", Udyn8, SPAN_RANK1)                               \
+    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: as dyn8/rank1", De4, SPAN_RANK1)                                   \
     OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                          \
-    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: likewise, of the root", Sqrt4, SPAN_RANK1)                       \
+    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: as lin4/rank1, of the root", Sqrt4, SPAN_RANK1)                  \
     OPTIM_LOG(ROW, "log8", "for v: the same relative error over the block's own range; exact zeros", Log8, 2048)       \
     OPTIM_LOG(ROW, "log8", "", Log8, 256)                                                                              \
-    OPTIM_LOG(ROW, "log16", "for v, likewise, in 2 bytes: about 12 significant bits", Log16, 2048)                     \
+    OPTIM_LOG(ROW, "log16", "for v: log8 in 2 bytes, about 12 significant bits", Log16, 2048)                          \
     OPTIM_LOG(ROW, "adalog8", "for v, as adafactor8bit: from 2^-126 on, in steps of about 0.4 binades", AdaLog8, 2048) \
     OPTIM_DOUBLE(ROW, "soft8", "with 8-bit scales of the scales, as are all @dq8", Soft8, 32)                          \
     OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                          \
@@ -174,86 +150,100 @@
     OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                              \
     OPTIM_DOUBLE(ROW, "e2m1", "", E2m1, 32)
 
-// States that a checkpoint may hold and a run may not choose: they are converted on load.
-#define OPTIM_IMPORTS(ROW)                                                                    \
-    ROW("adanf4/128", "adafactor8bit's 4-bit table", Blocks<AdaNf4, 128, ScaleFp32, NEAREST>) \
-    ROW("adanf4/32", "", Blocks<AdaNf4, 32, ScaleFp32, NEAREST>)                              \
-    ROW("adanf4/64", "", Blocks<AdaNf4, 64, ScaleFp32, NEAREST>)                              \
-    ROW("adanf4/256", "", Blocks<AdaNf4, 256, ScaleFp32, NEAREST>)
+// Presets name good combinations. Everything else follows from a row: the kernels that are compiled ahead of time
+// (built_in.cu), the lists, the benches and the tests. `overrides` may change the weights of some tensors; what m and v
+// are and --grads stay what the run asks for.
+struct PresetRow {
+    const char *name, *rule, *weights, *m, *v, *note;
+    const char* overrides = "";
+};
 
-// ROW(name, rule, weights, m, v, when to use[, overrides]). --grads is the trainer's choice.
-#define OPTIM_PRESETS(ROW)                                                                                           \
-    ROW("adamw32", "adamw", "bf16+fp32", "fp32", "fp32", "the baseline: fp32 master weights and fp32 states")        \
-    ROW("adamw16", "adamw", "bf16:sr", "bf16:sr", "bf16:sr", "6 bytes a parameter in place of 14")                   \
-    ROW("fp32", "adamw", "fp32", "fp32", "fp32", "everything in fp32, also where the matmuls are")                   \
-    ROW("lion16", "lion", "bf16:sr", "bf16:sr", "none", "one state: 4 bytes a parameter")                            \
-    ROW("ademamix16", "ademamix", "bf16:sr", "bf16:sr", "bf16:sr", "a memory of 10,000 steps: 8 bytes a parameter")  \
-    ROW("adamw8", "adamw", "bf16:sr", "dyn8/256", "udyn8/256", "8-bit states as torchao and bitsandbytes keep them") \
-    ROW("adamw8e", "adamw", "bf16:ef", "e4m3/256:sr", "udyn8/256", "8-bit states, weights' errors fed back")         \
-    ROW("adamw8c", "adamw", "bf16:sr", "soft8/32", "sqrt8/32", "8-bit states as FlashOptim keeps them")              \
-    ROW("adamwfp8", "adamw", "bf16:sr", "e4m3/256", "e4m3/256", "fp8 states as torchao keeps them")                  \
-    ROW("adamw4", "adamw", "bf16:sr", "de4/128", "lin4/128", "4-bit states as lpmm and torchao keep them")           \
-    ROW("adamw4s", "adamw", "bf16:sr", "de4/128", "sqrt4/128", "4-bit states, v by its root")                        \
-    ROW("adamw4d", "adamw", "bf16:sr", "de4/32@dq8", "sqrt4/32@dq8", "4-bit states, 8-bit scales; beta2 up to 0.95") \
-    ROW("adamw4l", "adamw", "bf16:sr", "de4/32@dq8", "lin4/64", "4-bit states for a beta2 above 0.95; v is linear")  \
-    ROW("flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim's AdamW: 24-bit weights, 8-bit states")    \
-    ROW("fp8w8", "adamw", "e4m3:sr", "soft8/32", "sqrt8/32", "fp8 weights updated in place, 8-bit states")           \
-    ROW("int8w8", "adamw", "lin8:ef", "e4m3/256:sr", "sqrt8/32", "8-bit linear weights in place, 8-bit states")      \
-    ROW("fp8w8e", "adamw", "e4m3:ef", "e4m3/256:sr", "sqrt8/32", "fp8 weights of matrices but wpe, errors fed back", \
-        "ln*|*.bias|wpe: weights=bf16:ef")                                                                           \
-    ROW("fp8w4", "adamw", "e4m3:sr", "de4/128", "sqrt4/128", "2 bytes a parameter in all")                           \
-    ROW("int8w4", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "closer than fp8w4; beta2 up to 0.95",           \
-        "ln*|*.bias: weights=bf16:sr")                                                                               \
-    ROW("lion8", "lion", "bf16:sr", "soft8/32", "none", "3 bytes a parameter")
+constexpr PresetRow PRESETS[] = {
+    {.name = "adamw32",
+     .rule = "adamw",
+     .weights = "bf16+fp32",
+     .m = "fp32",
+     .v = "fp32",
+     .note = "the baseline: fp32 master weights and fp32 states"},
+    {.name = "adamw16",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "bf16:sr",
+     .v = "bf16:sr",
+     .note = "6 bytes a parameter in place of 14"},
+    {.name = "adamw8",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "dyn8/256",
+     .v = "udyn8/256",
+     .note = "8-bit states as torchao and bitsandbytes keep them"},
+    {.name = "adamw8e",
+     .rule = "adamw",
+     .weights = "bf16:ef",
+     .m = "e4m3/256:sr",
+     .v = "udyn8/256",
+     .note = "8-bit states; rounding errors of weights fed back"},
+    {.name = "adamw8c",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "soft8/32",
+     .v = "sqrt8/32",
+     .note = "8-bit states as FlashOptim keeps them"},
+    {.name = "adamwfp8",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "e4m3/256",
+     .v = "e4m3/256",
+     .note = "fp8 states as torchao keeps them"},
+    {.name = "adamw4",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "de4/128",
+     .v = "lin4/128",
+     .note = "4-bit states as lpmm and torchao keep them"},
+    {.name = "adamw4d",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "de4/32@dq8",
+     .v = "sqrt4/32@dq8",
+     .note = "4-bit states, 8-bit scales; beta2 up to 0.95"},
+    {.name = "adamw4l",
+     .rule = "adamw",
+     .weights = "bf16:sr",
+     .m = "de4/32@dq8",
+     .v = "lin4/64",
+     .note = "4-bit states for a beta2 above 0.95; v is linear"},
+    {.name = "flash24",
+     .rule = "adamw",
+     .weights = "bf16+8",
+     .m = "soft8/32",
+     .v = "sqrt8/32",
+     .note = "FlashOptim's AdamW: 24-bit weights, 8-bit states"},
+    {.name = "fp8w8e",
+     .rule = "adamw",
+     .weights = "e4m3:ef",
+     .m = "e4m3/256:sr",
+     .v = "sqrt8/32",
+     .note = "fp8 weights of matrices but wpe; errors fed back",
+     .overrides = "ln*|*.bias|wpe: weights=bf16:ef"},
+    {.name = "int8w4",
+     .rule = "adamw",
+     .weights = "lin8:sr",
+     .m = "de4/32@dq8",
+     .v = "sqrt4/32@dq8",
+     .note = "2 bytes a parameter in all; beta2 up to 0.95",
+     .overrides = "ln*|*.bias: weights=bf16:sr"},
+};
+constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);
 
-// Kernels compiled ahead of time: the presets, with each kind of gradient. Every other combination is compiled by NVRTC
-// when it is first asked for. Those of tensors that a preset overrides are among them. ROW(rule, weights, m, v, copy):
-// what the step writes for the matmuls besides.
-#define OPTIM_BUILT_IN(ROW)                                                                                           \
-    ROW(AdamW, WithMaster<Elementwise<Bf16, NEAREST>>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)  \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)     \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None)              \
-    ROW(AdamW, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>,                    \
-        Elementwise<Bf16, NEAREST>)                                                                                   \
-    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None, None)                               \
-    ROW(AdEMAMix, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, Elementwise<Bf16, STOCHASTIC>, None)  \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Dyn8, 256, ScaleFp32, NEAREST>,                                  \
-        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                                  \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<E4m3, 256, ScaleFp32, NEAREST>,                                  \
-        Blocks<E4m3, 256, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                   \
-        Blocks<Lin4, 128, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                                   \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>, DoubleBlocks<Sqrt4, 32, NEAREST>, None) \
-    ROW(AdamW, Elementwise<Bf16, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>, Blocks<Lin4, 64, ScaleFp32, NEAREST>,   \
-        None)                                                                                                         \
-    ROW(AdamW, Feedback<Elementwise<Bf16, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,                     \
-        Blocks<Udyn8, 256, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Split<int8_t, NEAREST>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, Blocks<Sqrt8, 32, ScaleFp32, NEAREST>,  \
-        None)                                                                                                         \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                       \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>,                       \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                        \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, None)                                                                 \
-    ROW(AdamW, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>, Blocks<De4, 128, ScaleFp32, NEAREST>,                        \
-        Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                           \
-    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,   \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,   \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
-    ROW(AdamW, Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,          \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,          \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>)                                            \
-    ROW(AdamW, Feedback<Elementwise<Bf16, STOCHASTIC>>, Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>,                     \
-        Blocks<Sqrt8, 32, ScaleFp32, NEAREST>, None)                                                                  \
-    ROW(AdamW, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>,                       \
-        DoubleBlocks<Sqrt4, 32, NEAREST>, None)                                                                       \
-    ROW(AdamW, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>, DoubleBlocks<De4, 32, NEAREST>,                       \
-        DoubleBlocks<Sqrt4, 32, NEAREST>, Elementwise<Bf16, NEAREST>)                                                 \
-    ROW(Lion, Elementwise<Bf16, STOCHASTIC>, Blocks<Soft8, 32, ScaleFp32, NEAREST>, None, None)
+// The names of each table, in order.
+#define OPTIM_NAME(NAME, ...) NAME,
+constexpr const char* RULE_NAMES[] = {OPTIM_RULES(OPTIM_NAME)};
+constexpr const char* WEIGHTS_NAMES[] = {OPTIM_WEIGHTS(OPTIM_NAME)};
+constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
+constexpr const char* STATE_NAMES[] = {OPTIM_STATES(OPTIM_NAME)};
+
+template <int COUNT>
+constexpr int name_count(const char* const (&)[COUNT]) {
+    return COUNT;
+}

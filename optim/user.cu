@@ -25,8 +25,8 @@ static bool ends_comment(const char* at, bool line) {
     return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
 }
 
-// Takes out of a text of C++ what does not count: a comment is a space, and spaces in a row are one of them, or one end
-// of a line where there is such among them; none at the ends. Returns its length.
+// Removes what does not count from a C++ text: a comment becomes a space, and white space in a row becomes one space,
+// or one end of a line if there is one among it; none stays at the ends. Returns the length that is left.
 static int64_t squeeze(char* text) {
     char *to = text, space = 0;
     for (const char* at = text; *at;) {
@@ -60,7 +60,7 @@ static uint64_t text_sum(const char* text) {
     return sum;
 }
 
-// One file's text at the end of the source, with its name and lines for the compiler's messages.
+// Appends one file's text to the source, with its name and lines for the compiler's messages.
 static bool append_file(const char* path, int index, FILE* to, char* error, size_t bytes) {
     char reason[DATA_ERROR_BYTES];
     int64_t length = 0;
@@ -75,7 +75,7 @@ static bool append_file(const char* path, int index, FILE* to, char* error, size
     return true;
 }
 
-// The initialiser that stands at `text`; false when it is not what this version of PTX is known to say.
+// Reads the initialiser at `text`; false if it does not read as the PTX that is known.
 static bool read_row(const char* text, UserRow* row) {
     const char* at = text;
     char* end;
@@ -106,7 +106,7 @@ static bool is_power(int number) {
     return number > 0 && (number & (number - 1)) == 0;
 }
 
-// What the rest of the optimizer relies on.
+// Checks what the rest of the optimizer relies on.
 static bool row_check(const UserRow* row, const char* path, char* error, size_t bytes) {
     if (row->too_long) {
         return refuse(error, bytes,
@@ -120,19 +120,19 @@ static bool row_check(const UserRow* row, const char* path, char* error, size_t 
     for (int i = 0; i < 3; i++) {
         int bit = row->bits[i];
         bool known = i > 0 && bit == 0 ? true : bit == 4 || bit == 8 || bit == 16 || bit == 32;
-        bool fits = known && (bit == 0 || (is_power(row->run[i]) && row->run[i] <= OPTIM_ALIGN));
+        bool fits = known && (bit == 0 || (is_power(row->run[i]) && row->run[i] <= TILE_ELEMENTS));
         if (!fits || (i > 0 && bit == 4)) {
             return refuse(error, bytes,
                           "--format: %s: array %d of \"%s\" has %d bits every %d elements; take 4 (codes only), 8, 16 "
                           "or 32 every 1, 2, 4, ... or %lld",
-                          path, i, row->name, bit, row->run[i], (long long)OPTIM_ALIGN);
+                          path, i, row->name, bit, row->run[i], (long long)TILE_ELEMENTS);
         }
     }
     // Two of them and stages for a group of threads fit into the shared memory of any GPU that is served.
-    const int most = 44 * 1024;
-    if (row->table_bytes > most) {
+    const int max = 44 * 1024;
+    if (row->table_bytes > max) {
         return refuse(error, bytes, "--format: %s: the table of \"%s\" has %d bytes and may have %d", path, row->name,
-                      row->table_bytes, most);
+                      row->table_bytes, max);
     }
     return true;
 }
@@ -159,7 +159,7 @@ static bool compile_rows(UserFormats* formats, const char* paths, char* error, s
     return good;
 }
 
-// Every file has a row, and every row is one that works.
+// Checks that every file has a row, and that every row works.
 static bool check_rows(const UserFormats* formats, char* const* path, int files, char* error, size_t bytes) {
     for (int file = 0; file < files; file++) {
         bool any = false;
@@ -186,20 +186,19 @@ static bool check_rows(const UserFormats* formats, char* const* path, int files,
     return true;
 }
 
-// Rows as the optimizer has them for its own formats, which have functions too.
+// Makes rows like those of the built-in formats, but without functions.
 static FormatRow* storage_create(const UserFormats* formats) {
     FormatRow* rows = (FormatRow*)calloc((size_t)formats->count, sizeof(FormatRow));
     for (int i = 0; i < formats->count; i++) {
-        const UserRow* own = &formats->row[i];
+        const UserRow* from = &formats->row[i];
         FormatRow* row = &rows[i];
-        row->name = own->name, row->note = own->note, row->type = own->type, row->source = formats->source;
+        row->name = from->name, row->note = from->note, row->type = from->type, row->source = formats->source;
         for (int k = 0; k < 3; k++) {
-            row->stream[k] = {own->suffix[k], own->dtype[k],     own->bits[k], own->bits[k] ? own->run[k] : 1,
-                              false,          (Span)own->span[k]};
+            row->stream[k] = {from->suffix[k], from->dtype[k],     from->bits[k], from->bits[k] ? from->run[k] : 1,
+                              false,           (Span)from->span[k]};
         }
-        row->table_bytes = own->table_bytes;
-        row->has_sign = own->has_sign;
-        row->dithered = own->dithered;
+        row->table_bytes = from->table_bytes;
+        row->has_sign = from->has_sign;
     }
     return rows;
 }
@@ -241,10 +240,6 @@ void user_formats_free(UserFormats* formats) {
     free(formats);
 }
 
-static const char* row_name(const UserRow& row) {
-    return row.name;
-}
-
 void user_sums(const OptimConfig* config, char* text, size_t bytes) {
     const UserFormats* formats = config->user_formats;
     Override overrides[OVERRIDES];
@@ -254,7 +249,7 @@ void user_sums(const OptimConfig* config, char* text, size_t bytes) {
     if (!formats || !overrides_parse(config->overrides, overrides, &count, ignored, sizeof(ignored))) return;
     for (int i = -1; i < count; i++) {
         for (const char* name : {i < 0 ? config->m : overrides[i].m, i < 0 ? config->v : overrides[i].v}) {
-            const UserRow* row = find_row(formats->row, formats->count, name);
+            const UserRow* row = find_row(Table<UserRow>{formats->row, formats->count}, name);
             char entry[64];
             if (!row) continue;
             snprintf(entry, sizeof(entry), "%s=%016llx", row->name, (unsigned long long)formats->sum[row->file]);

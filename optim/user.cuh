@@ -1,33 +1,23 @@
-// Formats of the user's own (--format FILE.cuh): what such a file is, and how the host learns from NVRTC what it holds.
+// The user's own formats (--format FILE.cuh): what such a file is, and how the host learns from NVRTC what it holds.
 //
 // A file is as those of formats/: a struct, and beside it one line for each name that it adds to --m and --v,
 //     OPTIM_FORMAT("my8/64", "for m: when to use it", Blocks<My8, 64, ScaleFp32, NEAREST>)
 // the type last, because it may hold commas; see dev/examples/format.cuh. It follows the optimizer's own source, so
 // nothing needs to be included; #include "..." and #pragma once, which a file in formats/ has, are ignored.
 //
-// The host has no C++ compiler at hand to ask for the type's STREAM. NVRTC has: the line makes a variable of constants
-// that only plain data of fixed size is in, and the host reads the bytes of its initialiser in the PTX, whose syntax is
-// documented and stable. (Mangled names of templates could carry the numbers, but not the strings.)
+// The host has no C++ compiler to ask for the type's STREAM, so it asks NVRTC: the line makes a constant of plain data
+// of fixed size, and the host reads the bytes of its initialiser from the PTX, whose syntax is documented and stable.
+// (Mangled names of templates could carry the numbers, but not the strings.)
 #pragma once
 #include "kernel.cuh"
 
 EMBED_SOURCE
 
-template <class T, class = void>
-constexpr bool HAS_SIGN = true;
-template <class T>
-constexpr bool HAS_SIGN<T, decltype((void)T::SIGNED)> = T::SIGNED;
-
-template <class T, class = void>
-constexpr bool IS_DITHERED = false;
-template <class T>
-constexpr bool IS_DITHERED<T, decltype((void)T::DITHERED)> = T::DITHERED;
-
 // One row of a file; texts end with a 0.
 struct UserRow {
     int file;      // counted from 0 in the order of --format
     int too_long;  // a text did not fit
-    int table_bytes, has_sign, dithered;
+    int table_bytes, has_sign;
     int bits[3], run[3], span[3];  // of STREAM
     char suffix[3][16], dtype[3][16];
     char name[32], note[128], type[512];
@@ -47,7 +37,7 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     bool fits = user_text(row.name, name);
     fits = user_text(row.note, note) && fits;
     fits = user_text(row.type, type) && fits;
-    for (int i = 0; i < (int)(sizeof(T::STREAM) / sizeof(StreamInfo)); i++) {
+    for (int i = 0; i < 3; i++) {
         fits = user_text(row.suffix[i], T::STREAM[i].name) && fits;
         fits = user_text(row.dtype[i], T::STREAM[i].dtype) && fits;
         row.bits[i] = T::STREAM[i].bits;
@@ -56,13 +46,12 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     }
     row.file = file;
     row.too_long = !fits;
-    row.table_bytes = SHARED_BYTES<T>;
-    row.has_sign = HAS_SIGN<T>;
-    row.dithered = IS_DITHERED<T>;
+    row.table_bytes = T::TABLE_BYTES;
+    row.has_sign = T::SIGNED;
     return row;
 }
 
-// The constants that a format looks up, which no host function can make: a single thread does it, once a run.
+// Makes the constants that a format looks up, for which the host has no function: a single thread does it, once a run.
 // grid: 1, block: 1; table: (TABLE_BYTES) device memory.
 template <class T>
 __global__ void optim_fill_kernel(void* table) {

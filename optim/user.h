@@ -1,4 +1,4 @@
-// Reads the files of --format: their rows, checked, and their text for NVRTC. See user.cuh.
+// Reads the files of --format (user.cuh): their rows, which it checks, and their text for NVRTC.
 #pragma once
 #include "../kernels/common.cuh"
 #include "optim.h"
@@ -16,15 +16,15 @@ struct UserFormats {
     FormatRow* storage;        // (count): the same as the optimizer has its own formats
 };
 
-// Reads and checks the files of a list that commas separate; false and a sentence in `error`, followed by the
-// compiler's log where it is that which refuses a file. Takes a moment the first time, and then comes from the cache.
-// Needs libnvrtc and no GPU. Freed by user_formats_free.
+// Reads and checks the files of a list that commas separate. Returns false with a sentence in `error`, followed by the
+// compiler's log if the compiler refuses a file. The first time takes a moment, then the result comes from the cache.
+// It needs libnvrtc and no GPU; user_formats_free frees the result.
 bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t error_bytes);
 void user_formats_free(UserFormats* formats);
 
-// The formats of these that a configuration, its overrides included, names: "my8/64=SUM my9/32=SUM", SUM the checksum
-// of the file that names it, in which comments and white space do not count. "" when it names none.
+// Writes which of these formats a configuration, its overrides included, names: "my8/64=SUM my9/32=SUM". SUM is the
+// checksum of the file that has the format; comments and white space do not count. "" if it names none.
 void user_sums(const OptimConfig* config, char* text, size_t bytes);
 
-// Fills a table of constants in device memory as a type of the source says. Exits with a sentence when that fails.
+// Fills a table of constants in device memory by the fill() of a type of the source. Exits with a sentence if it fails.
 void user_table_fill(const Device* dev, const char* type, const char* source, void* table);

@@ -5,13 +5,10 @@
 #pragma once
 #include "../../optim/formats/blocks.cuh"
 
-struct My8 {
-    typedef NoTable Table;
+struct My8 : FormatDefaults {
     static constexpr int BITS = 8, ZERO = 127;
     static constexpr const char* DTYPE = "U8";
-    static constexpr bool SIGNED = true, ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false;
-    static constexpr float LARGEST = 127.0f, UNITS = 1.0f;
-    static constexpr uint32_t BIAS = 0;
+    static constexpr float LARGEST = 127.0f;
 
     static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
         return exact_mul((float)((int)code - ZERO), scale);

@@ -89,8 +89,8 @@ TEST(cli_default_folder) {
 TEST(cli_usual_learning_rates) {
     const char* work = work_folder();
     const char* const rates[][2] = {{"--preset adamw16", "schedule lr 0.003, cosine"},
-                                    {"--preset lion8", "schedule lr 0.0006, usual for lion, cosine"},
-                                    {"--preset lion8 --lr 0.003", "schedule lr 0.003, cosine"}};
+                                    {"--rule lion --m soft8", "schedule lr 0.0006, usual for lion, cosine"},
+                                    {"--rule lion --m soft8 --lr 0.003", "schedule lr 0.003, cosine"}};
     for (const auto& rate : rates) {
         run_train(lr, "%s --data %s/text.txt --run %s/run --steps 3 --dry-run %s", SHAPE, work, work, rate[0]);
         expect(strstr(OUT(lr), rate[1]), "%s: %s", rate[0], OUT(lr));

@@ -276,23 +276,6 @@ static void rewrite_state(const char* folder, const char* from, const char* to) 
     free(text), free(changed);
 }
 
-// A checkpoint in adafactor8bit's table, whose arrays are nf4's: it goes on in another format and not in its own.
-TEST(cli_resume_imports) {
-    const char* work = work_folder();
-    char run[PATH_MAX], folder[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/run", work);
-    train_well("%s %s --data %s/text.txt --run %s --steps 3 --m nf4/128", SHAPE, QUICK, work, run);
-    checkpoint_name(run, 3, folder, sizeof(folder));
-    rewrite_state(folder, "\"nf4/128\"", "\"adanf4/128\"");
-    run_train(refused, "--resume %s --steps 4 --device cpu", run);
-    expect_error(test, &refused, "its own", "--m: \"adanf4/128\" was found", "take nf4, say");
-    run_train(child, "--resume %s --run %s/dyn8 --m dyn8 --steps 4 --device cpu", run, work);
-    expect_code(child, 0);
-    expect(strstr(OUT(child), " notice   m: adanf4/128 in the checkpoint, converted to dyn8/256"), "%s", OUT(child));
-    forget(&refused), forget(&child);
-    remove_tree(work);
-}
-
 // What a state.json of version 1 says of --grads may be what the automatic choice became: its bf16, which --matmul fp32
 // does not go with, was not asked for. That of later ones was, and a version 4 is not known.
 TEST(cli_resume_versions) {
@@ -411,7 +394,7 @@ TEST(cli_resume_most_arrays) {
     const char* work = work_folder();
     const char* options =
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
-        "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=e5m2+8;"
+        "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=bf16:kahan;"
         "c_attn.weight:weights=e4m3/tensor+fp32";
     char whole[PATH_MAX], run[PATH_MAX];
     snprintf(whole, sizeof(whole), "%s/whole", work);
@@ -460,7 +443,6 @@ TEST(cli_resume_rules) {
                                                                                            " --lr 0.001 (was 0.003)";
     const char* const cases[][3] = {
         {"--rule lion", " notice   v: left behind; lion keeps none\n", usual},
-        {"--preset lion8", " notice   v: left behind; lion keeps none\n", usual},
         {"--rule lion --lr 0.001", " notice   v: left behind; lion keeps none\n", typed},
         {"--rule ademamix", " notice   slow: not in the checkpoint, whose rule is adamw; it starts at zero\n", nullptr},
         {"--override *.bias:m=dyn8", " notice   m: bf16 in the checkpoint in 3 tensors, converted to fp32", nullptr},
@@ -477,7 +459,7 @@ TEST(cli_resume_rules) {
         remove_tree(other);
     }
     check_rate_stays(test, run, work);
-    train_well("%s %s --data %s/text.txt --run %s/lion --steps 4 --preset lion8", SHAPE, QUICK, work, work);
+    train_well("%s %s --data %s/text.txt --run %s/lion --steps 4 --rule lion", SHAPE, QUICK, work, work);
     run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
     expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");
     expect(!exists(work, "other"), "a run folder is left");

@@ -144,7 +144,7 @@ static Place find_place(const Fixture* f, int tensor, Slot slot) {
     return place;
 }
 
-// What decides a slot's zeros and dither.
+// What decides a slot's zeros.
 static NoiseKey slot_key(const Fixture* f, int tensor, Slot slot) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
     return {0, 0, noise[slot], f->tensor[tensor].offset};
@@ -156,8 +156,8 @@ static float* slot_values(const Fixture* f, int tensor, Slot slot) {
     Streams streams = place_streams(f, tensor, &place);
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     float* values = (float*)malloc((size_t)padded * sizeof(float));
-    for (int64_t i = 0; i < padded; i += OPTIM_ALIGN)
-        place.format->load(streams, (int)i, values + i, OPTIM_ALIGN, slot_key(f, tensor, slot));
+    for (int64_t i = 0; i < padded; i += TILE_ELEMENTS)
+        place.format->load(streams, (int)i, values + i, TILE_ELEMENTS, slot_key(f, tensor, slot));
     for (int64_t i = f->tensor[tensor].cols; i < padded; i++) values[i] = 0.0f;
     free((void*)streams.table);
     return values;
@@ -172,10 +172,10 @@ static bool holds_nearest(const Fixture* f, int tensor, Slot slot, const float* 
     void *const from[3] = {there.codes, there.extra, there.more}, *table = table_of(place.nearest);
     if (slot != SLOT_WEIGHTS) want.table = table;
     for (int i = 0; i < 3; i++) *to[i] = calloc(1, (size_t)stream_bytes(place.format->stream[i], padded) + 1);
-    for (int64_t i = 0; i < padded; i += OPTIM_ALIGN) {
-        if (slot == SLOT_WEIGHTS) place.format->set(want, i, values + i, OPTIM_ALIGN);
+    for (int64_t i = 0; i < padded; i += TILE_ELEMENTS) {
+        if (slot == SLOT_WEIGHTS) place.format->set(want, i, values + i, TILE_ELEMENTS);
         if (slot == SLOT_WEIGHTS) continue;
-        place.nearest->store(want, (int)i, values + i, OPTIM_ALIGN, slot_key(f, tensor, slot));
+        place.nearest->store(want, (int)i, values + i, TILE_ELEMENTS, slot_key(f, tensor, slot));
     }
     bool same = true;
     for (int i = 0; i < 3; i++) {
@@ -217,11 +217,10 @@ static int64_t differing(const Fixture* a, const Fixture* b, Slot slot) {
 
 // Whether values of the format may move when they are stored again. A block's largest may come back smaller, and its
 // scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16, or to 8 bits, leaves the largest a level
-// below the last. adalog8's scale is the logarithm of a level, which is rounded. And what dither moves a block's
-// largest by is another scale, and so another dither.
+// below the last. adalog8's scale is the logarithm of a level, which is rounded.
 static bool may_move(const char* name) {
     return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@bf16") ||
-           strstr(name, "@dq8") || strncmp(name, "adalog8", 7) == 0 || strstr(name, ":dither");
+           strstr(name, "@dq8") || strncmp(name, "adalog8", 7) == 0;
 }
 
 // Every state format from fp32 and back to fp32, in m (where it has a sign) and v, and into the format again.
@@ -254,61 +253,6 @@ TEST(convert_states) {
     }
     fixture_close(&exact);
     snprintf(test->note, sizeof(test->note), "%d formats, %d of them idempotent", formats, idempotent);
-}
-
-// A checkpoint whose m is in a format that is only read: decoded by its table and converted, and never chosen.
-TEST(convert_imports) {
-    const float levels[16] = {-1.0f,        -0.6961928f, -0.52507306f, -0.3895074f, -0.27408478f, -0.17286907f,
-                              -0.07958022f, 0.0f,        0.07958022f,  0.17286907f, 0.27408478f,  0.3895074f,
-                              0.52507306f,  0.6961928f,  0.8641379f,   1.0f};
-    for (int block : {32, 64, 128, 256}) {
-        char name[32];
-        snprintf(name, sizeof(name), "adanf4/%d", block);
-        OptimConfig from = states_config("fp32", "fp32"), fp32 = from, nf4 = states_config("nf4", "fp32");
-        char error[4096] = "";
-        from.m = name, from.stored = true;
-        expect(optim_resolve(&from, error, sizeof(error)), "%s", error);
-        Fixture checkpoint, wide, narrow;
-        fixture_open(&checkpoint, &from, 3000, false);
-        fixture_open(&wide, &fp32, 3000, false);
-        fixture_open(&narrow, &nf4, 3000, false);
-        uint8_t* codes = nullptr;
-        float* scales = nullptr;
-        for (int s = 0; s < optim_stream_count(checkpoint.optim); s++) {
-            OptimStream stream = optim_stream(checkpoint.optim, s);
-            if (is(stream.name, "m")) codes = (uint8_t*)stream.data;
-            if (is(stream.name, "m.scales")) scales = (float*)stream.data;
-        }
-        for (int64_t i = 0; i < checkpoint.elements / 2; i++) codes[i] = (uint8_t)(i * 2654435761u >> 16);
-        for (int64_t b = 0; b < checkpoint.elements / block; b++) scales[b] = 0.001f * (float)(1 + b % 7);
-        expect_load(test, &wide, &checkpoint);
-        expect_load(test, &narrow, &checkpoint);
-        expect(wide.notice_count == 1 && strstr(wide.notices[0], "adanf4"), "%s", wide.notices[0]);
-        expect_converted(test, &narrow, &checkpoint, SLOT_M);
-        for (int t = 0; t < TENSORS; t++) {
-            float* values = slot_values(&wide, t, SLOT_M);
-            for (int64_t i = 0; i < wide.tensor[t].cols; i++) {
-                int64_t at = checkpoint.tensor[t].offset + i;
-                float want = levels[codes[at / 2] >> (at % 2 ? 0 : 4) & 15] * scales[at / block];
-                expect(values[i] == want, "%s: %g, want %g", name, (double)values[i], (double)want);
-            }
-            free(values);
-        }
-        for (Fixture* f : {&checkpoint, &wide, &narrow}) fixture_close(f);
-    }
-    struct {
-        const char *m, *v, *overrides, *want;
-    } const refused[] = {
-        {"adanf4", "", "", "--m: \"adanf4\" was found, which is read from checkpoints and not written"},
-        {"", "adanf4/64", "", "--v: \"adanf4/64\" was found"},
-        {"", "", "wpe*: m=adanf4", "--override m: \"adanf4\" was found"}};
-    for (const auto& row : refused) {
-        OptimConfig config = {"", "adamw", "bf16+fp32", "fp32", row.m, row.v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
-        config.overrides = row.overrides;
-        char error[4096] = "";
-        bool resolved = optim_resolve(&config, error, sizeof(error));
-        expect(!resolved && strstr(error, row.want) && !strchr(error, '\n'), "%s", error);
-    }
 }
 
 // Every storage of the weights into every other: what the update read is what it will read, rounded once.
@@ -399,69 +343,10 @@ TEST(convert_overrides) {
                     4, "weights: bf16+fp32 in the checkpoint in 1 tensors, converted to e4m3:sr (to nearest)");
 }
 
-static bool same_streams(const Fixture* a, const Fixture* b) {
-    bool same = optim_stream_count(a->optim) == optim_stream_count(b->optim);
-    for (int s = 0; same && s < optim_stream_count(a->optim); s++) {
-        OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
-        int64_t bytes = x.elements * x.element_bytes;
-        same = is(x.name, y.name) && bytes == y.elements * y.element_bytes && !memcmp(x.data, y.data, (size_t)bytes);
-    }
-    return same;
-}
-
-// A run that goes on from a checkpoint draws the dither of the one that wrote it, although it is at another step.
-TEST(convert_resumes_dither) {
-    const char* const formats[][3] = {{"adamw", "lin8:dither", "sqrt4:dither"},
-                                      {"adamw", "lin8/32:dither", "sqrt8:dither"},
-                                      {"adamw", "lin8/2048:dither", "lin4:dither"},
-                                      {"ademamix", "lin8:dither", "ulin8:dither"},
-                                      {"adam", "bf16:sr", "lin8:dither"}};
-    for (const auto& format : formats) {
-        OptimConfig config = states_config(format[1], format[2]);
-        config.rule = format[0];
-        Fixture whole, first, second;
-        for (Fixture* f : {&whole, &first, &second}) fixture_open(f, &config, 3000, false);
-        fixture_train(&whole, 7);
-        fixture_train(&first, 4);
-        expect_load(test, &second, &first);
-        expect(same_streams(&first, &second) && second.notice_count == 0, "%s %s: a checkpoint", format[1], format[2]);
-        fixture_steps(&second, 5, 7);
-        expect(same_streams(&whole, &second), "%s %s %s: resumed", format[0], format[1], format[2]);
-        for (Fixture* f : {&whole, &first, &second}) fixture_close(f);
-    }
-}
-
-// Where a tensor lies decides its dither: what another order of the launches moves is stored anew, and said.
-TEST(convert_moves_dither) {
-    const char* const texts[] = {"ln*: m=fp32", "wpe: m=fp32", "ln*: m=fp32; wpe: lr=0.5"};
-    Fixture f[3];
-    for (int i = 0; i < 3; i++) {
-        OptimConfig config = states_config("lin8:dither", "sqrt4:dither");
-        config.overrides = texts[i];
-        fixture_open(&f[i], &config, 3000, false);
-        if (i == 0) fixture_train(&f[i], 3);
-        if (i > 0) expect_load(test, &f[i], &f[0]);
-    }
-    int moved = 0;
-    for (int t = 0; t < TENSORS; t++) {
-        float* values = slot_values(&f[0], t, SLOT_V);
-        moved += f[1].tensor[t].offset != f[0].tensor[t].offset;
-        if (f[1].tensor[t].offset != f[0].tensor[t].offset) {
-            expect(holds_nearest(&f[1], t, SLOT_V, values), "v of %s", tensor_names[t]);
-        }
-        free(values);
-    }
-    expect(moved >= 2, "%d tensors lie elsewhere", moved);
-    const char* notice = f[1].notices[f[1].notice_count - 1];
-    expect(strstr(notice, "v: sqrt4/128:dither in the checkpoint") && strstr(notice, "(with dither)"), "%s", notice);
-    expect(same_streams(&f[0], &f[2]) && f[2].notice_count == 0, "the same places");
-    for (Fixture& each : f) fixture_close(&each);
-}
-
 // A checkpoint into two shards, cut within a tensor, is what it is in one optimizer, cut.
 TEST(convert_into_shards) {
     OptimConfig wide = make_config("adamw", "bf16+fp32", "fp32");
-    for (const char* state : {"fp32", "de4", "lin8:dither"}) {
+    for (const char* state : {"fp32", "de4", "lin8"}) {
         OptimConfig config = make_config("adamw", "bf16:sr", state);
         config.overrides = "wpe: m=bf16; ln*: weights=lin8:sr";
         Fixture from, whole, shard[2];
@@ -472,7 +357,7 @@ TEST(convert_into_shards) {
         int64_t used[16] = {};
         for (int k = 0; k < 2; k++) {
             OptimConfig part = config;
-            part.begin = k ? 300 * OPTIM_ALIGN : 0, part.end = k ? whole.elements : 300 * OPTIM_ALIGN;
+            part.begin = k ? 300 * TILE_ELEMENTS : 0, part.end = k ? whole.elements : 300 * TILE_ELEMENTS;
             fixture_open(&shard[k], &part, 1200001, false);
             expect_load(test, &shard[k], &from);
             for (int s = 0; s < optim_stream_count(whole.optim); s++) {
@@ -545,7 +430,6 @@ TEST(convert_equal_gpu) {
     const char* const formats[][3] = {{"bf16:sr", "dyn8", "udyn8"},
                                       {"bf16+16", "de4", "sqrt4"},
                                       {"e4m3+8:sr", "bf16:sr", "fp32"},
-                                      {"bf16:sr", "lin8:dither", "sqrt4:dither"},
                                       {"bf16+fp32", "fp32", "fp32"}};
     OptimConfig wide = states_config("fp32", "fp32");
     Fixture exact;

@@ -1,7 +1,6 @@
-// Tests of dev/examples, the format, the rule and the preset that optim/README.md shows: it shows them as they are, and
-// they work in the ways that it says (one of the format's, --format, is tested in user.cu). Format and rule are
-// ordinary files of optim/formats and optim/rules, so this unit includes them where table.cuh would and makes of them
-// the rows that README adds there; NVRTC gets the rule's text behind the optimizer's own.
+// Tests of dev/examples: the format, the rule and the preset work in the ways that optim/README.md says (--format is
+// tested in user.cu). Format and rule are ordinary files of optim/formats and optim/rules, so this unit includes them
+// where table.cuh would and makes the rows that one adds there; NVRTC gets the rule's text after the optimizer's own.
 #include "../../optim/constants.h"
 #include "../../optim/jit.h"
 #include "../../optim/table.cuh"
@@ -17,32 +16,11 @@ namespace example {
 typedef My8 Mine8;
 }  // namespace example
 
-struct PresetExample {
-    const char *name, *rule, *weights, *m, *v, *note;
-};
-
-#define ROW(...) {__VA_ARGS__},
-static const PresetExample presets[] = {
+static const PresetRow presets[] = {
 #include "../examples/preset.cuh"
 };
-#undef ROW
 
-TEST(examples_stand_in_the_readme) {
-    char* readme = read_text(test, "optim/README.md");
-    for (const char* name : {"dev/examples/format.cuh", "dev/examples/rule.cuh", "dev/examples/preset.cuh"}) {
-        char *text = read_text(test, name), *block = nullptr;
-        expect(asprintf(&block, "```cpp\n%s```\n", text) > 0 && strstr(readme, block),
-               "optim/README.md does not show %s as it is", name);
-        expect(strstr(readme, name), "optim/README.md does not say where %s is", name);
-        int lines = 0;
-        for (const char* c = text; *c; c++) lines += *c == '\n';
-        expect(lines > 2 && lines < 40, "%s has %d lines", name, lines);
-        free(text), free(block);
-    }
-    free(readme);
-}
-
-// The lines that README adds to table.cuh, here and there the same.
+// The rows that one adds to table.cuh.
 #define FORMAT_LINE OPTIM_BLOCKS(ROW, "mine8", "for m: when to use it", Mine8, 64)
 #define RULE_LINE ROW("nadamw", "adamw with Nesterov's momentum", 1, NAdamW)
 
@@ -52,7 +30,7 @@ struct BlocksRow {
     void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
 };
 
-struct RuleRow {
+struct ExampleRule {
     const char *name, *note;
     int slower;
     bool keeps_v, decoupled;
@@ -64,23 +42,13 @@ static const BlocksRow format_rows[] = {FORMAT_LINE};
 static const BlocksRow same_rows[] = {OPTIM_BLOCKS(ROW, "lin8", "", Lin8, 64)};
 #undef ROW
 #define ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, SLOWER, TYPE::KEEPS_V, TYPE::DECOUPLED},
-static const RuleRow rule_rows[] = {RULE_LINE};
+static const ExampleRule rule_rows[] = {RULE_LINE};
 #undef ROW
 }  // namespace example
 
-TEST(examples_lines_stand_in_the_readme) {
-    char* readme = read_text(test, "optim/README.md");
-    // Not expanded: as they stand in this file.
-    char* here = read_text(test, "dev/unit/examples.cu");
-    for (const char* name : {"#define FORMAT_LINE ", "#define RULE_LINE "}) {
-        char line[256] = "";
-        const char* at = strstr(here, name);
-        if (at) snprintf(line, sizeof(line), "%.*s", (int)strcspn(at + strlen(name), "\n"), at + strlen(name));
-        expect(*line && strstr(readme, line), "optim/README.md does not say %s", line);
-    }
-    const RuleRow* row = example::rule_rows;
+TEST(examples_rule_row) {
+    const ExampleRule* row = example::rule_rows;
     expect(is(row->name, "nadamw") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
-    free(readme), free(here);
 }
 
 // What a tile becomes in a row's arrays and out of them again, as m and as v.
@@ -175,7 +143,7 @@ struct Combination {
 
     static void step_cpu(Arrays* a, int step) {
         StepArguments arguments = step_arguments(a, step);
-        const StreamInfo nothing = {"", "", 0, 1};
+        const StreamInfo nothing = {};
         for (int t = 0; t < TILES; t++) {
             TileStreams tile = {tile_at(Weights::STREAM[0], nothing, nothing, arguments.weights, t),
                                 tile_at(Grads::STREAM[0], nothing, nothing, arguments.grads, t),
@@ -198,8 +166,8 @@ struct Combination {
     template <class Storage>
     static void* table_create(const Device* gpu) {
         void* table = nullptr;
-        if constexpr (SHARED_BYTES<Storage> != 0) {
-            static char host[SHARED_BYTES<Storage>];
+        if constexpr (Storage::TABLE_BYTES != 0) {
+            static char host[Storage::TABLE_BYTES];
             Storage::fill(host);
             table = device_alloc(gpu, sizeof(host));
             copy_to_device(gpu, table, host, sizeof(host));
@@ -234,14 +202,14 @@ struct Combination {
 
 typedef Elementwise<Fp32, NEAREST> Wide;
 typedef Combination<Wide, Wide, Wide, Wide> Exact;
-typedef Combination<Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, DITHER>,
+typedef Combination<Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, NEAREST>,
                     Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, Elementwise<Bf16, NEAREST>>
     Narrow;
 static const char* const exact_types =
     "Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, Elementwise<Fp32, NEAREST>, None, "
     "Elementwise<Fp32, NEAREST>";
 static const char* const narrow_types =
-    "Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, DITHER>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, "
+    "Elementwise<Bf16, STOCHASTIC>, Blocks<Lin8, 256, ScaleFp32, NEAREST>, Blocks<Sqrt4, 128, ScaleFp32, NEAREST>, "
     "None, Elementwise<Bf16, NEAREST>";
 
 // The formulas at the head of the file, in double.
@@ -332,7 +300,7 @@ TEST(examples_rule_equal_cpu_gpu) {
 }
 #endif
 
-static OptimConfig preset_config(Test* test, const PresetExample* row) {
+static OptimConfig preset_config(Test* test, const PresetRow* row) {
     OptimConfig config = rule_config();
     char error[4096] = "";
     config.rule = row->rule, config.weights = row->weights, config.m = row->m, config.v = row->v, config.grads = "fp32";
@@ -369,7 +337,7 @@ static double descend(const Device* dev, const OptimConfig* config) {
 TEST(examples_preset) {
     Device dev;
     device_open(&dev, false, 0);
-    for (const PresetExample& row : presets) {
+    for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
         char line[256], expression[2048];
         static char error[JIT_ERROR_BYTES];
@@ -393,7 +361,7 @@ static void check_preset_gpu(Test* test) {
     Device devices[2];
     device_open(&devices[0], false, 0);
     device_open(&devices[1], true, 0);
-    for (const PresetExample& row : presets) {
+    for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
         double cpu = descend(&devices[0], &config), gpu = descend(&devices[1], &config);
         expect(cpu == gpu, "%s: %g and %g", row.name, cpu, gpu);

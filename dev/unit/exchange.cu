@@ -10,48 +10,43 @@ constexpr int TILES = 5;
 
 // Gradients of all magnitudes: most around 1e-6, some tiles tiny, huge or zero.
 static void fill_gradients(float* grads, int seed) {
-    for (int i = 0; i < TILES * SHARD_TILE; i++) {
+    for (int i = 0; i < TILES * TILE_ELEMENTS; i++) {
         float x = test_uniform(seed, i), magnitude = ldexpf(1.0f, (int)(20 * test_uniform(seed + 50, i)) - 20);
-        int tile = i / SHARD_TILE;
+        int tile = i / TILE_ELEMENTS;
         grads[i] = tile == 1 ? x * 1e-39f : tile == 2 ? x * 1e30f : tile == 3 ? 0.0f : x * magnitude;
     }
 }
 
-// Errors of one tile as a multiple of the bound that shard.cuh states.
-template <CommFormat FORMAT>
+// The error of one tile as a multiple of the bound that shard.cuh states.
 static double encoding_error(const float* grads, bool* finite) {
-    alignas(16) char tile[SHARD_TILE * 4];
-    double worst = 0, largest = 0;
-    shard_encode_tile_cpu(tile, grads, FORMAT);
-    for (int i = 0; i < SHARD_TILE; i++) largest = fmax(largest, fabs((double)grads[i]));
+    alignas(16) char tile[TILE_ELEMENTS * 4];
+    double worst = 0;
+    shard_encode_tile_cpu(tile, grads);
     *finite = true;
-    for (int i = 0; i < SHARD_TILE; i++) {
-        double got = shard_decode<float, FORMAT>(tile, i), error = fabs(got - grads[i]);
-        double relative = FORMAT == COMM_BF16 ? ldexp(1.0, -8) : ldexp(1.0, -3);
-        double least = FORMAT == COMM_BF16 ? ldexp(1.0, -134) : fmax(largest * ldexp(1.0, -31), ldexp(1.0, -132));
-        worst = fmax(worst, error / fmax(relative * fabs((double)grads[i]), least));
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        double got = shard_decode<float, COMM_BF16>(tile, i), error = fabs(got - grads[i]);
+        worst = fmax(worst, error / fmax(ldexp(1.0, -8) * fabs((double)grads[i]), ldexp(1.0, -134)));
         *finite = *finite && isfinite(got);
     }
     return worst;
 }
 
 TEST(exchange_formats) {
-    float* grads = (float*)malloc(TILES * SHARD_TILE * sizeof(float));
+    float* grads = (float*)malloc(TILES * TILE_ELEMENTS * sizeof(float));
     fill_gradients(grads, 3);
-    double worst[2] = {};
-    bool finite[2];
+    double worst = 0;
+    bool finite;
     for (int t = 0; t < TILES; t++) {
-        worst[0] = fmax(worst[0], encoding_error<COMM_BF16>(grads + t * SHARD_TILE, &finite[0]));
-        worst[1] = fmax(worst[1], encoding_error<COMM_E5M2>(grads + t * SHARD_TILE, &finite[1]));
-        expect(finite[0] && finite[1], "tile %d is not finite any more", t);
+        worst = fmax(worst, encoding_error(grads + t * TILE_ELEMENTS, &finite));
+        expect(finite, "tile %d is not finite any more", t);
     }
-    expect(worst[0] <= 1 && worst[1] <= 1, "bf16 %.3f, e5m2 %.3f of the bound", worst[0], worst[1]);
-    snprintf(test->note, sizeof(test->note), "of bound: bf16 %.2f, e5m2 %.2f", worst[0], worst[1]);
+    expect(worst <= 1, "bf16 %.3f of the bound", worst);
+    snprintf(test->note, sizeof(test->note), "of bound: bf16 %.2f", worst);
     // What is not finite stays so: the step is then skipped by all.
     for (float bad : {INFINITY, -INFINITY, NAN}) {
         grads[77] = bad;
-        encoding_error<COMM_BF16>(grads, &finite[0]), encoding_error<COMM_E5M2>(grads, &finite[1]);
-        expect(!finite[0] && !finite[1], "%g: bf16 %d, e5m2 %d", bad, finite[0], finite[1]);
+        encoding_error(grads, &finite);
+        expect(!finite, "%g became finite", bad);
     }
     free(grads);
 }
@@ -59,7 +54,7 @@ TEST(exchange_formats) {
 // The sum is in the order of the ranks, wherever this rank stands among them.
 TEST(exchange_order) {
     constexpr int world = 5;
-    constexpr int64_t n = TILES * SHARD_TILE, bytes = n * (int64_t)sizeof(float);
+    constexpr int64_t n = TILES * TILE_ELEMENTS, bytes = n * (int64_t)sizeof(float);
     float *grads = (float*)malloc(world * bytes), *out = (float*)malloc(bytes), *want = (float*)malloc(bytes);
     for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 10 + r);
     for (int64_t i = 0; i < n; i++) {
@@ -70,7 +65,7 @@ TEST(exchange_order) {
     for (int rank = 0; rank < world; rank++) {
         memcpy(out, grads + rank * n, bytes);
         Contributions c = {
-            (const char*)out, (const char*)grads, bytes, SHARD_TILE * (int64_t)sizeof(float), rank, world};
+            (const char*)out, (const char*)grads, bytes, TILE_ELEMENTS * (int64_t)sizeof(float), rank, world};
         shard_sum_cpu<float, COMM_AS_IS>(out, c, TILES);
         expect(memcmp(out, want, bytes) == 0, "on rank %d the sum is another", rank);
     }
@@ -81,15 +76,15 @@ TEST(exchange_order) {
 template <typename G, CommFormat FORMAT>
 static void check_kernels(Test* test, const Device* dev, const char* what) {
     constexpr int world = 3;
-    int64_t tile_bytes = shard_tile_bytes(FORMAT, sizeof(G)), n = TILES * SHARD_TILE;
+    int64_t tile_bytes = shard_tile_bytes(FORMAT, sizeof(G)), n = TILES * TILE_ELEMENTS;
     float* grads = (float*)malloc(world * n * sizeof(float));
     G *typed = (G*)malloc(world * n * sizeof(G)), *sum = (G*)malloc(n * sizeof(G)), *got = (G*)malloc(n * sizeof(G));
     char* codes = (char*)calloc(world * TILES, tile_bytes);
     for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 20 + r);
     for (int64_t i = 0; i < world * n; i++) typed[i] = from_float<G>(grads[i]), grads[i] = to_float(typed[i]);
     for (int t = 0; t < world * TILES; t++) {
-        if (FORMAT == COMM_AS_IS) memcpy(codes + t * tile_bytes, typed + t * SHARD_TILE, tile_bytes);
-        if (FORMAT != COMM_AS_IS) shard_encode_tile_cpu(codes + t * tile_bytes, grads + t * SHARD_TILE, FORMAT);
+        if (FORMAT == COMM_AS_IS) memcpy(codes + t * tile_bytes, typed + t * TILE_ELEMENTS, tile_bytes);
+        if (FORMAT != COMM_AS_IS) shard_encode_tile_cpu(codes + t * tile_bytes, grads + t * TILE_ELEMENTS);
     }
     Contributions c = {codes + TILES * tile_bytes, codes, TILES * tile_bytes, tile_bytes, 1, world};
     shard_sum_cpu<G, FORMAT>(sum, c, TILES);
@@ -102,7 +97,7 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
     if constexpr (FORMAT == COMM_AS_IS) {
         copy_to_device(dev, d_codes, codes, world * TILES * tile_bytes);
     } else {
-        shard_encode<G, FORMAT>(dev, dev->stream, d_codes, d_grads, world * TILES, tile_bytes);
+        shard_encode<G>(dev, dev->stream, d_codes, d_grads, world * TILES, tile_bytes);
         copy_to_host(dev, back, d_codes, world * TILES * tile_bytes);
         expect(memcmp(back, codes, world * TILES * tile_bytes) == 0, "%s: the GPU encodes otherwise", what);
     }
@@ -140,9 +135,7 @@ TEST(exchange_kernels_gpu) {
     device_open(&dev, true, 0);
     check_kernels<float, COMM_AS_IS>(test, &dev, "fp32");
     check_kernels<float, COMM_BF16>(test, &dev, "fp32 as bf16");
-    check_kernels<float, COMM_E5M2>(test, &dev, "fp32 as e5m2");
     check_kernels<bf16, COMM_AS_IS>(test, &dev, "bf16");
-    check_kernels<bf16, COMM_E5M2>(test, &dev, "bf16 as e5m2");
     device_close(&dev);
 }
 
@@ -158,7 +151,7 @@ TEST(exchange_plan) {
                 for (int t = 0; t < TENSORS; t++) {
                     bool later = moved && t >= 2 && (t - 2) % PER_LAYER == 1;
                     if (later != (pass == 1)) continue;
-                    int64_t length = SHARD_TILE * (t < 2 ? 9 - t : 1 + 2 * ((t - 2) % PER_LAYER));
+                    int64_t length = TILE_ELEMENTS * (t < 2 ? 9 - t : 1 + 2 * ((t - 2) % PER_LAYER));
                     tensor[t] = {elements, length - 5 * t, t < 2 ? LAYERS : (t - 2) / PER_LAYER};
                     elements += length;
                 }
@@ -169,7 +162,7 @@ TEST(exchange_plan) {
             expect(s.cut[0] == 0 && s.cut[world] == elements, "%d ranks", world);
             for (int r = 0; r < world; r++) {
                 int64_t part = s.cut[r + 1] - s.cut[r];
-                expect(part % SHARD_TILE == 0 && llabs(part - elements / world) <= SHARD_TILE, "part %lld",
+                expect(part % TILE_ELEMENTS == 0 && llabs(part - elements / world) <= TILE_ELEMENTS, "part %lld",
                        (long long)part);
             }
             int64_t covered = 0;
@@ -181,7 +174,7 @@ TEST(exchange_plan) {
             for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++) {
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
             }
-            expect(s.packed == SHARD_TILE * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
+            expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
             for (int b = 0; b <= LAYERS; b++) free(s.bucket[b].run);
             free(s.bucket), free(s.place), free(s.cut), free(s.sends), free(s.receives), free(s.into);
         }
@@ -484,16 +477,16 @@ TEST(exchange_peers_gpu) {
 
 // Three layers and a rest: sums, their norm, what is kept, gathered, collected and compared, in every mode.
 constexpr int MINI_LAYERS = 3, MINI_TENSORS = 5;
-static const ShardTensor mini[MINI_TENSORS] = {{0, 70 * SHARD_TILE, MINI_LAYERS},
-                                               {70 * SHARD_TILE, 80 * SHARD_TILE - 9, 0},
-                                               {150 * SHARD_TILE, 80 * SHARD_TILE - 9, 1},
-                                               {230 * SHARD_TILE, 80 * SHARD_TILE - 9, 2},
-                                               {310 * SHARD_TILE, 3 * SHARD_TILE, MINI_LAYERS}};
-constexpr int64_t MINI = 313 * SHARD_TILE;
+static const ShardTensor mini[MINI_TENSORS] = {{0, 70 * TILE_ELEMENTS, MINI_LAYERS},
+                                               {70 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 0},
+                                               {150 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 1},
+                                               {230 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 2},
+                                               {310 * TILE_ELEMENTS, 3 * TILE_ELEMENTS, MINI_LAYERS}};
+constexpr int64_t MINI = 313 * TILE_ELEMENTS;
 
 static bool mini_padding(int64_t i) {
     for (int end : {150, 230, 310}) {
-        if (i >= end * SHARD_TILE - 9 && i < end * SHARD_TILE) return true;
+        if (i >= end * TILE_ELEMENTS - 9 && i < end * TILE_ELEMENTS) return true;
     }
     return false;
 }
@@ -535,7 +528,7 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
     float *own = (float*)malloc(part * 4), *whole = (float*)calloc(MINI, 4);
     float *weights = (float*)shard_open(&s, grads, own), *kept = (float*)s.kept_grads;
     float scalars[SCALARS] = {0.25f * (me + 1)};
-    double *parts = (double*)calloc(MINI / SHARD_TILE, sizeof(double)), norm = 0;
+    double *parts = (double*)calloc(MINI / TILE_ELEMENTS, sizeof(double)), norm = 0;
     mini_reduce(&s, grads);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
@@ -583,7 +576,7 @@ static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommForm
     int64_t part = shard_kept(&s);
     float *grads = (float*)calloc(mode >= SHARD_GRADS ? s.packed + part : MINI, 4), *own = (float*)calloc(part, 4);
     float* weights = (float*)shard_open(&s, grads, own);
-    double* parts = (double*)calloc(MINI / SHARD_TILE, sizeof(double));
+    double* parts = (double*)calloc(MINI / TILE_ELEMENTS, sizeof(double));
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
         mini_reduce(&s, grads, nan ? bad : -1);
@@ -600,7 +593,7 @@ static void nan_main(Launch* launch) {
     Device dev;
     device_open(&dev, false, 0);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (CommFormat format : {COMM_AS_IS, COMM_BF16, COMM_E5M2}) {
+        for (CommFormat format : {COMM_AS_IS, COMM_BF16}) {
             for (int64_t bad : {(int64_t)-1, (int64_t)5, MINI - 1}) mini_nan(launch, &dev, mode, format, bad);
         }
     }

@@ -13,10 +13,11 @@
 #include <utime.h>
 
 #include "../../optim/jit.h"
+#include "../../optim/storage.h"
 #include "../../optim/optim.h"
 #include "../../kernels/text.h"
-#include "../../optim/table.cuh"
 #include "cache.h"
+#include "presets.h"
 #include "test.h"
 
 #define NAME(NAME, ...) NAME,
@@ -24,7 +25,7 @@ static const char* const rules[] = {OPTIM_RULES(NAME)};
 static const char* const weights[] = {OPTIM_WEIGHTS(NAME)};
 static const char* const grads[] = {OPTIM_GRADS(NAME)};
 static const char* const states[] = {OPTIM_STATES(NAME)};
-static const char* const presets[] = {OPTIM_PRESETS(NAME)};
+static constexpr auto& presets = all_presets.name;
 
 template <int COUNT>
 static constexpr int length(const char* const (&)[COUNT]) {
@@ -104,16 +105,22 @@ TEST(jit_source_is_device_code_alone) {
     expect(bytes == (int64_t)strlen(source), "%lld", (long long)bytes);
     expect(more == bytes + 16 && strncmp(followed, source, (size_t)bytes) == 0, "%lld", (long long)more);
     // Every header of the kernel stands once, nothing that only the host needs is read by NVRTC.
-    const char* const once[] = {"struct NoiseKey {",      "struct Blocks {",         "struct Levels {",
-                                "struct AdamW {",         "struct AdEMAMix {",       "struct BlockSplit {",
-                                "struct Kahan {",         "optim_step_kernel(const", "struct StreamInfo {",
+    const char* const once[] = {"struct NoiseKey {",
+                                "struct Blocks : StorageDefaults {",
+                                "struct Levels : FormatDefaults {",
+                                "struct AdamW {",
+                                "struct AdEMAMix {",
+                                "struct BlockSplit : StorageDefaults {",
+                                "struct Kahan : StorageDefaults {",
+                                "optim_step_kernel(const",
+                                "struct StreamInfo {",
                                 "void optim_fill_kernel("};
     for (const char* text : once) {
         const char* at = strstr(source, text);
         expect(at && !strstr(at + 1, text), "\"%s\" stands %s", text, at ? "twice" : "nowhere");
     }
-    const char* const never[] = {"\n#include \"",  "\n#pragma once", "OPTIM_STATES",
-                                 "OPTIM_BUILT_IN", "hyper_create",   "FormatRow"};
+    const char* const never[] = {"\n#include \"", "\n#pragma once", "OPTIM_STATES",
+                                 "PRESETS",       "hyper_create",   "FormatRow"};
     for (const char* text : never) expect(!strstr(source, text), "\"%s\" is in it", text);
     snprintf(test->note, sizeof(test->note), "%lld bytes", (long long)bytes);
     free(source), free(followed);
@@ -526,7 +533,7 @@ TEST_ALONE(jit_times) {
     constexpr int TIMES = 3, MOST = 12;
     constexpr double COMPILED_MS = 1000.0, CACHED_MS = 20.0;
     const char* const drawn[][4] = {{"", "bf16:sr", "dyn8/64", "udyn8/64:sr"},
-                                    {"ademamix16", "e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
+                                    {"", "e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
                                     {"", "bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
     CacheFolder folder = cache_enter();
     double worst_compiled = 0.0, worst_cached = 0.0;
@@ -575,7 +582,7 @@ static OptimConfig draw_config(uint64_t seed, int64_t index) {
     for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, index * 5 + j)) * 1e6f);
     while (!serves_m(states[draw[3] % length(states)])) draw[3]++;
     const char* rule = rules[draw[0] % length(rules)];
-    bool keeps_v = strcmp(rule, "lion") != 0 && strcmp(rule, "sgd") != 0;
+    bool keeps_v = find_row(rule_table(), rule)->keeps_v;
     const char* m = states[draw[3] % length(states)];
     while (!goes_with(rule, weights[draw[1] % length(weights)], m)) draw[1]++;
     OptimConfig config = {"",

@@ -58,9 +58,9 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 2, "--preset adamw16");
     // Tensors at the arena's end, in a launch of their own.
     check_modes(test, false, 3, 1, "--preset adamw4 --override ln*|*.bias:m=fp32\tv=fp32");
-    check_modes(test, false, 2, 1, "--preset fp8w8");  // weights that no model file holds as they are
-    check_modes(test, false, 3, 1, "--preset fp8w8 --override ln*|*.bias:weights=bf16+8:sr");  // but for some
-    check_modes(test, false, 2, 1, "--recompute block --comm e5m2");
+    check_modes(test, false, 2, 1, "--preset fp8w8e --override none");  // weights that no model file holds as they are
+    check_modes(test, false, 3, 1, "--preset fp8w8e --override ln*|*.bias:weights=bf16+8:sr");  // but for some
+    check_modes(test, false, 2, 1, "--recompute block --comm bf16");
 }
 
 TEST(multi_modes_gpu) {
@@ -275,7 +275,7 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
 
 TEST(multi_losses) {
     check_losses(test, false, 0, DESCENT " --weights fp32", 0.01);
-    check_losses(test, false, 0, "--preset fp32", 0.0003);
+    check_losses(test, false, 0, "--weights fp32", 0.0003);
     check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);
     check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32 --comm bf16", 0.001);
 }
@@ -284,7 +284,7 @@ TEST(multi_losses_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
     check_losses(test, true, 0, DESCENT " --weights fp32 --matmul fp32", 0.01);
-    check_losses(test, true, 0, "--preset fp32 --matmul fp32", 0.0003);
+    check_losses(test, true, 0, "--weights fp32 --matmul fp32", 0.0003);
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);  // of 4 ranks gradients are bf16
     // Each of up to LOSS_BATCHES sums and terms rounded by up to 2^-9 of it.
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32 --grads bf16", 0.001);
@@ -367,7 +367,7 @@ static void check_comm(Test* test, bool gpu) {
     static Losses exact, rounded;
     const char* work = work_folder();
     char run[PATH_MAX];
-    for (const char* format : {"grads", "bf16", "e5m2"}) {
+    for (const char* format : {"grads", "bf16"}) {
         snprintf(run, sizeof(run), "%s/%s", work, format);
         train_ranks(gpu, 2,
                     "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --grads fp32 --comm %s",

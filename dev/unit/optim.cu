@@ -8,16 +8,14 @@
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
 #include "../../optim/override.h"
-#include "../../optim/table.cuh"
 #include "cache.h"
+#include "presets.h"
 #include "test.h"
 
 static const char* const weights_names[] = {"fp32", "bf16:sr", "bf16+fp32"};
 static const char* const grads_names[] = {"fp32", "bf16"};
 static const char* const state_names[] = {"fp32", "bf16", "bf16:sr"};
-#define PRESET_NAME(NAME, ...) NAME,
-static const char* const preset_names[] = {OPTIM_PRESETS(PRESET_NAME)};
-constexpr int PRESETS = sizeof(preset_names) / sizeof(preset_names[0]);
+static constexpr auto& preset_names = all_presets.name;
 constexpr int COMBINATIONS = 3 * 2 * 3 * 3;
 
 static OptimConfig make_config(const char* weights, const char* grads, const char* m, const char* v) {
@@ -449,7 +447,7 @@ TEST(optim_stochastic_weights_follow_fp32) {
     Gradients grads = gradients_create(&dev, &model);
     for (float& one : ones) one = 1.5f;
     optim_set_weights(optim, 1, ones);
-    for (int64_t i = 0; i < model.elements; i++) ((float*)grads.arena)[i] = i >= OPTIM_ALIGN ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < model.elements; i++) ((float*)grads.arena)[i] = i >= TILE_ELEMENTS ? 1.0f : 0.0f;
     *grads.scale = 1.0f;
     const int steps = 200;
     const double lr = 1.0 / 128.0 / 100.0;
@@ -801,7 +799,8 @@ TEST(optim_race_gpu) {
     CacheFolder folder = cache_enter();
     const int64_t length = 60 * 2048 + 1;
     Model model = make_model(&length, 1);
-    OptimConfig slow = preset_config("ademamix16", "bf16");
+    OptimConfig slow = preset_config("adamw16", "bf16");
+    slow.rule = "ademamix";
     slow.m = "soft8/32@dq8", slow.v = "sqrt8/32@dq8";
     const OptimConfig configs[] = {preset_config("adamw32", "bf16"),
                                    preset_config("adamw8", "bf16"),
@@ -829,7 +828,7 @@ TEST(optim_every_length_equals_cpu_gpu) {
     for (int64_t length : lengths) {
         Model model = make_model(&length, 1);
         bool large = length > 5000;
-        for (int preset = 0; preset < PRESETS; preset++) {
+        for (int preset = 0; preset < PRESET_COUNT; preset++) {
             for (int compute = 0; compute < 2; compute++) {
                 if (large && compute != preset % 2) continue;
                 OptimConfig config = preset_config(preset_names[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32");
@@ -839,7 +838,7 @@ TEST(optim_every_length_equals_cpu_gpu) {
             }
         }
     }
-    snprintf(test->note, sizeof(test->note), "%d presets", PRESETS);
+    snprintf(test->note, sizeof(test->note), "%d presets", PRESET_COUNT);
     device_close(&gpu);
 }
 
@@ -854,7 +853,7 @@ TEST(optim_every_preset_equals_cpu_gpu) {
             compare_with_cpu(test, &gpu, &config, &model, OPTIM_BF16, 20, "mixed lengths");
         }
     }
-    snprintf(test->note, sizeof(test->note), "%d presets x 2 kinds of gradients x 20 steps", PRESETS);
+    snprintf(test->note, sizeof(test->note), "%d presets x 2 kinds of gradients x 20 steps", PRESET_COUNT);
     device_close(&gpu);
 }
 

@@ -18,8 +18,8 @@
 #include <stdarg.h>
 
 #include "../../data/safetensors.h"
-#include "../../optim/formats/adanf4.cuh"
 #include "../../optim/optim.h"
+#include "../../optim/storage.h"
 #include "tensors.h"
 #include "test.h"
 
@@ -421,27 +421,6 @@ TEST(peers_logarithms) {
     safetensors_close(&file);
 }
 
-// Its 4-bit table, which is read from checkpoints, and what is wrong with it: of QLoRA's levels it has 6.
-TEST(peers_table_to_import) {
-    Safetensors file;
-    peers_open(&file);
-    Floats table = peers_floats(peers_find(&file, "adafactor8bit.table4")),
-           nf4 = peers_floats(peers_find(&file, "map.nf4"));
-    int shared = 0, mirrored = 0;
-    expect(table.n == 16 && nf4.n == 16, "%lld and %lld levels", (long long)table.n, (long long)nf4.n);
-    for (int code = 0; code < 16; code++) {
-        expect((float)AdaNormal4::level(code) == table.x[code], "level %d is %.9g, theirs %.9g", code,
-               AdaNormal4::level(code), (double)table.x[code]);
-        for (int other = 0; other < 16; other++) {
-            shared += fabsf(table.x[code] - nf4.x[other]) < 1e-6f;
-            mirrored += code > 7 && table.x[code] == -table.x[other];
-        }
-    }
-    expect(shared == 6, "%d levels are QLoRA's", shared);
-    expect(mirrored == 7, "%d of 8 positive levels mirror a negative one", mirrored);
-    safetensors_close(&file);
-}
-
 // All codes' levels, by a step from which they can be read. m: sgd with momentum 1/2, lr 2, no gradient, weights of 0:
 // p = -m. v: adamw, g = 0 and m = 1 in fp32, both betas 1/2, bias corrections for step 1: p = -1 / sqrt(v) within 8 U.
 static void levels_ours(const Format* format, Floats* level) {
@@ -528,7 +507,7 @@ struct Case {
 };
 
 static OptimConfig run_config(const Case* c) {
-    bool keeps_v = strcmp(c->rule, "lion") != 0 && strcmp(c->rule, "sgd") != 0;
+    bool keeps_v = find_row(rule_table(), c->rule)->keeps_v;
     const char *m = c->m ? c->m->name : "fp32", *v = !keeps_v ? "" : c->v ? c->v->name : "fp32";
     OptimConfig config = {"", c->rule, "fp32", "fp32", m, v, BETA1, BETA2, EPS, DECAY, 1};
     config.beta3 = BETA3;

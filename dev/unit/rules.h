@@ -1,6 +1,6 @@
 // What the tests of rules, weights and overrides share: a configuration, test data, the cache of compiled kernels.
 #pragma once
-#include "../../optim/optim.h"
+#include "../../optim/storage.h"
 #include "cache.h"
 
 inline bool is(const char* a, const char* b) {
@@ -13,7 +13,7 @@ inline bool in_spans(const char* name) {
 }
 
 inline bool keeps_v(const char* rule) {
-    return !is(rule, "lion") && !is(rule, "sgd");
+    return find_row(rule_table(), rule)->keeps_v;
 }
 
 inline OptimConfig make_config(const char* rule, const char* weights, const char* state) {

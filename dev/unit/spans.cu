@@ -696,7 +696,7 @@ TEST(spans_refuse_a_cut_tensor) {
     OptimConfig config = spans_config("adamw", "bf16:sr", "fp32", "lin4/rank1");
     OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
     optim_layout(&tensor, 1, &config);
-    config.begin = OPTIM_ALIGN, config.end = 3 * OPTIM_ALIGN;
+    config.begin = TILE_ELEMENTS, config.end = 3 * TILE_ELEMENTS;
     int ends[2], status = 0;
     char said[1024] = "";
     expect(pipe(ends) == 0, "pipe");

@@ -379,12 +379,13 @@ def test_what_nobody_asked_for_is_told(case):
 
 def test_a_preset_is_asked_for_with_its_overrides(case):
     """... and the bytes of its weights are those that are stored, of tensors that --override names too."""
-    text = 'baseline = "fp8w8"\n' + BASE + '[[run]]\nname = "{preset}"\npreset = ["fp8w8", "fp8w8e"]\n'
+    text = 'baseline = "plain"\n' + BASE + '[[run]]\nname = "fp8w8e"\npreset = "fp8w8e"\n'
+    text += '[[run]]\nname = "plain"\npreset = "fp8w8e"\noverride = "none"\n'
     text += '[[run]]\nname = "wide"\npreset = "fp8w8e"\noverride = "*: weights=bf16:ef m=bf16:sr"\n'
     case.run(text)
     rows = case.rows()
     assert {row["status"] for row in rows.values()} == {"done"}, rows
-    plain, vectors, wide = (float(rows[name]["weights_bytes"]) for name in ("fp8w8", "fp8w8e", "wide"))
+    plain, vectors, wide = (float(rows[name]["weights_bytes"]) for name in ("plain", "fp8w8e", "wide"))
     assert plain == 1.008 and plain < vectors < 1.2 and abs(wide - 2) < 0.001, (plain, vectors, wide)
     assert float(rows["wide"]["state_bytes"]) > 3.0 > float(rows["fp8w8e"]["state_bytes"]), rows
 

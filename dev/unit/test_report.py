@@ -393,9 +393,9 @@ def test_ci_sweep(case):
     case.run(COMPARE / "sweeps" / "ci.toml")
     seconds = time.monotonic() - begin
     rows = case.rows()
-    assert list(rows) == ["adamw32", "adamw8c", "fp8w4"] and {row["status"] for row in rows.values()} == {"done"}, rows
+    assert list(rows) == ["adamw32", "adamw8c", "adamw4"] and {row["status"] for row in rows.values()} == {"done"}, rows
     base = [case.record(f"adamw32_s{seed}")["final_loss"] for seed in (1, 2, 3)]
-    for name, state, weights in (("adamw8c", "2.25", "2"), ("fp8w4", "1.062", "1.008")):
+    for name, state, weights in (("adamw8c", "2.25", "2"), ("adamw4", "1.062", "2")):
         row, record = rows[name], case.record(f"{name}_s1")
         assert (row["state_bytes"], row["weights_bytes"], row["pairs"]) == (state, weights, "1"), row
         assert abs(float(row["difference"]) - (record["final_loss"] - base[0])) < 1e-6, row

@@ -155,7 +155,7 @@ TEST(user_format_refusals) {
         {"long.cuh", "OPTIM_FORMAT(\"abcdefghijklmnopqrstuvwxyzabcdefgh\", \"x\", %s)\n", "longer than 31, 127 or 511"},
         {"twice.cuh", "OPTIM_FORMAT(\"a/64\", \"x\", %1$s)\nOPTIM_FORMAT(\"a/64\", \"y\", %1$s)\n", "and so does"},
         {"bits.cuh",
-         "struct Odd { static constexpr StreamInfo STREAM[2] = {{\"\", \"U8\", 12, 1}, {\"\", \"\", 0, 1}}; };\n"
+         "struct Odd : StorageDefaults { static constexpr StreamInfo STREAM[3] = {{\"\", \"U8\", 12}}; };\n"
          "OPTIM_FORMAT(\"odd\", \"x\", Odd)\n",
          "has 12 bits every 1 elements"},
         {"run.cuh", "OPTIM_FORMAT(\"a\", \"x\", Blocks<Lin8, 4096, ScaleFp32, NEAREST>)\n",

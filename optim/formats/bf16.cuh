@@ -1,15 +1,15 @@
 // bf16: the upper 16 bits of an fp32 (sign, 8 exponent, 7 mantissa bits), 2 bytes. Written with integers, so that it is
 // the same on CPU, GPU and NVRTC and keeps subnormals.
-// To nearest, ties to even: add just under half a step, one more when the kept part is odd, and truncate. Stochastic:
-// add 16 random bits and truncate, which rounds the magnitude up with a probability equal to the fraction cut off, so
-// that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fff in both,
-// which is what a GPU's own conversion to nearest makes of it.
+// Rounding to nearest, ties to even: add just under half a step, one more when the kept part is odd, and truncate.
+// Stochastic: add 16 random bits and truncate, which rounds the magnitude up with a probability equal to the fraction
+// cut off, so that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fff
+// in both, which is what a GPU's own conversion to nearest makes of it.
 #pragma once
-#include "../float.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
-struct Bf16 {
+struct Bf16 : FormatDefaults {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "BF16";
 
@@ -37,6 +37,8 @@ struct Bf16 {
     }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    static constexpr bool ENCODES_PAIRS = true;
+
     // Two codes in a word, the first in its lower half.
     static __device__ __forceinline__ uint32_t encode2(float first, float second) {
         uint32_t codes;

@@ -8,45 +8,41 @@
 // neighbouring threads with n elements each: they reduce by shuffles, and through shared memory when they are more than
 // a warp. Bytes an element: BITS / 8 and the scale's over BLOCK.
 //
-// What a scale cannot be computed from does not spoil a block: NaN does not count, infinity and what is above
-// block_most counts as that. In v (key.stream is NOISE_V) no code that decodes to zero is ever written: a root of zero
-// under a moment that is not would make an update of m / eps.
+// A strange value does not spoil its block: NaN does not count for the scale, and infinity and values above block_max
+// count as block_max. In v (key.stream is NOISE_V) no code that decodes to zero is ever written: the root of a zero
+// below an m that is not zero would make an update of m / eps.
 //
-// A format is a struct of
-//     BITS, DTYPE, ZERO      bits of a code; safetensors' name; the code of zero, or -1
-//     SIGNED                 whether there are negative levels
-//     LARGEST, UNITS, ROOT   the scale is top / LARGEST, y in 1/UNITS of it; whether the root of x is what is stored
-//     Table, fill(table)     what it looks up, in shared memory on a GPU; NoTable when it is pure arithmetic
-//     Stochastic             optional, the format that stores with noise: the same codes, another table
-//     IN_UPPER_BITS, HARDWARE, PAIRS   faster ways on a GPU: nearest_word, stochastic_word (codes in words' upper
-//                            bits), decode2 and nearest2, a PairTable and unit_of; ALL (optional): get_all and, with
-//                            noise, put_all; stochastic_pack, where there is one
-//     BIAS                   what nearest and stochastic add to a code, above its bits: pure arithmetic leaves it there
-//     MOST, OF_POWERS        optional: block_most; whether it goes with scales of powers of two alone
-//     Decoder, decode_number optional: itself, and decode of 2^23 + code as a float
-//     SEEN_IS_STORED         optional: that GIVES_SEEN's numbers are what load() would give
+// A format derives from FormatDefaults (storage.cuh) and has
+//     BITS, DTYPE, ZERO, LARGEST   bits of a code; safetensors' name; the code of zero, or -1; scale = top / LARGEST
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
-// UNITS * LARGEST by rounding errors at most. Those for DITHER have two functions more: dither.cuh.
+// UNITS * LARGEST by rounding errors at most. It may also have
+//     SIGNED, ROOT, UNITS    false without negative levels; true if the root of x is stored; y counts in 1/UNITS of the
+//     scale Table, fill(table)     what it looks up, in shared memory on a GPU Stochastic             the format that
+//     stores with noise: the same codes, another table BIAS                   what nearest and stochastic add to a
+//     code, above its bits, where arithmetic leaves it MAX, OF_POWERS         the limit of block_max; true if scales
+//     must be powers of two
+// and, to be faster on a GPU,
+//     IN_UPPER_BITS          nearest_word and stochastic_word, which leave codes in the upper bits of words
+//     HARDWARE, PAIRS        decode2 and nearest2; a PairTable and unit_of
+//     ALL, PACKS_NOISE       get_all and, with noise, put_all; stochastic_pack
+//     GIVES_SEEN, SEEN_IS_STORED   stochastic_pack and seen_scaled fill key.seen; those numbers are what load() returns
+//     Decoder                the format itself: it has decode_number, decode of 2^23 + code as a float
 #pragma once
-#include "dither.cuh"
 #include "elementwise.cuh"
-#include "fp16.cuh"
 
 EMBED_SOURCE
 
-struct NoTable {};
-
 #ifdef __CUDACC__
-// Where a thread's copy of a table begins in shared memory; kept in one register, which the compiler, left to itself,
-// takes apart and adds up again for every look-up. And what is there: of constants, so no order need be kept.
+// The address of a thread's copy of a table in shared memory, kept in one register: the compiler, left to itself,
+// computes it again for every look-up. table_load reads constants, so it need not keep any order.
 __device__ __forceinline__ uint32_t table_address(const void* pointer, uint32_t before = 0) {
     uint32_t address = (uint32_t)__cvta_generic_to_shared(pointer) - before;
     asm("" : "+r"(address));
     return address;
 }
 
-// `address` and `index` entries of `bytes` more, in one instruction: a shift before it stays apart from the product.
+// address + index * BYTES in one instruction, which a shift of the index before it does not break up.
 template <int BYTES>
 __device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
     uint32_t at;
@@ -54,7 +50,7 @@ __device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
     return at;
 }
 
-// Likewise by the byte `i` of a word, which the product of bytes takes out at no cost; BYTES is at most 128.
+// address + BYTES times byte i of a word, in one instruction; BYTES is at most 128.
 template <int BYTES>
 __device__ __forceinline__ uint32_t table_at_byte(uint32_t address, uint32_t word, int i) {
     uint32_t at;
@@ -62,7 +58,7 @@ __device__ __forceinline__ uint32_t table_at_byte(uint32_t address, uint32_t wor
     return at;
 }
 
-// `address` and `offset` >> SHIFT more, in one instruction.
+// address + (offset >> SHIFT), in one instruction.
 template <int SHIFT>
 __device__ __forceinline__ uint32_t table_at_shifted(uint32_t address, uint32_t offset) {
     uint32_t at;
@@ -79,7 +75,7 @@ __device__ __forceinline__ float table_load(uint32_t address) {
 }
 #endif
 
-// Two numbers that one look-up gives: those of a byte's two codes of 4 bits. On a GPU they lie in shared memory in
+// One look-up gives two numbers, those of a byte's two codes of 4 bits. On a GPU the table lies in shared memory in
 // COPIES copies side by side, one for each of the 16 lanes that are served at a time.
 struct alignas(8) FloatPair {
     float first, second;
@@ -94,16 +90,16 @@ struct PairTable {
     }
 
 #ifdef __CUDACC__
-    // Of COUNT codes, two a byte, the pairs times `unit`.
+    // Decodes COUNT codes, two a byte: the pairs times `unit`.
     template <int COUNT>
     __device__ __forceinline__ void decode(const uint32_t* word, float unit, float* x) const {
-        const uint32_t own = table_address(pair + threadIdx.x % COPIES);
+        const uint32_t copy = table_address(pair + threadIdx.x % COPIES);
 #pragma unroll
         for (int i = 0; i < COUNT / 2; i++) {
             FloatPair levels;
             asm("ld.shared.v2.f32 {%0, %1}, [%2];"
                 : "=f"(levels.first), "=f"(levels.second)
-                : "r"(table_at_byte<8 * COPIES>(own, word[i / 4], i % 4)));
+                : "r"(table_at_byte<8 * COPIES>(copy, word[i / 4], i % 4)));
             x[2 * i] = exact_mul(levels.first, unit);
             x[2 * i + 1] = exact_mul(levels.second, unit);
         }
@@ -125,30 +121,6 @@ struct Either<false, A, B> {
     typedef B Type;
 };
 
-// Of formats that have FOLD_MOST.
-template <class Format, class = void>
-constexpr float FOLD_MOST_OF = 3.4e38f;
-template <class Format>
-constexpr float FOLD_MOST_OF<Format, decltype((void)Format::FOLD_MOST)> = Format::FOLD_MOST;
-
-// Whether a format packs the codes of a thread with their noise.
-template <class Format, class = void>
-constexpr bool HAS_STOCHASTIC_PACK = false;
-template <class Format>
-constexpr bool HAS_STOCHASTIC_PACK<Format, decltype((void)Format::PACKS_NOISE)> = Format::PACKS_NOISE;
-
-// Whether it gives bf16 numbers beside them: key.seen.
-template <class Format, class = void>
-constexpr bool HAS_SEEN = false;
-template <class Format>
-constexpr bool HAS_SEEN<Format, decltype((void)Format::GIVES_SEEN)> = Format::GIVES_SEEN;
-
-// Whether these numbers are what load() would give.
-template <class Format, class = void>
-constexpr bool SEES_STORED = false;
-template <class Format>
-constexpr bool SEES_STORED<Format, decltype((void)Format::SEEN_IS_STORED)> = Format::SEEN_IS_STORED;
-
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
 
@@ -158,41 +130,22 @@ OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) 
     return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
 
-// Whether it decodes 2^23 + code as well: only the Decoder itself, since what is derived from it may decode otherwise.
-template <class Format, class = void>
-constexpr bool DECODES_NUMBERS = false;
+// True if the format has decode_number. A format that derives from one that has may decode otherwise.
 template <class Format>
-constexpr bool DECODES_NUMBERS<Format, decltype((void)sizeof(typename Format::Decoder))> =
-    SAME_TYPE<Format, typename Format::Decoder>;
+constexpr bool DECODES_NUMBERS = SAME_TYPE<Format, typename Format::Decoder>;
 
-// Whether a format goes with scales of powers of two alone.
-template <class Format, class = void>
-constexpr bool WANTS_POWERS = false;
-template <class Format>
-constexpr bool WANTS_POWERS<Format, decltype((void)Format::OF_POWERS)> = Format::OF_POWERS;
-
-// What stores stochastically: the format, or another of the same codes that it names as Stochastic, whose table is
-// made for that.
-template <class Format, Rounding ROUNDING, class = void>
+// The format that stores with this rounding: the format itself, or its Stochastic, which has the same codes.
+template <class Format, Rounding ROUNDING>
 struct Rounded {
-    typedef Format Type;
+    typedef typename Format::Stochastic Noisy;
+    typedef typename Either<ROUNDING == STOCHASTIC && !SAME_TYPE<Noisy, void>, Noisy, Format>::Type Type;
 };
-template <class Format>
-struct Rounded<Format, STOCHASTIC, decltype((void)Format::Stochastic::BITS)> {
-    typedef typename Format::Stochastic Type;
-};
-
-// Whether a format takes all codes of a thread at once: get_all, and put_all where it is Stochastic.
-template <class Format, class = void>
-constexpr bool TAKES_ALL = false;
-template <class Format>
-constexpr bool TAKES_ALL<Format, decltype((void)Format::ALL)> = Format::ALL;
 
 // The scales as they are stored. Narrow ones are rounded up, so that no element of a block exceeds LARGEST by it.
 struct ScaleFp32 {
     typedef float Code;
     static constexpr const char* DTYPE = "F32";
-    static constexpr double MOST = 4.25e37;  // under 2^125, so that the reciprocal is no subnormal
+    static constexpr double MAX = 4.25e37;  // under 2^125, so that the reciprocal is no subnormal
     static OPTIM_INLINE float encode(float scale) { return scale; }
     static OPTIM_INLINE float decode(float code) { return code; }
 };
@@ -200,7 +153,7 @@ struct ScaleFp32 {
 struct ScaleBf16 {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "BF16";
-    static constexpr double MOST = 4.21e37;
+    static constexpr double MAX = 4.21e37;
     static OPTIM_INLINE uint16_t encode(float scale) {
         uint32_t bits = float_bits(scale);
         return (uint16_t)((bits > 0x7f7f0000u ? 0x7f7f0000u : bits + 0xffffu) >> 16);
@@ -208,29 +161,16 @@ struct ScaleBf16 {
     static OPTIM_INLINE float decode(uint16_t code) { return bits_float((uint32_t)code << 16); }
 };
 
-// A power of two; its exponent of fp32. 0 is zero here, since no scale is below 2^-126.
+// A power of two, stored as fp32's exponent. Code 0 is zero, since no scale is below 2^-126.
 struct ScaleE8m0 {
     typedef uint8_t Code;
     static constexpr const char* DTYPE = "F8_E8M0";
-    static constexpr double MOST = 4.25e37;
+    static constexpr double MAX = 4.25e37;
     static OPTIM_INLINE uint8_t encode(float scale) {
         uint32_t bits = float_bits(scale);
         return (uint8_t)((bits > 0x7f000000u ? 0x7f000000u : bits + 0x7fffffu) >> 23);
     }
     static OPTIM_INLINE float decode(uint8_t code) { return bits_float((uint32_t)code << 23); }
-};
-
-// fp16 as FlashOptim keeps scales, here rounded up: no scale below 2^-24, none above 65504 (larger elements saturate).
-struct ScaleFp16 {
-    typedef uint16_t Code;
-    static constexpr const char* DTYPE = "F16";
-    static constexpr double MOST = 65504.0;
-    static OPTIM_INLINE uint16_t encode(float scale) {
-        uint16_t code = Fp16::encode(scale);
-        bool up = Fp16::decode(code) < scale && code < 0x7bff;
-        return (uint16_t)(code + (up ? 1 : 0));
-    }
-    static OPTIM_INLINE float decode(uint16_t code) { return Fp16::decode(code); }
 };
 
 // 2^23 + floor(x) for 0 <= x < 2^22, whose lower bits are the integer.
@@ -242,7 +182,7 @@ OPTIM_INLINE uint32_t floor_bits(float x) {
 #endif
 }
 
-// a * b + c, rounded once, then cut to [0, 1]; of NaN 0.
+// a * b + c, rounded once, then cut to [0, 1]; NaN becomes 0.
 OPTIM_INLINE float exact_saturated(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
     float x;
@@ -254,7 +194,7 @@ OPTIM_INLINE float exact_saturated(float a, float b, float c) {
 #endif
 }
 
-// floor_bits(x * 2^BITS) for 0 <= x <= 1, and what it exceeds the integer by.
+// floor_part_bits is floor_bits(x * 2^BITS) for 0 <= x <= 1; it exceeds the integer by floor_part_bias.
 template <int BITS>
 OPTIM_INLINE constexpr uint32_t floor_part_bias() {
     return 0x4b000000u - ((uint32_t)BITS << 23);
@@ -269,18 +209,13 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 #endif
 }
 
-// What a block's largest is cut to: an eighth of the largest float, or the root of that one, or the format's own MOST,
-// or the most that a narrow scale holds; the least of these.
-template <class Format, class = void>
-constexpr double MOST_OF = 4.25e37;
-template <class Format>
-constexpr double MOST_OF<Format, decltype((void)Format::MOST)> = Format::MOST;
-
+// A block's largest is cut to this: the smallest of an eighth of the largest float, or of its root where roots are
+// stored, the format's MAX, and the largest that a narrow scale holds.
 template <class Format, class Scale>
-OPTIM_INLINE constexpr float block_most() {
-    double top = Format::ROOT && MOST_OF<Format> > 1.84e19 ? 1.84e19 : MOST_OF<Format>,
-           most = Scale::MOST * (double)Format::LARGEST;
-    return (float)(top < most ? top : most);
+OPTIM_INLINE constexpr float block_max() {
+    double top = Format::ROOT && Format::MAX > 1.84e19 ? 1.84e19 : Format::MAX,
+           max = Scale::MAX * (double)Format::LARGEST;
+    return (float)(top < max ? top : max);
 }
 
 // top / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
@@ -292,7 +227,7 @@ OPTIM_INLINE float over_largest(float top) {
     return exact_fma(exact_fma(-Format::LARGEST, quotient, top), inverse, quotient);
 }
 
-// What the elements of one block share while it is stored.
+// The elements of one block share these while it is stored.
 struct BlockScale {
     float scale, inverse;
 };
@@ -305,22 +240,22 @@ OPTIM_INLINE float scale_inverse(float scale) {
 
 template <class Format, class Scale>
 OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
-    top = exact_min(top, block_most<Format, Scale>());
-    bool some = top > (Format::ROOT ? LEAST_ROOT : 0.0f);
+    top = exact_min(top, block_max<Format, Scale>());
+    bool some = top > (Format::ROOT ? MIN_ROOT : 0.0f);
     *code = Scale::encode(some ? exact_max(over_largest<Format>(top), Format::UNITS * 1.17549435e-38f) : 0.0f);
     float scale = Scale::decode(*code);
     return {scale, some ? scale_inverse<Format>(scale) : 0.0f};
 }
 
-// Codes of COUNT elements of one block; COUNT is 8 or 16, and `first` a multiple of it.
+// Stores the codes of COUNT elements of one block; COUNT is 8 or 16, and `first` a multiple of it.
 template <class Format, Rounding ROUNDING, int COUNT>
 OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, float inverse, const NoiseKey& key) {
     const auto* table = format_table<Format>(streams);
     int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
     Packed<Format::BITS, COUNT> packed = {};
-    if constexpr (ROUNDING == STOCHASTIC && ON_GPU && HAS_STOCHASTIC_PACK<Format>) {
+    if constexpr (ROUNDING == STOCHASTIC && ON_GPU && Format::PACKS_NOISE) {
         Format::stochastic_pack(x, inverse, noise_draw(key, first), lowest, &packed, key.seen);
-    } else if constexpr (ROUNDING == STOCHASTIC && TAKES_ALL<Format>) {
+    } else if constexpr (ROUNDING == STOCHASTIC && Format::ALL) {
         const Noise noise = noise_draw(key, first);
         uint32_t bits[COUNT];
         OPTIM_UNROLL
@@ -362,7 +297,7 @@ template <class Format, int COUNT>
 OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
     const auto* table = format_table<Format>(streams);
     auto packed = load_ordered<COUNT, Packed<Format::BITS, COUNT>>(streams.codes, first, key);
-    if constexpr (TAKES_ALL<Format>) {
+    if constexpr (Format::ALL) {
         Format::get_all(table, packed, scale, x);
     } else if constexpr (Format::HARDWARE) {
         OPTIM_UNROLL
@@ -380,39 +315,38 @@ OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, floa
     }
 }
 
-// What is stored of x: x or its root, cut to the most once the block's largest is known.
+// The value that is stored for x: x or its root. It is cut once the block's largest is known.
 template <class Format>
 OPTIM_INLINE float block_value(float x) {
     return Format::ROOT ? moment_root(x) : x;
 }
 
-// The largest top that takes the usual way. Formats that fold a power of two into the inverse (minifloat.cuh) would
-// lose its last bits in a block with a larger one: there, where no state and no weight is, values and inverse exchange
-// one.
+// The largest top that is not rare. Formats that fold a power of two into the inverse (minifloat.cuh) would lose its
+// last bits with a larger one; there, where no state and no weight is, values and inverse exchange a power of two.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE constexpr float block_usual() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
-    constexpr float most = block_most<Format, Scale>(), fold = folds ? FOLD_MOST_OF<Format> : most;
-    return fold < most ? fold : most;
+    constexpr float max = block_max<Format, Scale>(), fold = folds ? Format::FOLD_MAX : max;
+    return fold < max ? fold : max;
 }
 
-// The values, cut, and the inverse to store them with.
+// block_cut cuts the values of a rare block; block_inverse is the inverse to store them with.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE void block_cut(float top, float* value, int n) {
-    constexpr float most = block_most<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
-    constexpr float down = fold < most ? 1.17549435e-38f : 1.0f;  // 2^-126
+    constexpr float max = block_max<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
+    constexpr float down = fold < max ? 1.17549435e-38f : 1.0f;  // 2^-126
     if (!(top > fold)) return;
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) {
-        float cut = exact_max(exact_min(value[i], most), -most);  // which makes NaN a number, beyond the scale
+        float cut = exact_max(exact_min(value[i], max), -max);  // which makes NaN a number, beyond the scale
         value[i] = exact_mul(is_nan(value[i]) ? value[i] : cut, down);
     }
 }
 
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE float block_inverse(float top, float inverse) {
-    constexpr float most = block_most<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
-    return fold < most && top > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
+    constexpr float max = block_max<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
+    return fold < max && top > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
 }
 
 template <class Format, class Scale, Rounding ROUNDING>
@@ -421,32 +355,12 @@ OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
     return block_inverse<Format, Scale, ROUNDING>(top, inverse);
 }
 
-// Codes of COUNT elements of a block of BLOCK whose scale is known, both ways.
-template <class Format, Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void part_put(int block, const Streams& streams, int first, const float* x, const BlockScale& s,
-                           const NoiseKey& key) {
-    if constexpr (ROUNDING == DITHER) {
-        dither_put<Format, COUNT>(streams, first, x, s.inverse, dither_draw(key, first & -block, s.scale), key);
-    } else {
-        block_put<Format, ROUNDING, COUNT>(streams, first, x, s.inverse, key);
-    }
-}
-
-template <class Format, Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void part_get(int block, const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
-    if constexpr (ROUNDING == DITHER) {
-        dither_get<Format, COUNT>(streams, first, scale, dither_draw(key, first & -block, scale), x);
-    } else {
-        block_get<Format, COUNT>(streams, first, scale, x, key);
-    }
-}
-
-// The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
-template <class Format, class Scale, Rounding ROUNDING>
+// The same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
+template <class Format, class Scale>
 OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
         float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[(first + i) / block]);
-        part_get<Format, ROUNDING, 8>(block, streams, first + i, scale, x + i, key);
+        block_get<Format, 8>(streams, first + i, scale, x + i, key);
     }
 }
 
@@ -459,30 +373,30 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
             float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, 8);
-            part_put<Format, ROUNDING, 8>(block, streams, first + b + c, value, {s.scale, inverse}, key);
+            block_put<Format, ROUNDING, 8>(streams, first + b + c, value, inverse, key);
         }
     }
 }
 
 #ifdef __CUDACC__
-// Barrier of the THREADS threads that have a tile, of several such groups in a thread block; number 0 is
-// __syncthreads'.
+// A barrier of the THREADS threads that share a tile; a thread block has several such groups. Barrier 0 belongs to
+// __syncthreads.
 template <int THREADS>
 __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
 }
 
-// What the warps of a group tell each other, of one array: two numbers each in neighbours_both, one in group_tell, of
-// which four are read at once. Twice, by turns from tile to tile, so that nobody has to wait before writing: all have
-// passed the barrier of the tile between. One exchange an array and tile.
+// Room for the numbers that the warps of a group exchange for one array: two each in neighbours_both, one in
+// group_tell, of which four are read at once. There are two rooms, used by turns from tile to tile, so that no warp has
+// to wait before it writes: all have passed the barrier of the tile between. Each array has one exchange in a tile.
 __device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
     __shared__ alignas(16) uint2 part[2][4][32];
     return part[key.turn][key.stream];
 }
 
-// The largest of a and the least of b over the COUNT neighbouring threads of a block, the same in each; all THREADS of
-// a group call it together. What they read before, as the block's old scale, comes before what one of them writes
-// after, as the new one; shuffles and reductions alone do not order memory.
+// Returns the largest a and the smallest b of the COUNT neighbouring threads of a block, the same in each; all THREADS
+// of a group call it together. It also orders memory: what they read before, such as the block's old scale, is read
+// before one of them writes the new one. Shuffles and reductions alone do not do that.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
@@ -512,7 +426,7 @@ __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const N
     return make_uint2(a, b);
 }
 
-// Likewise the largest of `top`, which is no less than 0.
+// The same for the largest `top` alone, which is at least 0.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
@@ -525,11 +439,11 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
     }
 }
 
-// The largest of `top` over all THREADS of a group: each warp tells the others, then a group_sync, of which one serves
-// for several arrays, then all are told.
+// The largest `top` of all THREADS of a group: each warp calls group_tell, then one group_sync serves for several
+// arrays, then group_told returns it.
 __device__ __forceinline__ void group_tell(float top, const NoiseKey& key) {
-    const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
-    if (threadIdx.x % 32 == 0) ((uint32_t*)warps_parts(key))[threadIdx.x / 32] = most;
+    const uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
+    if (threadIdx.x % 32 == 0) ((uint32_t*)warps_parts(key))[threadIdx.x / 32] = max;
 }
 
 template <int THREADS>
@@ -537,26 +451,26 @@ __device__ __forceinline__ float group_told(const NoiseKey& key) {
     constexpr int WARPS = THREADS / 32;
     static_assert(WARPS % 4 == 0, "read four at a time");
     const uint4* part = (const uint4*)((const uint32_t*)warps_parts(key) + threadIdx.x / THREADS * WARPS);
-    uint32_t most = 0;
+    uint32_t max = 0;
 #pragma unroll
     for (int i = 0; i < WARPS / 4; i++) {
         const uint4 four = part[i];
         const uint32_t a = four.x > four.y ? four.x : four.y, b = four.z > four.w ? four.z : four.w;
-        most = a > most ? a : most;
-        most = b > most ? b : most;
+        max = a > max ? a : max;
+        max = b > max ? b : max;
     }
-    return __uint_as_float(most);
+    return __uint_as_float(max);
 }
 
-// The largest magnitude of a thread's values, NaN aside, with short chains of maxima. Of v and its roots, which have no
-// sign, bits are compared, two values an instruction, where what is negative or NaN would be the largest.
+// The largest magnitude of a thread's values, NaN aside, with short chains of maxima. v and its roots have no sign, so
+// their bits are compared, two values an instruction; a negative value or NaN would be the largest and is looked for.
 template <int COUNT>
 __device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
     if (!has_sign) {
-        uint32_t most = 0;
+        uint32_t max = 0;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) most = __float_as_uint(value[i]) > most ? __float_as_uint(value[i]) : most;
-        if (most <= 0x7f800000u) return __uint_as_float(most);
+        for (int i = 0; i < COUNT; i++) max = __float_as_uint(value[i]) > max ? __float_as_uint(value[i]) : max;
+        if (max <= 0x7f800000u) return __uint_as_float(max);
     }
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -567,9 +481,9 @@ __device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
 template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
 struct Blocks;
 
-// A thread's store in parts: the largest of its block; where that is above block_usual, the cut; all the rest. So the
-// exchanges of several arrays wait at the same time, and one test and one branch serve for all. `value` is what is
-// stored: x or its roots.
+// A thread's store in parts: find the largest of its block; cut the values if that is above block_usual; store. So the
+// exchanges of several arrays wait at the same time, and one test and one branch serve for all. `value` is x or its
+// roots, whichever is stored.
 template <class Format, int BLOCK, int COUNT>
 __device__ __forceinline__ float thread_top(const float* value, const NoiseKey& key) {
     return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
@@ -583,7 +497,7 @@ __device__ __forceinline__ void thread_store(const Streams& streams, int first, 
     BlockScale s = block_scale<Format, Scale>(top, &code);
     if (rare) s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
     if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
-    part_put<Format, ROUNDING, COUNT>(BLOCK, streams, first, value, s, key);
+    block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
     if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
         if (key.seen) Format::template seen_scaled<COUNT>(code, rare, key.seen);
     }
@@ -602,27 +516,26 @@ __device__ __forceinline__ void thread_store_all(const Streams& streams, int fir
 #endif
 
 template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
-struct Blocks {
+struct Blocks : StorageDefaults {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
-    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
-    static constexpr bool SIGNED = Format::SIGNED, DITHERED = ROUNDING == DITHER;
-    static constexpr bool TAKES_ORDER = !DITHERED, CROWDS_BANKS = ::CROWDS_BANKS<Format>;
+    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr bool TAKES_ORDER = true, CROWDS_BANKS = Format::CROWDS_BANKS;
     static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
-    // Whether store() fills key.seen on this GPU.
-    static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && HAS_SEEN<Format>;
-    static constexpr bool SEEN_IS_STORED = GIVES_SEEN && SEES_STORED<Format>;
-    static_assert(!WANTS_POWERS<Format> || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
-    static_assert(!DITHERED || SAME_TYPE<Scale, ScaleFp32>, "the dither is drawn by the scale's bits");
+    // True if store() fills key.seen on this GPU.
+    static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::GIVES_SEEN;
+    static constexpr bool SEEN_IS_STORED = GIVES_SEEN && Format::SEEN_IS_STORED;
+    static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
-    // Host: makes the constants of TABLE_BYTES.
+    // Makes the constants, on the host.
     static OPTIM_HOST void fill(void* table) {
         if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
     }
 
 #ifdef __CUDACC__
-    // Copies them into shared memory; all threads of the thread block call it, and synchronise after it.
+    // Copies the constants into shared memory; all threads of the thread block call it, and synchronise after it.
     static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
         static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
         for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
@@ -656,12 +569,12 @@ struct Blocks {
 #ifdef __CUDA_ARCH__
         float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
         if (n == 16) {
-            part_get<Format, ROUNDING, 16>(BLOCK, streams, first, scale, x, key);
+            block_get<Format, 16>(streams, first, scale, x, key);
         } else {
-            part_get<Format, ROUNDING, 8>(BLOCK, streams, first, scale, x, key);
+            block_get<Format, 8>(streams, first, scale, x, key);
         }
 #else
-        blocks_load<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);
+        blocks_load<Format, Scale>(BLOCK, streams, first, x, n, key);
 #endif
     }
 

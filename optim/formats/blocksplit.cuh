@@ -13,14 +13,14 @@
 
 EMBED_SOURCE
 
-// Format with its MANTISSA bits and LEAST exponent.
-template <class Format, int MANTISSA, int LEAST, int BLOCK, Rounding ROUNDING>
-struct BlockSplit {
+// Format with its MANTISSA bits and MIN exponent.
+template <class Format, int MANTISSA, int MIN, int BLOCK, Rounding ROUNDING>
+struct BlockSplit : StorageDefaults {
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
     static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits
 
-    // Whether store() fills key.seen on this GPU.
+    // True if store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ON_HOPPER;
 
     // Magnitude of the wide float in the upper half, from the bits that Minifloat's lowered() gives. `noise`: 16 random
@@ -70,9 +70,9 @@ struct BlockSplit {
         const uint32_t scale = ((const uint8_t*)streams.extra)[first / BLOCK];
         auto high = load_value<Packed<8, COUNT>>(streams.codes, first);
         auto low = load_value<Packed<8, COUNT>>(streams.more, first);
-        // As Minifloat's: the magnitude in fp32's place is LOWER times too small, so two factors give its value.
-        const uint32_t exponent = scale + (uint32_t)(126 + LEAST), most = exponent < 254 ? exponent : 254;
-        const float factor = bits_float(scale > 0 ? most << 23 : 0u);
+        // As in Minifloat, the magnitude in fp32's place is LOWER times too small, so two factors give its value.
+        const uint32_t exponent = scale + (uint32_t)(126 + MIN), max = exponent < 254 ? exponent : 254;
+        const float factor = bits_float(scale > 0 ? max << 23 : 0u);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             uint32_t code = ((high.get(i) << 8 | low.get(i)) ^ 0x80u) - 0x80u;
@@ -147,7 +147,7 @@ struct BlockSplit {
     }
 
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        BlockSplit<Format, MANTISSA, LEAST, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
+        BlockSplit<Format, MANTISSA, MIN, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {

@@ -10,8 +10,8 @@ EMBED_SOURCE
 struct DynamicSigned4 {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 8, BINADE_BITS = 0;
     static constexpr bool SIGNED = true, EVEN = true, MIRRORED = false;
-    typedef EvenCells<65> Cells;             // an odd number: one begins at zero
-    static constexpr float LEAST = 0.0055f;  // the level ZERO + 1
+    typedef EvenCells<65> Cells;           // an odd number: one begins at zero
+    static constexpr float MIN = 0.0055f;  // the level ZERO + 1
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {

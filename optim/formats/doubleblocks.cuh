@@ -56,16 +56,16 @@ OPTIM_HOST void double_load(int block, const Streams& streams, int first, float*
 
 template <class Format, Rounding ROUNDING>
 OPTIM_HOST void double_store_tile(int block, const Streams& streams, int first, const float* x, const NoiseKey& key) {
-    float top[TILE_ELEMENTS / 32], most = 0.0f, value[8];
+    float top[TILE_ELEMENTS / 32], max = 0.0f, value[8];
     for (int b = 0; b < TILE_ELEMENTS / block; b++) {
         top[b] = 0.0f;
         for (int i = b * block; i < (b + 1) * block; i++) {
             top[b] = exact_max(exact_abs(block_value<Format>(x[i])), top[b]);
         }
-        most = exact_max(top[b], most);
+        max = exact_max(top[b], max);
     }
     float* second = (float*)streams.more + first / TILE_ELEMENTS;
-    block_scale<Format, ScaleFp32>(most, second);
+    block_scale<Format, ScaleFp32>(max, second);
     float inverse = double_inverse(*second);
     for (int b = 0; b < TILE_ELEMENTS / block; b++) {
         uint32_t code;
@@ -87,7 +87,7 @@ OPTIM_HOST void double_store(int block, const Streams& streams, int first, const
 }
 
 template <class Format_, int BLOCK, Rounding ROUNDING>
-struct DoubleBlocks {
+struct DoubleBlocks : StorageDefaults {
     static_assert(BLOCK <= 256, "a block's exchange would overwrite what the group is told");
     typedef Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> Plain;
     typedef typename Plain::Format Format;
@@ -105,8 +105,8 @@ struct DoubleBlocks {
         Plain::prepare(streams, shared);
     }
 
-    // A store in parts as that of Blocks, where store_most has one more: `most` is the largest of the tile.
-    static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_MOST = true;
+    // A store in parts as that of Blocks, where store_in_tile has one more: `most` is the largest of the tile.
+    static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_TILE_MAX = true;
     static constexpr float USUAL_TOP = Plain::USUAL_TOP;
 
     template <int COUNT>
@@ -120,10 +120,10 @@ struct DoubleBlocks {
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void store_most(const Streams& streams, int first, const float* value, float top,
-                                                      float most, bool rare, const NoiseKey& key) {
+    static __device__ __forceinline__ void store_in_tile(const Streams& streams, int first, const float* value,
+                                                         float top, float max, bool rare, const NoiseKey& key) {
         float second;
-        block_scale<Format, ScaleFp32>(most, &second);
+        block_scale<Format, ScaleFp32>(max, &second);
         uint32_t code;
         BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
         if (rare) s.inverse = block_inverse<Format, ScaleFp32, ROUNDING>(top, s.inverse);

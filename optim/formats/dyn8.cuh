@@ -24,7 +24,7 @@ struct DynamicSigned8 {
     static constexpr int BITS = 8, ZERO = 127, CELL_BITS = 6, BINADE_BITS = 5;
     static constexpr bool SIGNED = true, EVEN = false, MIRRORED = true, MINUS_ONE = false;
     typedef FloatCells<90, 2, 105, 5, 22> Cells;
-    static constexpr float LEAST = 5.5e-7f;  // the level ZERO + 1
+    static constexpr float MIN = 5.5e-7f;  // the level ZERO + 1
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {
@@ -40,7 +40,7 @@ struct DynamicUnsigned8 {
     static constexpr int BITS = 8, ZERO = 0, CELL_BITS = 7, BINADE_BITS = 5;
     static constexpr bool SIGNED = false, EVEN = false, MIRRORED = false;
     typedef FloatCells<171, 3, 106, 5, 21> Cells;
-    static constexpr float LEAST = 3.25e-7f;  // the level ZERO + 1
+    static constexpr float MIN = 3.25e-7f;  // the level ZERO + 1
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) { return code == 0 ? 0.0 : (double)(float)dynamic_level(code, 2, 7); }

@@ -1,78 +1,11 @@
-// Storage as the kernel sees it, and the storage of formats that keep one code an element and nothing beside the codes.
-//
-// A storage is a struct of static functions over n elements from `first` on (both multiples of 16, or n is 8 and
-// `first` a multiple of that; counted from where the streams point to, which is the start of a tile or further back):
-//     load(streams, first, x, n, key)    stored -> fp32, what the update reads
-//     store(streams, first, x, n, key)   fp32 -> stored, the step's rounding; key draws its noise
-//     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: weights written from outside
-//     view(streams, first, x, n)         stored -> fp32, what the model sees
-// and STREAM, which describes the 2 or 3 arrays it keeps. One thread of a GPU calls them with 8 or 16 elements, a core
-// of a CPU with a whole tile: x lies in registers in the one case and in L1 in the other. On a GPU the streams of a
-// step point into shared memory (kernel.cuh), and several threads share a scale, which is why a step writes in place.
-//
+// The storage of formats that keep one code for each element and nothing beside the codes; and how threads move codes.
 // Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1, 2 or 4
 // bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Every access is
 // 16 bytes, or all that a thread has.
 #pragma once
-#include "../float.cuh"
-#include "../noise.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
-
-// The arrays of one storage.
-struct Streams {
-    void* codes;                  // one code an element, arena layout
-    void* extra;                  // what is kept beside them, or null
-    const void* table = nullptr;  // constants that the format looks up (blocks.cuh), shared by all its arrays, or null
-    void* more = nullptr;         // a third array, or null
-    // Of storages in spans (spans.cuh): what `extra` becomes when the step is over, and where the tile lies.
-    float* next = nullptr;
-    const struct SpanTile* span = nullptr;
-};
-
-// What a number of an array is of: a run of elements of the arena, or more than a tile holds (spans.cuh).
-enum Span { SPAN_RUN, SPAN_TENSOR, SPAN_RANK1, SPANS };
-
-// One of them: its name (a suffix of the slot's: weights, m, v; or a name of its own without a leading dot), the
-// safetensors type, and `bits` for every `run` elements of the arena. bits 0: there is no such array. The numbers of a
-// `span` are of tensors, so that none belongs to a tile; only the second array of a storage has them.
-struct StreamInfo {
-    const char* name;
-    const char* dtype;
-    int bits;
-    int run;
-    bool written_only = false;  // the update does not read it
-    Span span = SPAN_RUN;
-};
-
-OPTIM_INLINE constexpr StreamInfo only_written(StreamInfo stream) {
-    stream.written_only = true;
-    return stream;
-}
-
-// The third array of a storage that may have only two.
-template <class Storage>
-OPTIM_INLINE constexpr StreamInfo third_stream() {
-    if constexpr (sizeof(Storage::STREAM) == 3 * sizeof(StreamInfo)) return Storage::STREAM[2];
-    return {"", "", 0, 1};
-}
-
-constexpr int TILE_ELEMENTS = 2048;  // tensors start at multiples of this; the longest block
-
-// Of a tile.
-OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
-    return stream.span != SPAN_RUN ? 0 : TILE_ELEMENTS / stream.run * stream.bits / 8;
-}
-
-// Whether a storage has such numbers, and so a function more:
-//     measure(streams, first, x, n)      before any of a tensor is stored, of all of it
-// Rows of tables have it in any case.
-template <class Storage, class = void>
-constexpr bool HAS_SPANS = true;
-template <class Storage>
-constexpr bool HAS_SPANS<Storage, decltype((void)Storage::STREAM)> = Storage::STREAM[1].span != SPAN_RUN;
-
-enum Rounding { NEAREST, STOCHASTIC, DITHER };  // the last in blocks only: dither.cuh
 
 // 8 codes, moved 16 bytes at a time, or 8 when there are no more.
 template <class Code>
@@ -132,12 +65,12 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         word[i / EACH] += code << shift(i);
     }
 
-    // 0 for code i if that is so.
+    // Clears code i when `so`.
     OPTIM_INLINE void clear(int i, bool so) {
         word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u;
     }
 
-    // What all codes that were added are too large by.
+    // Subtracts a bias that every code was added with.
     OPTIM_INLINE void subtract(uint32_t bias) {
         uint32_t all = 0;
         OPTIM_UNROLL
@@ -147,14 +80,14 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     }
 
 #ifdef __CUDACC__
-    // Byte BYTE of four words.
+    // Collects byte BYTE of four words.
     template <int BYTE>
     static __device__ __forceinline__ uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
         constexpr unsigned pick = (BYTE + 4) << 4 | BYTE;
         return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
     }
 
-    // Sets all from words that have the code from byte BYTE on, of 4 bits less FIRST.
+    // Sets all codes from words that hold the code from byte BYTE on; codes of 4 bits are FIRST too large.
     template <int BYTE, uint32_t FIRST = 0>
     __device__ __forceinline__ void gather_bytes(const uint32_t* codes) {
 #pragma unroll
@@ -171,7 +104,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         }
     }
 
-    // Sets all from words whose upper bits are the codes.
+    // Sets all codes from words whose upper bits they are.
     __device__ __forceinline__ void gather(const uint32_t* codes) {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
@@ -189,7 +122,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 #endif
 };
 
-// Bits of a where the mask has ones, and of b: one instruction on a GPU, where the compiler makes two.
+// Takes the bits of a where the mask has ones, else those of b: one instruction on a GPU, where the compiler makes two.
 OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     uint32_t result;
@@ -200,7 +133,8 @@ OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 #endif
 }
 
-// The upper halves of two words, the first in the lower half; the upper bytes of the halves of two words, in order.
+// upper_halves joins the upper halves of two words, the first in the lower half; upper_bytes the upper bytes of their
+// halves, in order.
 OPTIM_INLINE uint32_t upper_halves(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     return __byte_perm(a, b, 0x7632);
@@ -239,31 +173,19 @@ OPTIM_INLINE void store_value(void* base, int byte, const Value& value) {
 #endif
 }
 
-// Of a warp's threads with 16 consecutive elements each, those 4, 8 or 16 apart find the first halves of their codes of
-// 16, 8 or 4 bits in the same banks of shared memory. So that none wait for each other, every second one of them takes
-// its second half first: its x[i] is the element first + (i ^ order), with order 8, in all arrays.
+// In a warp whose threads have 16 consecutive elements each, threads 4, 8 or 16 apart find the first halves of their
+// codes of 16, 8 or 4 bits in the same banks of shared memory. So every second one of them takes its second half first,
+// and none waits: in all arrays its x[i] is the element first + (i ^ order), with order 8.
 OPTIM_INLINE int element_order(int first) {
     return (int)(((uint32_t)first >> 3 ^ (uint32_t)first >> 4 ^ (uint32_t)first >> 5) & 8u);
 }
-
-// Storages whose load() and store() go by key.order; set() and view() do not.
-template <class Storage, class = void>
-constexpr bool TAKES_ORDER = false;
-template <class Storage>
-constexpr bool TAKES_ORDER<Storage, decltype((void)Storage::TAKES_ORDER)> = Storage::TAKES_ORDER;
-
-// Storages whose look-ups keep shared memory so busy that this is worth its instructions.
-template <class Storage, class = void>
-constexpr bool CROWDS_BANKS = false;
-template <class Storage>
-constexpr bool CROWDS_BANKS<Storage, decltype((void)Storage::CROWDS_BANKS)> = Storage::CROWDS_BANKS;
 
 template <int BYTES>
 struct alignas(BYTES) Words {
     uint32_t word[BYTES / 4];
 };
 
-// The codes of COUNT elements, all that a thread has, in its order.
+// Load and store the codes of COUNT elements, all that a thread has, in its order.
 template <int COUNT, class Value>
 OPTIM_INLINE Value load_ordered(const void* base, int first, const NoiseKey& key) {
     constexpr uint32_t SIZE = sizeof(Value), HALF = SIZE / 2;
@@ -295,24 +217,11 @@ OPTIM_INLINE void store_ordered(void* base, int first, const Value& value, const
     store_value(base, first * (8 * (int)SIZE / COUNT) / 8, value);
 }
 
-// The least magnitude that does not become zero, for formats whose range is short enough for that to matter in v (see
-// blocks.cuh): Format::LEAST, or 0 when there is none.
-template <class Format, class = void>
-constexpr float LEAST_OF = 0.0f;
-template <class Format>
-constexpr float LEAST_OF<Format, decltype((void)Format::LEAST)> = Format::LEAST;
-
-// Whether a format encodes two at a time, on GPUs that can.
-template <class Format, class = void>
-constexpr bool HAS_ENCODE2 = false;
-template <class Format>
-constexpr bool HAS_ENCODE2<Format, decltype((void)Format::encode2(0.0f, 0.0f))> = true;
-
 template <class Format, Rounding ROUNDING>
-struct Elementwise {
+struct Elementwise : StorageDefaults {
     typedef typename Format::Code Code;
-    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}, {"", "", 0, 1}};
-    static constexpr bool TAKES_ORDER = true;
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}};
+    static constexpr bool SIGNED = Format::SIGNED, TAKES_ORDER = true;
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         OPTIM_UNROLL
@@ -334,7 +243,7 @@ struct Elementwise {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             Codes<Code> codes;
-            if constexpr (HAS_ENCODE2<Format>) {
+            if constexpr (Format::ENCODES_PAIRS) {
                 OPTIM_UNROLL
                 for (int i = 0; i < 8; i += 2) ((uint32_t*)&codes)[i / 2] = Format::encode2(x[c + i], x[c + i + 1]);
             } else {
@@ -347,8 +256,8 @@ struct Elementwise {
 
     // A moment v above zero stays above zero.
     static OPTIM_INLINE float kept(float x, const NoiseKey& key) {
-        constexpr float least = LEAST_OF<Format>;
-        return least > 0.0f && key.stream == NOISE_V && x > 0.0f && x < least ? least : x;
+        constexpr float min = Format::SMALLEST;
+        return min > 0.0f && key.stream == NOISE_V && x > 0.0f && x < min ? min : x;
     }
 
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
@@ -356,17 +265,17 @@ struct Elementwise {
     }
 
 #ifdef __CUDACC__
-    // Whether a store has two parts (blocks.cuh): here rare are values with NaN among them, which is the largest of all
-    // bits, so that one comparison sees two of them.
-    static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && HAS_ENCODE2<Format>;
+    // A store has two parts (blocks.cuh): values are rare here if NaN is among them. As an integer NaN is the largest,
+    // so one comparison looks at two values.
+    static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && Format::ENCODES_PAIRS;
     static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is rare too
 
     template <int COUNT>
     static __device__ __forceinline__ float top(const float* x, const NoiseKey&) {
-        int most = 0;
+        int max = 0;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) most = __float_as_int(x[i]) > most ? __float_as_int(x[i]) : most;
-        return __int_as_float(most);
+        for (int i = 0; i < COUNT; i++) max = __float_as_int(x[i]) > max ? __float_as_int(x[i]) : max;
+        return __int_as_float(max);
     }
 
     static constexpr bool OF_ROOTS = false;
@@ -401,7 +310,7 @@ struct Elementwise {
                 const int lane = c % NOISE_ELEMENTS;
                 if (lane == 0) noise = noise_draw(key, first + c);
                 Codes<Code> codes;
-                if constexpr (HAS_ENCODE2<Format>) {
+                if constexpr (Format::ENCODES_PAIRS) {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i += 2) {
                         float a = kept(x[c + i], key), b = kept(x[c + i + 1], key);

@@ -1,5 +1,5 @@
-// Weights in place whose rounding error is fed back into m, as ECO does (arXiv 2601.22101), with no memory of their
-// own:
+// Weights that are updated in place and whose rounding error is fed back into m, as ECO does (arXiv 2601.22101). This
+// takes no memory:
 //     w = store(x), by stochastic rounding
 //     m = m + feedback (w - x) (sqrt(v) root2 + eps),   feedback = (1 - beta1) / (beta1 step_size)
 // What m holds comes back over the next steps, times step_size / (sqrt(v) root2 + eps) and beta1, beta1^2, .. whose sum
@@ -9,7 +9,7 @@
 // than a hundredth of the largest learning rate. For rules whose update is m over the root of v. kernel.cuh does it,
 // once the weights are stored.
 #pragma once
-#include "elementwise.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
@@ -17,9 +17,3 @@ template <class Storage>
 struct Feedback : Storage {
     static constexpr bool FEEDS_BACK = true, feeds_back = true;
 };
-
-// Whether a storage of weights is of this kind, or may be: then its feeds_back says so.
-template <class Storage, class = void>
-constexpr bool FEEDS_BACK = false;
-template <class Storage>
-constexpr bool FEEDS_BACK<Storage, decltype((void)Storage::FEEDS_BACK)> = true;

@@ -1,18 +1,18 @@
 // fp16: IEEE's half precision, 5 exponent and 10 mantissa bits, 2 bytes. Three bits more than bf16 and a far smaller
 // range: steps of 2^-24 below 2^-14, and nothing above 65504. A finite value never becomes infinite: it saturates.
-// To nearest: |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in that binade's:
-// the mantissa is shifted right by 13 bits and more, ties to even. Stochastic: multiplied by 2^-112 x has fp16's
-// exponents, fp32's own subnormals in the place of fp16's, and 13 random bits are added to the 13 that are cut off. A
-// carry into the exponent comes out right by itself.
+// Rounding to nearest: |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in that
+// binade's: the mantissa is shifted right by 13 bits and more, ties to even. Stochastic: multiplied by 2^-112 x has
+// fp16's exponents, fp32's own subnormals in the place of fp16's, and 13 random bits are added to the 13 that are cut
+// off. A carry into the exponent comes out right by itself.
 #pragma once
-#include "../float.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
-struct Fp16 {
+struct Fp16 : FormatDefaults {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "F16";
-    static constexpr float LEAST = 5.9604645e-8f;  // 2^-24
+    static constexpr float SMALLEST = 5.9604645e-8f;  // 2^-24
 
     // The magnitude's bits moved to fp32's place make a float 2^112 times too small, subnormals included.
     static OPTIM_INLINE float decode(uint16_t code) {
@@ -54,8 +54,8 @@ struct Fp16 {
 
     // Infinity and NaN saturate.
     static OPTIM_INLINE uint16_t encode(float x, uint32_t noise) {
-        const float lower = 1.0f / (float)(1ull << 56) / (float)(1ull << 56), most = 65504.0f * lower;
-        float a = exact_min(exact_abs(exact_mul(x, lower)), most);
+        const float lower = 1.0f / (float)(1ull << 56) / (float)(1ull << 56), max = 65504.0f * lower;
+        float a = exact_min(exact_abs(exact_mul(x, lower)), max);
         return (uint16_t)((float_bits(a) + (noise >> 3)) >> 13 | (sign_bits(x) >> 16));
     }
 };

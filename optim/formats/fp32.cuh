@@ -1,10 +1,10 @@
 // fp32: the value itself, 4 bytes. Nothing is rounded; a NaN is stored with one bit pattern.
 #pragma once
-#include "../float.cuh"
+#include "storage.cuh"
 
 EMBED_SOURCE
 
-struct Fp32 {
+struct Fp32 : FormatDefaults {
     typedef float Code;
     static constexpr const char* DTYPE = "F32";
 

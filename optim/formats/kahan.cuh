@@ -12,10 +12,10 @@
 EMBED_SOURCE
 
 template <class Format>
-struct Kahan {
+struct Kahan : StorageDefaults {
     typedef Elementwise<Format, NEAREST> Weight;
     typedef Elementwise<Bf16, NEAREST> Compensation;
-    static constexpr StreamInfo STREAM[2] = {Weight::STREAM[0], {"compensation", "BF16", 16, 1}};
+    static constexpr StreamInfo STREAM[3] = {Weight::STREAM[0], {"compensation", "BF16", 16, 1}};
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         OPTIM_UNROLL

@@ -23,20 +23,21 @@
 //
 // A Map is a struct of BITS, DTYPE, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code) and
 // bound(code), the least y of code + 1, both as double. To be stochastic it has MIRRORED, MINUS_ONE (with MIRRORED:
-// whether -1 is a level too), LEAST, the level above zero, and Cells.
+// whether -1 is a level too), MIN, the level above zero, and Cells.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
 
-// bits of a float >= 2^-126 next to x > 0: the smallest float that is not below it, or strictly above.
+// The bits of a float >= 2^-126 next to x > 0: the smallest one that is not below x, or that is strictly above.
 OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
     uint32_t bits = float_bits((float)x);
     double rounded = (double)bits_float(bits);
     return bits + (rounded < x || (strictly && rounded == x) ? 1u : 0u);
 }
 
-// The code of y by search: how many bounds lie at or below it. Without a sign this is a v, whose zero is no code.
+// The code of y by search: the number of bounds at or below it. A map without a sign serves v, which never takes code
+// 0.
 template <class Map>
 OPTIM_HOST int level_search(double y) {
     int code = 0;
@@ -44,7 +45,7 @@ OPTIM_HOST int level_search(double y) {
     return code == 0 && !Map::SIGNED ? 1 : code;
 }
 
-// What both ways of rounding have in common.
+// The table of levels, which both ways of rounding share.
 template <class Map, int COPIES>
 struct LevelTable {
     static constexpr int BITS = Map::BITS, COUNT = 1 << BITS;
@@ -67,10 +68,10 @@ struct LevelTable {
     template <int N>
     __device__ __forceinline__ void decode(const Packed<BITS, N>& packed, float scale, float* x) const {
         if constexpr (BITS == 8) {
-            const uint32_t own = table_address(spread.level + threadIdx.x % COPIES);
+            const uint32_t copy = table_address(spread.level + threadIdx.x % COPIES);
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                x[i] = exact_mul(table_load(table_at_byte<4 * COPIES>(own, packed.word[i / 4], i % 4)), scale);
+                x[i] = exact_mul(table_load(table_at_byte<4 * COPIES>(copy, packed.word[i / 4], i % 4)), scale);
             }
         } else {
             spread.template decode<N>(packed.word, scale, x);
@@ -83,7 +84,7 @@ template <class Map>
 struct StochasticLevels;
 
 template <class Map>
-struct Levels {
+struct Levels : FormatDefaults {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, EVEN = Map::EVEN;
     static constexpr int KEY_BITS = (EVEN ? 2 : Map::BINADE_BITS) + Map::CELL_BITS;
@@ -91,10 +92,9 @@ struct Levels {
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // what there is room for beside the cells
     static constexpr const char* DTYPE = Map::DTYPE;
-    static constexpr float LARGEST = 1.0f, UNITS = 1.0f, MIDDLE = 6.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = ON_GPU, PAIRS = false, ALL = ON_GPU;
+    static constexpr float LARGEST = 1.0f, MIDDLE = 6.0f;
+    static constexpr bool IN_UPPER_BITS = ON_GPU, ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !EVEN && BITS == 8;
-    static constexpr uint32_t BIAS = 0;
     typedef StochasticLevels<Map> Stochastic;
 
     struct Table {
@@ -146,8 +146,8 @@ struct Levels {
     }
 #endif
 
-    // The cell of a float by its upper bits, for negative values with all bits turned. Without a sign none lies outside
-    // of the cells, so nothing need be cut off.
+    // The cell of a float by its upper bits; a negative value has all bits inverted. Without a sign no value lies
+    // outside of the cells, so nothing need be cut off.
     static OPTIM_INLINE uint32_t cell_of(const Table* table, uint32_t bits) {
         constexpr bool cut = EVEN || SIGNED;
         constexpr uint32_t first = cut ? 0 : (128u - (1u << Map::BINADE_BITS)) << Map::CELL_BITS;
@@ -172,14 +172,14 @@ struct Levels {
         if constexpr (EVEN) {
             bits = float_bits(one_nan(exact_fma(x, inverse, MIDDLE)));
         } else {
-            const float least = 1.0f / (float)(1u << ((1 << Map::BINADE_BITS) - 1));
-            bits = float_bits(exact_max(exact_saturated(exact_abs(x), inverse, 0.0f), least));
+            const float min = 1.0f / (float)(1u << ((1 << Map::BINADE_BITS) - 1));
+            bits = float_bits(exact_max(exact_saturated(exact_abs(x), inverse, 0.0f), min));
             if (SIGNED) negative = (uint32_t)((int)float_bits(x) >> 31);
         }
         uint32_t word = cell_of(table, bits ^ negative) + (bits << (32 - BITS - REST_BITS));
-        uint32_t least_word = (uint32_t)lowest << (32 - BITS);
+        uint32_t min_word = (uint32_t)lowest << (32 - BITS);
         word ^= negative;
-        return SIGNED && lowest > 0 && word < least_word ? least_word : word;
+        return SIGNED && lowest > 0 && word < min_word ? min_word : word;
     }
 
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
@@ -215,31 +215,30 @@ struct alignas(16) Line {
 // G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
 // in the noise's 65536ths, below.
 template <class Map>
-struct StochasticLevels {
+struct StochasticLevels : FormatDefaults {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
     static constexpr const char* DTYPE = Map::DTYPE;
-    static constexpr float LARGEST = 1.0f, UNITS = 1.0f;
-    static constexpr bool ROOT = false, HARDWARE = false, IN_UPPER_BITS = false, PAIRS = false, ALL = ON_GPU;
+    static constexpr float LARGEST = 1.0f;
+    static constexpr bool ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !Map::EVEN && BITS == 8;
-    static constexpr uint32_t BIAS = 0;
     static constexpr int SHIFT = MIRRORED || BITS == 4 ? 0 : 1;
     static constexpr float BASE = SHIFT == 0 ? 128.0f : 256.0f;
     static constexpr float UNIT = SIGNED && !MIRRORED ? 0.5f : 1.0f;
-    static constexpr float ORIGIN = MIRRORED ? 0.0f : SIGNED ? 0.5f : -Map::LEAST;
+    static constexpr float ORIGIN = MIRRORED ? 0.0f : SIGNED ? 0.5f : -Map::MIN;
     static constexpr int FIRST_CODE = MIRRORED ? ZERO : 0;
     typedef typename Map::Cells Cells;
 
     // On a GPU a line lies in 8 copies side by side, one for each of the 8 lanes that are served at a time.
     struct Table {
         LevelTable<Map, 16> list;
-        float least[COUNT];  // y of code + 1
+        float min[COUNT];  // y of code + 1
         Line line[Cells::COUNT * 8];
     };
 
     static OPTIM_HOST double d_of(int code) { return Map::level(code) * (double)UNIT + (double)ORIGIN; }
 
-    // Where G bends: levels with another distance to the next than to the one before, up to the largest.
+    // The levels at which G bends: their distances to the level below and to the one above differ.
     struct Bends {
         int count, code[COUNT + 1];
         double at[COUNT + 1], slope[COUNT + 1];  // from at[i] on
@@ -272,21 +271,21 @@ struct StochasticLevels {
         return exact_fma(line.bend, exact_saturated(d, 1.0f, -line.from), exact_fma(line.slope, d, line.start));
     }
 
-    // What a line is to be: start + slope d from `low` to `high`; that to the last bit at d = `pinned`, and at least
-    // that at d = `least`, unless these are below 0.
+    // The line that is wanted: start + slope d from `low` to `high`, exact to the last bit at d = `pinned`, and at
+    // least that at d = `min`; the last two do not count if they are below 0.
     struct Wanted {
-        double slope, start, low, high, pinned, least;
+        double slope, start, low, high, pinned, min;
     };
 
-    // What a line exceeds it by.
+    // The amount by which a line exceeds it.
     static OPTIM_HOST double excess(const Line& line, const Wanted& wanted, double d) {
         return (double)line_at(line, (float)d) - (wanted.slope * d + wanted.start);
     }
 
-    // Of lines with about that slope and start the nearest.
+    // Returns the nearest of the lines with about that slope and start.
     static OPTIM_HOST Line best_line(Line line, const Wanted& wanted) {
         Line best = line;
-        double least = 1e30;
+        double min = 1e30;
         for (int i = -40; i <= 40; i++) {
             line.slope = bits_float(float_bits((float)wanted.slope) + (uint32_t)(wanted.slope == 0.0 ? 0 : i));
             double off = (double)line.slope - wanted.slope;
@@ -296,8 +295,8 @@ struct StochasticLevels {
                 double at = (double)line.start - wanted.start;
                 double error = fmax(fabs(off * wanted.low + at), fabs(off * wanted.high + at));
                 if (wanted.pinned >= 0.0 && fabs(excess(line, wanted, wanted.pinned)) > 1e-9) error += 1.0;
-                if (wanted.least >= 0.0 && excess(line, wanted, wanted.least) < -1e-9) error += 1.0;
-                if (error < least) least = error, best = line;
+                if (wanted.min >= 0.0 && excess(line, wanted, wanted.min) < -1e-9) error += 1.0;
+                if (error < min) min = error, best = line;
             }
         }
         return best;
@@ -317,10 +316,10 @@ struct StochasticLevels {
         double end = bent ? bends->at[i + 1] : high, zero = (double)ORIGIN, largest = d_of(COUNT - 1);
         Wanted wanted = {bends->slope[i], 0.0, fmax(low, 0.0), fmax(low, end), -1.0, -1.0};
         wanted.start = (double)BASE + bends->code[i] - FIRST_CODE - wanted.slope * bends->at[i];
-        double least = d_of(ZERO + 1);
+        double min = d_of(ZERO + 1);
         if (SIGNED && wanted.low <= zero && zero <= end) wanted.pinned = zero;
         if (wanted.low <= largest && largest <= end) wanted.pinned = largest;
-        if (wanted.low <= least && least <= end) wanted.least = least;
+        if (wanted.low <= min && min <= end) wanted.min = min;
         Line line = {2.0f, 0.0f, 0.0f, 0.0f};
         if (bent) line.from = (float)end;
         line = best_line(line, wanted);
@@ -332,11 +331,11 @@ struct StochasticLevels {
         table->list.fill();
         for (int code = 0; code + 1 < COUNT; code++) {
             double bound = Map::bound(code);
-            float least = (float)bound;
-            if ((double)least < bound) least = bits_float(float_bits(least) + (bound > 0.0 ? 1u : ~0u));
-            table->least[code] = least;
+            float min = (float)bound;
+            if ((double)min < bound) min = bits_float(float_bits(min) + (bound > 0.0 ? 1u : ~0u));
+            table->min[code] = min;
         }
-        table->least[COUNT - 1] = 2.0f;
+        table->min[COUNT - 1] = 2.0f;
         Bends bends;
         find_bends(&bends);
         for (int i = 0; i < Cells::COUNT * 8; i++) table->line[i] = make_line(&bends, i / 8);
@@ -351,7 +350,7 @@ struct StochasticLevels {
         float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
         y = is_nan(y) ? 0.0f : exact_min(y, 1.0f);
         int code = 0;
-        for (int step = COUNT / 2; step > 0; step /= 2) code += y >= table->least[code + step - 1] ? step : 0;
+        for (int step = COUNT / 2; step > 0; step /= 2) code += y >= table->min[code + step - 1] ? step : 0;
         code = code == 0 && !SIGNED ? 1 : code;
         return (uint32_t)(code > lowest ? code : lowest);
     }
@@ -376,12 +375,12 @@ struct StochasticLevels {
     // The word with G's integer and, below it, its fraction and the noise.
     static OPTIM_INLINE uint32_t word(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
         float d = exact_saturated(MIRRORED ? exact_abs(x) : x, exact_mul(inverse, UNIT), ORIGIN);
-        if (SIGNED && lowest > 0) d = exact_max(d, Map::LEAST * UNIT + ORIGIN);
+        if (SIGNED && lowest > 0) d = exact_max(d, Map::MIN * UNIT + ORIGIN);
         uint32_t cell = float_bits(exact_fma(d, Cells::SCALE, Cells::OFFSET)) >> Cells::REST_BITS;
 #ifdef __CUDA_ARCH__
         constexpr uint32_t before = Cells::EVEN ? Cells::FIRST * 128u : 0;
-        const uint32_t own = table_address(table->line + threadIdx.x % 8, before);
-        const Line line = line_load(table_at<128>(own, cell));
+        const uint32_t copy = table_address(table->line + threadIdx.x % 8, before);
+        const Line line = line_load(table_at<128>(copy, cell));
 #else
         const Line line = table->line[(cell - Cells::FIRST) * 8];
 #endif

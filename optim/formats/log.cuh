@@ -66,8 +66,8 @@ OPTIM_INLINE float log2_from(float x, float zero) {
     return exact_fma(f, log2_factor(f), exact_add(exponent_number(x), -zero));
 }
 
-// Likewise log2(x), within 2e-7 and its rounding: for what a block keeps.
-OPTIM_INLINE float log2_fine(float x) {
+// log2(x) within 2e-7 and its rounding, for the range that a block keeps.
+OPTIM_INLINE float log2_precise(float x) {
     const float c[] = {1.4426949f,    -0.721337795f, 0.480722755f,   -0.359082758f, 0.280075788f,
                        -0.211591721f, 0.139265344f,  -0.0699670613f, 0.022664668f,  -0.00344407232f};
     float f = exact_add(mantissa_number<NEAREST>(x), -1.0f);
@@ -82,9 +82,9 @@ OPTIM_INLINE float exp2_scaled(float t, float magic) {
 }
 
 constexpr float EXP2_MAGIC = 12582912.0f;
-constexpr float LOG_LEAST = 1.17549435e-38f, LOG_MOST = 1.70141183e38f;  // 2^-126, 2^127
-// Of a block's least: there is room for a place below and for the shortest range above.
-constexpr float LOG_LOW_LEAST = 2.3509887e-38f, LOG_LOW_MOST = 2.5961484e33f;  // 2^-125, 2^111
+constexpr float LOG_MIN = 1.17549435e-38f, LOG_MAX = 1.70141183e38f;  // 2^-126, 2^127
+// Limits of a block's smallest value: they leave room for a place below it and for the shortest range above.
+constexpr float LOG_LOW_MIN = 2.3509887e-38f, LOG_LOW_MAX = 2.5961484e33f;  // 2^-125, 2^111
 
 // 8 or 16 bits; OWN: the block's own range, with a code of zero below it.
 template <int BITS_, bool OWN_>
@@ -93,10 +93,10 @@ struct LogCodes {
     static constexpr bool OWN = OWN_;
     static constexpr const char* DTYPE = BITS == 8 ? "U8" : "U16";
     static constexpr float STEPS = (float)(LAST - FIRST);
-    static constexpr float LEAST_STEP = BITS == 8 ? 1.0f / 256 : 1.0f / 4096, GRID = LEAST_STEP / 4;
+    static constexpr float MIN_STEP = BITS == 8 ? 1.0f / 256 : 1.0f / 4096, GRID = MIN_STEP / 4;
 };
 
-// What a block keeps: log2 of the levels FIRST and LAST.
+// The numbers that a block keeps: log2 of the levels FIRST and LAST.
 struct LogRange {
     float low, high;
 };
@@ -113,7 +113,7 @@ OPTIM_INLINE float grid_above(float x, float grid) {
 
 // The least element above zero and the largest, within what is stored; 1 and 0 when there are none.
 struct LogEnds {
-    float least, top;
+    float min, top;
     bool cut;  // something is not
 };
 
@@ -121,29 +121,29 @@ struct LogEnds {
 template <class Codes>
 OPTIM_INLINE LogRange log_range(LogEnds ends) {
     if constexpr (!Codes::OWN) {
-        float log = log2_fine(exact_max(ends.top, LOG_LEAST));
+        float log = log2_precise(exact_max(ends.top, LOG_MIN));
         return {-126.0f, exact_add(log, 126.0f)};  // the peer's scale
     } else {
         if (ends.top == 0.0f) return {0.0f, 0.0f};
         constexpr float near = 1.0f / 65536;
-        float high = grid_above(exact_add(log2_fine(ends.top), -near), Codes::GRID);
-        float low = grid_below(exact_add(log2_fine(ends.least), near), Codes::GRID);
-        return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
+        float high = grid_above(exact_add(log2_precise(ends.top), -near), Codes::GRID);
+        float low = grid_below(exact_add(log2_precise(ends.min), near), Codes::GRID);
+        return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::MIN_STEP))};
     }
 }
 
-// What codes and levels of a block are computed with. low = whole + part.
+// The numbers that codes and levels of a block are computed with; low = whole + part.
 struct LogScale {
     float step, part, magic;      // of decoding
     float inverse, zero, offset;  // of encoding: 1 / step; the place of a logarithm of `zero` is offset
     float rise[4];                // with noise: of u, u^2, .. in the probability of the upper level
 };
 
-// From the first level to the last; a block of zeros counts as the shortest, as the peer has it too.
+// The range from the first level to the last; a block of zeros has the shortest, as in the peer.
 template <class Codes>
 OPTIM_INLINE float log_span(LogRange range) {
     if constexpr (!Codes::OWN) return exact_max(range.high, 1e-12f);
-    return exact_max(exact_add(range.high, -range.low), Codes::STEPS * Codes::LEAST_STEP);
+    return exact_max(exact_add(range.high, -range.low), Codes::STEPS * Codes::MIN_STEP);
 }
 
 template <class Codes>
@@ -173,7 +173,7 @@ OPTIM_INLINE void log_rise(float step, float* rise) {
     rise[3] = exact_mul(exact_mul(d, 32.0f / 3), square);
 }
 
-// To nearest, places are counted in 2^BITS; those of zeros and of what is below the first level's are cut to code 0.
+// To nearest, places are counted in 2^BITS; zeros and places below the first level's are cut to code 0.
 // With noise they are counted in steps from the first level to the last, all over their number.
 template <class Codes, Rounding ROUNDING>
 OPTIM_INLINE LogScale log_encoding(LogRange range) {
@@ -230,8 +230,7 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, Log
     for (int i = 0; i < COUNT; i++) value[i] = x[i];
     if (ends.cut) {
         OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++)
-            value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.least) : x[i], LOG_MOST);
+        for (int i = 0; i < COUNT; i++) value[i] = exact_min(x[i] > 0.0f ? exact_max(x[i], ends.min) : x[i], LOG_MAX);
     }
     if constexpr (ROUNDING == NEAREST) {
         OPTIM_UNROLL
@@ -284,28 +283,28 @@ OPTIM_INLINE void log_keep(const Streams& streams, int block, LogRange range) {
     if constexpr (Codes::OWN) ((float*)streams.more)[block] = range.high;
 }
 
-// An order turned around: the larger, the smaller x > 0 is; 0 of what is not above zero. As a float, to be maximised.
-constexpr uint32_t LOG_TURNED = 0x7f7fffffu;
+// Reverses the order, so that a maximum finds the smallest: larger for smaller x > 0, and 0 if x is not above zero.
+constexpr uint32_t LOG_REVERSED = 0x7f7fffffu;
 
-OPTIM_INLINE float log_turned(uint32_t bits_less_one) {
-    return bits_less_one < LOG_TURNED ? bits_float(LOG_TURNED - bits_less_one) : 0.0f;
+OPTIM_INLINE float log_reversed(uint32_t bits_less_one) {
+    return bits_less_one < LOG_REVERSED ? bits_float(LOG_REVERSED - bits_less_one) : 0.0f;
 }
 
 template <class Codes>
-OPTIM_INLINE LogEnds log_ends(float turned, float top) {
-    constexpr float bottom = Codes::OWN ? LOG_LOW_LEAST : LOG_LEAST;
+OPTIM_INLINE LogEnds log_ends(float reversed, float top) {
+    constexpr float bottom = Codes::OWN ? LOG_LOW_MIN : LOG_MIN;
     if (!(top > 0.0f)) return {1.0f, 0.0f, false};
-    float least = Codes::OWN ? bits_float(LOG_TURNED + 1u - float_bits(turned)) : bottom;
-    bool cut = top > LOG_MOST || (Codes::OWN && least < bottom);
-    return {exact_min(exact_max(least, bottom), LOG_LOW_MOST), exact_min(exact_max(top, bottom), LOG_MOST), cut};
+    float min = Codes::OWN ? bits_float(LOG_REVERSED + 1u - float_bits(reversed)) : bottom;
+    bool cut = top > LOG_MAX || (Codes::OWN && min < bottom);
+    return {exact_min(exact_max(min, bottom), LOG_LOW_MAX), exact_min(exact_max(top, bottom), LOG_MAX), cut};
 }
 
-// Zero for what is none.
+// Makes negative numbers and NaN zero.
 OPTIM_INLINE float log_value(float x) {
     return x > 0.0f ? x : 0.0f;
 }
 
-// The same on the CPU for a run of whole blocks: not inlined, so that a row of the tables is cheap.
+// The same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
 template <class Codes>
 OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
     for (int i = 0; i < n; i += 8) {
@@ -317,12 +316,12 @@ template <class Codes, Rounding ROUNDING>
 OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, const float* x, int n,
                                  const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
-        float top = 0.0f, turned = 0.0f;
+        float top = 0.0f, reversed = 0.0f;
         for (int i = 0; i < block; i++) {
             top = exact_max(x[b + i], top);
-            turned = exact_max(log_turned(float_bits(x[b + i]) - 1u), turned);
+            reversed = exact_max(log_reversed(float_bits(x[b + i]) - 1u), reversed);
         }
-        LogEnds ends = log_ends<Codes>(turned, top);
+        LogEnds ends = log_ends<Codes>(reversed, top);
         LogRange range = log_range<Codes>(ends);
         log_keep<Codes>(streams, (first + b) / block, range);
         LogScale s = log_encoding<Codes, ROUNDING>(range);
@@ -345,11 +344,11 @@ template <class Codes>
 __device__ __forceinline__ LogRange log_thread_range(LogEnds ends) {
     if constexpr (!Codes::OWN) return log_range<Codes>(ends);
     const bool lower = threadIdx.x % 2 != 0;
-    float log = log2_fine(lower || ends.top == 0.0f ? ends.least : ends.top);
+    float log = log2_precise(lower || ends.top == 0.0f ? ends.min : ends.top);
     float end = grid_below(exact_add(lower ? log : -log, 1.0f / 65536), Codes::GRID);
     float other = __shfl_xor_sync(0xffffffffu, end, 1), low = lower ? end : other, high = lower ? -other : -end;
     if (ends.top == 0.0f) return {0.0f, 0.0f};
-    return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::LEAST_STEP))};
+    return {low, exact_max(high, exact_add(low, Codes::STEPS * Codes::MIN_STEP))};
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING, int COUNT>
@@ -357,28 +356,28 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
                                                  const NoiseKey& key) {
     // The order of floats from zero on is that of their bits; what is negative or NaN lies above.
     float value[COUNT];
-    uint32_t most = 0, least = 0xffffffffu;
+    uint32_t max = 0, min = 0xffffffffu;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         value[i] = x[i];
         uint32_t bits = __float_as_uint(x[i]);
-        most = bits > most ? bits : most;
-        least = bits < least ? bits : least;
+        max = bits > max ? bits : max;
+        min = bits < min ? bits : min;
     }
-    const bool zeros = least == 0 || most > 0x7f800000u;
-    least -= 1u;  // 0 is no least
+    const bool zeros = min == 0 || max > 0x7f800000u;
+    min -= 1u;  // 0 is no least
     if (zeros) {
-        most = 0;
+        max = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             value[i] = log_value(x[i]);
             uint32_t bits = __float_as_uint(value[i]);
-            most = bits > most ? bits : most;
-            least = bits - 1u < least ? bits - 1u : least;
+            max = bits > max ? bits : max;
+            min = bits - 1u < min ? bits - 1u : min;
         }
     }
-    uint2 both = neighbours_both<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(most, Codes::OWN ? least : 0u, key);
-    LogEnds ends = log_ends<Codes>(log_turned(both.y), __uint_as_float(both.x));
+    uint2 both = neighbours_both<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(max, Codes::OWN ? min : 0u, key);
+    LogEnds ends = log_ends<Codes>(log_reversed(both.y), __uint_as_float(both.x));
     LogRange range = log_thread_range<Codes>(ends);
     if (first % BLOCK == 0) log_keep<Codes>(streams, first / BLOCK, range);
     LogScale s = log_encoding<Codes, ROUNDING>(range);
@@ -392,8 +391,8 @@ __device__ __forceinline__ void log_thread_load(const Streams& streams, int firs
     // The last use of it is over: its tile has been stored, and its ends exchanged.
 #pragma unroll
     for (int code = 0; code <= Codes::LAST; code += THREADS) {
-        int own = code + first / COUNT;
-        level[own] = log_level<Codes>(bits_float(0x4b000000u + (uint32_t)own), s);
+        int mine = code + first / COUNT;
+        level[mine] = log_level<Codes>(bits_float(0x4b000000u + (uint32_t)mine), s);
     }
     group_sync<THREADS>();
     auto packed = load_value<Packed<Codes::BITS, COUNT>>(streams.codes, first * Codes::BITS / 8);
@@ -415,12 +414,12 @@ __device__ __forceinline__ void log_thread_load(const Streams& streams, int firs
 template <class Codes>
 OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
     if (index == 0) return {"", Codes::DTYPE, Codes::BITS, 1};
-    if (!Codes::OWN) return index == 1 ? StreamInfo{".scales", "F32", 32, block} : StreamInfo{"", "", 0, 1};
+    if (!Codes::OWN) return index == 1 ? StreamInfo{".scales", "F32", 32, block} : StreamInfo{};
     return {index == 1 ? ".low" : ".high", "F32", 32, block};
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING>
-struct LogBlocks {
+struct LogBlocks : StorageDefaults {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;

@@ -9,12 +9,14 @@
 EMBED_SOURCE
 
 template <class Copy>
-struct WithMaster {
+struct WithMaster : StorageDefaults {
     typedef Elementwise<Fp32, NEAREST> Master;
     static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `extra`
-    static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {"", "", 0, 1};
+    static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {};
     static constexpr StreamInfo STREAM[3] = {
         only_written(Copy::STREAM[0]), SCALED ? only_written(Copy::STREAM[1]) : MASTER, SCALED ? MASTER : NOTHING};
+
+    static constexpr bool HAS_SPANS = Copy::HAS_SPANS;
 
     static OPTIM_INLINE Streams master(const Streams& streams) {
         return {SCALED ? streams.more : streams.extra, nullptr};
@@ -38,6 +40,6 @@ struct WithMaster {
     }
 
     static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
-        if constexpr (HAS_SPANS<Copy>) Copy::measure(streams, first, x, n);
+        if constexpr (HAS_SPANS) Copy::measure(streams, first, x, n);
     }
 };

@@ -10,28 +10,25 @@
 
 EMBED_SOURCE
 
-template <int BITS_, int MANTISSA, int LEAST, int LARGEST_>
-struct Minifloat {
+template <int BITS_, int MANTISSA, int MIN, int LARGEST_>
+struct Minifloat : FormatDefaults {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = 0;
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
-    static constexpr float LARGEST = (float)LARGEST_, UNITS = 1.0f;
-    static constexpr bool SIGNED = true, ROOT = false, IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
+    static constexpr float LARGEST = (float)LARGEST_;
+    static constexpr bool IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
     static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);  // of the code in a word; of a float
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     static constexpr bool HARDWARE = BITS == 8;
-#else
-    static constexpr bool HARDWARE = false;
 #endif
     static constexpr bool PACKS_NOISE = true, GIVES_SEEN = BITS == 8 && ON_HOPPER;
-    static constexpr uint32_t BIAS = 0;
     static constexpr uint32_t SIGN = 1u << (BITS - 1);
 
-    // The magnitude's bits moved to fp32's place make a float 2^(LEAST + 126) times too small (subnormals included).
+    // The magnitude's bits moved to fp32's place make a float 2^(MIN + 126) times too small (subnormals included).
     static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
         float tiny = bits_float((code & SIGN) << (32 - BITS) | (code & (SIGN - 1u)) << (23 - MANTISSA));
         if (BITS == 8 && (code & (SIGN - 1u)) == SIGN - 1u) return bits_float(0x7fc00000u);
-        return exact_mul(exact_mul(tiny, bits_float((uint32_t)(LEAST + 253) << 23)), scale);
+        return exact_mul(exact_mul(tiny, bits_float((uint32_t)(MIN + 253) << 23)), scale);
     }
 
     // What the table's levels are multiplied by.
@@ -78,14 +75,14 @@ struct Minifloat {
 
     // v's zero is the smallest subnormal.
     static OPTIM_INLINE float bounded(float y, int lowest) {
-        return lowest > 0 ? exact_max(y, bits_float((uint32_t)(127 + LEAST - MANTISSA) << 23)) : y;
+        return lowest > 0 ? exact_max(y, bits_float((uint32_t)(127 + MIN - MANTISSA) << 23)) : y;
     }
 
-    // y's place among fp32's smallest numbers: multiplied by this, 2^LEAST becomes the least exponent of fp32, whose
+    // y's place among fp32's smallest numbers: multiplied by this, 2^MIN becomes the least exponent of fp32, whose
     // own subnormals then are the format's, with 20 bits more, and the code's magnitude is the bits above CUT. The
-    // product with the block's inverse is a normal number while the block's largest is below FOLD_MOST.
-    static constexpr float LOWER = 1.0f / (float)(1ull << 63) / (float)(1ull << (63 + LEAST));
-    static constexpr float FOLD_MOST = LARGEST * LOWER * (float)(1ull << 63) * (float)(1ull << 62);
+    // product with the block's inverse is a normal number while the block's largest is below FOLD_MAX.
+    static constexpr float LOWER = 1.0f / (float)(1ull << 63) / (float)(1ull << (63 + MIN));
+    static constexpr float FOLD_MAX = LARGEST * LOWER * (float)(1ull << 63) * (float)(1ull << 62);
     static constexpr int CUT = 23 - MANTISSA;
 
     static OPTIM_INLINE float folded(float inverse) {
@@ -102,7 +99,7 @@ struct Minifloat {
         return lowest > 0 ? word : (word & 0x7fffffffu) | (bits & 0x80000000u);
     }
 
-    // To nearest for 4 bits, where no hardware has to agree: half a step is added, so the middle goes away from zero.
+    // Rounds 4 bits to nearest. No hardware has to agree here: half a step is added, so the middle goes away from zero.
     // Below the least exponent y is first rounded to 2^-22 of a step.
     static OPTIM_INLINE uint32_t nearest_word(const Table*, float x, float inverse, int lowest) {
         if constexpr (BITS == 8) return nearest_exact(x, inverse, lowest);
@@ -121,11 +118,11 @@ struct Minifloat {
         return signed_word(sum, sum << SHIFT, lowest);
     }
 
-    // As the conversion instructions do it, exactly, for 8 bits: below the least exponent the sum with a float whose
+    // Rounds 8 bits exactly as the conversion instructions do: below the least exponent the sum with a float whose
     // last place is a step is rounded as it should.
     static OPTIM_INLINE uint32_t nearest_exact(float x, float inverse, int lowest) {
-        const uint32_t border = (uint32_t)(127 + LEAST) << 23;  // the bits of 2^LEAST
-        const float one_step = bits_float((uint32_t)(127 + 23 + LEAST - MANTISSA) << 23);
+        const uint32_t border = (uint32_t)(127 + MIN) << 23;  // the bits of 2^MIN
+        const float one_step = bits_float((uint32_t)(127 + 23 + MIN - MANTISSA) << 23);
         float y = bounded(exact_mul(x, inverse), lowest), a = exact_min(exact_abs(y), LARGEST);
         if (is_nan(y)) return (SIGN - 1u) << UPPER;  // whose sign differs between machines
         uint32_t word = (float_bits(a) - border + (1u << 23)) << SHIFT;
@@ -189,13 +186,13 @@ struct Minifloat {
     // they are subnormal. `scale`: its exponent, which is small enough for one factor unless the block may be `rare`.
     template <int COUNT>
     static __device__ __forceinline__ void seen_scaled(uint32_t scale, bool rare, uint32_t* seen) {
-        const uint32_t exponent = scale + (uint32_t)(126 + LEAST), most = 254;
-        if (rare && exponent > most) {  // no weights are so large
+        const uint32_t exponent = scale + (uint32_t)(126 + MIN), max = 254;
+        if (rare && exponent > max) {  // no weights are so large
 #pragma unroll
-            for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent - most + 127);
+            for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent - max + 127);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent < most ? exponent : most);
+        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent < max ? exponent : max);
     }
 #endif
 };

@@ -10,7 +10,7 @@ struct Normal4 {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 4, BINADE_BITS = 0;
     static constexpr bool SIGNED = true, EVEN = true, MIRRORED = false;
     typedef EvenCells<32> Cells;
-    static constexpr float LEAST = 0.07958029955625534f;  // the level ZERO + 1
+    static constexpr float MIN = 0.07958029955625534f;  // the level ZERO + 1
     static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {

@@ -1,11 +1,12 @@
-// No storage: what a rule does not keep, such as Lion's second moment. Reads 0, forgets what is written, no bytes.
+// No storage, for a state that a rule does not keep, such as Lion's second moment. It reads as 0, forgets what is
+// written and has no bytes.
 #pragma once
 #include "elementwise.cuh"
 
 EMBED_SOURCE
 
-struct None {
-    static constexpr StreamInfo STREAM[2] = {{"", "", 0, 1}, {"", "", 0, 1}};
+struct None : StorageDefaults {
+    static constexpr StreamInfo STREAM[3] = {};
     static constexpr bool TAKES_ORDER = true;
 
     static OPTIM_INLINE void load(const Streams&, int, float* x, int n, const NoiseKey&) {

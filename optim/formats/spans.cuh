@@ -1,16 +1,17 @@
-// Storage whose scales reach further than a tile: one scale a tensor, or rank-1 scales (lpmm, arXiv 2309.01507).
+// Storage whose scales reach further than a tile: one scale for each tensor, or rank-1 scales (lpmm, arXiv 2309.01507).
 //     tensor    top = max |x| over the tensor
-//     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); of a vector: of its
-//               block of 128
-// Scale and code follow from top as in blocks.cuh, where also is said what becomes of zeros, NaN and infinity.
+//     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); a vector has blocks of
+//     128
+// Scale and code follow from top as in blocks.cuh, which also says what zeros, NaN and infinity become.
 //
 // A scale must be known before the first code is written. So a step is two passes: optim_measure_kernel (measure.cuh)
 // computes the update in registers and keeps its maxima alone, in `next`; the step then loads with the maxima of the
 // last step and stores with the next ones; last, those become the current. Maxima do not round, so their order does not
 // matter: integer atomics on the bits of floats that are not negative.
-// Cost: the first pass reads once more all that a step reads. AdamW with bf16 weights and gradients moves 10 bytes a
-// parameter with both states in 8 bits, and 16 so; rank-1 scales take a reciprocal an element besides. For study, and
-// for states and weights that others have scaled like this; blocks are faster and closer.
+// Cost: the first pass reads all that a step reads once more. AdamW with bf16 weights, bf16 gradients and 8-bit states
+// moves 10 bytes a parameter with blocks and 16 with spans; rank-1 scales also take a reciprocal for each element.
+// Spans are for study, and for states and weights that others have scaled like this; blocks are faster and more
+// precise.
 //
 // Kept beside the codes are, for every tensor, the largest |x|, the scale (what a code is multiplied by) and its
 // inverse, or the maxima of the rows and then of the columns, or of a vector's blocks.
@@ -22,20 +23,20 @@ EMBED_SOURCE
 constexpr int SPAN_BLOCK = 128;    // of a vector
 constexpr int TENSOR_NUMBERS = 3;  // top, scale, inverse
 
-// Where a tile lies among the numbers of its tensor. A vector is a matrix of rows of SPAN_BLOCK whose columns have no
+// The place of a tile among the numbers of its tensor. A vector is a matrix of rows of SPAN_BLOCK whose columns have no
 // maxima.
 struct alignas(16) SpanTile {
     int64_t at;           // of the tensor's first number
     uint32_t rows, cols;  // of the tensor
     uint32_t row, col;    // of the tile's first element
-    uint32_t columns;     // whether they have maxima
-    uint32_t begins;      // the tensor begins here
+    uint32_t columns;     // 1 if columns have maxima
+    uint32_t begins;      // 1 if the tensor begins here
 };
 
-// maximum = max(maximum, top), whoever else does the same; NaN does not count.
+// Sets maximum = max(maximum, top) atomically; NaN does not count.
 OPTIM_INLINE void span_raise(float* maximum, float top) {
 #ifdef __CUDA_ARCH__
-    // Most do not exceed what is there already, which may be seen late but is never too large.
+    // Most tops do not exceed the maximum that is there; a stale read of it is never too large.
     if (top > *(volatile const float*)maximum) atomicMax((int*)maximum, __float_as_int(top));
 #else
     float seen;
@@ -46,7 +47,7 @@ OPTIM_INLINE void span_raise(float* maximum, float top) {
 #endif
 }
 
-// Row and column of one element after the other.
+// The row and column of one element after the other.
 struct SpanWalk {
     uint32_t row, col;
 };
@@ -56,7 +57,7 @@ OPTIM_INLINE SpanWalk span_start(const SpanTile& tile, int first) {
     return {tile.row + rows, col - rows * tile.cols};
 }
 
-// Whether a row begins.
+// Goes to the next element; true if it begins a row.
 OPTIM_INLINE bool span_advance(const SpanTile& tile, SpanWalk* walk) {
     walk->col++;
     if (walk->col != tile.cols) return false;
@@ -65,7 +66,7 @@ OPTIM_INLINE bool span_advance(const SpanTile& tile, SpanWalk* walk) {
     return true;
 }
 
-// The largest that an element can be; 0 in the padding.
+// The largest magnitude that an element can have; 0 in the padding.
 OPTIM_INLINE float span_top(const SpanTile& tile, const SpanWalk& walk, const float* maxima) {
     if (walk.row >= tile.rows) return 0.0f;
     float top = maxima[tile.at + walk.row];
@@ -79,11 +80,11 @@ OPTIM_INLINE BlockScale span_scale(float top) {
 }
 
 template <class Format_, Span SPAN, Rounding ROUNDING>
-struct Spans {
+struct Spans : StorageDefaults {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
-    static constexpr StreamInfo STREAM[2] = {{"", Format::DTYPE, Format::BITS, 1},
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
-    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr bool SIGNED = Format::SIGNED, HAS_SPANS = true;
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
     static OPTIM_HOST void fill(void* table) {
@@ -115,7 +116,7 @@ struct Spans {
         }
     }
 
-    // One scale for all; the first thread of a tensor leaves it for those who read the weights.
+    // All elements share one scale; the first thread of a tensor writes it for readers of the weights.
     template <int COUNT>
     static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const SpanTile tile = *streams.span;
@@ -130,7 +131,7 @@ struct Spans {
         streams.next[tile.at + 2] = s.inverse;
     }
 
-    // A scale for every element, and so a code by itself.
+    // Each element has a scale of its own.
     template <int COUNT>
     static OPTIM_INLINE void put_rank1(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const auto* table = format_table<Format>(streams);

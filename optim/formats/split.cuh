@@ -15,41 +15,41 @@
 
 EMBED_SOURCE
 
-// What a thread moves at a time of one stream: 8 or 16 bytes an access.
+// The codes of one stream that a thread moves at a time, 8 or 16 bytes an access.
 template <class Code, int COUNT>
 struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
     Code lane[COUNT];
 };
 
-// What such storages share, bf16's here and fp16's in fp16split.cuh: all but view(). Number says how a value becomes an
-// integer and back:
-//     DTYPE           of the upper 16 bits, which the model sees
-//     Low             int16_t or int8_t: of the bits below them
-//     CUT_BITS        how many bits of fp32's mantissa are cut off
-//     whole(x)        of a finite x, the integer and below it the bits that are cut off
-//     cut(x, noise)   the integer, `noise` having been added to whole(x): CUT_BITS random bits, or half a step;
-//                     without bits to cut there is nothing to round, and noise is not looked at
-//     decode(bits)    its value
-template <class Number, Rounding ROUNDING>
-struct SplitOf : Number {
-    typedef typename Number::Low Low;
-    static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = Number::CUT_BITS;
-    static constexpr StreamInfo STREAM[2] = {{"", Number::DTYPE, 16, 1},
-                                             {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
+// Low: int16_t or int8_t.
+template <class Low, Rounding ROUNDING>
+struct Split : StorageDefaults {
+    static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = 16 - LOW_BITS;
+    static constexpr StreamInfo STREAM[3] = {{"", "BF16", 16, 1}, {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
 
-    // Ties to even.
-    static OPTIM_INLINE uint32_t nearest(float x) {
-        return Number::cut(x, ((1u << CUT_BITS) - 1) / 2 + (Number::whole(x) >> CUT_BITS & 1u));
+    // The bits of x that are kept, `noise` having been added to all bits: CUT_BITS random ones, or half a step. Without
+    // bits to cut there is nothing to round, and noise is not looked at.
+    static OPTIM_INLINE uint32_t cut(float x, uint32_t noise) {
+        uint32_t bits = float_bits(x);
+        if (CUT_BITS == 0) return float_bits(canonical(x));
+        if (!is_finite(x)) return (is_nan(x) ? 0x7fc00000u : bits) >> CUT_BITS;
+        return (bits + noise) >> CUT_BITS;
     }
 
-    // COUNT elements of one thread, 8 or 16; `bits` as cut() gives them.
+    // Rounds to nearest, ties to even.
+    static OPTIM_INLINE uint32_t nearest(float x) {
+        return cut(x, ((1u << CUT_BITS) - 1) / 2 + (float_bits(x) >> CUT_BITS & 1u));
+    }
+
+    // Load and store COUNT elements of one thread, 8 or 16; `bits` are those that cut() returns.
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
         auto high = load_value<Lanes<uint16_t, COUNT>>(streams.codes, 2 * first);
         auto low = load_value<Lanes<Low, COUNT>>(streams.extra, (int)sizeof(Low) * first);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            x[i] = Number::decode(((uint32_t)high.lane[i] << LOW_BITS) + (uint32_t)(int)low.lane[i]);
+            uint32_t bits = ((uint32_t)high.lane[i] << LOW_BITS) + (uint32_t)(int)low.lane[i];
+            x[i] = bits_float(bits << CUT_BITS);
         }
     }
 
@@ -80,7 +80,7 @@ struct SplitOf : Number {
         Noise noise = noise_draw(key, first);
         uint32_t bits[COUNT];
         OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) bits[i] = Number::cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
+        for (int i = 0; i < COUNT; i++) bits[i] = cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
         put<COUNT>(streams, first, bits);
     }
 
@@ -109,30 +109,7 @@ struct SplitOf : Number {
             if (c < n) put_noisy<8>(streams, first + c, x + c, key);
         }
     }
-};
 
-// The upper bits of an fp32; its lowest are cut off.
-template <class LowBits>
-struct Bf16Number {
-    typedef LowBits Low;
-    static constexpr const char* DTYPE = "BF16";
-    static constexpr int CUT_BITS = 16 - 8 * (int)sizeof(Low);
-
-    static OPTIM_INLINE uint32_t whole(float x) { return float_bits(x); }
-
-    static OPTIM_INLINE uint32_t cut(float x, uint32_t noise) {
-        uint32_t bits = float_bits(x);
-        if (CUT_BITS == 0) return float_bits(canonical(x));
-        if (!is_finite(x)) return (is_nan(x) ? 0x7fc00000u : bits) >> CUT_BITS;
-        return (bits + noise) >> CUT_BITS;
-    }
-
-    static OPTIM_INLINE float decode(uint32_t bits) { return bits_float(bits << CUT_BITS); }
-};
-
-// Low: int16_t or int8_t.
-template <class Low, Rounding ROUNDING>
-struct Split : SplitOf<Bf16Number<Low>, ROUNDING> {
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {

@@ -15,14 +15,13 @@ EMBED_SOURCE
 
 // POWERS: scales are powers of two (ScaleE8m0), so that what they multiply stays exact.
 template <int BITS_, int FIRST, int LAST, bool ROOT_, bool POWERS = false>
-struct Uniform {
+struct Uniform : FormatDefaults {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 when there is no zero
     static constexpr const char* DTYPE = "U8";
-    static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, HARDWARE = false,
-                          IN_UPPER_BITS = false, PAIRS = ON_GPU && BITS == 4;
+    static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, PAIRS = ON_GPU && BITS == 4;
     static constexpr uint32_t BIAS = floor_part_bias<BITS>();
-    static constexpr double MOST = POWERS ? 2e33 : 4.25e37;  // so that 2^23 scale is a number
+    static constexpr double MAX = POWERS ? 2e33 : 4.25e37;  // so that 2^23 scale is a number
     static constexpr bool OF_POWERS = POWERS;
     static constexpr float LARGEST = SIXTEENTHS ? 1.0f : (float)LAST, UNITS = SIXTEENTHS ? 16.0f : 1.0f;
 
@@ -45,7 +44,7 @@ struct Uniform {
         return decode_number(bits_float(0x4b000000u | code), scale);
     }
 
-    // Of the code as a float, 2^23 + code: less what is too much.
+    // Decodes the code as a float, 2^23 + code, and subtracts what that has too much.
     typedef Uniform Decoder;
     static OPTIM_INLINE float decode_number(float number, float scale) {
         if (POWERS) return exact_fma(number, scale, exact_mul(scale, (float)FIRST - 8388608.0f));
@@ -121,21 +120,6 @@ struct Uniform {
         }
     }
 #endif
-
-    // What is zero in a format with two signs has the code after the last level's.
-    static OPTIM_INLINE uint32_t dither(float x, float inverse, float u, int lowest, bool zero) {
-        float t = exact_max(exact_fma(x, inverse, exact_add(u, 0.5f - (float)FIRST)), (float)lowest);
-        return floor_bits(SIGNED && zero && x == 0.0f ? (float)(LAST - FIRST + 1) : t) + BIAS - 0x4b000000u;
-    }
-
-    // The root comes back with an error of variance unit^2 / 12, and so much larger would its square be on average.
-    static OPTIM_INLINE float undither(uint32_t code, float scale, float u) {
-        static_assert(!SIGNED || LAST - FIRST + 1 < 1 << BITS, "a code is left for zero");
-        float number = bits_float(0x4b000000u | code), unit = exact_mul(scale, 1.0f / UNITS);
-        float x = exact_fma(exact_add(number, -8388608.0f), unit, exact_mul(exact_add((float)FIRST, -u), unit));
-        if (SIGNED) return code == LAST - FIRST + 1 ? 0.0f : x;
-        return ROOT ? exact_fma(x, x, exact_mul(exact_mul(unit, unit), -1.0f / 12.0f)) : x;
-    }
 };
 
 typedef Uniform<8, -127, 127, false> Lin8;

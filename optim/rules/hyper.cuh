@@ -1,10 +1,10 @@
-// What a rule is and what it is given besides the element.
+// What a rule is, and the constants that it receives besides the element.
 //
-// A rule is a struct with KEEPS_V and KEEPS_SLOW, which say what it stores beside m (what it does not keep costs no
-// memory; the slow average is stored in m's format), DECOUPLED, which says whether it decays by `keep` (else through
-// the gradient, by `decay`), ADAPTIVE, which says whether it divides by the root of v (it then has the two functions
-// that EachElement names), and else one function of one element:
-//     update(hyper, g, &p, &m, &v, &slow)      new values in place; states that are not kept are 0 and may be written
+// A rule is a struct with four constants and one or two functions of one element:
+//     KEEPS_V, KEEPS_SLOW    what it stores beside m (the slow average has m's format); other states cost no memory
+//     DECOUPLED              it decays by `keep`; otherwise through the gradient, by `decay`
+//     ADAPTIVE               it divides by the root of v, and has the two functions that EachElement names; otherwise
+//     update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
 // average(a, x, rest) moves an average towards x by `rest` = 1 - beta, as PyTorch's lerp does.
 // A gradient of 0 on an element that is 0, with states 0, must leave all of them 0: padding is updated like the rest.
 //
@@ -24,9 +24,9 @@ struct Hyper {
     float beta2, rest2;
     float root2;  // 1 / sqrt(1 - beta2^step)
     float eps;
-    float beta3, rest3;  // of the slow average at this step
+    float beta3, rest3;  // for the slow average at this step
     float alpha;         // its weight at this step, times 1 - beta1^step
-    float feedback;      // of the weights' rounding error into m, where they are stored so (formats/feedback.cuh)
+    float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
 };
 
 // a + rest (x - a), and a + rest (x^2 - a).

@@ -1,0 +1,46 @@
+// Tests of the defaults that formats and storages leave members to (optim/formats/storage.cuh).
+#include "../../optim/jit.h"
+#include "../../optim/optim.h"
+#include "cache.h"
+#include "data.h"
+#include "test.h"
+
+// A format of 8 bits for numbers in [0, 1], elementwise; the argument says whether it has negative levels.
+static const char* const unsigned_format =
+    "struct Unit8 : FormatDefaults {\n"
+    "    typedef uint8_t Code;\n"
+    "    static constexpr const char* DTYPE = \"U8\";\n"
+    "    %s\n"
+    "    static OPTIM_INLINE float decode(uint8_t code) { return exact_mul((float)code, 1.0f / 255.0f); }\n"
+    "    static OPTIM_INLINE uint8_t encode(float x) { return (uint8_t)exact_min(x * 255.0f + 0.5f, 255.0f); }\n"
+    "};\n"
+    "OPTIM_FORMAT(\"unit8\", \"for v\", Elementwise<Unit8, NEAREST>)\n";
+
+// An elementwise format without a sign serves v and is refused for m, in --m and in --override.
+TEST(defaults_unsigned_elementwise_is_not_for_m) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    CacheFolder cache = cache_enter();
+    Folder folder = folder_new(test);
+    char text[1024], error[4096];
+    const struct {
+        const char *name, *member, *m, *v, *overrides, *holds;
+    } rows[] = {
+        {"a.cuh", "static constexpr bool SIGNED = false;", "fp32", "unit8", "", nullptr},
+        {"b.cuh", "static constexpr bool SIGNED = false;", "unit8", "fp32", "", "holds no negative numbers"},
+        {"c.cuh", "static constexpr bool SIGNED = false;", "fp32", "fp32", "wpe: m=unit8", "holds no negative numbers"},
+        {"d.cuh", "", "unit8", "unit8", "", nullptr},
+    };
+    for (const auto& row : rows) {
+        snprintf(text, sizeof(text), unsigned_format, row.member);
+        put_text(test, in(folder, row.name), text);
+        OptimConfig config = {"", "", "fp32", "fp32", row.m, row.v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+        config.overrides = row.overrides;
+        config.formats = in(folder, row.name);
+        error[0] = 0;
+        bool good = optim_resolve(&config, error, sizeof(error));
+        expect(good == !row.holds, "--m %s --v %s %s: %s", row.m, row.v, row.overrides, error);
+        if (row.holds) expect(strstr(error, row.holds), "\"%s\" should hold \"%s\"", error, row.holds);
+    }
+    folder_end(test, folder);
+    cache_leave(&cache);
+}

@@ -1,0 +1,104 @@
+// What a storage and a format are, and the default of each member that they may leave out.
+//
+// A storage keeps weights or a moment in one to three arrays. It is a struct of static functions over n elements from
+// `first` on:
+//     load(streams, first, x, n, key)    stored -> fp32, as the update reads it
+//     store(streams, first, x, n, key)   fp32 -> stored, with the step's rounding; `key` draws its noise
+//     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: for weights written from outside
+//     view(streams, first, x, n)         stored -> fp32, as the model sees it
+// and STREAM[3], which describes the arrays. It derives from StorageDefaults. One thread of a GPU calls the functions
+// with 8 or 16 elements, which lie in registers; a CPU core calls them with a whole tile, which lies in L1. `first` and
+// n are multiples of 16, or both of 8 when n is 8. `first` counts from where the streams point to: the start of a tile
+// or of an earlier one. On a GPU the streams point into shared memory (kernel.cuh), and several threads share a scale,
+// so a step writes in place.
+//
+// A format says what one code means. It derives from FormatDefaults, and Elementwise (elementwise.cuh), Blocks
+// (blocks.cuh) and others make storages of it.
+#pragma once
+#include "../../kernels/tile.h"
+#include "../float.cuh"
+#include "../noise.cuh"
+
+EMBED_SOURCE
+
+// The arrays of one storage.
+struct Streams {
+    void* codes;                  // one code for each element, in the arena's layout
+    void* extra;                  // a second array, or null
+    const void* table = nullptr;  // constants that the format looks up (blocks.cuh), shared by all its arrays, or null
+    void* more = nullptr;         // a third array, or null
+    // Used by storages in spans only (spans.cuh): the scales that replace `extra` after the step, and the tile's place.
+    float* next = nullptr;
+    const struct SpanTile* span = nullptr;
+};
+
+// What one number of an array covers: a run of elements of the arena, or more than a tile holds (spans.cuh).
+enum Span { SPAN_RUN, SPAN_TENSOR, SPAN_RANK1, SPANS };
+
+// One array. An array with 0 bits does not exist. The numbers of a `span` other than SPAN_RUN belong to tensors, not to
+// tiles; only the second array of a storage may have one.
+struct StreamInfo {
+    const char* name = "";   // a suffix of the slot's name (weights, m, v), or a name of its own without a leading dot
+    const char* dtype = "";  // safetensors' name
+    int bits = 0;            // of one number
+    int run = 1;             // elements of the arena that share one number
+    bool written_only = false;  // true if the update does not read the array
+    Span span = SPAN_RUN;
+};
+
+OPTIM_INLINE constexpr StreamInfo only_written(StreamInfo stream) {
+    stream.written_only = true;
+    return stream;
+}
+
+// Bytes of an array that one tile has.
+OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
+    return stream.span != SPAN_RUN ? 0 : TILE_ELEMENTS / stream.run * stream.bits / 8;
+}
+
+enum Rounding { NEAREST, STOCHASTIC };
+
+// The optional members of a storage.
+struct StorageDefaults {
+    static constexpr bool SIGNED = true;       // false: negative numbers are lost, so that it does not serve m
+    static constexpr bool HAS_SPANS = false;   // scales reach further than a tile; it then has measure() (spans.cuh)
+    static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
+    static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only
+
+    // Constants that the storage looks up; each thread block copies them into shared memory with prepare().
+    static constexpr int TABLE_BYTES = 0;
+    static OPTIM_HOST void fill(void*) {}
+
+    // On a GPU.
+    static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
+    static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order pays
+    static constexpr bool GIVES_SEEN = false;      // store() fills key.seen
+    static constexpr bool SEEN_IS_STORED = false;  // what it fills in is what load() would return
+    static constexpr bool STORES_APART = false;    // common and rare values get a code path each (kernel.cuh)
+    // A store in parts: top, cut, then store_top, or store_in_tile where WANTS_TILE_MAX (blocks.cuh, kernel.cuh).
+    static constexpr bool HAS_TOP = false, WANTS_TILE_MAX = false;
+    static constexpr bool OF_ROOTS = false;      // the parts receive the roots of what is stored
+    static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
+};
+
+struct NoTable {};
+
+// The optional members of a format. The first three are for any storage, the others for those in blocks, whose comment
+// (blocks.cuh) explains them.
+struct FormatDefaults {
+    static constexpr bool SIGNED = true;          // there are negative levels
+    static constexpr float SMALLEST = 0.0f;       // elementwise: a v above 0 is not stored below this; 0: no limit
+    static constexpr bool ENCODES_PAIRS = false;  // elementwise: encode2() encodes two at a time
+
+    typedef NoTable Table;                      // what decode and the encoders look up
+    typedef void Stochastic;                    // another format with the same codes, which stores with noise
+    typedef void Decoder;                       // the format itself if it has decode_number()
+    static constexpr bool ROOT = false;         // codes are of the root of x
+    static constexpr float UNITS = 1.0f;        // y is counted in 1/UNITS of the scale
+    static constexpr uint32_t BIAS = 0;         // what nearest() and stochastic() add to a code
+    static constexpr double MAX = 4.25e37;      // a block's largest is cut to this
+    static constexpr float FOLD_MAX = 3.4e38f;  // a larger top would lose bits of the inverse
+    static constexpr bool OF_POWERS = false;    // scales must be powers of two
+    static constexpr bool IN_UPPER_BITS = false, HARDWARE = false, PAIRS = false, ALL = false, PACKS_NOISE = false;
+    static constexpr bool GIVES_SEEN = false, SEEN_IS_STORED = false, CROWDS_BANKS = false;
+};

@@ -1,0 +1,81 @@
+// What is printed of the tables: --list-formats, --list-presets and the banner's line.
+#include "plan.h"
+#include "table.cuh"
+#include "user.h"
+
+double format_bytes_each(const FormatRow* format) {
+    double bits = 0.0;
+    for (const StreamInfo& stream : format->stream) bits += stream.span ? 0.0 : (double)stream.bits / stream.run;
+    return bits / 8.0;
+}
+
+static double rows_bytes_each(const Rows* rows) {
+    return format_bytes_each(rows->weights) + format_bytes_each(rows->m) * (rows->rule->keeps_slow ? 2 : 1) +
+           format_bytes_each(rows->v);
+}
+
+void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
+    Rows rows = config_rows(config);
+    int used = snprintf(line, bytes, "%s  weights %s  grads %s  m %s", rows.rule->name, rows.weights->name,
+                        rows.grads->name, rows.m->name);
+    if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
+    if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
+    snprintf(line + used, bytes - used, "  %.4g B/param", rows_bytes_each(&rows));
+}
+
+static void list_row(FILE* file, const FormatRow* row) {
+    int block = row->stream[1].run > row->stream[0].run ? row->stream[1].run : row->stream[0].run;
+    char blocks[32] = "-";
+    if (block > 1) snprintf(blocks, sizeof(blocks), "%d", block);
+    if (format_span(row) != SPAN_RUN) {
+        snprintf(blocks, sizeof(blocks), "%s", format_span(row) == SPAN_TENSOR ? "tensor" : "rank1");
+    }
+    fprintf(file, "  %-16s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
+            row->note);
+}
+
+// Lists the rows that have a note; the others are variants of the row before them.
+static void list_table(FILE* file, const char* option, const char* what, const Table<FormatRow>& table) {
+    fprintf(file, "%s: %s\n  %-16s %5s %6s %8s\n", option, what, "name", "bits", "block", "B/param");
+    for (int i = 0; i < table.count; i++) {
+        if (table.row[i].note[0]) list_row(file, &table.row[i]);
+    }
+}
+
+void optim_list_formats(FILE* file, const char* formats) {
+    UserFormats* user = nullptr;
+    char error[16384];
+    if (*formats && !user_formats_open(formats, &user, error, sizeof(error))) user_error("%s", error);
+    list_table(file, "--weights", "the parameters, and what keeps small updates alive", weights_table());
+    list_table(file, "--grads", "the gradients", grads_table());
+    list_table(file, "--m, --v", "the first and the second moment", state_table());
+    for (int i = 0; user && i < user->count; i++) list_row(file, &user->storage[i]);
+    fprintf(file,
+            "  NAME alone takes the block above. Formats in blocks also have NAME/32 to NAME/2048 (log8 256 and 2048,\n"
+            "  log16 and adalog8 2048 only), and NAME@bf16 and NAME@e8m0, which say how scales are stored. NAME:sr is\n"
+            "  any of these but fp32 with stochastic rounding. With 8-bit scales of scales, in v for a --beta2 up to "
+            "0.95:");
+    int doubled = 0;
+    for (int i = 0; i < state_table().count; i++) {
+        const char* name = state_table().row[i].name;
+        if (!strstr(name, "@dq8") || strchr(name, ':')) continue;
+        fprintf(file, "%s%s", doubled++ % 8 ? ", " : "\n  ", name);
+    }
+    fprintf(file, "\n--rule\n");
+    for (int i = 0; i < rule_table().count; i++) {
+        fprintf(file, "  %-16s %s\n", rule_table().row[i].name, rule_table().row[i].note);
+    }
+    user_formats_free(user);
+}
+
+void optim_list_presets(FILE* file) {
+    fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8s\n", "--preset", "--rule", "--weights", "--m", "--v", "B/param");
+    for (const PresetRow& row : PRESETS) {
+        OptimConfig config = {};
+        config.rule = row.rule, config.weights = row.weights, config.grads = "bf16", config.m = row.m, config.v = row.v;
+        Rows rows = config_rows(&config);
+        fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8.4g   %s\n", row.name, row.rule, row.weights, row.m, row.v,
+                rows_bytes_each(&rows), row.note);
+        if (*row.overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row.overrides);
+    }
+}

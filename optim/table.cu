@@ -1,0 +1,111 @@
+// The rows of the tables (table.cuh) as the host uses them: function pointers, names and what follows from a type.
+#include "kernel.cuh"
+#include "names.h"
+#include "storage.h"
+#include "table.cuh"
+#include "user.h"
+
+// T::measure, or nothing for a storage without spans.
+template <class T>
+static void measure(const Streams& streams, int first, const float* x, int n) {
+    if constexpr (T::HAS_SPANS) T::measure(streams, first, x, n);
+}
+
+template <class T>
+constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
+    FormatRow row = {};
+    row.name = name, row.note = note, row.type = type;
+    for (int i = 0; i < 3; i++) row.stream[i] = T::STREAM[i];
+    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = measure<T>;
+    row.table_bytes = T::TABLE_BYTES, row.fill = T::fill;
+    row.has_sign = T::SIGNED, row.feeds_back = T::FEEDS_BACK;
+    return row;
+}
+
+template <class T>
+static FormatRow weights_row(const char* name, const char* note, const char* type) {
+    FormatRow row = format_row<T>(name, note, type);
+#ifdef __CUDACC__
+    row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
+    row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
+#endif
+    return row;
+}
+
+template <class T>
+constexpr RuleRow rule_row(const char* name, const char* note, double slower, const char* type) {
+    return {.name = name,
+            .note = note,
+            .type = type,
+            .keeps_v = T::KEEPS_V,
+            .keeps_slow = T::KEEPS_SLOW,
+            .decoupled = T::DECOUPLED,
+            .divides = T::ADAPTIVE,
+            .slower = slower,
+            .update = EachElement<T>::update};
+}
+
+template <class Row, int COUNT>
+constexpr Table<Row> table_of(const Row (&rows)[COUNT]) {
+    return {rows, COUNT};
+}
+
+#define FORMAT_ROW(NAME, NOTE, ...) format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
+#define WEIGHTS_ROW(NAME, NOTE, ...) weights_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
+#define RULE_ROW(NAME, NOTE, SLOWER, TYPE) rule_row<TYPE>(NAME, NOTE, SLOWER, #TYPE),
+
+const Table<RuleRow>& rule_table() {
+    static const RuleRow rows[] = {OPTIM_RULES(RULE_ROW)};
+    static const Table<RuleRow> table = table_of(rows);
+    return table;
+}
+
+const Table<FormatRow>& weights_table() {
+    static const FormatRow rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
+    static const Table<FormatRow> table = table_of(rows);
+    return table;
+}
+
+const Table<FormatRow>& grads_table() {
+    static const FormatRow rows[] = {OPTIM_GRADS(FORMAT_ROW)};
+    static const Table<FormatRow> table = table_of(rows);
+    return table;
+}
+
+const Table<FormatRow>& state_table() {
+    static const FormatRow rows[] = {OPTIM_STATES(FORMAT_ROW)};
+    static const Table<FormatRow> table = table_of(rows);
+    return table;
+}
+
+const Table<PresetRow>& preset_table() {
+    static const Table<PresetRow> table = table_of(PRESETS);
+    return table;
+}
+
+const FormatRow* none_row() {
+    static const FormatRow row = format_row<None>("none", "", "None");
+    return &row;
+}
+
+const FormatRow* compute_row(OptimType compute) {
+    static const FormatRow rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
+                                     format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
+    return &rows[compute];
+}
+
+const FormatRow* find_state(const OptimConfig* config, const char* name) {
+    if (name && strcmp(name, none_row()->name) == 0) return none_row();
+    const FormatRow* row = find_row(state_table(), name);
+    const UserFormats* user = config->user_formats;
+    return row || !user ? row : find_row(Table<FormatRow>{user->storage, user->count}, name);
+}
+
+Rows config_rows(const OptimConfig* config) {
+    Rows rows = {find_row(rule_table(), config->rule), find_row(weights_table(), config->weights),
+                 find_row(grads_table(), config->grads), find_state(config, config->m), find_state(config, config->v)};
+    if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
+        user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
+    }
+    return rows;
+}
