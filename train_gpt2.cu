@@ -117,7 +117,7 @@ static int ranks_of(const Model* m) {
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
     model->count = 2 + c->L * BLOCK_TENSORS + 2;
-    model->tensors = (OptimTensor*)calloc(model->count, sizeof(OptimTensor));
+    model->tensors = (OptimTensor*)memory_zero(model->count, sizeof(OptimTensor));
     OptimTensor* t = model->tensors;
     *t++ = {"wte.weight", c->Vp, c->C, true, 0};
     *t++ = {"wpe.weight", c->max_T, c->C, true, 0};
@@ -126,7 +126,7 @@ static void config_tensors(Model* model) {
             char name[64];
             snprintf(name, sizeof(name), "h.%d.%s", l, BLOCK[i].name);
             int64_t rows = BLOCK[i].rows ? (int64_t)BLOCK[i].rows * c->C : 1;
-            *t++ = {strdup(name), rows, (int64_t)BLOCK[i].cols * c->C, BLOCK[i].rows > 0, 0};
+            *t++ = {text_copy(name), rows, (int64_t)BLOCK[i].cols * c->C, BLOCK[i].rows > 0, 0};
         }
     }
     *t++ = {"ln_f.weight", 1, c->C, false, 0};
@@ -448,7 +448,7 @@ static void gpt2_next_logits(const Model* m, int T, int last, float* logits) {
     int C = m->config.C, V = m->config.V;
     gpt2_forward(m, &a, m->input, 1, T);
     matmul_forward<X>(m->dev, a.logits, nullptr, a.lnf + (int64_t)last * C, w.wte, nullptr, 1, C, m->config.Vp);
-    X* host = (X*)malloc(V * sizeof(X));
+    X* host = (X*)memory_take(V * sizeof(X));
     copy_to_host(m->dev, host, a.logits, V * (int64_t)sizeof(X));
     for (int i = 0; i < V; i++) logits[i] = to_float(host[i]);
     free(host);
@@ -566,7 +566,7 @@ static void model_set_tensor(Model* m, int tensor, const float* values) {
         copy_to_device(m->dev, (float*)m->weights + offset, values, n * 4);
         return;
     }
-    bf16* rounded = (bf16*)malloc(n * sizeof(bf16));
+    bf16* rounded = (bf16*)memory_take(n * sizeof(bf16));
     for (int64_t i = 0; i < n; i++) rounded[i] = from_float<bf16>(values[i]);
     copy_to_device(m->dev, (bf16*)m->weights + offset, rounded, n * 2);
     free(rounded);
@@ -583,7 +583,7 @@ static void model_init(Model* m, uint64_t seed) {
         float deviation = in_block >= 0 && BLOCK[in_block].residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
         const char* dot = strrchr(tensor->name, '.');
         bool layernorm_weight = tensor->rows == 1 && strcmp(dot, ".weight") == 0;
-        float* values = (float*)calloc(n, sizeof(float));
+        float* values = (float*)memory_zero(n, sizeof(float));
         if (tensor->rows > 1) {
 #pragma omp parallel for
             for (int64_t i = 0; i < used; i++) values[i] = deviation * random_normal(seed, t, i);
@@ -760,12 +760,12 @@ static bool sample(const Model* m, const Tokenizer* tokenizer, const char* promp
                    int64_t top_k, uint64_t seed, void (*put)(void*, const char*, int), void* context) {
     constexpr int END = -1, NOT_FINITE = -2;
     int T = m->T, V = m->config.V, most = (int)strlen(prompt) + 16;
-    int* tokens = (int*)calloc(most + length + 1, sizeof(int));
+    int* tokens = (int*)memory_zero(most + length + 1, sizeof(int));
     int used = tokenizer ? prompt_tokens(tokenizer, prompt, V, tokens, most) : 0;
     shard_share(m->shard, &used, sizeof(used));
     shard_share(m->shard, tokens, most * (int64_t)sizeof(int));
-    float* logits = (float*)malloc(V * sizeof(float));
-    int* window = (int*)malloc(T * sizeof(int));
+    float* logits = (float*)memory_take(V * sizeof(float));
+    int* window = (int*)memory_take(T * sizeof(int));
     int token = 0;
     for (int64_t i = 0; i < length && !asks_to_stop(m); i++) {
         shard_hurry(m->shard, "a sample");
@@ -829,14 +829,14 @@ static void model_collect(const Model* m, const OptimStream* stream, int t, void
 
 // On ranks but the first only what it asks of them.
 static bool model_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
-    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m->count, sizeof(SafetensorsEntry));
+    SafetensorsEntry* entries = (SafetensorsEntry*)memory_zero(m->count, sizeof(SafetensorsEntry));
     int64_t largest = 0;
     for (int t = 0; t < m->count; t++) {
         const OptimTensor* tensor = &m->tensors[t];
         char name[128];
         snprintf(name, sizeof(name), "transformer.%s", tensor->name);
         int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
-        entries[t] = {strdup(name), weights_stream(m, t).dtype, {rows, cols}, 2};
+        entries[t] = {text_copy(name), weights_stream(m, t).dtype, {rows, cols}, 2};
         if (is_transposed(t, m->count)) entries[t].shape[0] = cols, entries[t].shape[1] = rows;
         if (tensor->rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
         if (tensor->rows * cols > largest) largest = tensor->rows * cols;
@@ -844,8 +844,8 @@ static bool model_write(const Model* m, const char* path, CheckpointFile* file, 
     bool first = rank_of(m) == 0;
     SafetensorsWriter* writer = first ? safetensors_begin(path, entries, m->count, "pt", error) : nullptr;
     bool fine = writer || !first;
-    void* values = malloc(largest * sizeof(float));
-    void* turned = malloc(largest * sizeof(float));
+    void* values = memory_take(largest * sizeof(float));
+    void* turned = memory_take(largest * sizeof(float));
     for (int t = 0; t < m->count && fine; t++) {
         const OptimTensor* tensor = &m->tensors[t];
         const OptimStream stream = weights_stream(m, t);
@@ -895,7 +895,7 @@ static void model_tensor_read(const Model* m, const ModelFolder* folder, int t, 
                                       : cols));
     }
     memset(values + n, 0, (tensor->rows * cols - n) * sizeof(float));  // padding of the vocabulary
-    float* turned = turn ? (float*)malloc(n * sizeof(float)) : nullptr;
+    float* turned = turn ? (float*)memory_take(n * sizeof(float)) : nullptr;
     if (!safetensors_floats(file, found, 0, n, turn ? turned : values, error)) user_error("%s", error);
     if (turn) transpose(values, turned, cols, rows, 4);
     free(turned);
@@ -907,7 +907,7 @@ static void model_tensor_read(const Model* m, const ModelFolder* folder, int t, 
 // Opens a folder of weights, all of which the model must use.
 static void model_files_open(const Model* m, const char* path, ModelFolder* folder) {
     char error[DATA_ERROR_BYTES];
-    const char** names = (const char**)malloc(m->count * sizeof(char*));
+    const char** names = (const char**)memory_take(m->count * sizeof(char*));
     if (!model_folder_open(folder, path, error)) user_error("%s", error);
     for (int t = 0; t < m->count; t++) names[t] = m->tensors[t].name;
     if (!model_folder_used(folder, names, m->count, m->config.L, error)) user_error("%s", error);
@@ -919,7 +919,7 @@ static void model_read(Model* m, const char* path) {
     ModelFolder folder;
     model_files_open(m, path, &folder);
     for (int t = 0; t < m->count; t++) {
-        float* values = (float*)malloc(m->tensors[t].rows * m->tensors[t].cols * sizeof(float));
+        float* values = (float*)memory_take(m->tensors[t].rows * m->tensors[t].cols * sizeof(float));
         model_tensor_read(m, &folder, t, values);
         model_set_tensor(m, t, values);
         free(values);
@@ -986,7 +986,7 @@ constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass b
 // Likewise.
 static bool optimizer_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
     int own = 0, most = optim_stream_count(m->optim);
-    ShardArray* mine = (ShardArray*)calloc(most, sizeof(*mine));
+    ShardArray* mine = (ShardArray*)memory_zero(most, sizeof(*mine));
     for (int i = 0; i < most; i++) {
         OptimStream stream = optim_stream(m->optim, i);
         if (is_in_model_file(&stream)) continue;
@@ -996,7 +996,7 @@ static bool optimizer_write(const Model* m, const char* path, CheckpointFile* fi
         snprintf(array->dtype, sizeof(array->dtype), "%s", stream.dtype);
     }
     ShardArrays arrays = shard_arrays(m->shard, mine, own);
-    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(arrays.count + 1, sizeof(*entries));
+    SafetensorsEntry* entries = (SafetensorsEntry*)memory_zero(arrays.count + 1, sizeof(*entries));
     for (int i = 0; i < arrays.count; i++) {
         entries[i] = {arrays.whole[i].name, arrays.whole[i].dtype, {arrays.whole[i].elements}, 1};
     }
@@ -1004,7 +1004,7 @@ static bool optimizer_write(const Model* m, const char* path, CheckpointFile* fi
     SafetensorsWriter* writer = first ? safetensors_begin(path, entries, arrays.count, nullptr, error) : nullptr;
     int64_t piece =
         arrays.ranks > 1 && shard_staging_bytes(m->shard) < COPY_BYTES ? shard_staging_bytes(m->shard) : COPY_BYTES;
-    void* host = malloc(piece);
+    void* host = memory_take(piece);
     bool fine = writer || !first;
     for (int i = 0; i < arrays.count * arrays.ranks && fine; i++) {
         const char* data = (const char*)arrays.own[i / arrays.ranks];
@@ -1152,7 +1152,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     }
     char* text = nullptr;
     size_t length = 0;
-    FILE* state = open_memstream(&text, &length);
+    FILE* state = text_stream(&text, &length);
     state_write(run, state);
     fclose(state);
     bool fine = checkpoint_seal(folder, text, files, count, error);
@@ -1162,9 +1162,8 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
 
 // What goes on from the last checkpoint when it is typed after --resume.
 static const char* resume_words(const Run* run) {
-    char* words = nullptr;
     if (run->last_checkpoint[0]) return shell_word(run->last_checkpoint);
-    return asprintf(&words, "auto --run %s", shell_word(run->folder)) < 0 ? "auto" : words;
+    return text_format("auto --run %s", shell_word(run->folder));
 }
 
 // Weights or states are not finite, so the run ends without a checkpoint of them.
@@ -1239,7 +1238,7 @@ static void run_folder_name(Run* run) {
         }
         snprintf(run->folder + length, sizeof(run->folder) - length, "_%d", next);
     }
-    run->options->run = strdup(run->folder);
+    run->options->run = text_copy(run->folder);
 }
 
 static void run_folder_make(Run* run, bool resumed) {
@@ -1256,7 +1255,7 @@ static void run_folder_make(Run* run, bool resumed) {
     path_join(path, run->folder, "config.json");
     char* text = nullptr;
     size_t length = 0;
-    FILE* config = open_memstream(&text, &length);
+    FILE* config = text_stream(&text, &length);
     options_json(&TABLE, o, config);
     fputc('\n', config);
     fclose(config);
@@ -1559,7 +1558,7 @@ static void run_sample(Run* run) {
     Options* o = run->options;
     char* text = nullptr;
     size_t bytes = 0;
-    FILE* memory = open_memstream(&text, &bytes);
+    FILE* memory = text_stream(&text, &bytes);
     FILE* to[2] = {memory, nullptr};
     signals_doing("this token of the sample", run->step_seconds);
     const bool finite = sample(run->model, run->tokenizer, o->prompt, o->sample_tokens, o->temperature, o->top_k,
@@ -1715,7 +1714,7 @@ static void train(Run* run, const Dataset* train_data, const Dataset* val_data, 
     Feeder feeder;
     feeder_open(&feeder, m->dev, train_data, m->B, m->T, (uint64_t)o->seed, true,
                 run->sequences + rank_of(m) * slice.run, slice);
-    float* scalars = (float*)(m->dev->gpu ? pinned_alloc : malloc)(SCALARS * sizeof(float));
+    float* scalars = (float*)(m->dev->gpu ? pinned_alloc : memory_take)(SCALARS * sizeof(float));
     int64_t saved_at = run->last_checkpoint[0] ? run->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
     if (run->step == 0 && o->val_every > 0) run_validation(run, val_data);
@@ -1895,7 +1894,7 @@ static void shard_resolve(Model* m, OptimConfig* config) {
     long long tiles = m->elements / TILE_ELEMENTS;
     if (tiles < ranks_of(m))
         user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
-    ShardTensor* tensors = (ShardTensor*)malloc(m->count * sizeof(ShardTensor));
+    ShardTensor* tensors = (ShardTensor*)memory_take(m->count * sizeof(ShardTensor));
     for (int t = 0; t < m->count; t++) {
         bool in_block = t >= FIRST_BLOCK && t < m->count - 2;
         tensors[t] = {m->tensors[t].offset, m->tensors[t].rows * m->tensors[t].cols,
@@ -2017,7 +2016,7 @@ static void training_resume(Training* t) {
     t->run.asked = *o, t->run.asked.overrides = overrides;
     if (!o->run[0]) {
         if (first && named_itself && !checkpoint_run(t->folder, parent, sizeof(parent), error)) user_error("%s", error);
-        o->run = strdup(folder_parent(t->folder, parent, sizeof(parent)));
+        o->run = text_copy(folder_parent(t->folder, parent, sizeof(parent)));
         if (first && !o->dry_run) run_folder_hold(&t->run, o->run);
     }
     if (first && !checkpoint_continue(o->run, t->folder, named_itself, !o->dry_run, error)) {
@@ -2032,7 +2031,7 @@ static void training_open(Training* t) {
     t->run.options = o;
     t->run.model = m;
     t->run.quiet = t->launch->rank > 0;
-    t->run.text = open_memstream(&t->run.banner, &t->run.banner_bytes);
+    t->run.text = text_stream(&t->run.banner, &t->run.banner_bytes);
     m->type = device_resolve(o, &t->dev, t->launch);
     m->dev = &t->dev;
     if (!t->dev.gpu && o->formats[0]) {
@@ -2179,8 +2178,8 @@ static void before_libraries(int, char**, char**) {
     signals_catch();
     memory_begin();
 }
-__attribute__((section(".preinit_array"), used)) static void (*const first_of_all)(int, char**, char**) =
-    before_libraries;
+__attribute__((section(".preinit_array"), used)) static void (*const first_of_all)(int, char**,
+                                                                                   char**) = before_libraries;
 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);

@@ -42,7 +42,7 @@ static const char* model_folder(Options* o) {
     }
     const bool model = model_folder_has_weights(folder);
     Json* state = model ? nullptr : checkpoint_newest(folder, path, sizeof(path));
-    o->model = state ? strdup(path) : folder;
+    o->model = state ? text_copy(path) : folder;
     json_free(state);
     snprintf(path, sizeof(path), "%s/state.json", o->model);
     if (model && access(path, F_OK) == 0 && !checkpoint_model_whole(o->model, error)) {
@@ -159,7 +159,7 @@ static void require_own_formats(const Options* o, const bool* given, const char*
     snprintf(path, sizeof(path), "%s/state.json", folder);
     const bool own = stat(path, &info) == 0 && info.st_uid == geteuid();
     const char* reason = own ? nullptr : "the checkpoint belongs to another user";
-    char *list = strdup(o->formats), *shown = strdup(o->formats), *rest = nullptr;
+    char *list = text_copy(o->formats), *shown = text_copy(o->formats), *rest = nullptr;
     for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(nullptr, ",", &rest)) {
         reason = format_distrust(one, folder);
     }
@@ -227,9 +227,9 @@ static const char* resume_override(Options* o, const bool* given, const Json* st
     const bool same = known && !other && has_format(formats, "weights", config.weights) &&
                       has_format(formats, "m", config.m) && has_format(formats, "v", config.v);
     const bool has_own = known && strcmp(config.overrides, "none") != 0;
-    if (!typed) o->overrides = strdup(*asked ? asked : same ? had : "");
+    if (!typed) o->overrides = text_copy(*asked ? asked : same ? had : "");
     trial.overrides = o->overrides;
-    const char* next = typed ? o->overrides : strdup(asked);
+    const char* next = typed ? o->overrides : text_copy(asked);
     if (!optim_config_try(&trial, &config, error, sizeof(error))) return next;  // it will be refused
     const size_t used = strlen(changed);
     if (strcmp(config.overrides, had) != 0) {
@@ -247,7 +247,7 @@ static void require_same(const Options* o, const Launch* launch, const Dataset* 
     Options same = *o;
     same.run = same.resume = same.data = same.val = same.formats = "";
     same.join_timeout = 0;
-    FILE* file = open_memstream(&text, &length);
+    FILE* file = text_stream(&text, &length);
     options_json(&TABLE, &same, file);
     fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
             (long long)val->tokens, train->crc, val->crc);

@@ -16,17 +16,17 @@
 
 char* path_absolute(const char* path) {
     char folder[PATH_BYTES], whole[2 * PATH_BYTES];
-    if (path[0] == '/' || !getcwd(folder, sizeof(folder))) return strdup(path);
+    if (path[0] == '/' || !getcwd(folder, sizeof(folder))) return text_copy(path);
     snprintf(whole, sizeof(whole), "%s/%s", folder, path);
-    return strdup(whole);
+    return text_copy(whole);
 }
 
 char* paths_absolute(const char* list) {
-    char *all = strdup(""), *copy = strdup(list), *rest = NULL;
+    char *all = text_copy(""), *copy = text_copy(list), *rest = NULL;
     for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
-        char *absolute = realpath(path, NULL), *longer = NULL;
+        char* absolute = realpath(path, NULL);
         if (!absolute) absolute = path_absolute(path);
-        if (asprintf(&longer, "%s%s%s", all, *all ? "," : "", absolute) < 0) abort();
+        char* longer = text_format("%s%s%s", all, *all ? "," : "", absolute);
         free(absolute);
         free(all);
         all = longer;
@@ -60,7 +60,7 @@ int checkpoint_list(const char* run_folder, int64_t** steps) {
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
         int64_t step = step_of(entry->d_name);
         if (step < 0) continue;
-        *steps = realloc(*steps, (count + 1) * sizeof(int64_t));
+        *steps = memory_grow(*steps, (count + 1) * sizeof(int64_t));
         int at = count++;
         for (; at > 0 && (*steps)[at - 1] < step; at--) (*steps)[at] = (*steps)[at - 1];
         (*steps)[at] = step;
@@ -73,7 +73,7 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     char path[PATH_BYTES];
     char* whole = NULL;
     size_t length = 0;
-    FILE* state = open_memstream(&whole, &length);
+    FILE* state = text_stream(&whole, &length);
     fprintf(state, "%s\"files\": {", text);
     const char* separator = "";
     bool fine = true;

@@ -167,7 +167,7 @@ static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int
 Content content_of(int descriptor, int64_t size, const char* path, char* error) {
     Sample sample = {0};
     const char *advice = NULL, *name = NULL;
-    unsigned char* head = calloc(1, HEAD);
+    unsigned char* head = memory_zero(1, HEAD);
     if (!head) return data_error(error, "cannot open %s: out of memory", path), CONTENT_UNREADABLE;
     bool fine = sample_read(&sample, head, descriptor, size);
     if (fine) name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);

@@ -134,7 +134,7 @@ char* file_read(const char* path, int64_t* bytes, char* error) {
         data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d", path, (long long)*bytes,
                    FILE_READ_MOST);
     } else {
-        text = malloc((size_t)*bytes + 1);
+        text = memory_take((size_t)*bytes + 1);
         if (!text) data_error(error, "cannot read %s: out of memory at %lld bytes", path, (long long)*bytes);
     }
     if (text && !file_read_at(descriptor, path, text, 0, *bytes, error)) {
@@ -152,7 +152,7 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
     *crc = 0;
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return false;
-    char* piece = malloc(PIECE_BYTES);
+    char* piece = memory_take(PIECE_BYTES);
     bool fine = piece || data_error(error, "cannot read %s: out of memory", path);
     for (int64_t at = 0; fine && at < *bytes; at += PIECE_BYTES) {
         int64_t count = *bytes - at < PIECE_BYTES ? *bytes - at : PIECE_BYTES;
@@ -198,8 +198,7 @@ bool file_sync(int descriptor, const char* path, char* error) {
 
 bool file_write(const char* path, const void* bytes, int64_t count, char* error) {
     size_t room = strlen(path) + 8;
-    char* name = malloc(room);
-    if (!name) return data_error(error, "cannot write %s: out of memory", path);
+    char* name = memory_take(room);
     snprintf(name, room, "%s.tmp", path);
     int descriptor = file_create(name, error);
     bool fine = descriptor >= 0;
@@ -215,7 +214,7 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
     if (!fine) return false;
     const char* slash = strrchr(path, '/');
     if (!slash) return folder_sync(".", error);
-    char* folder = strndup(path, slash == path ? 1 : (size_t)(slash - path));
+    char* folder = text_part(path, slash == path ? 1 : (size_t)(slash - path));
     fine = folder ? folder_sync(folder, error) : data_error(error, "cannot write %s: out of memory", path);
     free(folder);
     return fine;
@@ -272,8 +271,7 @@ FILE* log_open(const char* path, char* error) {
 
 bool folder_make(const char* path, char* error) {
     if (*path == 0) return data_error(error, "cannot create a folder without a name");
-    char* name = strdup(path);
-    if (!name) return data_error(error, "cannot create the folder %s: out of memory", path);
+    char* name = text_copy(path);
     bool fine = true;
     // Every prefix that ends before a slash, then the whole.
     for (char* at = name + 1; fine; at++) {

@@ -54,8 +54,7 @@ static bool is_value(const Json* json, const char* key, const char* wanted, cons
 static bool refuse_member(const Json* json, const char* key, const char* wanted, const char* folder, char* error) {
     char* text = NULL;
     size_t length = 0;
-    FILE* file = open_memstream(&text, &length);
-    if (!file) return data_error(error, "--model %s: out of memory", folder);
+    FILE* file = text_stream(&text, &length);
     json_write(file, json_get(json, key));
     fclose(file);
     data_error(error,
@@ -141,8 +140,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
                        const SpecialTokens* tokens, char* error) {
     char* text = NULL;
     size_t length = 0;
-    FILE* file = open_memstream(&text, &length);
-    if (!file) return data_error(error, "cannot write %s: out of memory", path);
+    FILE* file = text_stream(&text, &length);
     fprintf(file,
             "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %lld,\n"
             "  \"n_embd\": %lld,\n  \"n_head\": %lld,\n  \"n_positions\": %lld,\n  \"n_ctx\": %lld,\n"

@@ -41,7 +41,7 @@ static void* arena_alloc(Document* document, int64_t bytes) {
         int64_t size = chunk ? chunk->size * 2 : CHUNK_LEAST;
         if (size > CHUNK_MOST) size = CHUNK_MOST;
         if (size < bytes) size = bytes;
-        chunk = malloc(sizeof(Chunk) + (size_t)size);
+        chunk = memory_take(sizeof(Chunk) + (size_t)size);
         if (!chunk) return NULL;
         *chunk = (Chunk){document->chunk, 0, size};
         document->chunk = chunk;
@@ -215,7 +215,6 @@ static bool parse_number(Parser* parser, Json* json) {
     json->kind = JSON_NUMBER;
     json->text_bytes = length;
     json->text = arena_alloc(parser->document, length + 1);
-    if (!json->text) return data_error(parser->error, "%s: out of memory", parser->what);
     memcpy(json->text, first, (size_t)length);
     json->text[length] = 0;
     // strtod costs most of the parse of a vocabulary; small integers are exact in a double either way.
@@ -235,7 +234,6 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
     for (;;) {
         Json* child = arena_alloc(parser->document, sizeof(Json));
-        if (!child) return data_error(parser->error, "%s: out of memory", parser->what);
         *child = (Json){JSON_NULL, NULL, NULL, 0, 0.0, NULL, NULL};
         *link = child;
         link = &child->next;
@@ -295,7 +293,7 @@ static bool parse_value(Parser* parser, Json* json, int depth) {
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
-    Document* document = calloc(1, sizeof(Document));
+    Document* document = memory_zero(1, sizeof(Document));
     if (!document) return data_error(error, "%s: out of memory", what), NULL;
     Parser parser = {document, text, text, text + bytes, what, error};
     bool fine = parse_value(&parser, &document->root, 0);

@@ -205,7 +205,7 @@ static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
 static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
     int left = count, code = 0;
     double failed = 0;
-    bool* over = calloc((size_t)count, sizeof(bool));
+    bool* over = memory_zero((size_t)count, sizeof(bool));
     while (left > 0) {
         struct timespec second = {1, 0};
         int signal = sigtimedwait(signals, NULL, &second);
@@ -239,7 +239,7 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
     sigemptyset(&signals);
     for (size_t i = 0; i < sizeof(handled) / sizeof(handled[0]); i++) sigaddset(&signals, handled[i]);
     sigprocmask(SIG_BLOCK, &signals, &before);
-    pid_t parent = getpid(), *ranks = calloc((size_t)gpus, sizeof(pid_t));
+    pid_t parent = getpid(), *ranks = memory_zero((size_t)gpus, sizeof(pid_t));
     fflush(NULL);
     for (int rank = 0; rank < gpus; rank++) {
         ranks[rank] = fork();
@@ -464,8 +464,8 @@ static void check_silence(LaunchWatch* watch, double now) {
 
 static void* watch_thread(void* argument) {
     LaunchWatch* watch = argument;
-    struct pollfd* polled = calloc((size_t)watch->world, sizeof(struct pollfd));
-    int* rank_of = calloc((size_t)watch->world, sizeof(int));
+    struct pollfd* polled = memory_zero((size_t)watch->world, sizeof(struct pollfd));
+    int* rank_of = memory_zero((size_t)watch->world, sizeof(int));
     double beat = 0, before = seconds();
     while (!atomic_load(&watch->leaving)) {
         int count = 0;
@@ -494,7 +494,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     if (launch->world == 1) return true;
     set_variable("RANK", launch->rank);  // for messages, whoever launched
     share_cores(launch->local_world);
-    Peer* peers = calloc((size_t)launch->world, sizeof(Peer));
+    Peer* peers = memory_zero((size_t)launch->world, sizeof(Peer));
     for (int r = 0; r < launch->world; r++) {
         peers[r].socket[TALK] = peers[r].socket[CONTROL] = -1;
         if (r == 0) snprintf(peers[r].host, sizeof(peers[r].host), "%.60s", launch->host);
@@ -505,12 +505,12 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     for (int r = 0; r < launch->world; r++) {
         if (peers[r].socket[TALK] >= 0) set_time_limit(peers[r].socket[TALK], 0);
     }
-    LaunchWatch* watch = calloc(1, sizeof(LaunchWatch));
+    LaunchWatch* watch = memory_zero(1, sizeof(LaunchWatch));
     watch->rank = launch->rank, watch->world = launch->world, watch->local_rank = launch->local_rank;
     watch->silence = variable("NIBBLE_SILENCE") > 0 ? variable("NIBBLE_SILENCE") : SILENCE_SECONDS;
     watch->forked = strcmp(launch->source, "--gpus") == 0;
     watch->peers = peers;
-    watch->heard = calloc((size_t)launch->world, sizeof(*watch->heard));
+    watch->heard = memory_zero((size_t)launch->world, sizeof(*watch->heard));
     for (int r = 0; r < launch->world; r++) watch->heard[r].at = watch->heard[r].moved = seconds();
     pthread_mutex_init(&watch->sending, NULL);
     atomic_store(&watch->what, "starting");
@@ -548,7 +548,7 @@ void launch_agree(const Launch* launch, double* values, int count, LaunchAgree h
     if (launch->world == 1) return;
     const Peer* peers = launch->watch->peers;
     size_t bytes = (size_t)count * sizeof(double);
-    double* others = malloc(bytes);
+    double* others = memory_take(bytes);
     if (launch->rank > 0 && !send_all(peers[0].socket[TALK], values, bytes)) wait_for_end();
     for (int r = 1; r < launch->world && launch->rank == 0; r++) {
         if (!receive_all(peers[r].socket[TALK], others, bytes)) wait_for_end();

@@ -50,13 +50,9 @@ typedef struct {
     bool split;  // the validation part is the tail of the last one
 } FileList;
 
-static bool list_add(FileList* list, const char* path, char* error) {
-    char** larger = realloc(list->path, (size_t)(list->count + 1) * sizeof(char*));
-    if (larger) list->path = larger;
-    char* copy = larger ? strdup(path) : NULL;
-    if (!copy) return data_error(error, "cannot open %s: out of memory", path);
-    list->path[list->count++] = copy;
-    return true;
+static void list_add(FileList* list, const char* path) {
+    list->path = memory_grow(list->path, (size_t)(list->count + 1) * sizeof(char*));
+    list->path[list->count++] = text_copy(path);
 }
 
 static void list_free(FileList* list) {
@@ -93,7 +89,7 @@ static bool list_folder(FileList* list, const char* path, const char* prefix, ch
     for (struct dirent* entry; fine && (entry = readdir(folder));) {
         if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !ends_with(entry->d_name, ".bin")) continue;
         snprintf(name, sizeof(name), "%.4095s/%s", path, entry->d_name);
-        fine = list_add(list, name, error);
+        list_add(list, name);
     }
     closedir(folder);
     list_sort(list);
@@ -105,11 +101,10 @@ static bool list_glob(FileList* list, const char* pattern, char* error) {
     int status = glob(pattern, GLOB_NOSORT, NULL, &found);
     if (status == GLOB_NOMATCH) return true;
     if (status != 0) return data_error(error, "cannot look for %s: %s", pattern, strerror(errno));
-    bool fine = true;
-    for (size_t i = 0; i < found.gl_pathc && fine; i++) fine = list_add(list, found.gl_pathv[i], error);
+    for (size_t i = 0; i < found.gl_pathc; i++) list_add(list, found.gl_pathv[i]);
     globfree(&found);
     list_sort(list);
-    return fine;
+    return true;
 }
 
 static bool folder_has(const char* folder, const char* name) {
@@ -142,15 +137,12 @@ static bool list_validation(FileList* validation, const FileList* train, const c
 }
 
 // From the training and the validation files to the list of the part.
-static bool list_part(FileList* list, FileList* validation, DatasetPart part, char* error) {
-    if (part == DATASET_WHOLE) return true;
+static void list_part(FileList* list, const FileList* validation, DatasetPart part) {
+    if (part == DATASET_WHOLE) return;
     list->split = validation->count == 0;
-    if (part == DATASET_TRAIN || list->split) return true;
+    if (part == DATASET_TRAIN || list->split) return;
     list_free(list);
-    for (int i = 0; i < validation->count; i++) {
-        if (!list_add(list, validation->path[i], error)) return false;
-    }
-    return true;
+    for (int i = 0; i < validation->count; i++) list_add(list, validation->path[i]);
 }
 
 // Whether a folder has a train.bin or val.bin that is not a shard.
@@ -186,10 +178,11 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
     }
     if (part == DATASET_WHOLE) {
         for (int i = 0; i < validation->count; i++) {
-            if (!list_add(list, validation->path[i], error)) return false;
+            list_add(list, validation->path[i]);
         }
     }
-    return list_part(list, validation, part, error);
+    list_part(list, validation, part);
+    return true;
 }
 
 // nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
@@ -202,9 +195,10 @@ static bool list_nanogpt(FileList* list, FileList* validation, const char* path,
     if (folder && !folder_has(path, "train.bin")) {
         return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
     }
-    if (!list_add(list, train, error)) return false;
-    if (named && access(val, F_OK) == 0 && !list_add(validation, val, error)) return false;
-    return list_part(list, validation, part, error);
+    list_add(list, train);
+    if (named && access(val, F_OK) == 0) list_add(validation, val);
+    list_part(list, validation, part);
+    return true;
 }
 
 // What the user named, turned into files.
@@ -220,7 +214,8 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
         } else if (S_ISDIR(status.st_mode)) {
             fine = list_of_folder(list, &validation, path, part, error);
         } else {
-            fine = list_add(list, path, error) && list_part(list, &validation, part, error);
+            list_add(list, path);
+            list_part(list, &validation, part);
         }
     } else if (!strpbrk(path, "*?[")) {
         fine = data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
@@ -229,7 +224,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
         fine = list_glob(list, path, error);
         if (fine && list->count == 0) fine = data_error(error, "no file matches %s", path);
         fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
-        fine = fine && list_part(list, &validation, part, error);
+        if (fine) list_part(list, &validation, part);
     }
     list_free(&validation);
     return fine;
@@ -309,8 +304,7 @@ static bool file_shard(DatasetFile* file, DataFormat format, const int32_t heade
 static bool shard_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
     int32_t header[3] = {0, 0, 0};
     file->descriptor = -1;
-    file->path = strdup(path);
-    if (!file->path) return data_error(error, "cannot open %s: out of memory", path);
+    file->path = text_copy(path);
     file->descriptor = file_open(path, &file->bytes, error);
     if (file->descriptor < 0) return false;
     if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
@@ -465,8 +459,7 @@ static bool leave_out_short(Dataset* data, int T, char* error) {
 
 static bool open_files(Dataset* data, const FileList* list, DataFormat format, DatasetPart part, double fraction, int T,
                        char* error) {
-    data->file = calloc((size_t)list->count, sizeof(DatasetFile));
-    if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
+    data->file = memory_zero((size_t)list->count, sizeof(DatasetFile));
     for (int i = 0; i < list->count; i++) {
         DatasetFile* file = &data->file[data->files++];
         if (!shard_open(file, list->path[i], format, error)) return false;
@@ -509,13 +502,12 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
     snprintf(data->path, sizeof(data->path), "the built-in text");
-    data->file = calloc(1, sizeof(DatasetFile));
-    if (!data->file) return data_error(error, "cannot open %s: out of memory", data->path);
+    data->file = memory_zero(1, sizeof(DatasetFile));
     data->files = 1;
     data->bytes = true;
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
-    *data->file = (DatasetFile){strdup(data->path), text, -1, bytes, 0, 0, bytes, 1};
+    *data->file = (DatasetFile){text_copy(data->path), text, -1, bytes, 0, 0, bytes, 1};
     bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
     fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
     fine = fine && check_length(data->file, T, error);
@@ -725,7 +717,7 @@ static bool loader_memory(Loader* loader, void* (*pinned_alloc)(size_t), char* e
     int64_t rows = (n < loader->data->vocabulary ? n : loader->data->vocabulary) + 1;
     int64_t part = (n + 63) / 64 * 64, bucket = (2 * rows + 63) / 64 * 64, each = 3 * part + bucket;
     loader->memory = pinned_alloc((size_t)(RING * each) * sizeof(int));
-    loader->count = malloc((size_t)loader->data->vocabulary * sizeof(int));
+    loader->count = memory_take((size_t)loader->data->vocabulary * sizeof(int));
     if (!loader->memory || !loader->count) {
         return data_error(error, "no memory for batches of %d windows of %d tokens; take a smaller batch", loader->B,
                           loader->T);
@@ -752,7 +744,7 @@ Loader* loader_open_slice(const Dataset* data, int B, int T, uint64_t seed, bool
                    (long long)first_sequence);
         return NULL;
     }
-    Loader* loader = calloc(1, sizeof(Loader));
+    Loader* loader = memory_zero(1, sizeof(Loader));
     if (!loader) return data_error(error, "no memory to read %s", data->path), NULL;
     *loader = (Loader){.data = data,
                        .B = B,

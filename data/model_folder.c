@@ -54,8 +54,7 @@ static bool no_weights(const char* path, char* error) {
 static bool open_file(ModelFolder* folder, const char* name, char* error) {
     char path[PATH_BYTES];
     snprintf(path, sizeof(path), "%s/%s", folder->path, name);
-    Safetensors* larger = realloc(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
-    if (!larger) return data_error(error, "cannot open %s: out of memory", path);
+    Safetensors* larger = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
     folder->file = larger;
     if (!safetensors_open(&folder->file[folder->count], path, error)) return false;
     int tensors = 0;
@@ -111,8 +110,7 @@ static bool open_index(ModelFolder* folder, const Json* index, char* error) {
 
 bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
     char index_path[PATH_BYTES];
-    *folder = (ModelFolder){strdup(path), NULL, 0};
-    if (!folder->path) return data_error(error, "cannot open %s: out of memory", path);
+    *folder = (ModelFolder){text_copy(path), NULL, 0};
     bool fine;
     if (has(path, "model.safetensors")) {
         fine = open_file(folder, "model.safetensors", error);
@@ -148,7 +146,7 @@ static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, con
     const Safetensors* wte_file = NULL;
     const SafetensorsTensor* wte = model_folder_find(folder, "wte.weight", &wte_file);
     bool same = wte && head->dims == 2 && wte->dims == 2 && memcmp(head->shape, wte->shape, 2 * sizeof(int64_t)) == 0;
-    float *a = malloc(PIECE * sizeof(float)), *b = malloc(PIECE * sizeof(float));
+    float *a = memory_take(PIECE * sizeof(float)), *b = memory_take(PIECE * sizeof(float));
     bool fine = (a && b) || data_error(error, "cannot read %s: out of memory", file->path);
     int64_t elements = same ? wte->shape[0] * wte->shape[1] : 0;
     for (int64_t at = 0; fine && same && at < elements; at += PIECE) {

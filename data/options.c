@@ -139,7 +139,7 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     if (option->type == OPTION_CHOICE && !choice_known(text, option->values)) {
         return fail(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }
-    *(const char**)field = strdup(text);
+    *(const char**)field = text_copy(text);
     return true;
 }
 
@@ -251,7 +251,7 @@ void format_duration(double seconds, char* text, size_t bytes) {
 
 const char* shell_word(const char* text) {
     static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
-    char* word = text[0] && !text[strspn(text, plain)] ? NULL : malloc(4 * strlen(text) + 3);
+    char* word = text[0] && !text[strspn(text, plain)] ? NULL : memory_take(4 * strlen(text) + 3);
     if (!word) return text;
     char* to = word;
     *to++ = '\'';

@@ -90,7 +90,7 @@ static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t cou
 // The JSON text, without padding, into `text` (freed by the caller); *data gets the sum of the tensors' bytes.
 static bool header_make(const char* path, const SafetensorsEntry* entries, int count, const char* metadata_format,
                         char** text, size_t* length, int64_t* data, char* error) {
-    FILE* file = open_memstream(text, length);
+    FILE* file = text_stream(text, length);
     if (!file) return data_error(error, "cannot write %s: %s", path, strerror(errno));
     bool fine = true;
     int64_t offset = 0;
@@ -128,10 +128,10 @@ SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* e
     size_t length = 0;
     int64_t data = 0;
     if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return free(text), NULL;
-    SafetensorsWriter* writer = calloc(1, sizeof(SafetensorsWriter));
+    SafetensorsWriter* writer = memory_zero(1, sizeof(SafetensorsWriter));
     if (!writer) return data_error(error, "cannot write %s: out of memory", path), free(text), NULL;
-    writer->path = strdup(path);
-    writer->buffer = malloc(BUFFER_BYTES);
+    writer->path = text_copy(path);
+    writer->buffer = memory_take(BUFFER_BYTES);
     writer->descriptor = writer->path && writer->buffer ? file_create(path, error) : -1;
     uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     bool fine = writer->path && writer->buffer;
@@ -248,8 +248,7 @@ static int by_name(const void* a, const void* b) {
 
 // The tensors tile the data from its first byte to its last, and no name comes twice.
 static bool check_tiling(const Safetensors* file, int64_t data, int64_t data_bytes, char* error) {
-    const SafetensorsTensor** sorted = malloc((size_t)(file->count + 1) * sizeof(*sorted));
-    if (!sorted) return data_error(error, "cannot read %s: out of memory", file->path);
+    const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
     for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
     qsort(sorted, (size_t)file->count, sizeof(*sorted), by_place);
     bool fine = true;
@@ -292,8 +291,7 @@ static bool read_header(Safetensors* file, char* error) {
     }
     int64_t data = 8 + (int64_t)length, data_bytes = file->bytes - data;
     char problem[DATA_ERROR_BYTES];
-    char* text = malloc((size_t)length + 1);
-    if (!text) return data_error(error, "cannot read %s: out of memory", file->path);
+    char* text = memory_take((size_t)length + 1);
     bool fine = file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error);
     file->header = fine ? json_parse(text, (int64_t)length, "its header", problem) : NULL;
     free(text);
@@ -303,8 +301,7 @@ static bool read_header(Safetensors* file, char* error) {
         return data_error(error, "%s is corrupted: its header is no object", file->path);
     int64_t members = 0;
     for (const Json* json = file->header->child; json; json = json->next) members++;
-    file->tensors = calloc((size_t)members + 1, sizeof(SafetensorsTensor));
-    if (!file->tensors) return data_error(error, "cannot read %s: out of memory", file->path);
+    file->tensors = memory_zero((size_t)members + 1, sizeof(SafetensorsTensor));
     for (const Json* json = file->header->child; json; json = json->next) {
         if (strcmp(json->key, "__metadata__") == 0) continue;
         if (!header_tensor(file->path, json, data, data_bytes, &file->tensors[file->count++], error)) return false;
@@ -315,8 +312,7 @@ static bool read_header(Safetensors* file, char* error) {
 bool safetensors_open(Safetensors* file, const char* path, char* error) {
     memset(file, 0, sizeof(*file));
     file->descriptor = -1;
-    file->path = strdup(path);
-    if (!file->path) return data_error(error, "cannot read %s: out of memory", path);
+    file->path = text_copy(path);
     file->descriptor = file_open(path, &file->bytes, error);
     if (file->descriptor >= 0 && read_header(file, error)) return true;
     safetensors_close(file);

@@ -121,16 +121,13 @@ typedef struct {
     int64_t count, room;
 } Entries;
 
-static bool entries_add(Entries* entries, Entry entry, char* error) {
+static void entries_add(Entries* entries, Entry entry) {
     if (entries->count == entries->room) {
         int64_t room = entries->room ? 2 * entries->room : 1024;
-        Entry* larger = realloc(entries->entry, (size_t)room * sizeof(Entry));
-        if (!larger) return data_error(error, "cannot read the tokenizer: out of memory");
-        entries->entry = larger;
+        entries->entry = memory_grow(entries->entry, (size_t)room * sizeof(Entry));
         entries->room = room;
     }
     entries->entry[entries->count++] = entry;
-    return true;
 }
 
 // The members of an object, text: number.
@@ -140,7 +137,7 @@ static bool entries_object(Entries* entries, const Json* json, bool added, const
     }
     for (const Json* member = json->child; member; member = member->next) {
         Entry entry = {member->key, (int64_t)strlen(member->key), member, added};
-        if (!entries_add(entries, entry, error)) return false;
+        entries_add(entries, entry);
     }
     return true;
 }
@@ -152,7 +149,7 @@ static bool entries_list(Entries* entries, const Json* list, const char* path, c
         if (!id || !content || content->kind != JSON_STRING) {
             return data_error(error, "%s has an added token without id and content; fetch it again", path);
         }
-        if (!entries_add(entries, (Entry){content->text, content->text_bytes, id, true}, error)) return false;
+        entries_add(entries, (Entry){content->text, content->text_bytes, id, true});
     }
     return true;
 }
@@ -175,10 +172,10 @@ static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, co
     tokenizer->vocabulary = (int)largest + 1;
     tokenizer->tokens = (int)most + 1;
     tokenizer->slots = table_size(entries->count);
-    tokenizer->text = malloc((size_t)bytes + 1);
-    tokenizer->first = calloc((size_t)most + 1, sizeof(int64_t));
-    tokenizer->length = calloc((size_t)most + 1, sizeof(int));
-    tokenizer->slot = malloc((size_t)tokenizer->slots * sizeof(int));
+    tokenizer->text = memory_take((size_t)bytes + 1);
+    tokenizer->first = memory_zero((size_t)most + 1, sizeof(int64_t));
+    tokenizer->length = memory_zero((size_t)most + 1, sizeof(int));
+    tokenizer->slot = memory_take((size_t)tokenizer->slots * sizeof(int));
     if (!tokenizer->text || !tokenizer->first || !tokenizer->length || !tokenizer->slot) {
         return data_error(error, "cannot read %s: out of memory", path);
     }
@@ -241,12 +238,10 @@ static bool read_merge_line(Tokenizer* tokenizer, const int* byte_of, const char
 }
 
 // Room for `count` merges.
-static bool merges_allocate(Tokenizer* tokenizer, int64_t count, const char* path, char* error) {
+static void merges_allocate(Tokenizer* tokenizer, int64_t count) {
     tokenizer->merges = table_size(count);
-    tokenizer->merge = malloc((size_t)tokenizer->merges * sizeof(Merge));
-    if (!tokenizer->merge) return data_error(error, "cannot read %s: out of memory", path);
+    tokenizer->merge = memory_take((size_t)tokenizer->merges * sizeof(Merge));
     for (int64_t i = 0; i < tokenizer->merges; i++) tokenizer->merge[i] = (Merge){0, 0, -1};
-    return true;
 }
 
 static bool bytes_complete(const Tokenizer* tokenizer, const char* path, char* error) {
@@ -262,9 +257,9 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
                         char* error) {
     int64_t lines = 1;
     for (int64_t i = 0; i < count; i++) lines += text[i] == '\n';
-    char* bytes = malloc((size_t)count + 1);
+    char* bytes = memory_take((size_t)count + 1);
     bool fine = bytes || data_error(error, "cannot read %s: out of memory", path);
-    fine = fine && merges_allocate(tokenizer, lines, path, error);
+    if (fine) merges_allocate(tokenizer, lines);
     int rank = 0;
     int64_t number = 1;
     for (const char *line = text, *end = text + count; fine && line < end; number++) {
@@ -299,9 +294,9 @@ static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* 
         }
         if (bytes > longest) longest = bytes;
     }
-    char* bytes = malloc((size_t)longest + 1);
+    char* bytes = memory_take((size_t)longest + 1);
     bool fine = bytes || data_error(error, "cannot read %s: out of memory", path);
-    fine = fine && merges_allocate(tokenizer, count, path, error);
+    if (fine) merges_allocate(tokenizer, count);
     int rank = 0;
     for (const Json* merge = list->child; fine && merge; merge = merge->next, rank++) {
         const Json *left = merge->child, *right = left ? left->next : NULL;
@@ -423,7 +418,7 @@ bool tokenizer_exists(const char* folder) {
 }
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
-    Tokenizer* tokenizer = calloc(1, sizeof(Tokenizer));
+    Tokenizer* tokenizer = memory_zero(1, sizeof(Tokenizer));
     if (!tokenizer) return data_error(error, "cannot open the tokenizer: out of memory"), NULL;
     tokenizer->end = -1;
     memset(tokenizer->byte, 0xFF, sizeof(tokenizer->byte));
@@ -435,9 +430,9 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     // Bytes are a vocabulary of 256 without merges to make.
     tokenizer->vocabulary = tokenizer->tokens = 256;
     tokenizer->encodes = true;
-    tokenizer->text = malloc(256);
-    tokenizer->first = calloc(256, sizeof(int64_t));
-    tokenizer->length = calloc(256, sizeof(int));
+    tokenizer->text = memory_take(256);
+    tokenizer->first = memory_zero(256, sizeof(int64_t));
+    tokenizer->length = memory_zero(256, sizeof(int));
     if (!tokenizer->text || !tokenizer->first || !tokenizer->length) {
         data_error(error, "cannot open the tokenizer: out of memory");
         tokenizer_close(tokenizer);
@@ -599,7 +594,7 @@ static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int6
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most) {
     if (!tokenizer->encodes) return -1;
     // Two arrays for the longest word, which may be the whole text.
-    int* token = malloc(2 * (size_t)(bytes + 1) * sizeof(int));
+    int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
     if (!token) return -1;
     int* rank = token + bytes + 1;
     int64_t total = 0;
@@ -627,7 +622,7 @@ static int candidate_order(const void* a, const void* b) {
 }
 
 int draw_token(const float* logits, int V, double temperature, int64_t k, double coin) {
-    Candidate* candidate = malloc(V * sizeof(Candidate));
+    Candidate* candidate = memory_take(V * sizeof(Candidate));
     for (int i = 0; i < V; i++) candidate[i] = (Candidate){logits[i], i};
     qsort(candidate, V, sizeof(Candidate), candidate_order);
     if (k <= 0 || k > V) k = V;

@@ -43,7 +43,7 @@ inline void attention_forward_head_cpu(float* out /*(T,HS), rows C apart*/, floa
     const float *k = q + C, *v = q + 2 * (int64_t)C;
     const int64_t stride = 3 * (int64_t)C;
     const float scale = 1.0f / sqrtf((float)HS);
-    float* p = (float*)malloc((size_t)T * sizeof(float));  // a row of scores
+    float* p = (float*)memory_take((size_t)T * sizeof(float));  // a row of scores
     if (!p) user_error("attention over %d tokens has no memory for a row of scores; lower --seq", T);
     for (int i = 0; i < T; i++) {
         float largest = -INFINITY, sum = 0.0f, *row = out + i * (int64_t)C;

@@ -220,7 +220,7 @@ inline bool peers_wanted() {
 
 // NULL when not every rank can write to every other's memory, or one does not want to; the same on all.
 inline Peers* peers_open(const Launch* launch) {
-    Peers* peers = (Peers*)calloc(1, sizeof(Peers));
+    Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
     PeerCard own = peers_begin(peers, launch->rank, peers_wanted() ? launch->world : 0);
     bool failed = !own.good;
     for (int r = 0; r < launch->world; r++) {
@@ -361,8 +361,9 @@ inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t byte
 inline void comm_try(const Comm* comm, double patience) {
     constexpr int PIECE = 256;
     int64_t half = (int64_t)comm->world * PIECE;
-    unsigned char *host = (unsigned char*)malloc(2 * half), *device = (unsigned char*)device_alloc(comm->dev, 2 * half);
-    CommPiece* pieces = (CommPiece*)calloc(2 * comm->world, sizeof(CommPiece));
+    unsigned char *host = (unsigned char*)memory_take(2 * half),
+                  *device = (unsigned char*)device_alloc(comm->dev, 2 * half);
+    CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
     for (int r = 0; r < comm->world; r++) {
         memset(host + r * PIECE, 1 + (comm->rank * 7 + r) % 251, PIECE);  // to rank r
         pieces[r] = {device + r * PIECE, PIECE};
@@ -389,7 +390,7 @@ inline void comm_try(const Comm* comm, double patience) {
 // Of exchanges of 16 MiB with each other rank, the best of a few, on an idle device.
 inline double comm_rate(const Comm* comm) {
     constexpr int64_t PIECE = 16 << 20;
-    CommPiece* pieces = (CommPiece*)calloc(2 * comm->world, sizeof(CommPiece));
+    CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
     char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
     double seconds[1] = {INFINITY};
     cudaEvent_t event[2];

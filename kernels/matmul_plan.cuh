@@ -292,7 +292,7 @@ inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, cons
         if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
     if (plans->count == plans->capacity) {
         plans->capacity = plans->capacity ? 2 * plans->capacity : 64;
-        plans->plan = (MatmulPlan*)realloc(plans->plan, plans->capacity * sizeof(MatmulPlan));
+        plans->plan = (MatmulPlan*)memory_grow(plans->plan, plans->capacity * sizeof(MatmulPlan));
         if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
     }
     plans->close = matmul_plans_close;

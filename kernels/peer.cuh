@@ -125,9 +125,9 @@ inline PeerCard peers_begin(Peers* peers, int rank, int world) {
     *peers = {};
     peers->wait_flags = peers_wait_flags(can_flush);
     peers->rank = rank, peers->world = world;
-    peers->mailbox = (char**)calloc((size_t)world, sizeof(char*));
-    peers->sent = (uint32_t*)calloc((size_t)world, sizeof(uint32_t));
-    peers->received = (uint32_t*)calloc((size_t)world, sizeof(uint32_t));
+    peers->mailbox = (char**)memory_zero((size_t)world, sizeof(char*));
+    peers->sent = (uint32_t*)memory_zero((size_t)world, sizeof(uint32_t));
+    peers->received = (uint32_t*)memory_zero((size_t)world, sizeof(uint32_t));
     peer_machine(card.machine);
     card.good = world > 0 && world <= PEER_MOST && card.machine[0] && peers_bind(peers) &&
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&

@@ -347,20 +347,20 @@ struct ShardTensor {
 inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
     int64_t of_layer = 0;
     s->layers = layers;
-    s->sends = (CommPiece*)calloc((size_t)s->comm.world, sizeof(CommPiece));
-    s->receives = (CommPiece*)calloc((size_t)s->comm.world, sizeof(CommPiece));
-    s->into = (Overlap*)calloc((size_t)s->comm.world, sizeof(Overlap));
-    s->cut = (int64_t*)calloc((size_t)s->comm.world + 1, sizeof(int64_t));
+    s->sends = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
+    s->receives = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
+    s->into = (Overlap*)memory_zero((size_t)s->comm.world, sizeof(Overlap));
+    s->cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
     for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
-    s->place = (int64_t*)calloc((size_t)count, sizeof(int64_t));
-    s->bucket = (ShardBucket*)calloc((size_t)layers + 1, sizeof(ShardBucket));
+    s->place = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
+    s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
     for (int t = 0; t < count; t++) {
         if (tensors[t].layer == 0) of_layer += ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
     }
     for (int b = 0; b <= layers; b++) {
         ShardBucket* bucket = &s->bucket[b];
         int64_t at = b == layers ? 2 * of_layer : b % 2 * of_layer;
-        bucket->run = (ShardRun*)calloc((size_t)count, sizeof(ShardRun));
+        bucket->run = (ShardRun*)memory_zero((size_t)count, sizeof(ShardRun));
         for (int t = 0; t < count; t++) {
             if (tensors[t].layer != b) continue;
             int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
@@ -371,7 +371,7 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
             s->place[t] = at;
             at += length;
         }
-        bucket->run = (ShardRun*)realloc(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
+        bucket->run = (ShardRun*)memory_grow(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
         s->packed = at;
     }
 }
@@ -403,8 +403,8 @@ inline void* shard_open(Shard* s, void* grads, void* weights) {
     s->held[0] = s->held[1] = -1;
     if (!dev->gpu) return s->weights;
     int events = s->layers + 1;
-    s->ready = (cudaEvent_t*)calloc((size_t)events, sizeof(cudaEvent_t));
-    s->summed = (cudaEvent_t*)calloc((size_t)events, sizeof(cudaEvent_t));
+    s->ready = (cudaEvent_t*)memory_zero((size_t)events, sizeof(cudaEvent_t));
+    s->summed = (cudaEvent_t*)memory_zero((size_t)events, sizeof(cudaEvent_t));
     for (int i = 0; i < events; i++) {
         check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
         check(cudaEventCreateWithFlags(&s->summed[i], cudaEventDisableTiming));
@@ -734,7 +734,7 @@ inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes
 // Whether this device memory has the same bytes on all ranks. Bytes: all of it to the host, once.
 inline bool shard_equal(Shard* s, const void* data, int64_t bytes) {
     constexpr int64_t PIECE = 16 << 20;
-    char* host = (char*)malloc(PIECE);
+    char* host = (char*)memory_take(PIECE);
     uint32_t crc = 0;
     device_after_comm(&s->comm);
     for (int64_t at = 0; at < bytes; at += PIECE) {
@@ -786,9 +786,10 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     assert(count <= most);
     ShardArray table[most] = {};
     bool split = shard_splits(s, SHARD_STATES);
-    ShardArrays all = {(ShardArray*)calloc(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr, nullptr};
-    all.bytes = (int64_t*)calloc((size_t)most * all.ranks, sizeof(int64_t));
-    all.own = (const void**)calloc(most, sizeof(void*));
+    ShardArrays all = {(ShardArray*)memory_zero(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr,
+                       nullptr};
+    all.bytes = (int64_t*)memory_zero((size_t)most * all.ranks, sizeof(int64_t));
+    all.own = (const void**)memory_zero(most, sizeof(void*));
     for (int r = 0; r < all.ranks; r++) {
         bool mine = !split || r == s->comm.rank;
         int64_t theirs = count;

@@ -7,8 +7,6 @@
 #include "storage.h"
 #include "table.cuh"
 
-#ifdef __CUDACC__
-
 // The type of a row, by its index in the table. Each expansion of a row counts __COUNTER__ up by one.
 template <int INDEX>
 struct RuleType;
@@ -92,14 +90,19 @@ struct BuiltInRow {
     const void* kernel[2][2];  // without and with a bf16 copy, with fp32 and bf16 gradients
 };
 
+// The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
 template <class Types, class Copy>
-constexpr const void* step_kernel(bool bf16_gradients) {
+const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
+#ifdef __CUDACC__
     typedef Elementwise<Fp32, NEAREST> Fp32s;
     typedef Elementwise<Bf16, NEAREST> Bf16s;
     return bf16_gradients ? (const void*)optim_step_kernel<typename Types::Rule, typename Types::Weights,
                                                            typename Types::StateM, typename Types::StateV, Copy, Bf16s>
                           : (const void*)optim_step_kernel<typename Types::Rule, typename Types::Weights,
                                                            typename Types::StateM, typename Types::StateV, Copy, Fp32s>;
+#else
+    return PRESETS;
+#endif
 }
 
 // The matmuls read weights that are stored as bf16 as they are, so these never have a copy.
@@ -141,8 +144,3 @@ const void* built_in_kernel(const Rows* rows, bool copy) {
     if (rows->m->source || rows->v->source) return nullptr;  // the user's own
     return find_kernel(rows, copy, std::make_integer_sequence<int, PRESET_COUNT>());
 }
-#else
-const void* built_in_kernel(const Rows*, bool) {
-    return nullptr;  // a build without nvcc has no kernels
-}
-#endif

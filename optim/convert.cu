@@ -19,16 +19,16 @@ struct Piece {
 static Piece piece_create(const FormatRow* format, const OptimTensor* tensor) {
     Span span = format_span(format);
     int64_t numbers = span_numbers(span, tensor) * (int64_t)sizeof(float);
-    Piece piece = {(float*)calloc(PIECE_ELEMENTS, sizeof(float)),
-                   {calloc(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
-                    calloc(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + numbers) + 1), nullptr,
-                    calloc(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1),
-                    (float*)calloc(1, (size_t)numbers + 1)},
+    Piece piece = {(float*)memory_zero(PIECE_ELEMENTS, sizeof(float)),
+                   {memory_zero(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
+                    memory_zero(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + numbers) + 1), nullptr,
+                    memory_zero(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1),
+                    (float*)memory_zero(1, (size_t)numbers + 1)},
                    span,
                    numbers,
                    {}};
     if (format->table_bytes > 0 && format->fill) {
-        void* table = malloc((size_t)format->table_bytes);
+        void* table = memory_take((size_t)format->table_bytes);
         format->fill(table);
         piece.streams.table = table;
     }
@@ -391,7 +391,7 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     if (held.begin >= held.end) return;
     // Each piece has the table of the row that works on it.
     Piece old = piece_create(from.format, tensor), now = piece_create(to.nearest, tensor);
-    float* values = slot == SLOT_WEIGHTS ? (float*)calloc((size_t)elements, sizeof(float)) : nullptr;
+    float* values = slot == SLOT_WEIGHTS ? (float*)memory_zero((size_t)elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
     numbers_read(c, &from, &old);
     for (int measure = !same && now.span ? 1 : 0; measure >= 0; measure--) {
@@ -435,11 +435,11 @@ static void tell_changes(const Conversion* c) {
 }
 
 bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t bytes) {
-    Conversion* c = (Conversion*)calloc(1, sizeof(Conversion));
+    Conversion* c = (Conversion*)memory_zero(1, sizeof(Conversion));
     c->optim = optim;
     c->stored = stored;
     c->to = optim_parts(optim);
-    c->tensors = (OptimTensor*)malloc((size_t)c->to.count * sizeof(OptimTensor) + 1);
+    c->tensors = (OptimTensor*)memory_take((size_t)c->to.count * sizeof(OptimTensor) + 1);
     memcpy(c->tensors, c->to.tensors, (size_t)c->to.count * sizeof(OptimTensor));
     c->from = stored->config;
     c->from.begin = c->from.end = 0;

@@ -131,7 +131,7 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
 // The headers' own includes are blanked, since what they name stands before them already.
 char* jit_source(int64_t* bytes, const char* user_source) {
     int64_t own = __stop_optim_sources - __start_optim_sources, count = own + (int64_t)strlen(user_source);
-    char* source = (char*)malloc((size_t)count + 1);
+    char* source = (char*)memory_take((size_t)count + 1);
     memcpy(source, __start_optim_sources, (size_t)own);
     strcpy(source + own, user_source);
     for (char* line = source; *line;) {
@@ -153,7 +153,7 @@ constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
 
 static void image_set(JitImage* image, const char* symbol, int64_t image_bytes) {
     size_t length = strlen(symbol) + 1;
-    image->symbol = (char*)malloc(length + (size_t)image_bytes);
+    image->symbol = (char*)memory_take(length + (size_t)image_bytes);
     memcpy(image->symbol, symbol, length);
     image->image = image->symbol + length;
     image->image_bytes = image_bytes;
@@ -169,7 +169,7 @@ static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status,
     size_t log_bytes = 0;
     char* log = nullptr;
     if (nvrtc->log_size(program, &log_bytes) == 0 && log_bytes > 1) {
-        log = (char*)calloc(1, log_bytes + 1);
+        log = (char*)memory_zero(1, log_bytes + 1);
         if (nvrtc->log(program, log) != 0) log[0] = 0;
     }
     snprintf(error, JIT_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
@@ -342,7 +342,7 @@ static bool cache_read(int file, JitImage* image) {
                 header.symbol_bytes < most && header.image_bytes > 0 && header.image_bytes < most &&
                 info.st_size == (int64_t)sizeof(header) + header.symbol_bytes + header.image_bytes;
     if (good) {
-        payload = (char*)malloc((size_t)(header.symbol_bytes + header.image_bytes));
+        payload = (char*)memory_take((size_t)(header.symbol_bytes + header.image_bytes));
         uint64_t checksum[2] = {0, 0};
         good = read_all(file, payload, header.symbol_bytes + header.image_bytes);
         if (good) cache_checksum(&header, payload, checksum);

@@ -133,7 +133,7 @@ static void* table_create(Optim* optim, const FormatRow* format) {
         user_table_fill(optim->dev, format->type, format->source, table);
         return table;
     }
-    void* host = malloc((size_t)format->table_bytes);
+    void* host = memory_take((size_t)format->table_bytes);
     format->fill(host);
     copy_to_device(optim->dev, table, host, format->table_bytes);
     free(host);
@@ -145,7 +145,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
-    SpanTile *host = (SpanTile*)malloc((size_t)bytes + 1), *device;
+    SpanTile *host = (SpanTile*)memory_take((size_t)bytes + 1), *device;
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
@@ -201,7 +201,7 @@ static void free_streams(const Device* dev, Streams* streams) {
 static void tiles_create(Optim* optim) {
     const Plan* plan = optim->plan;
     int64_t count = (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile), t = 0;
-    Tile* tiles = (Tile*)malloc((size_t)bytes + 1);
+    Tile* tiles = (Tile*)memory_take((size_t)bytes + 1);
     optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
         optim->launch[l].tiles = optim->tiles + t;
@@ -260,7 +260,7 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
 static void jit_create(const Device* dev, OptimType compute, const Launch* launch, const char* name,
                        JitKernel* kernel) {
     char expression[2100], architecture[32];
-    char* error = (char*)calloc(1, JIT_ERROR_BYTES);
+    char* error = (char*)memory_zero(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
     kernel_expression(name, &launch->plan->config, compute, expression, sizeof(expression));
@@ -368,18 +368,18 @@ static void launch_create(Optim* optim, int index) {
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
                     OptimType compute) {
-    Optim* optim = (Optim*)calloc(1, sizeof(Optim));
+    Optim* optim = (Optim*)memory_zero(1, sizeof(Optim));
     optim->dev = dev;
     optim->config = *config;
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
         user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
     }
     optim->compute = compute;
-    optim->tensors = (OptimTensor*)malloc((size_t)count * sizeof(OptimTensor) + 1);
+    optim->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
     optim->count = count;
     for (int i = 0; i < count; i++) {
         optim->tensors[i] = tensors[i];
-        optim->tensors[i].name = strdup(tensors[i].name);
+        optim->tensors[i].name = text_copy(tensors[i].name);
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // weights_create counts these bytes

@@ -93,7 +93,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
 
 // Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    Plan* plan = (Plan*)calloc(1, sizeof(Plan));
+    Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
     char error[1024];
     if (!overrides_parse(config->overrides, plan->overrides, &plan->override_count, error, sizeof(error))) {
         user_error("%s", error);
@@ -105,9 +105,9 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan->group[0] = {1.0, 0.0};
     plan->group[1] = {1.0, (double)config->weight_decay};
     plan->groups = 2;
-    plan->launch_of = (int*)calloc((size_t)count + 1, sizeof(int));
-    plan->group_of = (int*)calloc((size_t)count + 1, sizeof(int));
-    plan->at = (int64_t(*)[SPANS])calloc((size_t)count + 1, sizeof(plan->at[0]));
+    plan->launch_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
+    plan->group_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
+    plan->at = (int64_t(*)[SPANS])memory_zero((size_t)count + 1, sizeof(plan->at[0]));
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     return plan;

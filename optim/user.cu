@@ -54,7 +54,7 @@ static int64_t squeeze(char* text) {
 
 // A file's checksum, which comments and white space do not change.
 static uint64_t text_sum(const char* text) {
-    char* copy = strdup(text);
+    char* copy = text_copy(text);
     uint64_t sum = text_hash(copy, squeeze(copy));
     free(copy);
     return sum;
@@ -138,7 +138,7 @@ static bool row_check(const UserRow* row, const char* path, char* error, size_t 
 }
 
 static bool compile_rows(UserFormats* formats, const char* paths, char* error, size_t bytes) {
-    char architecture[32], *log = (char*)calloc(1, JIT_ERROR_BYTES);
+    char architecture[32], *log = (char*)memory_zero(1, JIT_ERROR_BYTES);
     JitImage image;
     // The newest PTX that the library knows: the rows do not depend on the device.
     bool good = jit_architecture(INT32_MAX, architecture, sizeof(architecture), log) &&
@@ -146,7 +146,7 @@ static bool compile_rows(UserFormats* formats, const char* paths, char* error, s
     if (!good) refuse(error, bytes, "--format %s: %s", paths, log);
     free(log);
     if (!good) return false;
-    char* text = strndup(image.image, (size_t)image.image_bytes);
+    char* text = text_part(image.image, (size_t)image.image_bytes);
     jit_free(&image);
     for (const char* at = strstr(text, row_mark); at && good; at = strstr(at + 1, row_mark)) {
         if (formats->count == USER_ROWS) {
@@ -188,7 +188,7 @@ static bool check_rows(const UserFormats* formats, char* const* path, int files,
 
 // Makes rows like those of the built-in formats, but without functions.
 static FormatRow* storage_create(const UserFormats* formats) {
-    FormatRow* rows = (FormatRow*)calloc((size_t)formats->count, sizeof(FormatRow));
+    FormatRow* rows = (FormatRow*)memory_zero((size_t)formats->count, sizeof(FormatRow));
     for (int i = 0; i < formats->count; i++) {
         const UserRow* from = &formats->row[i];
         FormatRow* row = &rows[i];
@@ -204,11 +204,11 @@ static FormatRow* storage_create(const UserFormats* formats) {
 }
 
 bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t bytes) {
-    char *list = strdup(paths), *path[USER_FILES], *rest = nullptr;
+    char *list = text_copy(paths), *path[USER_FILES], *rest = nullptr;
     size_t source_bytes = 0;
     int files = 0;
-    *formats = (UserFormats*)calloc(1, sizeof(UserFormats));
-    FILE* source = open_memstream(&(*formats)->source, &source_bytes);
+    *formats = (UserFormats*)memory_zero(1, sizeof(UserFormats));
+    FILE* source = text_stream(&(*formats)->source, &source_bytes);
     bool good = true;
     for (char* one = strtok_r(list, ",", &rest); one && good; one = strtok_r(nullptr, ",", &rest)) {
         if (files == USER_FILES) {
@@ -261,7 +261,7 @@ void user_sums(const OptimConfig* config, char* text, size_t bytes) {
 }
 
 void user_table_fill(const Device* dev, const char* type, const char* source, void* table) {
-    char expression[640], architecture[32], *error = (char*)calloc(1, JIT_ERROR_BYTES);
+    char expression[640], architecture[32], *error = (char*)memory_zero(1, JIT_ERROR_BYTES);
     JitImage image;
     JitKernel kernel;
     memset(&image, 0, sizeof(image));

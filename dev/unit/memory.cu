@@ -91,6 +91,26 @@ TEST(memory_stream_is_open_memstream) {
     free(ours), free(theirs);
 }
 
+// Nothing of the product asks the C library itself; comments and texts may name its functions.
+TEST(memory_comes_from_one_family) {
+    char command[8192];
+    int length = snprintf(
+        command, sizeof(command),
+        "cd '%s' && for file in *.h train_gpt2.cu $(find data kernels optim -name '*.c' -o -name '*.cu' -o -name "
+        "'*.cuh' -o -name '*.h' | grep -v '^data/memory'); do sed -E 's/\"[^\"]*\"//g; s,//.*,,' $file | grep -nE "
+        "'\\<(malloc|calloc|realloc|reallocarray|aligned_alloc|posix_memalign|valloc|alloca|strdup|strndup|asprintf|"
+        "vasprintf|getline|getdelim|open_memstream|new)\\>|std::(vector|string|map|unique_ptr)\\>' | sed "
+        "\"s,^,$file:,\"; "
+        "done",
+        test_folder());
+    expect(length < (int)sizeof(command), "the command is too long");
+    FILE* found = popen(command, "r");
+    for (char line[1024]; found && fgets(line, sizeof(line), found);) {
+        expect(false, "takes memory past data/memory.h: %s", line);
+    }
+    if (found) pclose(found);
+}
+
 // Runs ./train under `ulimit -WHICH LIMIT`; the caller forgets the child.
 static void run_limited(Child* child, char which, int64_t limit, const char* words, const char* folder) {
     char command[PATH_MAX];
