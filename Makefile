@@ -17,7 +17,7 @@ endif
 ifneq ($(filter bench benches sanitize build/dev/%,$(MAKECMDGOALS)),)
 $(error $(MAKECMDGOALS) needs a GPU and nvcc was not found: install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda $(MAKECMDGOALS))
 endif
-$(if $(filter build/cpu,$(BUILD)),$(info CPU build: there is no nvcc on PATH or in /usr/local/cuda; for GPUs install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda))
+$(if $(filter build/cpu,$(BUILD)),$(info CPU build, without nvcc; for GPUs install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda))
 endif
 endif
 CUDA_HOME := $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
@@ -47,7 +47,7 @@ CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenm
 NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
              -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
 CXXFLAGS := -std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
-            -Wno-unused-parameter -Wno-unused-function -Wno-uninitialized -include initializer_list -MMD -MP
+            -Wno-unused-parameter -Wno-unused-function -Wno-uninitialized -Wno-pass-failed -include initializer_list -MMD -MP
 ifneq ($(NVCC),)
 COMPILE = $(NVCC) $(NVCCFLAGS)
 LINK := $(NVCC) $(GENCODE)
@@ -63,7 +63,7 @@ OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu)
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
-                             data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.h))
+                             data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 # Without the table of numbers in data/unicode.h.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu data/unicode.h,$(SOURCES)) train_gpt2.cu
@@ -157,8 +157,13 @@ fuzz: train
 	fi
 
 # What files of dev/fuzz include is not linked a second time. optim.cu reads nothing and takes long with sanitizers.
-build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(BUILD)/dev/fuzz/formats.o $(filter-out %/user.o,$(SHARED_OBJECTS))
+build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(BUILD)/dev/fuzz/formats.o \
+                 $(filter-out %/user.o %/launch.o %/rendezvous.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
+
+build/fuzz/dev/fuzz/%.o: dev/fuzz/%.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c -o $@ $<
 
 build/fuzz/optim/optim.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) -O1
 

@@ -131,7 +131,7 @@ static const char* known_content(const unsigned char* head, int64_t bytes, int64
         const char* signature = signatures[i].bytes;
         int at = signatures[i].at, length = signatures[i].length;
         if (bytes < at + length || memcmp(head + at, signature, (size_t)length) != 0) continue;
-        if (text && is_printable(signature, length) && memcmp(signature, "%PDF-", 5) != 0) continue;
+        if (text && is_printable(signature, length) && strcmp(signature, "%PDF-") != 0) continue;
         *advice = signatures[i].advice;
         return signatures[i].name;
     }

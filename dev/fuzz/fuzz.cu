@@ -17,6 +17,10 @@ static jmp_buf refused;  // where user_error() goes instead of ending the proces
 
 extern "C" void __wrap_launch_failed(int, const char* text) {
     demand(strncmp(text, "train: error: ", 14) == 0 && strchr(text, '\n') == strchr(text, 0) - 1);
+    fuzz_leave();
+}
+
+void fuzz_leave() {
     longjmp(refused, 1);
 }
 
@@ -88,29 +92,45 @@ static void fuzz_json(FuzzInput input) {
     json_free(again), json_free(json), free(text);
 }
 
+// model.safetensors, or an index and the two files that it may name.
 static void fuzz_safetensors(FuzzInput input) {
+    static const char* const names[] = {"h.0.attn.bias", "wte.weight", "lm_head.weight"};
     char error[DATA_ERROR_BYTES] = "";
-    Safetensors file;
-    put("model.safetensors", input);
-    if (!safetensors_open(&file, path_of("model.safetensors"), error)) return demand_sentence(error);
-    for (int i = 0; i < file.count; i++) {
-        const SafetensorsTensor* tensor = &file.tensors[i];
-        demand(safetensors_find(&file, tensor->name) != nullptr);
-        float* values = (float*)malloc((size_t)tensor->bytes * 2 + 4);
-        safetensors_floats(tensor, values);
-        free(values);
+    ModelFolder model;
+    const bool several = input.count > 0 && input.bytes[0] == '{';
+    unlink(path_of("model.safetensors")), unlink(path_of("model.safetensors.index.json"));
+    if (several) put("model.safetensors.index.json", take(&input));
+    put(several ? "a.safetensors" : "model.safetensors", input);
+    if (several) put("b.safetensors", input);
+    if (!model_folder_open(&model, folder, error)) return demand_sentence(error);
+    for (int f = 0; f < model.count; f++) {
+        for (int i = 0; i < model.file[f].count; i++) {
+            const SafetensorsTensor* tensor = &model.file[f].tensors[i];
+            demand(safetensors_find(&model.file[f], tensor->name) != nullptr);
+            float value[4];
+            for (int64_t first : {(int64_t)0, tensor->bytes / 4 - 4}) {
+                bool fine = safetensors_floats(&model.file[f], tensor, first, 4, value, error);
+                if (!fine) demand_sentence(error);
+            }
+        }
     }
-    safetensors_crc(&file);
-    safetensors_close(&file);
+    if (!model_folder_used(&model, names, 3, 12, error)) demand_sentence(error);
+    model_folder_close(&model);
 }
 
+// A config.json that is taken is written again with the same shape.
 static void fuzz_config(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "";
     const Gpt2Shape most = {256, 12288, 1024, 65536, 1 << 20};
-    Gpt2Shape shape;
+    const SpecialTokens tokens = {{-1, 0, 5}};
+    Gpt2Shape shape, again;
     put("config.json", input);
     if (!gpt2_config_read(folder, &most, &shape, error)) return demand_sentence(error);
     demand(shape.layers >= 1 && shape.layers <= most.layers && shape.heads >= 1 && shape.channels <= most.channels);
+    Json* loaded = json_parse(input.bytes, (int64_t)input.count, "input", error);
+    demand(gpt2_config_write(path_of("config.json"), &shape, "float32", loaded, &tokens, error));
+    demand(gpt2_config_read(folder, &most, &again, error) && memcmp(&shape, &again, sizeof(shape)) == 0);
+    json_free(loaded);
 }
 
 static Options standard_options() {
@@ -142,12 +162,13 @@ static void fuzz_state(FuzzInput input) {
     json_free(state);
 }
 
-// A shard, a file of any other name, or a folder with its meta.json; the windows of both parts of it.
+// A shard, a file of any other name, or a folder with its meta.json, in each --data-format; the windows of its parts.
 static void fuzz_shards(FuzzInput input) {
     static const char* const names[] = {"data.bin", "data.txt", "shards/train_000.bin", "shards/val_000.bin"};
     char error[DATA_ERROR_BYTES] = "";
     if (input.count < 2) return;
     const int kind = (unsigned char)input.bytes[0] % 3, T = 1 + (unsigned char)input.bytes[1] % 16;
+    const DataFormat format = (DataFormat)((unsigned char)input.bytes[0] / 64);
     input.bytes += 2, input.count -= 2;
     if (kind == 2) put("shards/meta.json", take(&input));
     for (int i = kind; i < (kind == 2 ? 4 : kind + 1); i++) put(names[i], input);
@@ -156,7 +177,7 @@ static void fuzz_shards(FuzzInput input) {
         int tokens[16], targets[16];
         char path[128];
         snprintf(path, sizeof(path), "%s", path_of(kind == 2 ? "shards" : names[kind]));
-        bool fine = dataset_open(&data, path, part, 0.3, T, error);
+        bool fine = dataset_open_as(&data, path, format, part, 0.3, T, error);
         if (!fine) demand_sentence(error);
         const int64_t windows = fine ? dataset_windows(&data, T) : 0;
         for (int64_t i = 0; i < windows && i < 100; i++) {
@@ -167,14 +188,24 @@ static void fuzz_shards(FuzzInput input) {
     }
 }
 
-// vocab.json, merges.txt and a text to encode. With a vocabulary of all bytes, what was encoded decodes to the text.
+// vocab.json, merges.txt, what else a folder may hold of a tokenizer, and a text to encode; tokenizer.json alone where
+// the first byte is a space.
 static void fuzz_tokenizer(FuzzInput input) {
+    static const char* const names[] = {"vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json"};
     char error[DATA_ERROR_BYTES] = "";
     int token[64], bytes = 0;
-    put("vocab.json", take(&input));
-    put("merges.txt", take(&input));
+    const bool alone = input.count > 0 && input.bytes[0] == ' ';
+    for (const char* name : names) unlink(path_of(name));
+    unlink(path_of("tokenizer.json"));
+    if (alone) put("tokenizer.json", take(&input));
+    for (int i = 0; i < 4 && !alone; i++) {
+        FuzzInput piece = take(&input);
+        if (i < 2 || piece.count > 0) put(names[i], piece);
+    }
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     if (!tokenizer) return demand_sentence(error);
+    SpecialTokens special;
+    if (!tokenizer_special(tokenizer, folder, &special, error)) demand_sentence(error);
     const int count = tokenizer_encode(tokenizer, input.bytes, (int64_t)input.count, token, 64);
     for (int i = 0; i < count && i < 64; i++) tokenizer_decode(tokenizer, token[i], &bytes);
     for (int i : {-1, 0, 255, 50256, INT32_MAX}) tokenizer_decode(tokenizer, i, &bytes);
@@ -225,9 +256,11 @@ static void fuzz_overrides(FuzzInput input) {
 static const struct {
     const char* name;
     void (*run)(FuzzInput input);
-} targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors}, {"config", fuzz_config},
-               {"state", fuzz_state},     {"shards", fuzz_shards},           {"tokenizer", fuzz_tokenizer},
-               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"formats", fuzz_formats}};
+} targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors},
+               {"config", fuzz_config},   {"state", fuzz_state},
+               {"shards", fuzz_shards},   {"tokenizer", fuzz_tokenizer},
+               {"options", fuzz_options}, {"overrides", fuzz_overrides},
+               {"formats", fuzz_formats}, {"rendezvous", fuzz_rendezvous}};
 static void (*target)(FuzzInput input);
 
 static int remove_one(const char* path, const struct stat*, int, struct FTW*) {

@@ -13,6 +13,8 @@ typedef struct {
 
 void demand(bool fact);  // aborts, which the fuzzer reports with the input, where a fact does not hold
 
+__attribute__((noreturn)) void fuzz_leave(void);  // ends this input
+
 // The targets that need the inside of a file, and so include it.
 void fuzz_formats(FuzzInput input);     // optim/user.cu
 void fuzz_rendezvous(FuzzInput input);  // data/launch.c

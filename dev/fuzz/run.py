@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build/fuzz"
-TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "formats"]
+TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "formats",
+           "rendezvous"]
 
 
 def tiny_run():
@@ -52,6 +53,20 @@ def shard(tokens):
     return struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
+def greetings():
+    """Messages of data/rendezvous.h and data/launch.c, each behind the two bytes that choose a part of the target."""
+    magic, version = 0x6E696264, 3
+    hello = struct.pack("<2I4i128s64s32s", magic, version, 1, 3, 0, 4711, b"", b"host", b"random")
+    challenge = struct.pack("<2Ii32s", magic, version, 1, b"random")
+    welcome = struct.pack("<I2i512s32s", magic, 1, 4711, b"", b"")
+    beat = struct.pack("<I4i4xq", 0x6E69626C, 40, 0, 0, 30, 7) + b"training"
+    failed = struct.pack("<I4i4xq", 0x6E69626C, 37, 1, 2, 30, 7) + b"sorry"
+    environment = ("RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\nNIBBLE_SECRET=x\n"
+                   "SLURM_PROCID=1\nSLURM_NTASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_JOB_NODELIST=gpu[3-7,9]\n")
+    return [b"\0\1" + hello, b"\0\0" + hello + bytes(32), b"\1\1" + challenge + welcome, b"\2\1" + beat + beat + failed,
+            b"\2\0" + beat, b"\3\0" + environment.encode(), b"\3\0gpu[003-007,9],login"]
+
+
 def seeds():
     """Of each target: inputs."""
     run, checkpoint = tiny_run()
@@ -72,18 +87,30 @@ def seeds():
     row = '.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, 0, 0, 1, 255, 109, 121, 56};\n'
     meta = json.dumps({"vocabulary": 50257, "train": {"tokens": 40, "bytes": 99}, "val": {"tokens": 40, "bytes": 98}})
     vocabulary = json.dumps({"a": 0, "b": 1, "\u0120": 2, "ab": 3, "\u0120a": 4, "<|endoftext|>": 5})
+    weights = [small_safetensors(path) for path in sorted(checkpoint.glob("*.safetensors"))]
+    files_of = {"wte.weight": "a.safetensors", "wpe.weight": "b.safetensors"}
+    index = {"metadata": {"total_size": 16}, "weight_map": files_of}
     merges = "#version: 0.2\na b\n\u0120 a\n"
+    added = json.dumps({"<|pad|>": 6})
+    end = "<|endoftext|>"
+    special = json.dumps({"bos_token": end, "eos_token": {"content": end}, "pad_token": "<|pad|>"})
+    whole = json.dumps({"model": {"type": "BPE", "vocab": json.loads(vocabulary), "merges": ["a b", ["\u0120", "a"]]},
+                        "added_tokens": [{"id": 6, "content": "<|pad|>", "special": True}],
+                        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}})
     return {
         "json": [*files, *(run / "log.jsonl").read_bytes().splitlines()[:4], meta.encode(), vocabulary.encode()],
-        "safetensors": [small_safetensors(path) for path in checkpoint.glob("*.safetensors")],
+        "safetensors": [*weights, json.dumps(index).encode() + b"\0" + weights[0]],
         "config": [(checkpoint / "config.json").read_bytes(), b'{"model_type": "gpt2"}'],
         "state": [state, re.sub(rb'"files": \{.*?\n\}', b'"files": {}', state, flags=re.S),
                   re.sub(rb'"files": \{.*?\n\}', b'"files": {}', state, flags=re.S) + b"\0" + bytes(range(60))],
         "shards": [b"\0\7" + shard(range(40)), b"\1\7" + b"some text " * 9,
-                   b"\2\3" + meta.encode() + b"\0" + shard(range(1000, 1040))],
-        "tokenizer": ["\0".join([vocabulary, merges, "ab a aab"]).encode()],
+                   b"\1\7" + b"ID3 at the beginning of a text, as MZ", b"\x80\3" + shard(range(99)),
+                   b"\xc0\3" + bytes(range(99)), b"\2\3" + meta.encode() + b"\0" + shard(range(1000, 1040))],
+        "tokenizer": ["\0".join([vocabulary, merges, added, special, "ab a aab"]).encode(),
+                      (" " + whole + "\0ab a aab").encode()],
         "options": ["\n".join(words).encode() for words in typed],
         "overrides": [text.encode() + b"\0h.0.attn.c_attn.weight" for text in overrides],
+        "rendezvous": greetings(),
         "formats": [*(path.read_bytes() for path in sources), row.encode()],
     }, presets.split()
 
@@ -99,15 +126,19 @@ def fuzz(target, inputs, words, seconds):
     names = {word for data in [*inputs, *words] for word in re.findall(rb"[A-Za-z_][\w.-]{2,40}", data)}
     dictionary.write_text("".join(f'"{name.decode()}"\n' for name in sorted(names)[:2000]))
     environment = os.environ | {"NIBBLE_FUZZ": target, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+                                "NIBBLE_NVRTC": "/nowhere",  # files of --format are not compiled
                                 "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"}
-    command = [WORK / "fuzz", f"-max_total_time={seconds}", "-max_len=8192", "-timeout=10", "-rss_limit_mb=3000",
-               "-print_final_stats=1", f"-dict={dictionary}", f"-artifact_prefix={failed}/", corpus, first]
+    longest = 500 if target == "options" else 8192  # names that nobody types are slow to compare
+    command = [WORK / "fuzz", f"-max_total_time={seconds}", f"-max_len={longest}", "-timeout=10", "-rss_limit_mb=3000",
+               "-print_final_stats=1", "-close_fd_mask=3", f"-dict={dictionary}", f"-artifact_prefix={failed}/",
+               corpus, first]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace")
     executed = re.search(r"stat::number_of_executed_units: *(\d+)", done.stderr)
     coverage = re.findall(r"cov: (\d+)", done.stderr)
     good = done.returncode == 0 and executed is not None
-    print(f"{'ok   ' if good else 'FAIL '} fuzz_{target:<14} {executed[1] if executed else '?':>10} inputs in {seconds} s"
-          f"  {coverage[-1] if coverage else '?'} edges", flush=True)
+    count, edges = executed[1] if executed else "?", coverage[-1] if coverage else "?"
+    word = "ok   " if good else "FAIL "
+    print(f"{word} fuzz_{target:<14} {count:>10} inputs in {seconds} s  {edges} edges", flush=True)
     if not good:
         lines = done.stderr.splitlines()
         begin = next((i for i, line in enumerate(lines) if "ERROR:" in line or "runtime error" in line), -20)
