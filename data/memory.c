@@ -25,8 +25,9 @@ void memory_checkpoint(const char* path) {
 void memory_missing(size_t bytes) {
     char text[8192], resume[4400] = "";
     if (checkpoint[0]) {
-        snprintf(resume, sizeof(resume), "; the last good checkpoint is %s, go on with --resume %.2000s", checkpoint,
-                 checkpoint);
+        const char* quote = strpbrk(checkpoint, " \t\"\\$&;|<>()*?[]{}#~!`") ? "'" : "";
+        snprintf(resume, sizeof(resume), "; the last good checkpoint is %.2000s, go on with --resume %s%.2000s%s",
+                 checkpoint, quote, checkpoint, quote);
     }
     int length = snprintf(text, sizeof(text),
                           "train: error: %zu bytes of memory were asked for and this process gets no more; free some, "
