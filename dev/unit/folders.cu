@@ -95,21 +95,33 @@ static void flip_bit(const char* path, double share) {
 
 // Damage.
 
+// Writes a command in which @1, @2 and @3 stand for a folder, a file and the work folder.
+static void fill(char* text, size_t bytes, const char* command, const char* folder, const char* file,
+                 const char* work) {
+    const char* const words[] = {folder, file, work};
+    size_t used = 0;
+    for (text[0] = 0; *command && used + 1 < bytes; command++) {
+        const bool word = *command == '@' && command[1] >= '1' && command[1] <= '3';
+        used +=
+            (size_t)snprintf(text + used, bytes - used, word ? "%s" : "%.1s", word ? words[command[1] - '1'] : command);
+        command += word;
+    }
+}
+
 // One flipped bit in any file of a checkpoint is found by every option that loads the file.
 TEST(folders_damage_is_found) {
     const char* work = work_folder();
     const char* from = train_shards(test, work);
     const char* const files[] = {"config.json", "model.safetensors", "vocab.json", "merges.txt", "state.json"};
-    const char* const commands[] = {"--sample the --sample-tokens 2 --model %s",
-                                    QUICK " --seq 32 --steps 1 --data %2$s/data --run %2$s/new --model %1$s",
-                                    "--resume %1$s --run %2$s/new --steps 2",
-                                    QUICK " --seq 32 --data %2$s/data --dry-run --model %1$s"};
+    const char* const commands[] = {
+        "--sample the --sample-tokens 2 --model @1", QUICK " --seq 32 --steps 1 --data @3/data --run @3/new --model @1",
+        "--resume @1 --run @3/new --steps 2", QUICK " --seq 32 --data @3/data --dry-run --model @1"};
     for (const char* file : files) {
         const char* damaged = copy_model(work, "damaged", from, true);
         flip_bit(joined(damaged, file), strcmp(file, "state.json") == 0 ? 0.2 : 0.7);
         for (const char* command : commands) {
             char text[PATHS];
-            snprintf(text, sizeof(text), command, damaged, work);
+            fill(text, sizeof(text), command, damaged, "", work);
             run_train(child, "%s", text);
             expect_error(test, &child, text, file, "damaged checkpoint");
             forget(&child);
@@ -214,21 +226,21 @@ TEST(folders_special_files) {
     const char* work = work_folder();
     const char* from = train_shards(test, work);
     const struct {
-        const char *file, *command;  // %1$s: the folder; %2$s: the file; %3$s: the work folder
+        const char *file, *command;  // @1: the folder; @2: the file; @3: the work folder
         bool huge;                   // a large one is refused too
     } places[] = {
-        {"config.json", "--sample a --model %1$s", true},
-        {"model.safetensors", "--sample a --model %1$s", true},
-        {"vocab.json", "--sample a --model %1$s", true},
-        {"merges.txt", "--sample a --model %1$s", true},
-        {"added_tokens.json", "--sample a --model %1$s", true},
-        {"model.safetensors", QUICK " --seq 32 --data %3$s/data --run %3$s/new --model %1$s --steps 1", true},
-        {"config.json", QUICK " --seq 32 --data %3$s/data --run %3$s/new --model %1$s --steps 1", true},
-        {"tokenizer_config.json", QUICK " --seq 32 --data %3$s/data --run %3$s/new --model %1$s --steps 1", true},
-        {"text", QUICK " " SHAPE " --data %2$s --run %3$s/new --steps 1", false},
-        {"text", QUICK " " SHAPE " --data %3$s/text.txt --val %2$s --run %3$s/new --steps 1", false},
-        {"mine.cuh", "--list-formats --format %2$s", true},
-        {"log.jsonl", QUICK " " SHAPE " --data %3$s/text.txt --run %1$s/run --resume auto --steps 1", false},
+        {"config.json", "--sample a --model @1", true},
+        {"model.safetensors", "--sample a --model @1", true},
+        {"vocab.json", "--sample a --model @1", true},
+        {"merges.txt", "--sample a --model @1", true},
+        {"added_tokens.json", "--sample a --model @1", true},
+        {"model.safetensors", QUICK " --seq 32 --data @3/data --run @3/new --model @1 --steps 1", true},
+        {"config.json", QUICK " --seq 32 --data @3/data --run @3/new --model @1 --steps 1", true},
+        {"tokenizer_config.json", QUICK " --seq 32 --data @3/data --run @3/new --model @1 --steps 1", true},
+        {"text", QUICK " " SHAPE " --data @2 --run @3/new --steps 1", false},
+        {"text", QUICK " " SHAPE " --data @3/text.txt --val @2 --run @3/new --steps 1", false},
+        {"mine.cuh", "--list-formats --format @2", true},
+        {"log.jsonl", QUICK " " SHAPE " --data @3/text.txt --run @1/run --resume auto --steps 1", false},
     };
     for (const auto& place : places) {
         for (int kind = 0; kind < KINDS; kind++) {
@@ -240,7 +252,7 @@ TEST(folders_special_files) {
             const char* path = joined(folder, log ? "run/log.jsonl" : place.file);
             make_special(path, (Kind)kind);
             char text[2 * PATHS];
-            snprintf(text, sizeof(text), place.command, folder, path, work);
+            fill(text, sizeof(text), place.command, folder, path, work);
             run_train(child, "%s", text);
             expect_error(test, &child, text, place.file, "");
             expect(now() - child.started < 20, "%s: it took %.0f s", text, now() - child.started);
