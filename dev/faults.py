@@ -152,12 +152,15 @@ class Harness:
 
     def measure(self):
         make_data(f"{self.root}/data")
-        for name, words in (("whole", self.words(keep=1000, every=1)), ("half", self.words(HALF)), ("two", self.words())):
+        runs = (("zero", self.words(0)), ("whole", self.words(keep=1000, every=1)), ("half", self.words(HALF)))
+        for name, words in (*runs, ("two", self.words())):
             os.makedirs(f"{self.root}/{name}")
             begin = time.monotonic()
             ended = self.run(f"{self.root}/{name}", words)
             need(ended.code == 0, f"an undisturbed run ends with {ended.code}: {ended.err}")
             self.seconds = time.monotonic() - begin
+        # A run that is stopped before its first step saves the initial weights.
+        shutil.copytree(f"{self.root}/zero/run/step_00000000", f"{self.root}/whole/run/step_00000000")
         self.counts = {}
         for begun in (False, True):
             folder = self.folder(f"count_{begun}", begun)
