@@ -59,11 +59,13 @@ LDFLAGS := -lpthread -ldl -lrt
 endif
 
 DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
+RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
 OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
-SHARED_OBJECTS := $(DATA_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
-SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh \
-                             data/*.c data/*.h data/*.cuh dev/*.cu dev/*.h dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
+SHARED_OBJECTS := $(DATA_OBJECTS) $(RANKS_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
+SOURCES := $(sort $(wildcard *.cu *.h kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
+                             optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh data/*.c data/*.h dev/*.cu dev/*.h \
+                             dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 # Without the table of numbers in data/unicode.h.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu data/unicode.h,$(SOURCES)) train_gpt2.cu
@@ -95,6 +97,10 @@ $(BUILD)/unit/%.o: dev/unit/%.cu $(BUILD)/found
 $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 
 $(BUILD)/data/%.o: data/%.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c -o $@ $<
+
+$(BUILD)/kernels/ranks/%.o: kernels/ranks/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
 

@@ -3,7 +3,7 @@
 // Read from top to bottom: model (its tensors and activations) -> forward -> backward -> schedule ->
 // sampling -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer
 // behind optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device; where it
-// is one rank of several, m->shard is what it shares with the others (kernels/shard.cuh), otherwise null.
+// is one rank of several, m->shard is what it shares with the others (kernels/ranks/shard.cuh), otherwise null.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
@@ -20,26 +20,28 @@
 #include <unistd.h>
 
 #include "data/checkpoint.h"        // checkpoint_commit, checkpoint_verify, ...: whole or not there
+#include "data/clock.h"             // seconds_now
 #include "data/finite.h"            // values_finite: nothing that is not finite is saved or loaded
 #include "data/gpt2_config.h"       // gpt2_config_read, gpt2_config_write: the model's shape in a folder
-#include "data/launch.h"            // Launch: ranks, one a GPU
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
-#include "data/safetensors.h"       // Safetensors, Json, crc32c, file_write
+#include "data/json.h"              // Json
+#include "data/safetensors.h"       // Safetensors, crc32c, file_write
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
-#include "data/feeder.cuh"          // Feeder, Input: micro-batches to the device
+#include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
 #include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
 #include "kernels/random.h"         // random_bits, random_normal
-#include "kernels/shard.cuh"        // Shard: gradients, states and weights over several ranks
+#include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
+#include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "optim/optim.h"            // Optim: weights, states and the step
 #include "train_options.h"          // Options, and the table of what can be typed
 #include "train_resume.h"           // resume_locate and what becomes of options; require_same: ranks begin alike
@@ -972,12 +974,6 @@ __attribute__((format(printf, 2, 3))) static void say(Run* run, const char* form
         va_end(arguments);
         fflush(file);
     }
-}
-
-static double seconds_now() {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
 static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");

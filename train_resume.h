@@ -8,10 +8,11 @@
 
 #include "data/checkpoint.h"
 #include "data/gpt2_config.h"
-#include "data/launch.h"
 #include "data/loader.h"
 #include "data/model_folder.h"
-#include "data/safetensors.h"
+#include "data/json.h"
+#include "data/text.h"
+#include "kernels/ranks/launch.h"
 #include "train_options.h"
 
 // What was typed as empty, as from a shell's variable that is not set, is not what was meant; but that a run goes on

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 #include "options.h"  // shell_word
-#include "safetensors.h"
+#include "files.h"
 
 enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
 

@@ -4,7 +4,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -15,17 +14,6 @@
 #endif
 
 enum { PATH_BYTES = 4500, PIECE_BYTES = 8 << 20 };
-
-bool data_error(char* error, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error, DATA_ERROR_BYTES, format, arguments);
-    va_end(arguments);
-    for (char* c = error; *c; c++) {
-        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
-    }
-    return false;
-}
 
 #ifdef __SSE4_2__
 

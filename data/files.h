@@ -1,4 +1,4 @@
-// The base of data/: errors, checksums, files and folders. It depends on memory.h alone.
+// Checksums, files and folders.
 // Conventions of data/: a function that can fail by what the user gave returns false (NULL, or -1 for a descriptor) and
 // writes one sentence (the file, what was found, what to do) into `error`; nothing here exits or asserts.
 // Reading follows symbolic links, because model caches and moved checkpoints are made of them. Creating and removing
@@ -8,17 +8,13 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include "errors.h"
 #include "memory.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-#define DATA_ERROR_BYTES 16384     // what every `error` must have room for: two paths and a sentence
 #define FILE_READ_MOST (64 << 20)  // the largest file that file_read takes: 64 MiB
-
-// Writes the sentence (cut to DATA_ERROR_BYTES) and returns false. Control characters, which a file's name or contents
-// may bring along, become '?', so that the sentence can be printed on a terminal.
-__attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* format, ...);
 
 // CRC-32C (Castagnoli), the checksum of every file of a checkpoint. crc is 0 at the start; crc32c(crc32c(0, a), b) is
 // that of a followed by b. "123456789" gives 0xE3069283.

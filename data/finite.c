@@ -1,7 +1,7 @@
 // See finite.h.
 #include "finite.h"
 #include <string.h>
-#include "safetensors.h"
+#include "errors.h"
 
 // A value is NaN or infinite where all bits of `mask` are set: the exponent's, or for types without infinity those of
 // the one NaN.

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "safetensors.h"
+#include "files.h"
 
 static const Gpt2Name names[] = {
     {"gpt2", 12, 768, 12, 1024},

@@ -11,7 +11,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include "safetensors.h"
+#include "files.h"
+#include "json.h"
+#include "text.h"
 
 enum { DEPTH_MOST = 256, CHUNK_LEAST = 4096, CHUNK_MOST = 1 << 20 };
 
@@ -71,37 +73,6 @@ static void skip_space(Parser* parser) {
     while (parser->at < parser->end &&
            (*parser->at == ' ' || *parser->at == '\n' || *parser->at == '\t' || *parser->at == '\r')) {
         parser->at++;
-    }
-}
-
-int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
-    const unsigned char* b = (const unsigned char*)text;
-    if (bytes < 1) return 0;
-    if (b[0] < 0x80) return *point = b[0], 1;
-    int length = b[0] >= 0xF0 ? 4 : b[0] >= 0xE0 ? 3 : 2;
-    if (b[0] < 0xC2 || b[0] > 0xF4 || length > bytes) return 0;
-    uint32_t value = b[0] & (0x7F >> length);
-    for (int i = 1; i < length; i++) {
-        if ((b[i] & 0xC0) != 0x80) return 0;
-        value = value << 6 | (b[i] & 0x3F);
-    }
-    if ((length == 3 && value < 0x800) || (length == 4 && value < 0x10000)) return 0;  // longer than it need be
-    if (value > 0x10FFFF || (value >= 0xD800 && value < 0xE000)) return 0;
-    return *point = value, length;
-}
-
-void text_disarm(char* text, bool lines) {
-    uint32_t point = 0;
-    int64_t left = (int64_t)strlen(text);
-    for (int length; left > 0; text += length, left -= length) {
-        length = utf8_next(text, left, &point);
-        bool kept = lines && (*text == '\n' || *text == '\t');
-        bool control = point < 0x20 || (point >= 0x7f && point < 0xa0);
-        bool turns = (point >= 0x200e && point <= 0x200f) || (point >= 0x2028 && point <= 0x202e) ||
-                     (point >= 0x2066 && point <= 0x2069);  // other lines, and other directions of writing
-        if (length > 0 && (kept || (!control && !turns))) continue;
-        if (length == 0) length = 1;
-        memset(text, '?', (size_t)length);
     }
 }
 

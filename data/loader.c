@@ -19,6 +19,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include "content.h"
+#include "json.h"
 #include "options.h"  // shell_word
 #include "loader.h"
 #include "options.h"

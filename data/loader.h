@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include "safetensors.h"
+#include "files.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -7,13 +7,12 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
+#include "errors.h"
 
 enum {
     STACK_BYTES = 1 << 20,  // about three times what any path through the program uses
     BEGIN_BYTES = 16 << 20  // what the libraries take until main begins, and more
 };
-
-void launch_failed(int code, const char* text);  // tells the other ranks, if there are any (data/launch.h)
 
 static const char* checkpoint = "";  // a handle: memory_missing is called from where nothing is known of the run
 

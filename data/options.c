@@ -4,7 +4,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include "../kernels/text.h"
+#include "json.h"
+#include "memory.h"
+#include "text.h"
 
 static bool fail(char* error, const char* format, const char* a, const char* b, const char* c) {
     snprintf(error, DATA_ERROR_BYTES, format, a, b, c);

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
-#include "safetensors.h"
+#include "errors.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
+#include "clock.h"
 
 volatile sig_atomic_t signal_stop, signal_save;
 static const char* volatile doing;     // what a stop waits for; NULL: there is nothing to save
@@ -14,12 +15,6 @@ static volatile double began, expect;  // the clock when it began, and the secon
 static volatile double first_signal;   // the clock at the first request to stop
 static volatile sig_atomic_t first_number;
 static volatile sig_atomic_t quiet;
-
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 // A line on stderr, by calls that a signal handler may make. `number` follows `text` unless it is negative.
 static void tell(const char* text, const char* what, long number, const char* end) {

@@ -14,8 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-#include "../kernels/text.h"
 #include "model_folder.h"
+#include "text.h"
 #include "tokenizer.h"
 #include "unicode.h"
 

@@ -4,7 +4,8 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#include "safetensors.h"
+#include "files.h"
+#include "json.h"
 #ifdef __cplusplus
 extern "C" {
 #endif

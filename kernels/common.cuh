@@ -25,7 +25,9 @@
 #include <unistd.h>
 #include <type_traits>
 
+#include "../data/errors.h"
 #include "../data/memory.h"
+#include "../data/text.h"
 
 typedef __nv_bfloat16 bf16;
 
@@ -37,11 +39,6 @@ inline int process_rank() {
     const char* rank = getenv("RANK");
     return rank ? atoi(rank) : 0;
 }
-
-// Where there are other ranks: tells them why this one ends, prints it once for all, and ends it (data/launch.h).
-extern "C" void launch_failed(int code, const char* text);
-// Replaces what could steer a terminal by '?' (data/safetensors.h).
-extern "C" void text_disarm(char* text, bool lines);
 
 [[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
                                       const char* file, int line) {

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdio.h>
 #include <string.h>
-#include "../kernels/text.h"
+#include "../data/text.h"
 
 template <class Row>
 struct Table {

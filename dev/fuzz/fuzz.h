@@ -17,7 +17,7 @@ __attribute__((noreturn)) void fuzz_leave(void);  // ends this input
 
 // The targets that need the inside of a file, and so include it.
 void fuzz_formats(FuzzInput input);     // optim/user.cu
-void fuzz_rendezvous(FuzzInput input);  // data/launch.c
+void fuzz_rendezvous(FuzzInput input);  // kernels/ranks/launch.c
 
 #ifdef __cplusplus
 }

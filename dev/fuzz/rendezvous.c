@@ -6,8 +6,8 @@
 
 #include "fuzz.h"
 #define _exit(code) fuzz_leave()  // where the watch ends the process
-#include "../../data/launch.c"
-#include "../../data/rendezvous.c"
+#include "../../kernels/ranks/launch.c"
+#include "../../kernels/ranks/rendezvous.c"
 
 static int ends[2] = {-1, -1};
 

@@ -54,7 +54,7 @@ def shard(tokens):
 
 
 def greetings():
-    """Messages of data/rendezvous.h and data/launch.c, each behind the two bytes that choose a part of the target."""
+    """Messages of kernels/ranks/rendezvous.h and launch.c, each behind the two bytes that choose a part of the target."""
     magic, version = 0x6E696264, 3
     hello = struct.pack("<2I4i128s64s32s", magic, version, 1, 3, 0, 4711, b"", b"host", b"random")
     challenge = struct.pack("<2Ii32s", magic, version, 1, b"random")

@@ -1,10 +1,11 @@
-// What strangers can do to a run over the network (data/rendezvous.h, data/launch.h): nothing that shows in its exit
-// code, its time or its terminal, as long as they do not know its secret.
+// What strangers can do to a run over the network (rendezvous.h, launch.h of kernels/ranks): nothing that shows in its
+// exit code, its time or its terminal, as long as they do not know its secret.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include "../../data/rendezvous.h"
+#include "../../kernels/ranks/rendezvous.h"
+#include "../../data/text.h"
 #include "cli.h"
 
 // The ports of each case are its own, and so are those of each process.

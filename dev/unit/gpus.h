@@ -6,7 +6,7 @@
 #include "../../kernels/common.cuh"
 
 // Whether the first `most` GPUs can write to each other's memory, and ranks can tell that they are on one machine: what
-// kernels/peer.cuh needs.
+// kernels/ranks/peer.cuh needs.
 inline bool gpus_reach_each_other(int most) {
     int gpus = 0, can = 1;
     if (access("/proc/sys/kernel/random/boot_id", R_OK) != 0 || cudaGetDeviceCount(&gpus) != cudaSuccess) return false;

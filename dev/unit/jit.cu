@@ -15,7 +15,7 @@
 #include "../../optim/jit.h"
 #include "../../optim/storage.h"
 #include "../../optim/optim.h"
-#include "../../kernels/text.h"
+#include "../../data/text.h"
 #include "cache.h"
 #include "presets.h"
 #include "test.h"

@@ -1,5 +1,5 @@
-// Unit tests of data/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in processes of
-// their own that agree, hang, or end.
+// Unit tests of kernels/ranks/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in
+// processes of their own that agree, hang, or end.
 #include <time.h>
 
 #include "ranks.h"

@@ -1,5 +1,5 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
-// the stand-in of kernels/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
+// the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
 // NIBBLE_NCCL says so, for as many GPUs as are there.
 #include <arpa/inet.h>
 #include <netinet/in.h>

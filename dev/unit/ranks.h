@@ -5,7 +5,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-#include "../../data/launch.h"
+#include "../../kernels/ranks/launch.h"
 #include "test.h"
 
 // Runs `rank_main` as `ranks` ranks that launch_fork makes in a child; its exit code, and what went to stderr.

@@ -3,7 +3,7 @@
 
     python3 dev/unit/test_scaling.py [-k SUBSTRING]
 
-Each case is a table of a tiny model over the stand-in for NCCL on the CPU (kernels/comm.cuh), beside an nvidia-smi that
+Each case is a table of a tiny model over the stand-in for NCCL on the CPU (kernels/ranks/comm.cuh), beside an nvidia-smi that
 says what the case wants. Without ./train all is skipped and the exit status is 0.
 """
 

@@ -1,7 +1,7 @@
 // Micro-batches from the loader's host memory to the device.
 #pragma once
-#include "loader.h"
-#include "../kernels/common.cuh"
+#include "../data/loader.h"
+#include "common.cuh"
 
 // A micro-batch on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in data/loader.h.
 struct Input {

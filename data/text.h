@@ -1,5 +1,6 @@
-// What the C and the C++ parts share of texts: how far two names are from each other, for suggestions, and a checksum.
+// Texts: UTF-8, what may be shown on a terminal, the distance of two names for suggestions, and a checksum.
 #pragma once
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -32,3 +33,17 @@ static inline uint64_t text_hash(const char* text, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i++) hash = (hash ^ (unsigned char)text[i]) * 0x100000001b3u;
     return hash;
 }
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The code point at text[0..bytes) and, returned, its length: 1 to 4 bytes, or 0 when they are no well-formed UTF-8.
+int utf8_next(const char* text, int64_t bytes, uint32_t* point);
+// Replaces what could steer a terminal in a text that came from elsewhere (control characters, and bytes that are no
+// UTF-8) by '?'. Newlines and tabs stay when `lines` is true.
+void text_disarm(char* text, bool lines);
+
+#ifdef __cplusplus
+}
+#endif

@@ -29,9 +29,10 @@
 #pragma once
 #include <assert.h>
 
+#include "../../data/files.h"
+#include "../global_norm.cuh"
+#include "../tile.h"
 #include "comm.cuh"
-#include "global_norm.cuh"
-#include "tile.h"
 
 constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
 

@@ -14,8 +14,8 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
-#include "../data/launch.h"
-#include "common.cuh"
+#include "../common.cuh"
+#include "launch.h"
 #include "peer.cuh"
 
 #if defined(__CUDACC__) && __has_include(<nccl.h>)
@@ -136,7 +136,7 @@ inline bool stand_in_asked() {
     return asked && strcmp(asked, "1") == 0;
 }
 
-// A rank that ends while others wait here is found by the watch of data/launch.h, which ends them.
+// A rank that ends while others wait here is found by the watch of launch.h, which ends them.
 inline void stand_in_barrier(StandIn* shared, int world) {
     pthread_mutex_lock(&shared->mutex);
     int64_t generation = shared->generation;

@@ -6,7 +6,7 @@
 //
 // Rank 0 listens, the others connect to it, twice: once for what the host has to share (launch_share, launch_agree,
 // some 0.1 ms each), once for a thread that sends a beat a second and reports what ends. So a star: enough for the few
-// bytes that pass; tensors go through kernels/comm.cuh. Both sides of a connection prove that they know the secret of
+// bytes that pass; tensors go through comm.cuh. Both sides of a connection prove that they know the secret of
 // the run, a random one that --gpus makes or the text in NIBBLE_SECRET (rendezvous.h).
 //
 // A rank that ends, crashes, is stopped, loses its machine, or makes no progress while none of the others has an excuse
@@ -16,7 +16,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include "safetensors.h"
+#include "../../data/errors.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -65,10 +65,6 @@ void launch_rest(const Launch* launch);
 
 // The end of all, at which every rank arrives.
 void launch_leave(Launch* launch);
-
-// This process ends with this code and this message, and so do the others. Returns when it is alone; then the caller
-// prints and exits. The message is printed once, by rank 0.
-void launch_failed(int code, const char* text);
 
 // The first host of Slurm's list, such as "gpu[003-007,9],login": gpu003. False when it cannot be read.
 bool launch_first_host(const char* list, char* host, size_t bytes);

@@ -6,7 +6,7 @@
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver copies it to its place and
 // raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every other.
 #pragma once
-#include "common.cuh"
+#include "../common.cuh"
 
 constexpr int64_t PEER_PART = 16 << 20;  // bytes that are sent at a time
 constexpr int PEER_SLOTS = 2;

@@ -14,8 +14,10 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include "../../data/files.h"
+#include "../../data/signals.h"
+#include "../../data/text.h"
 #include "rendezvous.h"
-#include "signals.h"
 
 enum {
     MOST_RANKS = 1024,
@@ -213,13 +215,13 @@ static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
             int status = 0;
             if (over[i]) continue;
             if (signal > 0 && signal != SIGCHLD) kill(ranks[i], signal);
-            bool late = failed > 0 && seconds() - failed > STOP_SECONDS;
+            bool late = failed > 0 && seconds_now() - failed > STOP_SECONDS;
             if (late) kill(ranks[i], SIGKILL);
             if (waitpid(ranks[i], &status, WNOHANG) != ranks[i]) continue;
             over[i] = true;
             left--;
             code = rank_ended(i, ranks[i], status, late, code);
-            if (code != 0 && failed == 0) failed = seconds();
+            if (code != 0 && failed == 0) failed = seconds_now();
         }
     }
     free(over);
@@ -323,13 +325,13 @@ static void send_message(LaunchWatch* watch, Kind kind, int code, const char* te
 
 // Until all others have closed their side, so that what was sent last is not lost with the socket.
 static void drain(LaunchWatch* watch, double limit) {
-    double deadline = seconds() + limit;
+    double deadline = seconds_now() + limit;
     char bytes[4096];
     for (int r = 0; r < watch->world; r++) {
         if (!is_peer(watch, r)) continue;
         struct pollfd one = {watch->peers[r].socket[CONTROL], POLLIN, 0};
         shutdown(one.fd, SHUT_WR);
-        for (double left; (left = deadline - seconds()) > 0;) {
+        for (double left; (left = deadline - seconds_now()) > 0;) {
             if (poll(&one, 1, (int)(left * 1000) + 1) > 0 && recv(one.fd, bytes, sizeof(bytes), MSG_DONTWAIT) <= 0)
                 break;
         }
@@ -349,6 +351,7 @@ __attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, cons
     _exit(code);
 }
 
+// Takes the place of the function of this name in data/errors.c. The message is printed once, by rank 0.
 void launch_failed(int code, const char* text) {
     LaunchWatch* watch = watching;
     if (!watch) return;
@@ -392,7 +395,7 @@ static void take_message(LaunchWatch* watch, int r, const Message* message) {
     if (message->kind == BYE) heard->left = true;
     if (message->kind == FAILED && watch->rank == 0) peer_failed(watch, r, message);
     if (message->kind == FAILED) end_all(watch, message->code, message->text, true);
-    heard->at = seconds();
+    heard->at = seconds_now();
     note_progress(heard, heard->at, message->progress, message->patience, message->text);
 }
 
@@ -466,7 +469,7 @@ static void* watch_thread(void* argument) {
     LaunchWatch* watch = argument;
     struct pollfd* polled = memory_zero((size_t)watch->world, sizeof(struct pollfd));
     int* rank_of = memory_zero((size_t)watch->world, sizeof(int));
-    double beat = 0, before = seconds();
+    double beat = 0, before = seconds_now();
     while (!atomic_load(&watch->leaving)) {
         int count = 0;
         for (int r = 0; r < watch->world; r++) {
@@ -475,7 +478,7 @@ static void* watch_thread(void* argument) {
             rank_of[count++] = r;
         }
         poll(polled, (nfds_t)count, 200);
-        double now = seconds();
+        double now = seconds_now();
         // After a pause of the whole process (Ctrl-Z, a suspended machine) nobody is to blame for the silence.
         for (int r = 0; r < watch->world && now - before > 3; r++) watch->heard[r].at = watch->heard[r].moved = now;
         before = now;
@@ -511,7 +514,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     watch->forked = strcmp(launch->source, "--gpus") == 0;
     watch->peers = peers;
     watch->heard = memory_zero((size_t)launch->world, sizeof(*watch->heard));
-    for (int r = 0; r < launch->world; r++) watch->heard[r].at = watch->heard[r].moved = seconds();
+    for (int r = 0; r < launch->world; r++) watch->heard[r].at = watch->heard[r].moved = seconds_now();
     pthread_mutex_init(&watch->sending, NULL);
     atomic_store(&watch->what, "starting");
     sigset_t all, before;

@@ -13,6 +13,8 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include "../../data/files.h"
+#include "../../data/text.h"
 
 // Addresses.
 
@@ -143,7 +145,7 @@ bool receive_all(int socket, void* bytes, size_t count) {
 static bool receive_by(int socket, void* bytes, size_t count, double deadline) {
     for (size_t done = 0; done < count;) {
         struct pollfd one = {socket, POLLIN, 0};
-        double left = deadline - seconds();
+        double left = deadline - seconds_now();
         if (left <= 0) return false;
         if (poll(&one, 1, (int)(left * 1000) + 1) <= 0) continue;
         ssize_t got = recv(socket, (char*)bytes + done, count - done, MSG_DONTWAIT);
@@ -340,7 +342,7 @@ static void open_greeting(Door* door, int listener) {
         if (door->greeting[i].socket < 0) place = &door->greeting[i];
     }
     int one = place ? accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
-    if (one >= 0) *place = (Greeting){.socket = one, .since = seconds()};
+    if (one >= 0) *place = (Greeting){.socket = one, .since = seconds_now()};
     if (one < 0 && place && errno != EAGAIN) sleep_ms(20);  // no more files may be opened: wait for some to be closed
 }
 
@@ -350,7 +352,7 @@ static void serve(Door* door, double wait) {
     struct pollfd polled[LAUNCH_LISTENERS + GREETINGS];
     Greeting* of[LAUNCH_LISTENERS + GREETINGS];
     int count = 0, taken = 0;
-    double now = seconds();
+    double now = seconds_now();
     for (int i = 0; i < GREETINGS; i++) taken += door->greeting[i].socket >= 0;
     double limit = taken == GREETINGS ? 0.25 : GREETING_SECONDS;
     for (int i = 0; i < GREETINGS; i++) {
@@ -412,14 +414,14 @@ static void warn_of_no_secret(const Launch* launch) {
 
 bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) {
     const int want = CHANNELS * (launch->world - 1);
-    const double deadline = seconds() + (double)limit;
+    const double deadline = seconds_now() + (double)limit;
     static const Greeting none = {.socket = -1};
     Door door = {.launch = launch, .peers = peers, .fine = true, .error = error};
     for (int i = 0; i < GREETINGS; i++) door.greeting[i] = none;
     if (launch->listeners == 0 && !rendezvous_listen(launch, PORTS, error)) return false;
     if (!launch->has_secret) warn_of_no_secret(launch);
     while (door.came < want && door.fine) {
-        double left = deadline - seconds();
+        double left = deadline - seconds_now();
         if (left > 0) {
             serve(&door, left);
             continue;
@@ -481,7 +483,7 @@ static void note_false_first(const Launch* launch, int port, bool* told, const c
 static bool greet(const Launch* launch, int socket, int port, const Hello* hello, Welcome* welcome, Met* met) {
     Challenge challenge;
     unsigned char proof[HMAC_BYTES];
-    double deadline = fmin(seconds() + GREETING_SECONDS, met->deadline);
+    double deadline = fmin(seconds_now() + GREETING_SECONDS, met->deadline);
     if (!send_all(socket, hello, sizeof(*hello))) return false;
     if (!receive_by(socket, &challenge, sizeof(challenge), deadline)) return false;
     if (challenge.magic != RENDEZVOUS_MAGIC) return false;
@@ -541,14 +543,14 @@ static bool no_answer(const Launch* launch, const Met* met, int64_t limit, char*
 
 bool rendezvous_reach(Launch* launch, Peer* first, int64_t limit, char* error) {
     int ports = strcmp(launch->source, "--gpus") == 0 ? 1 : PORTS;
-    Met met = {.deadline = seconds() + (double)limit};
+    Met met = {.deadline = seconds_now() + (double)limit};
     error[0] = 0;
     for (int at = 0;; at++) {
         int port = launch->port + at % ports;
         if (knock(launch, port, TALK, first, &met, error) && knock(launch, port, CONTROL, first, &met, error)) break;
         if (error[0]) return false;
         if (first->socket[TALK] >= 0) close(first->socket[TALK]), first->socket[TALK] = -1;
-        if (seconds() >= met.deadline) return no_answer(launch, &met, limit, error);
+        if (seconds_now() >= met.deadline) return no_answer(launch, &met, limit, error);
         if (at % ports == ports - 1) sleep_ms(50);
     }
     Welcome word;

@@ -16,6 +16,7 @@
 // foreign delays nobody. Every message has a fixed size, and every text in it may lack its final NUL.
 #pragma once
 #include <time.h>
+#include "../../data/clock.h"
 #include "hmac.h"
 #include "launch.h"
 #ifdef __cplusplus
@@ -84,12 +85,6 @@ bool send_all(int socket, const void* bytes, size_t count);
 bool receive_all(int socket, void* bytes, size_t count);
 // 0 seconds: no limit. Small messages then leave at once.
 void set_time_limit(int socket, int limit);
-
-static inline double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 static inline void sleep_ms(int ms) {
     struct timespec time = {ms / 1000, ms % 1000 * 1000000L};

@@ -1,0 +1,22 @@
+// Errors: how a function says what went wrong, and the hook that tells other processes of the run about the end.
+// Every other file of data/ may include this one; it includes nothing of the project.
+#pragma once
+#include <stdbool.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DATA_ERROR_BYTES 16384  // what every `error` must have room for: two paths and a sentence
+
+// Writes the sentence (cut to DATA_ERROR_BYTES) and returns false. Control characters, which a file's name or contents
+// may bring along, become '?', so that the sentence can be printed on a terminal.
+__attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* format, ...);
+
+// A process that must end calls this first, with its exit code and its message. The function here does nothing, since
+// the base knows of no other processes; kernels/ranks/launch.c replaces it by one that ends all ranks of the run and
+// prints the message once. It returns where this process is alone; the caller then prints the message and exits.
+void launch_failed(int code, const char* text);
+
+#ifdef __cplusplus
+}
+#endif
