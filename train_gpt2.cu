@@ -944,7 +944,7 @@ struct Run {
     size_t banner_bytes;
     FILE* log;  // log.jsonl
     Tokenizer* tokenizer;
-    bool samples;  // the tokenizer fits the model
+    bool samples;           // the tokenizer fits the model
     SpecialTokens special;  // of the tokenizer
     Json* config;           // config.json of the model or checkpoint that it began with, or NULL
     double bytes_per_token;
@@ -2146,7 +2146,8 @@ static void say_next(Run* run) {
     if (!file_exists(python) || !file_exists(plot)) return;
     char* cwd = getcwd(nullptr, 0);
     size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
-    say(run, "%-9s%s %s %s\n", samples || stops(run->model) ? "" : "next", shell_word(python + skip), shell_word(plot + skip), shell_word(run->folder));
+    say(run, "%-9s%s %s %s\n", samples || stops(run->model) ? "" : "next", shell_word(python + skip),
+        shell_word(plot + skip), shell_word(run->folder));
     free(cwd);
 }
 
