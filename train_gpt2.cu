@@ -946,6 +946,7 @@ struct Run {
     size_t banner_bytes;
     FILE* log;  // log.jsonl
     Tokenizer* tokenizer;
+    bool samples;           // the tokenizer fits the model
     SpecialTokens special;  // of the tokenizer
     Json* config;           // config.json of the model or checkpoint that it began with, or NULL
     double bytes_per_token;
@@ -1246,8 +1247,12 @@ static void run_folder_make(Run* run, bool resumed) {
     if (!folder_make(run->folder, error)) user_error("--run %s: %s", run->folder, error);
     run_folder_hold(run, run->folder);
     if (!run_folder_free(run->folder, resumed, error)) user_error("%s", error);
-    run->log = log_open(path, error);
-    if (!run->log) user_error("--run %s: %s", run->folder, error);
+    char banner_path[PATH_BYTES];
+    path_join(banner_path, run->folder, "log.txt");
+    // The one whose refusal leaves nothing that makes this the folder of a run comes first.
+    FILE* file = log_open(banner_path, error);
+    if (file) run->log = log_open(path, error);
+    if (!file || !run->log) user_error("--run %s: %s", run->folder, error);
     path_join(path, run->folder, "config.json");
     char* text = nullptr;
     size_t length = 0;
@@ -1257,9 +1262,6 @@ static void run_folder_make(Run* run, bool resumed) {
     fclose(config);
     if (!file_write(path, text, (int64_t)length, error)) user_error("--run %s: %s", run->folder, error);
     free(text);
-    path_join(path, run->folder, "log.txt");
-    FILE* file = log_open(path, error);
-    if (!file) user_error("--run %s: %s", run->folder, error);
     fclose(run->text);  // completes run->banner
     fwrite(run->banner, 1, run->banner_bytes, file);
     free(run->banner);
@@ -1293,6 +1295,7 @@ static void run_tokenizer_open(Run* run, const char* data_folder, const char* ch
     int token;
     bool fits = run->tokenizer && tokenizer_encode(run->tokenizer, "a", 1, &token, 1) >= 0 &&
                 tokenizer_vocabulary(run->tokenizer) <= run->model->config.V;
+    run->samples = fits;
     if (fits) return;
     if (there && !run->tokenizer)
         say(run, " notice   %s: no samples\n", error);
@@ -2126,7 +2129,8 @@ static void training_end(Training* t) {
 static void say_next(Run* run) {
     const char* self = shell_word(program_invocation_name);
     if (stops(run->model)) say(run, "next     %s --resume %s\n", self, shell_word(run->folder));
-    if (!stops(run->model)) {
+    const bool samples = !stops(run->model) && run->samples;
+    if (samples) {
         say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
     }
     char here[PATH_BYTES], python[PATH_BYTES] = "", plot[PATH_BYTES];
@@ -2138,7 +2142,8 @@ static void say_next(Run* run) {
     if (!file_exists(python) || !file_exists(plot)) return;
     char* cwd = getcwd(nullptr, 0);
     size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
-    say(run, "         %s %s %s\n", shell_word(python + skip), shell_word(plot + skip), shell_word(run->folder));
+    say(run, "%-9s%s %s %s\n", samples || stops(run->model) ? "" : "next", shell_word(python + skip),
+        shell_word(plot + skip), shell_word(run->folder));
     free(cwd);
 }
 

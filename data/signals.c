@@ -16,6 +16,9 @@ static volatile double first_signal;   // the clock at the first request to stop
 static volatile sig_atomic_t first_number;
 static volatile sig_atomic_t quiet;
 
+static const int HANDLED[] = {SIGUSR1, SIGUSR2, SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGVTALRM, SIGPROF, SIGPWR};
+enum { HANDLED_COUNT = sizeof(HANDLED) / sizeof(HANDLED[0]) };
+
 // A line on stderr, by calls that a signal handler may make. `number` follows `text` unless it is negative.
 static void tell(const char* text, const char* what, long number, const char* end) {
     char line[256] = "", digits[24];
@@ -34,7 +37,7 @@ static void tell(const char* text, const char* what, long number, const char* en
 static void on_signal(int number) {
     int error = errno;
     double now = seconds_now(), since = now - first_signal;
-    if (number == SIGUSR1) {
+    if (number == SIGUSR1 || number == SIGUSR2) {
         signal_save = 1;
     } else if (!doing) {
         tell("stopped by a signal; there was nothing to save", "", -1, "\n");
@@ -46,7 +49,7 @@ static void on_signal(int number) {
         signal_stop = 1;
         tell("stopping after ", doing, expect > 0 ? (long)(left > 0 ? left + 0.999 : 0) : -1,
              expect > 0 ? " s; press again to quit without saving\n" : "; press again to quit without saving\n");
-    } else if ((number == SIGINT && since >= 0.5) || (number == first_number && since >= 2.0)) {
+    } else if (number != SIGXCPU && ((number == SIGINT && since >= 0.5) || (number == first_number && since >= 2.0))) {
         tell("stopped again: ended without saving", "", -1, "\n");
         _exit(128 + number);
     }
@@ -65,14 +68,22 @@ void signals_catch(void) {
     for (int i = 0; i <= 2; i++) {
         if (fcntl(i, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) break;  // open takes the lowest free number, i
     }
-    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, hangup;
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-    sigaction(SIGUSR1, &action, NULL);
-    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, NULL);
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, before;
+    for (int i = 0; i < HANDLED_COUNT; i++) {
+        bool ignored = sigaction(HANDLED[i], NULL, &before) == 0 && before.sa_handler == SIG_IGN;
+        if (HANDLED[i] != SIGHUP || !ignored) sigaction(HANDLED[i], &action, NULL);
+    }
     signal(SIGPIPE, SIG_IGN);
     signal(SIGBUS, on_bus_error);
     signal(SIGXFSZ, SIG_IGN);  // a file over the shell's limit is a write error with a sentence, not a death
+    sigset_t all;
+    signals_handled(&all);
+    sigprocmask(SIG_UNBLOCK, &all, NULL);
+}
+
+void signals_handled(sigset_t* set) {
+    sigemptyset(set);
+    for (int i = 0; i < HANDLED_COUNT; i++) sigaddset(set, HANDLED[i]);
 }
 
 void signals_quiet(void) {

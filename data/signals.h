@@ -3,10 +3,13 @@
 //     SIGINT, SIGTERM, SIGHUP   stop: the run saves and ends. Where there is nothing to save the process ends at once.
 //     the same once more        ends the process without saving, two seconds or more after the first, for a launcher
 //                               may deliver one signal twice; SIGINT after half a second, whatever the first was
-//     SIGUSR1                   save and go on
+//     SIGXCPU, SIGPWR and the   stop too: the limit of CPU seconds, a failing power supply, timers. SIGXCPU comes again
+//     SIGALRM family            every second and never ends the process
+//     SIGUSR1, SIGUSR2          save and go on
 //     SIGPIPE, SIGXFSZ          ignored: a closed stdout does not end a run, and a full file is a write error
 //
-// SIGHUP stays ignored where it was ignored at the start, as under nohup.
+// SIGHUP stays ignored where it was ignored at the start, as under nohup. A signal that the parent process left blocked
+// is let through.
 #pragma once
 #include <signal.h>
 #include <stdbool.h>
@@ -19,6 +22,8 @@ extern volatile sig_atomic_t signal_stop, signal_save;
 // Installs the handlers, and opens /dev/null in the place of closed descriptors 0 to 2, so that no file of the run gets
 // their number and with it text that was meant for the terminal. Call it before anything else.
 void signals_catch(void);
+// Puts the signals that a run handles, which a parent of ranks hands on to them, into `set`.
+void signals_handled(sigset_t* set);
 // No messages from this process: it is a rank other than 0.
 void signals_quiet(void);
 // What a stop has to wait for, such as "this step", and the seconds that it may take (0: unknown); NULL: there is

@@ -297,3 +297,29 @@ TEST(cli_state_lists_no_files) {
     }
     remove_tree(work);
 }
+
+// A run that no tokenizer fits names no command to sample with; a refused link, once removed, leaves a folder to use.
+TEST(cli_folder_after_refusal) {
+    const char* work = work_folder();
+    char path[PATH_MAX], victim[PATH_MAX];
+    make_folder(work, "run"), make_folder(work, "tokens");
+    snprintf(path, sizeof(path), "%s/run/log.txt", work), snprintf(victim, sizeof(victim), "%s/victim", work);
+    if (symlink(victim, path) != 0) abort();
+    Child child = new_child();
+    child.folder = work;
+    start(&child, "%s --data text.txt --run run --steps 1", TINY);
+    finish(&child);
+    expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
+    expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
+    free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
+    char folder[PATH_MAX];
+    snprintf(folder, sizeof(folder), "%s/tokens", work);
+    char tokens[4001];
+    for (int i = 0; i < 4000; i++) tokens[i] = i % 2 ? 1 : 2;  // uint16: 258
+    tokens[4000] = 0;
+    write_text(folder, "train.bin", tokens), write_text(folder, "val.bin", tokens);
+    char* out = train_in(test, work, "%s --data tokens --data-format nanogpt --run other --steps 1", TINY);
+    expect(strstr(out, "no samples") && !strstr(out, "--sample"), "%s", out);
+    forget(&child), free(out);
+    remove_tree(work);
+}

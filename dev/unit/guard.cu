@@ -158,6 +158,22 @@ TEST(guard_stop_in_every_phase) {
             forget(&child);
         }
     }
+    // A run whose parent left signals blocked hears them; what a CPU limit and timers send saves too, however often.
+    sigset_t all, before;
+    sigfillset(&all);
+    for (int signal : {SIGTERM, SIGXCPU, SIGALRM, SIGPWR, SIGPROF}) {
+        Child child = new_child();
+        char folder[PATH_MAX];
+        snprintf(name, sizeof(name), "run%d", number++);
+        snprintf(folder, sizeof(folder), "%s/%s", work, name);
+        sigprocmask(SIG_BLOCK, &all, &before);
+        start(&child, LONG_RUN " --val-every 3 --val-tokens 1000000", work, work, name);
+        sigprocmask(SIG_SETMASK, &before, nullptr);
+        expect(wait_for_step(&child, folder, 1), "it does not start");
+        for (int i = 0; i < 3 && signal == SIGXCPU; i++) kill(child.pid, signal), pause_ms(10);
+        signalled(test, &child, signal, 0, 0, 0);
+        forget(&child);
+    }
     // A second Ctrl-C ends a run at once; SIGHUP that is ignored at the start, as under nohup, stays ignored.
     char run[PATH_MAX];
     snprintf(run, sizeof(run), "%s/twice", work);
@@ -184,7 +200,7 @@ TEST(guard_save_signal_never_kills) {
     for (int i = 0; i < 10; i++) {
         Child child = new_child();
         start(&child, SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 20 --run %s/run%d", work, work, i);
-        signalled(test, &child, SIGUSR1, 10 + 15 * i, 0, 0);
+        signalled(test, &child, i % 2 ? SIGUSR2 : SIGUSR1, 10 + 15 * i, 0, 0);
         forget(&child);
     }
     remove_tree(work);

@@ -230,7 +230,6 @@ static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
 
 bool launch_fork(Launch* launch, int gpus, char* error) {
     sigset_t signals, before;
-    const int handled[] = {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGQUIT};
     *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1"};
     if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
         return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
@@ -238,8 +237,8 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
     launch->has_secret = true;  // which the ranks inherit in memory alone
     if (!rendezvous_listen(launch, 1, error)) return false;
     snprintf(launch->job, sizeof(launch->job), "fork %d", (int)getpid());
-    sigemptyset(&signals);
-    for (size_t i = 0; i < sizeof(handled) / sizeof(handled[0]); i++) sigaddset(&signals, handled[i]);
+    signals_handled(&signals);
+    sigaddset(&signals, SIGCHLD), sigaddset(&signals, SIGQUIT);
     sigprocmask(SIG_BLOCK, &signals, &before);
     pid_t parent = getpid(), *ranks = memory_zero((size_t)gpus, sizeof(pid_t));
     fflush(NULL);
