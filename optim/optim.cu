@@ -82,7 +82,7 @@ struct Weights {
     bool are_seen;  // the matmuls read the codes as they are; they lie in what optim_weights returns
 };
 
-// One kernel launch, for all tensors whose weights and moments are stored in these formats.
+// One kernel launch, for all tensors that have this rule and are stored in these formats.
 struct Launch {
     const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
@@ -546,10 +546,13 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
-    for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&optim->config, &optim->plan->group[group], (double)lr, step);
+    for (int i = 0; i < optim->plan->launches; i++) {
+        const OptimConfig* config = &optim->plan->launch[i].config;
+        for (int group = 0; group < STEP_GROUPS; group++) {
+            arguments.group[group] = hyper_create(config, &optim->plan->group[group], (double)lr, step);
+        }
+        launch_step(optim, &optim->launch[i], &arguments);
     }
-    for (int i = 0; i < optim->plan->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
     // This comes last, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
     // On a GPU a bf16 copy is written by the step itself.
