@@ -281,6 +281,20 @@ static bool same_storage(const Place* from, const Place* to) {
     return user && strcmp(from->format->name, to->format->name) == 0;
 }
 
+// Refuses a v of single elements for a rule that keeps one for each row.
+static bool rows_convert(const Conversion* c, char* error, size_t bytes) {
+    for (int t = 0; t < c->to.count; t++) {
+        const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
+        if (from.format == to.format || to.format != row_moments_row()) continue;
+        snprintf(error, bytes,
+                 "--rule: \"%s\" was found, which keeps a v for each row, and the checkpoint's %s keeps none of this "
+                 "kind; leave --rule and rule= of --override out, or begin anew from its weights with --model",
+                 to.rule, from.rule);
+        return false;
+    }
+    return true;
+}
+
 // Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.
 static bool formats_convert(const Conversion* c, char* error, size_t bytes) {
     for (int slot = 0; slot < SLOTS; slot++) {
@@ -449,8 +463,8 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    bool ok = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
-              formats_convert(c, error, bytes);
+    bool ok = rule_fits(c, error, bytes) && rows_convert(c, error, bytes) && arrays_complete(c, error, bytes) &&
+              formats_unchanged(c, error, bytes) && formats_convert(c, error, bytes);
     for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

@@ -163,6 +163,10 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
 // Refuses a shard that cuts a tensor with numbers of spans, since these belong to whole tensors.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
     Rows rows = config_rows(&launch->config);
+    if (rows.rule->by_rows) {
+        user_error("%s reads whole rows, and the shard of elements %lld to %lld cuts %s; take --shard none",
+                   rows.rule->name, (long long)plan->begin, (long long)plan->end, tensor->name);
+    }
     for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
         if (format_span(format) == SPAN_RUN) continue;
         user_error(
@@ -199,6 +203,18 @@ static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
         }
         for (int span = 0; span < SPANS; span++) run->numbers[span] = numbers[span] - run->at[span];
     }
+}
+
+void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts) {
+    Plan* plan = plan_create(config, tensors, count);
+    for (int t = 0; t < count; t++) {
+        const int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
+        if (!find_row(rule_table(), plan->launch[plan->launch_of[t]].config.rule)->by_rows) continue;
+        for (int i = 0; i < cuts; i++) {
+            if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
+        }
+    }
+    plan_free(plan);
 }
 
 static void run_extend(ArenaRun* run, int64_t begin, int64_t end) {
@@ -265,7 +281,8 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     int index = plan->launch_of[tensor];
     const LaunchPlan* launch = &plan->launch[index];
     Rows rows = config_rows(&launch->config);
-    const FormatRow* formats[SLOTS] = {rows.weights, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
+    const FormatRow* formats[SLOTS] = {rows.weights, rows.m,
+                                       rows.rule->keeps_v || rows.rule->by_rows ? rows.v : nullptr,
                                        rows.rule->keeps_slow ? rows.m : nullptr};
     const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->run;
     Span span = format_span(formats[slot]);

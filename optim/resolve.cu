@@ -75,8 +75,8 @@ static void take_default(const char** name, const char* preset) {
 static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
     bool kept = find_row(rule_table(), config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
     if (!kept && config->v && *config->v && !none) {
-        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment; leave --v out", config->v,
-                 config->rule);
+        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
+                 config->rule, find_row(rule_table(), config->rule)->by_rows ? " but one fp32 number a row" : "");
         return false;
     }
     config->v = kept ? config->v : NONE;
