@@ -1903,6 +1903,7 @@ static void shard_resolve(Model* m, OptimConfig* config) {
     s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
     s->chunk = m->dev->gpu ? 8192 : 64;
     shard_plan(s, tensors, m->count, m->config.L, m->elements);
+    optim_cuts(config, m->tensors, m->count, s->cut, ranks_of(m) + 1);
     shard_part(m, config);
     free(tensors);
 }

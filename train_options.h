@@ -86,8 +86,8 @@ static const Option OPTIONS[] = {
      "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files; runs the "
      "code in them, and so does a checkpoint that names one"},
     {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
-     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0\"; none: not even the preset's, "
-     "which go with its --weights, --m and --v"},
+     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the "
+     "preset's, which go with its --weights, --m and --v"},
     {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
      "largest learning rate; auto: by the model's width and the rule"},
     {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},

@@ -193,6 +193,7 @@ constexpr int CHANGES = SLOTS * LAUNCHES * LAUNCHES;  // an upper bound
 struct Change {
     Slot slot;
     const char *from, *to;
+    const char *old_rule, *rule;  // of the first of the tensors
     int tensors;
 };
 
@@ -260,13 +261,16 @@ static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
 }
 
 static bool rule_fits(const Conversion* c, char* error, size_t bytes) {
-    const char *from = c->stored->config.rule, *to = c->to.config->rule;
-    if (c->to.count == 0 || !place_to(c, 0, SLOT_V).format || place_from(c, 0, SLOT_V).format) return true;
-    snprintf(error, bytes,
-             "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule and "
-             "--preset out, or begin anew from its weights with --model",
-             to, from);
-    return false;
+    for (int t = 0; t < c->to.count; t++) {
+        const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
+        if (!to.format || from.format) continue;
+        snprintf(error, bytes,
+                 "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule, "
+                 "--preset and rule= of --override out, or begin anew from its weights with --model",
+                 to.rule, from.rule);
+        return false;
+    }
+    return true;
 }
 
 // True if a tensor's arrays are taken as they are. Rows of --format are read anew for each configuration, so these are
@@ -275,6 +279,20 @@ static bool same_storage(const Place* from, const Place* to) {
     if (from->nearest == to->nearest) return true;
     bool user = from->format && to->format && from->format->source && to->format->source;
     return user && strcmp(from->format->name, to->format->name) == 0;
+}
+
+// Refuses a v of single elements for a rule that keeps one for each row.
+static bool rows_convert(const Conversion* c, char* error, size_t bytes) {
+    for (int t = 0; t < c->to.count; t++) {
+        const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
+        if (from.format == to.format || to.format != row_moments_row()) continue;
+        snprintf(error, bytes,
+                 "--rule: \"%s\" was found, which keeps a v for each row, and the checkpoint's %s keeps none of this "
+                 "kind; leave --rule and rule= of --override out, or begin anew from its weights with --model",
+                 to.rule, from.rule);
+        return false;
+    }
+    return true;
 }
 
 // Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.
@@ -324,7 +342,7 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
         known->tensors++;
         return;
     }
-    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, 1};
+    if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, from->rule, to->rule, 1};
 }
 
 // Reads the piece from element `start` of a tensor on, as the checkpoint has it. `values` are the model file's weights.
@@ -423,9 +441,9 @@ static void tell_changes(const Conversion* c) {
         if (change->tensors < c->to.count) snprintf(share, sizeof(share), " in %d tensors", change->tensors);
         if (!change->from) {
             snprintf(line, sizeof(line), "%s: not in the checkpoint, whose rule is %s; it starts at zero", slot,
-                     c->stored->config.rule);
+                     change->old_rule);
         } else if (!change->to) {
-            snprintf(line, sizeof(line), "%s: left behind; %s keeps none", slot, c->to.config->rule);
+            snprintf(line, sizeof(line), "%s: left behind; %s keeps none", slot, change->rule);
         } else {
             snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact",
                      slot, change->from, share, change->to);
@@ -445,8 +463,8 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    bool ok = rule_fits(c, error, bytes) && arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
-              formats_convert(c, error, bytes);
+    bool ok = rule_fits(c, error, bytes) && rows_convert(c, error, bytes) && arrays_complete(c, error, bytes) &&
+              formats_unchanged(c, error, bytes) && formats_convert(c, error, bytes);
     for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

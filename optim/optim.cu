@@ -10,6 +10,7 @@
 #include "jit.h"
 #include "measure.cuh"
 #include "plan.h"
+#include "rows.cuh"
 #include "storage.h"
 #include "user.h"
 
@@ -67,6 +68,7 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         int64_t kept = rows.rule->keeps_slow ? 2 : 1;
         bytes.states += format_bytes(rows.m, run) * kept + format_bytes(rows.v, run);
         bytes.tables += format_table_bytes(rows.m, run) * kept + format_table_bytes(rows.v, run);
+        if (rows.rule->by_rows) bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
     }
     plan_free(plan);
     return bytes;
@@ -82,7 +84,7 @@ struct Weights {
     bool are_seen;  // the matmuls read the codes as they are; they lie in what optim_weights returns
 };
 
-// One kernel launch, for all tensors whose weights and moments are stored in these formats.
+// One kernel launch, for all tensors that have this rule and are stored in these formats.
 struct Launch {
     const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
@@ -97,6 +99,8 @@ struct Launch {
     bool measures;  // a pass comes before it, for formats in spans
     JitKernel measure;
     int measure_threads, measure_shared_bytes;
+    RowTensor* row_tensor;  // (row_tensors) device memory: the rows of a rule that reads rows, in order
+    int row_tensors;
 };
 
 struct Optim {
@@ -338,6 +342,29 @@ static void weights_create(Optim* optim, int index) {
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
+// True if the scales of a storage need a pass before the step that computes the update.
+static bool measured(const FormatRow* format) {
+    return format_span(format) == SPAN_TENSOR || format_span(format) == SPAN_RANK1;
+}
+
+// Makes the table of the rows that a rule's pass over the gradients takes.
+static void rows_create(Optim* optim, int index) {
+    Launch* launch = &optim->launch[index];
+    const ArenaRun* run = &launch->plan->run;
+    const int64_t bytes = optim->count * (int64_t)sizeof(RowTensor);
+    if (!launch->rows.rule->by_rows) return;
+    RowTensor* rows = (RowTensor*)calloc((size_t)optim->count + 1, sizeof(RowTensor));
+    for (int t = 0; t < optim->count; t++) {
+        const OptimTensor* tensor = &optim->tensors[t];
+        if (optim->plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
+        rows[launch->row_tensors++] = {optim->plan->at[t][SPAN_ROWS] - run->at[SPAN_ROWS],
+                                       tensor->offset - optim->plan->begin, tensor->rows, tensor->cols};
+    }
+    launch->row_tensor = (RowTensor*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
+    copy_to_device(optim->dev, launch->row_tensor, rows, bytes);
+    free(rows);
+}
+
 // Allocates and names the moments of launch `index`, and gets its kernel.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
@@ -346,8 +373,7 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    launch->measures = format_span(launch->rows.weights) != SPAN_RUN || format_span(launch->rows.m) != SPAN_RUN ||
-                       format_span(launch->rows.v) != SPAN_RUN;
+    launch->measures = measured(launch->rows.weights) || measured(launch->rows.m) || measured(launch->rows.v);
     struct {
         Slot slot;
         const FormatRow* format;
@@ -361,6 +387,7 @@ static void launch_create(Optim* optim, int index) {
         *kept[i].streams = allocate_streams(optim, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
         list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
     }
+    rows_create(optim, index);
     if (!optim->dev->gpu || planned->tiles == 0) return;
     kernel_create(optim->dev, optim->compute, launch);
     launch_shape(optim->dev, optim->compute, launch, planned->tiles);
@@ -407,6 +434,7 @@ void optim_free(Optim* optim) {
         free_streams(optim->dev, &optim->launch[i].m);
         free_streams(optim->dev, &optim->launch[i].v);
         free_streams(optim->dev, &optim->launch[i].slow);
+        device_free(optim->dev, optim->launch[i].row_tensor);
     }
     device_free(optim->dev, optim->tiles);
     plan_free(optim->plan);
@@ -507,7 +535,43 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-static void launch_step(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+template <class Format>
+static void rows_step(const Optim* optim, const Launch* launch, const void* grads, const float* grad_scale,
+                      float rest2) {
+    const typename Format::Code* from = (const typename Format::Code*)grads;
+    const float* now = (const float*)launch->v.extra;
+    float* next = launch->v.next;
+#ifdef __CUDACC__
+    const int64_t rows = launch->plan->run.numbers[SPAN_ROWS];
+    if (optim->dev->gpu) {
+        row_moments_kernel<Format><<<(unsigned)(8 * optim->dev->sm_count), 256, 0, optim->dev->stream>>>(
+            from, launch->row_tensor, launch->row_tensors, rows, now, next, grad_scale, rest2);
+        check_launch();
+        return;
+    }
+#endif
+    if (!is_finite(*grad_scale)) return;
+    for (int t = 0; t < launch->row_tensors; t++) {
+        const RowTensor tensor = launch->row_tensor[t];
+#pragma omp parallel for schedule(static)
+        for (int64_t row = 0; row < tensor.rows; row++) {
+            const int64_t i = tensor.first + row;
+            next[i] = row_moment_cpu<Format>(from + tensor.offset + row * tensor.cols, tensor.cols, *grad_scale, now[i],
+                                             rest2);
+        }
+    }
+}
+
+// The pass before the step of a rule that reads rows. The step then reads the numbers that the pass has made.
+static void launch_rows(const Optim* optim, const Launch* launch, const void* grads, StepArguments* arguments) {
+    if (!launch->rows.rule->by_rows) return;
+    const float rest2 = arguments->group[0].rest2;
+    if (launch->rows.grads->stream[0].bits == 32) rows_step<Fp32>(optim, launch, grads, arguments->grad_scale, rest2);
+    if (launch->rows.grads->stream[0].bits == 16) rows_step<Bf16>(optim, launch, grads, arguments->grad_scale, rest2);
+    arguments->v.extra = launch->v.next;
+}
+
+static void launch_step(const Optim* optim, const Launch* launch, const void* grads, StepArguments* arguments) {
     const int64_t tiles = launch->plan->tiles, begin = launch->plan->run.begin;
     if (tiles == 0) return;
     const Weights* weights = launch->weights;
@@ -517,6 +581,7 @@ static void launch_step(const Optim* optim, const Launch* launch, StepArguments*
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
     arguments->tiles = launch->tiles;
+    launch_rows(optim, launch, grads, arguments);
     arguments->tile_count = tiles;
     arguments->next_tile = launch->next_tile;
     void* pointers[] = {arguments};
@@ -546,10 +611,13 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
-    for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&optim->config, &optim->plan->group[group], (double)lr, step);
+    for (int i = 0; i < optim->plan->launches; i++) {
+        const OptimConfig* config = &optim->plan->launch[i].config;
+        for (int group = 0; group < STEP_GROUPS; group++) {
+            arguments.group[group] = hyper_create(config, &optim->plan->group[group], (double)lr, step);
+        }
+        launch_step(optim, &optim->launch[i], grads, &arguments);
     }
-    for (int i = 0; i < optim->plan->launches; i++) launch_step(optim, &optim->launch[i], &arguments);
     // This comes last, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
     // On a GPU a bf16 copy is written by the step itself.

@@ -61,12 +61,14 @@ static bool setting_parse(Override* rule, const char* word, char* error, size_t 
     size_t key = value ? (size_t)(value++ - word) : 0;
     char* format = key == 1 && *word == 'm'                         ? rule->m
                    : key == 1 && *word == 'v'                       ? rule->v
+                   : key == 4 && strncmp(word, "rule", key) == 0    ? rule->rule
                    : key == 7 && strncmp(word, "weights", key) == 0 ? rule->weights
                                                                     : nullptr;
     bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
     if (format) {
         if (copy_word(format, sizeof(rule->m), value, value + strlen(value))) return true;
-        snprintf(error, bytes, "--override: \"%s\" names no format; --list-formats has those that there are", word);
+        snprintf(error, bytes, "--override: \"%s\" names no %s; --list-formats has those that there are", word,
+                 format == rule->rule ? "rule" : "format");
         return false;
     }
     if (is_lr || is_wd) {
@@ -79,7 +81,8 @@ static bool setting_parse(Override* rule, const char* word, char* error, size_t 
                  word);
         return false;
     }
-    snprintf(error, bytes, "--override: \"%s\" is not known; type weights=, m=, v=, lr= or wd= and a value", word);
+    snprintf(error, bytes, "--override: \"%s\" is not known; type weights=, m=, v=, rule=, lr= or wd= and a value",
+             word);
     return false;
 }
 
@@ -123,7 +126,7 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
         at = stop;
     }
     if (settings > 0) return true;
-    snprintf(error, bytes, "--override: nothing follows \"%s:\"; type weights=, m=, v=, lr= or wd= and a value",
+    snprintf(error, bytes, "--override: nothing follows \"%s:\"; type weights=, m=, v=, rule=, lr= or wd= and a value",
              rule->patterns);
     return false;
 }

@@ -19,24 +19,31 @@ static int plan_weights(Plan* plan, const char* format, const char* pattern) {
 
 // Finds or adds a launch; at most LAUNCHES, which bounds the formats of weights too. `pattern` has the patterns of the
 // override that asked for the weights, and of the one for the moments or else for the weights.
-static int plan_launch(Plan* plan, const char* weights, const char* m, const char* v, const char* const (&pattern)[2]) {
+static int plan_launch(Plan* plan, const char* rule, const char* weights, const char* m, const char* v,
+                       const char* const (&pattern)[2]) {
     const OptimConfig* config = &plan->launch[0].config;
     for (int i = 0; i < plan->launches; i++) {
         const OptimConfig* known = &plan->launch[i].config;
-        if (strcmp(known->weights, weights) == 0 && strcmp(known->m, m) == 0 && strcmp(known->v, v) == 0) return i;
+        bool same = strcmp(known->rule, rule) == 0 && strcmp(known->weights, weights) == 0;
+        if (same && strcmp(known->m, m) == 0 && strcmp(known->v, v) == 0) return i;
     }
     if (plan->launches == LAUNCHES) {
         user_error(
-            "--override: \"%s\" asks for one more combination of weights, m and v than the %d that fit; take fewer",
+            "--override: \"%s\" asks for one more combination of rule, weights, m and v than the %d that fit; take "
+            "fewer",
             pattern[1], LAUNCHES);
     }
     LaunchPlan* launch = &plan->launch[plan->launches];
     *launch = {*config, pattern[1], plan_weights(plan, weights, pattern[0]), {}, 0};
+    launch->config.rule = rule;
     launch->config.weights = weights;
     launch->config.m = m;
     launch->config.v = v;
     char error[1024];
-    if (!optim_feedback_fits(&launch->config, true, error, sizeof(error))) user_error("%s", error);
+    if (!optim_rule_fits(&launch->config, config, error, sizeof(error)) ||
+        !optim_feedback_fits(&launch->config, true, error, sizeof(error))) {
+        user_error("%s", error);
+    }
     return plan->launches++;
 }
 
@@ -55,11 +62,12 @@ static int plan_group(Plan* plan, double lr, double decay) {
 // Applies the overrides to one tensor.
 static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
-    const char *weights = config->weights, *m = config->m, *v = config->v, *pattern[2] = {"", ""};
+    const char *rule = config->rule, *weights = config->weights, *m = config->m, *v = nullptr, *pattern[2] = {"", ""};
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
         if (!override_matches(change, tensor->name)) continue;
+        if (*change->rule) rule = change->rule, pattern[1] = change->patterns;
         if (*change->weights) weights = change->weights, pattern[0] = change->patterns;
         if (*change->m) m = change->m, pattern[1] = change->patterns;
         if (*change->v) v = change->v, pattern[1] = change->patterns;
@@ -67,8 +75,10 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
         lr *= change->lr;
     }
     if (!*pattern[1]) pattern[1] = pattern[0];
-    plan->launch_of[index] = plan_launch(plan, find_row(weights_table(), weights)->name, find_state(config, m)->name,
-                                         find_state(config, v)->name, pattern);
+    const RuleRow* row = find_row(rule_table(), rule);
+    if (!v) v = row->keeps_v ? config->v : none_row()->name;
+    plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name,
+                                         find_state(config, m)->name, find_state(config, v)->name, pattern);
     plan->group_of[index] =
         lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
@@ -153,6 +163,10 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
 // Refuses a shard that cuts a tensor with numbers of spans, since these belong to whole tensors.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
     Rows rows = config_rows(&launch->config);
+    if (rows.rule->by_rows) {
+        user_error("%s reads whole rows, and the shard of elements %lld to %lld cuts %s; take --shard none",
+                   rows.rule->name, (long long)plan->begin, (long long)plan->end, tensor->name);
+    }
     for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
         if (format_span(format) == SPAN_RUN) continue;
         user_error(
@@ -189,6 +203,18 @@ static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
         }
         for (int span = 0; span < SPANS; span++) run->numbers[span] = numbers[span] - run->at[span];
     }
+}
+
+void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts) {
+    Plan* plan = plan_create(config, tensors, count);
+    for (int t = 0; t < count; t++) {
+        const int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
+        if (!find_row(rule_table(), plan->launch[plan->launch_of[t]].config.rule)->by_rows) continue;
+        for (int i = 0; i < cuts; i++) {
+            if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
+        }
+    }
+    plan_free(plan);
 }
 
 static void run_extend(ArenaRun* run, int64_t begin, int64_t end) {
@@ -255,11 +281,13 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     int index = plan->launch_of[tensor];
     const LaunchPlan* launch = &plan->launch[index];
     Rows rows = config_rows(&launch->config);
-    const FormatRow* formats[SLOTS] = {rows.weights, rows.m, rows.rule->keeps_v ? rows.v : nullptr,
+    const FormatRow* formats[SLOTS] = {rows.weights, rows.m,
+                                       rows.rule->keeps_v || rows.rule->by_rows ? rows.v : nullptr,
                                        rows.rule->keeps_slow ? rows.m : nullptr};
     const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->run;
     Span span = format_span(formats[slot]);
-    Place place = {formats[slot],
+    Place place = {rows.rule->name,
+                   formats[slot],
                    nullptr,
                    "",
                    run->begin,

@@ -1,8 +1,8 @@
 // The plan: which tensors share an array, a launch and constants. --override gives tensors other formats, learning
-// rates and decays. Tensors whose weights have the same format share an array of weights; those whose moments have too
-// share a launch of the step and its arrays; those with the same rate and decay share a group of constants. The arena
-// is laid out so that each share is one run. Each combination of weights, m and v costs a launch, some microseconds;
-// there are at most 6.
+// rates and decays, or another rule. Tensors whose weights have the same format share an array of weights; those that
+// also share the rule and the formats of the moments share a launch of the step and its arrays; those with the same
+// rate and decay share a group of constants. The arena is laid out so that each share is one run. Each combination of
+// rule, weights, m and v costs a launch, some microseconds; there are at most 6.
 #pragma once
 #include "constants.h"
 #include "kernel.cuh"
@@ -24,7 +24,7 @@ struct WeightsPlan {
 };
 
 struct LaunchPlan {
-    OptimConfig config;  // with the launch's weights, m and v
+    OptimConfig config;  // with the launch's rule, weights, m and v
     const char* pattern;
     int weights;  // index of its WeightsPlan
     ArenaRun run;
@@ -64,6 +64,7 @@ constexpr int ARRAY_NAME_BYTES = 160;
 
 // Where a plan keeps the weights or a moment of a tensor.
 struct Place {
+    const char* rule;              // of the tensor
     const FormatRow* format;       // null: the rule keeps no such moment
     const FormatRow* nearest;      // the same arrays, rounded to nearest
     char array[ARRAY_NAME_BYTES];  // as stream_name wants it

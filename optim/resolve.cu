@@ -75,8 +75,8 @@ static void take_default(const char** name, const char* preset) {
 static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
     bool kept = find_row(rule_table(), config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
     if (!kept && config->v && *config->v && !none) {
-        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment; leave --v out", config->v,
-                 config->rule);
+        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
+                 config->rule, find_row(rule_table(), config->rule)->by_rows ? " but one fp32 number a row" : "");
         return false;
     }
     config->v = kept ? config->v : NONE;
@@ -106,7 +106,7 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     const char* type = overridden ? "m=e4m3:sr" : "--m e4m3:sr";
     char why[256];
     if (!rows.rule->divides) {
-        type = "--rule adamw";
+        type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
         type = "--beta1 0.9";
@@ -141,6 +141,28 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t by
     return true;
 }
 
+bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error, size_t bytes) {
+    const RuleRow* rule = find_row(rule_table(), launch->rule);
+    const bool has_v = strcmp(launch->v, NONE) != 0;
+    if (rule->keeps_v && !has_v) {
+        snprintf(error, bytes,
+                 "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps none; add "
+                 "v=fp32, say",
+                 rule->name, run->rule);
+    } else if (!rule->keeps_v && has_v) {
+        snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment; leave it out", launch->v,
+                 rule->name);
+    } else if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
+        snprintf(error, bytes,
+                 "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go with "
+                 "--decay-mode independent; type --decay-mode coupled",
+                 rule->name);
+    } else {
+        return true;
+    }
+    return false;
+}
+
 // A preset's overrides go with its formats; a checkpoint has only those that it names.
 static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
@@ -150,14 +172,17 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
+    bool rules = false;  // some override names a rule; then optim_rule_fits looks at each combination
     if (count == 0) config->overrides = "none";  // so that resolving again does not take the preset's
     for (int i = 0; i < count; i++) {
-        const char *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
+        const char *rule = overrides[i].rule, *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
+        if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error, bytes)) return false;
+        rules = rules || *rule;
         if (*weights && !resolve_weights(config, "--override weights", &weights, error, bytes)) return false;
         if (*m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
-        if (*v && !find_row(rule_table(), config->rule)->keeps_v) {
+        if (*v && !rules && !find_row(rule_table(), config->rule)->keeps_v) {
             snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
             return false;
         }

@@ -32,6 +32,7 @@ struct RuleRow {
     const char* note;
     const char* type;
     bool keeps_v, keeps_slow;
+    bool by_rows;    // v is one number a row (rows.cuh); keeps_v is then false
     bool decoupled;  // the decay does not pass through the gradient
     bool divides;    // the update divides by the root of v
     double slower;   // adamw's usual learning rate over this rule's
@@ -47,6 +48,7 @@ const Table<FormatRow>& grads_table();
 const Table<FormatRow>& state_table();
 const Table<PresetRow>& preset_table();
 const FormatRow* none_row();                      // for a state that a rule does not keep
+const FormatRow* row_moments_row();               // the v of a rule that reads rows
 const FormatRow* compute_row(OptimType compute);  // the type that the matmuls read
 
 // The rows that a resolved configuration names. A moment may be in a format of the user's own.
@@ -68,6 +70,10 @@ double format_bytes_each(const FormatRow* format);
 // Checks that a resolved configuration's rule and m can take the rounding error of its weights, if these give it back
 // (:ef); false and a sentence otherwise. `overridden`: weights or m are what --override asks for.
 bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t error_bytes);
+
+// Checks that the rule of a launch goes with its v and with the run's --decay-mode; false and a sentence otherwise.
+// `run` is the configuration without overrides.
+bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error, size_t error_bytes);
 
 // The span of the numbers that a storage has beside its codes, if it has such.
 Span format_span(const FormatRow* format);

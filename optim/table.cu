@@ -39,6 +39,7 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .type = type,
             .keeps_v = T::KEEPS_V,
             .keeps_slow = T::KEEPS_SLOW,
+            .by_rows = T::BY_ROWS,
             .decoupled = T::DECOUPLED,
             .divides = T::ADAPTIVE,
             .slower = slower,
@@ -88,6 +89,11 @@ const FormatRow* none_row() {
     return &row;
 }
 
+const FormatRow* row_moments_row() {
+    static const FormatRow row = format_row<RowMoments>("fp32/row", "", "RowMoments");
+    return &row;
+}
+
 const FormatRow* compute_row(OptimType compute) {
     static const FormatRow rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
                                      format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
@@ -107,5 +113,6 @@ Rows config_rows(const OptimConfig* config) {
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }
+    if (rows.rule->by_rows) rows.v = row_moments_row();
     return rows;
 }

@@ -20,7 +20,9 @@
 #include "formats/spans.cuh"
 #include "formats/split.cuh"
 #include "formats/uniform.cuh"
+#include "rows.cuh"
 #include "rules/adam.cuh"
+#include "rules/adammini.cuh"
 #include "rules/adamw.cuh"
 #include "rules/ademamix.cuh"
 #include "rules/lion.cuh"
@@ -32,7 +34,9 @@
     ROW("adam", "the weight decay is added to the gradient (L2)", 1, Adam)                                          \
     ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", 5, Lion) \
     ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", 1, Sgd)                                             \
-    ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1, AdEMAMix)
+    ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
+        AdEMAMix)                                                                                                   \
+    ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)
 
 #define OPTIM_WEIGHTS(ROW)                                                                                          \
     ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>) \

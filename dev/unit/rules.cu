@@ -155,11 +155,9 @@ static void reference_ademamix(Element* e, const Given* c) {
 static const struct {
     const char* rule;
     void (*step)(Element* e, const Given* c);
-} reference_rules[] = {{"adamw", reference_adamw},
-                       {"adam", reference_adam},
-                       {"lion", reference_lion},
-                       {"sgd", reference_sgd},
-                       {"ademamix", reference_ademamix}};
+} reference_rules[] = {
+    {"adamw", reference_adamw},       {"adam", reference_adam}, {"lion", reference_lion}, {"sgd", reference_sgd},
+    {"ademamix", reference_ademamix}, {"adam-mini", nullptr}};  // kinds.cu, since it reads more than an element
 static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == sizeof(rule_names) / sizeof(rule_names[0]),
               "a rule needs its formula here");
 
@@ -187,6 +185,7 @@ static void reference_step(Element* e, const OptimConfig* config, double gradien
 }
 
 static void check_rule(Test* test, const char* rule, const char* decay_mode) {
+    if (find_row(rule_table(), rule)->by_rows) return;
     OptimConfig config = make_config(rule, "fp32", "fp32");
     config.decay_mode = decay_mode;
     config.lr_max = 0.25f;
@@ -237,6 +236,7 @@ TEST(rules_with_independent_decay_against_double) {
 TEST(rules_allocate_what_they_keep) {
     for (const char* rule : rule_names) {
         const RuleRow* row = find_row(rule_table(), rule);
+        if (row->by_rows) continue;
         const int states = 1 + row->keeps_v + row->keeps_slow;
         OptimConfig config = make_config(rule, "bf16", "bf16:sr");
         char line[256], want[256];

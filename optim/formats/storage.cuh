@@ -33,7 +33,7 @@ struct Streams {
 };
 
 // What one number of an array covers: a run of elements of the arena, or more than a tile holds (spans.cuh).
-enum Span { SPAN_RUN, SPAN_TENSOR, SPAN_RANK1, SPANS };
+enum Span { SPAN_RUN, SPAN_TENSOR, SPAN_RANK1, SPAN_ROWS, SPANS };
 
 // One array. An array with 0 bits does not exist. The numbers of a `span` other than SPAN_RUN belong to tensors, not to
 // tiles; only the second array of a storage may have one.

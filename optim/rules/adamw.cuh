@@ -10,7 +10,7 @@
 
 EMBED_SOURCE
 
-struct AdamW {
+struct AdamW : RuleDefaults {
     static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {

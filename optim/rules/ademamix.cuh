@@ -14,7 +14,7 @@
 
 EMBED_SOURCE
 
-struct AdEMAMix {
+struct AdEMAMix : RuleDefaults {
     static constexpr bool KEEPS_V = true, KEEPS_SLOW = true, ADAPTIVE = true, DECOUPLED = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float* slow) {

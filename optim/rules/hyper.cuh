@@ -1,10 +1,11 @@
 // What a rule is, and the constants that it receives besides the element.
 //
-// A rule is a struct with four constants and one or two functions of one element:
+// A rule is a struct that derives from RuleDefaults, with four constants and one or two functions of one element:
 //     KEEPS_V, KEEPS_SLOW    what it stores beside m (the slow average has m's format); other states cost no memory
 //     DECOUPLED              it decays by `keep`; otherwise through the gradient, by `decay`
 //     ADAPTIVE               it divides by the root of v, and has the two functions that EachElement names; otherwise
-//     update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
+//     BY_ROWS                true: v is one number a row, which rows.cuh computes before the step; then KEEPS_V is
+//     false update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
 // average(a, x, rest) moves an average towards x by `rest` = 1 - beta, as PyTorch's lerp does.
 // A gradient of 0 on an element that is 0, with states 0, must leave all of them 0: padding is updated like the rest.
 //
@@ -27,6 +28,11 @@ struct Hyper {
     float beta3, rest3;  // for the slow average at this step
     float alpha;         // its weight at this step, times 1 - beta1^step
     float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
+};
+
+// The optional members of a rule.
+struct RuleDefaults {
+    static constexpr bool BY_ROWS = false;
 };
 
 // a + rest (x - a), and a + rest (x^2 - a).

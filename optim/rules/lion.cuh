@@ -9,7 +9,7 @@
 
 EMBED_SOURCE
 
-struct Lion {
+struct Lion : RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {

@@ -8,7 +8,7 @@
 
 EMBED_SOURCE
 
-struct Sgd {
+struct Sgd : RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = false;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
