@@ -11,6 +11,12 @@
 
 #include <malloc.h>
 
+// For the tests of dev/unit/cli_advice.cu.
+static_assert(sizeof(Options) <= 4096 && OPTION_COUNT <= 256, "the room that they have for the fields");
+const OptionTable* option_table() {
+    return &TABLE;
+}
+
 // What a test's model is made of.
 struct Setup {
     Config config;

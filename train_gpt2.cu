@@ -1,6 +1,6 @@
 // nibble: pre-trains GPT-2-family language models on one GPU or several, or on this machine's cores.
 //
-// Read from top to bottom: model (its tensors and activations) -> forward -> backward -> schedule ->
+// Read from top to bottom: options -> model (its tensors and activations) -> forward -> backward -> schedule ->
 // sampling -> checkpoints -> run folder and log -> the step loop -> main. Operators are in kernels/, the optimizer
 // behind optim/optim.h, files in data/. Everything below main's first lines works on one Model on one Device; where it
 // is one rank of several, m->shard is what it shares with the others (kernels/ranks/shard.cuh), otherwise null.
@@ -27,8 +27,10 @@
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/json.h"              // Json
+#include "data/options_synonyms.h"  // SYNONYMS: names of other programs for the options
 #include "data/safetensors.h"       // Safetensors, crc32c, file_write
 #include "data/signals.h"           // signal_stop, signal_save
+#include "data/text.h"              // text_disarm: nothing from a file steers the terminal
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
@@ -43,11 +45,191 @@
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "optim/optim.h"            // Optim: weights, states and the step
-#include "train_options.h"          // Options, and the table of what can be typed
-#include "train_resume.h"           // resume_locate and what becomes of options; require_same: ranks begin alike
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
+
+// Options: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
+
+constexpr int64_t AUTO = OPTION_AUTO;  // an option left to the program; the functions *_resolve replace it
+
+struct Options {
+    // data
+    const char *data, *data_format;
+    const char* val;
+    double val_fraction;
+    // model
+    const char* model;
+    int64_t layers, channels, heads, seq;
+    // batch and length
+    int64_t batch, tokens_per_step, steps;
+    // optimizer
+    const char *preset, *rule, *weights, *grads, *m, *v;
+    double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
+    const char *decay_mode, *overrides, *formats;
+    int64_t ramp;
+    const char *on_nonfinite, *schedule;
+    int64_t warmup;
+    double final_lr, decay_fraction;
+    // precision and memory
+    const char* matmul;
+    const char* recompute;
+    int64_t logit_rows;
+    // several GPUs
+    int64_t gpus;
+    const char *shard, *comm;
+    int64_t join_timeout;
+    // validation and samples
+    int64_t val_every, val_tokens, sample_every, sample_tokens;
+    const char* prompt;
+    double temperature;
+    int64_t top_k;
+    // run
+    const char* run;
+    int64_t print_every, save_every, keep;
+    const char* resume;
+    const char* device;
+    int64_t seed;
+    // instead of training
+    const char* sample;
+    bool dry_run, list_formats, list_presets, help;
+};
+
+#define FIELD(name) offsetof(Options, name)
+static const Option OPTIONS[] = {
+    {"data", OPTION_TEXT, FIELD(data), "", 0, 0, "PATH", "data",
+     "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
+    {"data-format", OPTION_CHOICE, FIELD(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "data",
+     "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
+    {"val", OPTION_TEXT, FIELD(val), "", 0, 0, "PATH", "data",
+     "validation data; none: the folder's, or a part of --data"},
+    {"val-fraction", OPTION_REAL, FIELD(val_fraction), "0.05", 0.0001, 0.5, "F", "data",
+     "share of a single file that is kept for validation"},
+    {"model", OPTION_TEXT, FIELD(model), "auto", 0, 0, "NAME|DIR", "model",
+     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
+    {"layers", OPTION_INT, FIELD(layers), "auto", 1, 256, "L", "model", "instead of the model's"},
+    {"channels", OPTION_INT, FIELD(channels), "auto", 64, 12288, "C", "model",
+     "a multiple of the heads times 64 or 128"},
+    {"heads", OPTION_INT, FIELD(heads), "auto", 1, 1024, "NH", "model", "channels / heads is 64 or 128"},
+    {"seq", OPTION_INT, FIELD(seq), "auto", 1, 65536, "T", "model", "tokens of a training sequence"},
+    {"batch", OPTION_INT, FIELD(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
+    {"tokens-per-step", OPTION_INT, FIELD(tokens_per_step), "auto", 1, 1e12, "N", "batch and length",
+     "total batch of an optimizer step, a multiple of batch x seq"},
+    {"steps", OPTION_INT, FIELD(steps), "auto", 0, 1e12, "N", "batch and length",
+     "optimizer steps; auto: one epoch, or of the built-in text 400 on a GPU and 1500 on the CPU"},
+    {"preset", OPTION_TEXT, FIELD(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
+    {"rule", OPTION_TEXT, FIELD(rule), "", 0, 0, "NAME", "optimizer", "the update, instead of the preset's"},
+    {"weights", OPTION_TEXT, FIELD(weights), "", 0, 0, "FORMAT", "optimizer",
+     "storage of the weights: see --list-formats"},
+    {"grads", OPTION_TEXT, FIELD(grads), "auto", 0, 0, "FORMAT", "optimizer",
+     "fp32, or bf16, half the memory: rounded once a micro-batch; auto: bf16 where a step has one"},
+    {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
+    {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
+    {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
+     "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files; runs the "
+     "code in them, and so does a checkpoint that names one"},
+    {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
+     "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the "
+     "preset's, which go with its --weights, --m and --v"},
+    {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
+     "largest learning rate; auto: by the model's width and the rule"},
+    {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
+    {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.999999, "F", "optimizer", "decay of v"},
+    {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "F", "optimizer", "added to the root of v"},
+    {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
+    {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
+     "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
+    {"beta3", OPTION_REAL, FIELD(beta3), "auto", 0, 0.9999999, "F", "optimizer",
+     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
+    {"alpha", OPTION_REAL, FIELD(alpha), "2", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
+    {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
+     "ademamix: steps until beta3 and alpha are reached; auto: all"},
+    {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
+    {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
+     "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
+    {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "optimizer",
+     "how the learning rate falls"},
+    {"warmup", OPTION_INT, FIELD(warmup), "auto", 0, 1e12, "N", "optimizer", "steps of linear warm-up"},
+    {"final-lr", OPTION_REAL, FIELD(final_lr), "0.1", 0, 1, "F", "optimizer", "last learning rate as a share of --lr"},
+    {"decay-fraction", OPTION_REAL, FIELD(decay_fraction), "0.2", 0.001, 1, "F", "optimizer",
+     "share of the steps in which wsd decays"},
+    {"matmul", OPTION_CHOICE, FIELD(matmul), "auto", 0, 0, "auto|bf16|fp32", "precision and memory",
+     "precision of the matrix products; sums are fp32"},
+    {"recompute", OPTION_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", "precision and memory",
+     "what the backward pass computes again instead of keeping it"},
+    {"logit-rows", OPTION_INT, FIELD(logit_rows), "auto", 1, 1e9, "N", "precision and memory",
+     "rows of logits in memory at a time"},
+    {"gpus", OPTION_INT, FIELD(gpus), "1", 1, 1024, "N", "several GPUs",
+     "of this machine, a process each; torchrun, srun and mpirun give their own number"},
+    {"shard", OPTION_CHOICE, FIELD(shard), "none", 0, 0, "none|states|grads|weights", "several GPUs",
+     "what is spread over the GPUs instead of kept by each: ZeRO 0, 1, 2, 3"},
+    {"comm", OPTION_CHOICE, FIELD(comm), "grads", 0, 0, "grads|bf16", "several GPUs",
+     "what gradients are sent as: as they are, or rounded to bf16; their sum is fp32"},
+    {"join-timeout", OPTION_INT, FIELD(join_timeout), "300", 1, 1e6, "SECONDS", "several GPUs",
+     "how long the first wait for the last"},
+    {"val-every", OPTION_INT, FIELD(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
+    {"val-tokens", OPTION_INT, FIELD(val_tokens), "auto", 1, 1e12, "N", "validation and samples",
+     "tokens of one validation, at most: the first windows of the validation data"},
+    {"sample-every", OPTION_INT, FIELD(sample_every), "auto", 0, 1e12, "N", "validation and samples",
+     "steps; 0: never; auto: at the end"},
+    {"sample-tokens", OPTION_INT, FIELD(sample_tokens), "128", 1, 65536, "N", "validation and samples",
+     "length of a sample"},
+    {"prompt", OPTION_TEXT, FIELD(prompt), "", 0, 0, "TEXT", "validation and samples", "begins the samples of a run"},
+    {"temperature", OPTION_REAL, FIELD(temperature), "0.8", 0, 100, "F", "validation and samples",
+     "0: the likeliest token"},
+    {"top-k", OPTION_INT, FIELD(top_k), "50", 0, 1e9, "N", "validation and samples",
+     "draw from the k likeliest; 0: all"},
+    {"run", OPTION_TEXT, FIELD(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
+    {"print-every", OPTION_INT, FIELD(print_every), "auto", 1, 1e12, "N", "run",
+     "steps between lines on the terminal; log.jsonl has every step"},
+    {"save-every", OPTION_INT, FIELD(save_every), "1000", 0, 1e12, "N", "run",
+     "steps between checkpoints; one is always written at the end and on a signal"},
+    {"keep", OPTION_INT, FIELD(keep), "2", 1, 1e9, "N", "run", "checkpoints that stay; older ones are removed"},
+    {"resume", OPTION_TEXT, FIELD(resume), "off", 0, 0, "off|auto|DIR", "run",
+     "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
+    {"device", OPTION_CHOICE, FIELD(device), "auto", 0, 0, "auto|gpu|cpu", "run", "auto: a GPU when there is one"},
+    {"seed", OPTION_INT, FIELD(seed), "1", 0, 9e15, "N", "run", "of initial weights, data order and rounding noise"},
+    {"sample", OPTION_TEXT, FIELD(sample), "", 0, 0, "PROMPT", "instead of training",
+     "continue PROMPT with --model DIR"},
+    {"dry-run", OPTION_FLAG, FIELD(dry_run), "", 0, 0, "", "instead of training", "print the plan and stop"},
+    {"list-formats", OPTION_FLAG, FIELD(list_formats), "", 0, 0, "", "instead of training", "storage formats"},
+    {"list-presets", OPTION_FLAG, FIELD(list_presets), "", 0, 0, "", "instead of training", "optimizer presets"},
+    {"help", OPTION_FLAG, FIELD(help), "", 0, 0, "", "instead of training", "this text"},
+};
+#undef FIELD
+constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
+static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0])};
+
+// The optimizer that the options ask for, with names for what they leave to the preset; false with a sentence where
+// there is none.
+static bool optim_config_try(const Options* o, OptimConfig* config, char* error, size_t error_bytes) {
+    *config = {o->preset,
+               o->rule,
+               o->weights,
+               o->grads,
+               o->m,
+               o->v,
+               (float)o->beta1,
+               (float)o->beta2,
+               (float)o->eps,
+               (float)o->weight_decay,
+               (uint64_t)o->seed,
+               o->decay_mode,
+               (float)o->lr,
+               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),  // of a run whose steps are not known yet
+               (float)o->alpha,
+               o->ramp,
+               o->overrides,
+               o->formats};
+    return optim_resolve(config, error, error_bytes);
+}
+
+static void optim_config_from(Options* o, OptimConfig* config) {
+    char error[DATA_ERROR_BYTES];
+    if (!optim_config_try(o, config, error, sizeof(error))) user_error("%s", error);
+    o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
+    o->overrides = config->overrides;
+}
 
 // The model: GPT-2 as OpenAI and transformers define it. Pre-norm blocks, learned positions, tanh GELU, and the output
 // matrix is the token embedding.
@@ -598,6 +780,50 @@ static void model_init(Model* m, uint64_t seed) {
 }
 
 // Choosing: what the options left to the program becomes numbers, and what cannot work is refused.
+
+// Steps and what depends on them.
+static void length_resolve(Options* o, int64_t windows, bool builtin, bool gpu, bool warmup_typed) {
+    int64_t sequences = o->tokens_per_step / o->seq;
+    if (o->steps == AUTO) o->steps = builtin ? (gpu ? 400 : 1500) : windows / sequences > 0 ? windows / sequences : 1;
+    // wsd: the first step that decays, as in learning_rate.
+    const bool wsd = strcmp(o->schedule, "wsd") == 0, automatic = o->warmup == AUTO;
+    const int64_t flat = wsd ? (int64_t)((double)o->steps - (double)o->steps * o->decay_fraction) : o->steps;
+    if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
+    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
+    if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
+    if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
+    if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
+    if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
+    if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
+    if (automatic && o->warmup > flat) o->warmup = flat;
+    if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
+    if (wsd && warmup_typed && o->warmup > flat && o->steps > 0) {
+        user_error(
+            "--warmup %lld reaches into wsd's decay, which begins at step %lld; type --warmup %lld or a smaller "
+            "--decay-fraction",
+            (long long)o->warmup, (long long)flat, (long long)flat);
+    }
+    if (o->warmup > o->steps && o->steps > 0) {
+        user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
+                   (long long)o->steps, (long long)o->steps);
+    }
+}
+
+// The learning rate of step 0, 1, ... steps-1.
+static double learning_rate(const Options* o, int64_t step) {
+    double last = o->lr * o->final_lr;
+    if (step < o->warmup) return o->lr * (double)(step + 1) / (double)o->warmup;
+    double done = (double)(step - o->warmup) / (double)(o->steps > o->warmup ? o->steps - o->warmup : 1);
+    if (done > 1) done = 1;
+    if (strcmp(o->schedule, "cosine") == 0) return last + (o->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
+    if (strcmp(o->schedule, "linear") == 0) return o->lr + (last - o->lr) * done;
+    if (strcmp(o->schedule, "constant") == 0) return o->lr;
+    // wsd: flat, then down by 1 - sqrt(share of the decay done).
+    double decay = (double)o->steps * o->decay_fraction, begin = (double)o->steps - decay;
+    if ((double)step < begin) return o->lr;
+    return last + (o->lr - last) * (1.0 - sqrt(((double)step - begin) / decay));
+}
 
 constexpr int PATH_BYTES = 4096;
 
@@ -1818,6 +2044,29 @@ static Recompute recompute_from(const char* name) {
     return strcmp(name, "block") == 0 ? RECOMPUTE_BLOCK : strcmp(name, "gelu") == 0 ? RECOMPUTE_GELU : RECOMPUTE_NONE;
 }
 
+// The folder that --model names, or "" where it names a built-in shape. Nothing else decides which of the two is meant:
+// a built-in shape's bare name is always that shape, and a folder of the same name is written ./NAME. A run folder
+// stands for its newest checkpoint; a checkpoint must be whole. o->model becomes the path from the root, for the
+// checkpoints to come.
+static const char* model_folder(Options* o) {
+    char path[4500], names[256], error[DATA_ERROR_BYTES];
+    if (strcmp(o->model, "auto") == 0 || gpt2_named(o->model)) return "";
+    char* folder = folder_exists(o->model) ? realpath(o->model, nullptr) : nullptr;
+    if (!folder) {
+        user_error("--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
+                   o->model, gpt2_names(names, sizeof(names)));
+    }
+    const bool model = model_folder_has_weights(folder);
+    Json* state = model ? nullptr : checkpoint_newest(folder, path, sizeof(path));
+    o->model = state ? text_copy(path) : folder;
+    json_free(state);
+    snprintf(path, sizeof(path), "%s/state.json", o->model);
+    if (model && access(path, F_OK) == 0 && !checkpoint_model_whole(o->model, error)) {
+        user_error("--model %s: damaged checkpoint: %s; name another one", o->model, error);
+    }
+    return o->model;
+}
+
 // --sample: continue a prompt with a model folder.
 static int sample_main(Options* o) {
     char error[DATA_ERROR_BYTES];
@@ -1963,6 +2212,229 @@ static void run_begin(Run* run, const Launch* launch, const char* tokenizer, con
     launch_share(launch, 0, run->folder, sizeof(run->folder));
     run->folder[sizeof(run->folder) - 1] = 0;
     launch_share(launch, 0, &run->options->sample_every, sizeof(run->options->sample_every));
+}
+
+// Resuming: choose the checkpoint and merge its saved options with those that were typed.
+
+// What was typed as empty, as from a shell's variable that is not set, is not what was meant; but that a run goes on
+// without the data that it had may be.
+static void require_words(const Options* o, const bool* given) {
+    const struct {
+        const char *name, *text;
+    } words[] = {{"data", o->data}, {"val", o->val}, {"model", o->model}, {"run", o->run}, {"resume", o->resume}};
+    const bool goes_on = strcmp(o->resume, "off") != 0 && strcmp(o->resume, "auto") != 0;
+    for (const auto& word : words) {
+        if (goes_on && *o->resume && (word.text == o->data || word.text == o->val)) continue;
+        if (!given[option_find(&TABLE, word.name) - OPTIONS] || *word.text) continue;
+        user_error("--%s '' is empty; give it a value or leave it out", word.name);
+    }
+}
+
+// The checkpoint to go on from into `folder`, and its state.json's tree: rank 0 chooses. NULL: begin anew.
+static Json* resume_locate(Options* o, const Launch* launch, char* folder, size_t bytes, bool* named_itself) {
+    char error[DATA_ERROR_BYTES];
+    Json* state = nullptr;
+    if (launch->rank == 0 && !checkpoint_locate(o->resume, o->run, folder, bytes, named_itself, &state, error)) {
+        user_error("%s", error);
+    }
+    if (!state) folder[0] = 0;
+    launch_share(launch, 0, folder, (int64_t)bytes);
+    folder[bytes - 1] = 0;
+    if (launch->rank > 0 && folder[0]) state = checkpoint_state(folder, error);
+    if (folder[0] && !state) user_error("%s", error);
+    return state;
+}
+
+// Options that belong to one start of the program and are not taken over from a checkpoint.
+static bool is_restored(const Option* option) {
+    static const char* const own[] = {"run", "resume", "device", "sample", "gpus", "join-timeout"};
+    for (const char* name : own) {
+        if (strcmp(option->name, name) == 0) return false;
+    }
+    return option->type != OPTION_FLAG;
+}
+
+static bool is_given(const bool* given, const char* name) {
+    return given[option_find(&TABLE, name) - OPTIONS];
+}
+
+// Whether an option that was not typed is left to another preset than the saved one, which was typed.
+static bool left_to_preset(const Options* o, const bool* given, const Json* saved, const char* name) {
+    static const char* const names[] = {"rule", "weights", "m", "v"};
+    if (!is_given(given, "preset") || strcmp(json_string(saved, "preset", ""), o->preset) == 0) return false;
+    for (const char* its : names) {
+        if (strcmp(name, its) == 0) return true;
+    }
+    return false;
+}
+
+// The model's shape hangs on these, so a run cannot change them.
+static bool is_fixed(const char* name) {
+    for (const char* fixed : {"model", "layers", "channels", "heads", "seq"}) {
+        if (strcmp(name, fixed) == 0) return true;
+    }
+    return false;
+}
+
+// Options that were not typed are taken from the checkpoint; typed ones that differ are listed in `changed`, or refused
+// where the model's shape hangs on them. `asked`: the checkpoint has --grads as it was asked for, not what became of
+// it.
+static void resume_options(Options* o, const bool* given, const Json* saved, bool asked, char* changed,
+                           size_t changed_bytes) {
+    char error[DATA_ERROR_BYTES];
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
+        const char* text = json_string(saved, option->name, nullptr);
+        if (!is_restored(option) || !text || strcmp(option->name, "override") == 0) continue;
+        if (!given[i] && left_to_preset(o, given, saved, option->name)) continue;
+        const size_t used = strlen(changed);
+        const bool fixed = is_fixed(option->name);
+        if (!given[i] && !asked && strcmp(option->name, "grads") == 0 && strcmp(text, "bf16") == 0) {
+            snprintf(changed + used, changed_bytes - used, " --grads auto (was bf16, asked for or not)");
+            continue;
+        }
+        char number[OPTION_TEXT_BYTES];
+        const char* now = option_text(option, o, number, sizeof(number));
+        const bool typed = given[i] && !(fixed && strcmp(now, "auto") == 0);
+        if (typed && strcmp(now, text) == 0) continue;
+        // A folder that was typed as --model, as a job script does each time, is not read: it may be gone by now, or
+        // the script may run in another place.
+        const bool folder = typed && strcmp(option->name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
+        if (folder) snprintf(changed + used, changed_bytes - used, " --model %s: the checkpoint's weights go on", now);
+        if ((!typed || folder) && !option_set(option, o, text, error)) user_error("--resume: %s", error);
+        if (!typed || folder) continue;
+        if (fixed) {
+            user_error("--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
+                       option->name, now, text, option->name);
+        }
+        snprintf(changed + used, changed_bytes - used, " --%s %s (was %s)", option->name, *now ? now : "''",
+                 *text ? text : "''");
+    }
+}
+
+// Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
+// program writes paths that name a file in one way, so that a path which can mean another file in another place, such
+// as a downloaded one, is not its own.
+static const char* format_distrust(const char* path, const char* folder) {
+    struct stat info;
+    char parent[4500];
+    if (stat(path, &info) != 0) return nullptr;  // there is no code, which another sentence says
+    char *real = realpath(path, nullptr), *run = realpath(folder_parent(folder, parent, sizeof(parent)), nullptr);
+    const size_t length = run ? strlen(run) : 0;
+    const bool same = real && strcmp(real, path) == 0;
+    const bool beside = real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/';
+    free(real), free(run);
+    if (!same) return "its path is not one that this program writes";
+    if (beside) return "the file lies in the run's folder";
+    if (info.st_uid != geteuid() && info.st_uid != 0) return "the file belongs to another user";
+    return info.st_mode & S_IWOTH ? "everybody can write the file" : nullptr;
+}
+
+// Code that was not typed runs only if this user's own run has used it before.
+static void require_own_formats(const Options* o, const bool* given, const char* folder, bool first) {
+    char path[4500];
+    struct stat info;
+    if (is_given(given, "format") || !o->formats[0]) return;
+    snprintf(path, sizeof(path), "%s/state.json", folder);
+    const bool own = stat(path, &info) == 0 && info.st_uid == geteuid();
+    const char* reason = own ? nullptr : "the checkpoint belongs to another user";
+    char *list = text_copy(o->formats), *shown = text_copy(o->formats), *rest = nullptr;
+    for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(nullptr, ",", &rest)) {
+        reason = format_distrust(one, folder);
+    }
+    text_disarm(shown, false);
+    if (reason) {
+        user_error(
+            "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, or "
+            "begin "
+            "anew without --resume",
+            folder, shown, reason, shown);
+    }
+    if (first) fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+    free(list), free(shown);
+}
+
+// A learning rate that was not typed is the new rule's usual one where that differs from the old rule's.
+static void resume_usual_lr(Options* o, const bool* given, const char* rule, const Json* saved, char* changed,
+                            size_t changed_bytes) {
+    const char* before = json_string(saved, "rule", rule);
+    double old = optim_usual_lr(before, o->channels), usual = optim_usual_lr(rule, o->channels);
+    if (given[option_find(&TABLE, "lr") - OPTIONS] || old == usual || o->lr == usual) return;
+    size_t used = strlen(changed);
+    snprintf(changed + used, changed_bytes - used, " --lr %g, usual for %s (was %g, for %s)", usual, rule, o->lr,
+             before);
+    o->lr = usual;
+}
+
+// Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own.
+static void resume_rule(Options* o, const bool* given, const Json* saved, char* changed, size_t changed_bytes) {
+    char error[DATA_ERROR_BYTES];
+    OptimConfig config;
+    Options trial = *o;
+    trial.grads = "fp32", trial.overrides = "none";  // which has no part in v and the learning rate
+    bool v_typed = given[option_find(&TABLE, "v") - OPTIONS];
+    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) trial.v = o->v = "";
+    if (optim_config_try(&trial, &config, error, sizeof(error))) {
+        resume_usual_lr(o, given, config.rule, saved, changed, changed_bytes);
+    }
+}
+
+// Whether the checkpoint's format of `kind`, which is saved by its full name, is this one.
+static bool has_format(const Json* formats, const char* kind, const char* name) {
+    return strcmp(json_string(formats, kind, ""), name) == 0;
+}
+
+// --override, once the other options are known: what is typed; else what the user had asked for ("none" of its preset
+// only); else what the run had, with its own preset and formats; else "", the preset's. Returns what was asked for, for
+// the next checkpoint: "" where the run keeps what it had, as it will then again. Versions before 3 did not say what
+// was asked for: what is not the preset's of today is taken for the user's.
+static const char* resume_override(Options* o, const bool* given, const Json* state, char* changed, size_t bytes) {
+    char error[DATA_ERROR_BYTES];
+    const Json *saved = json_get(state, "options"), *formats = json_get(state, "formats");
+    if (!formats) formats = saved;
+    const char *preset = json_string(saved, "preset", ""), *had = json_string(formats, "override", "");
+    const char* asked = json_string(saved, "override", "");
+    const bool typed = is_given(given, "override"), other = strcmp(preset, o->preset) != 0;
+    const bool older = json_int(state, "version", 1) < 3;
+    if (!*had) had = "none";  // as it was said before presets had some
+    if (older && strcmp(had, optim_preset_overrides(preset)) == 0) asked = "";
+    if ((older || other) && strcmp(had, "none") == 0) asked = "";
+    OptimConfig config;
+    Options trial = *o;
+    trial.grads = "fp32", trial.overrides = "";
+    const bool known = optim_config_try(&trial, &config, error, sizeof(error));
+    const bool same = known && !other && has_format(formats, "weights", config.weights) &&
+                      has_format(formats, "m", config.m) && has_format(formats, "v", config.v);
+    const bool has_own = known && strcmp(config.overrides, "none") != 0;
+    if (!typed) o->overrides = text_copy(*asked ? asked : same ? had : "");
+    trial.overrides = o->overrides;
+    const char* next = typed ? o->overrides : text_copy(asked);
+    if (!optim_config_try(&trial, &config, error, sizeof(error))) return next;  // it will be refused
+    const size_t used = strlen(changed);
+    if (strcmp(config.overrides, had) != 0) {
+        snprintf(changed + used, bytes - used, " --override %s (was %s)", config.overrides, had);
+    } else if (!typed && *asked && other && has_own) {
+        snprintf(changed + used, bytes - used, " --override %s (the run's, not %s's)", had, o->preset);
+    }
+    return next;
+}
+
+// Ranks that would not train the same are a mistake: other options, or other data.
+static void require_same(const Options* o, const Launch* launch, const Dataset* train, const Dataset* val) {
+    char* text = nullptr;
+    size_t length = 0;
+    Options same = *o;
+    same.run = same.resume = same.data = same.val = same.formats = "";
+    same.join_timeout = 0;
+    FILE* file = text_stream(&text, &length);
+    options_json(&TABLE, &same, file);
+    fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
+            (long long)val->tokens, train->crc, val->crc);
+    fclose(file);
+    uint32_t own = crc32c(0, text, (int64_t)length), first = own;
+    launch_share(launch, 0, &first, sizeof(first));
+    if (first != own) user_error("it has other options or other data than rank 0: %s; start all alike", text);
+    free(text);
 }
 
 // A run and all that it is made of, from its plan to its end.

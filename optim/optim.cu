@@ -353,7 +353,7 @@ static void rows_create(Optim* optim, int index) {
     const ArenaRun* run = &launch->plan->run;
     const int64_t bytes = optim->count * (int64_t)sizeof(RowTensor);
     if (!launch->rows.rule->by_rows) return;
-    RowTensor* rows = (RowTensor*)calloc((size_t)optim->count + 1, sizeof(RowTensor));
+    RowTensor* rows = (RowTensor*)memory_zero((size_t)optim->count + 1, sizeof(RowTensor));
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (optim->plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;

@@ -1,9 +1,11 @@
 // Tests of what a refusal says to type: it is typed, and must lead past that refusal. And of names that other programs
 // have for options.
-#include "../../train_options.h"
+#include "../../data/options.h"
 #include <ctype.h>
 
 #include "cli.h"
+
+const OptionTable* option_table();  // of train_gpt2.cu, by test_gpt2.cu
 
 // A command as one would type it after ./train, in the folder `work`; what it said first on stderr into `message`.
 // Returns its exit code.
@@ -253,7 +255,7 @@ static void random_command(uint64_t seed, char* command, size_t bytes) {
     auto draw = [&](int i, int n) { return (int)((1 + test_uniform(seed, i)) / 2 * (float)n) % n; };
     int used = snprintf(command, bytes, "--data text.txt --dry-run %s", begins[draw(0, 5)]);
     for (int i = 0, count = 1 + draw(1, 4); i < count; i++) {
-        const Option* option = &OPTIONS[draw(10 * i + 2, OPTION_COUNT)];
+        const Option* option = &option_table()->option[draw(10 * i + 2, option_table()->count)];
         char value[64] = "", list[128] = "";
         snprintf(list, sizeof(list), " --%s ", option->name);
         if (option->type == OPTION_FLAG || strcmp(option->name, "sample") == 0 || strstr(command, list)) continue;
@@ -294,12 +296,13 @@ TEST(cli_advice_random) {
 // What is said of --NAME, with an underscore for each dash where `underscores`.
 static const char* said_of(const char* name, size_t length, bool underscores, char* error) {
     char word[80], train[] = "train";
-    bool given[OPTION_COUNT] = {};
-    Options options = {};
+    bool given[256] = {};
+    alignas(16) char options[4096] = {};  // room for the fields, whatever they are
+    const OptionTable* table = option_table();
     snprintf(word, sizeof(word), "%s%.*s", *name == '-' ? "" : "--", (int)length, name);
     for (char* c = word + 2; underscores && *c; c++) *c = *c == '-' ? '_' : *c;
     char* words[] = {train, word, nullptr};
-    bool taken = options_defaults(&TABLE, &options, error) && options_parse(&TABLE, &options, given, 2, words, error);
+    bool taken = options_defaults(table, options, error) && options_parse(table, options, given, 2, words, error);
     return taken ? "" : error;
 }
 
@@ -307,8 +310,8 @@ static const char* said_of(const char* name, size_t length, bool underscores, ch
 TEST(cli_synonyms) {
     char error[DATA_ERROR_BYTES];
     int names = 0;
-    (void)optim_config_from, (void)length_resolve, (void)learning_rate;
-    for (const OptionSynonym& row : SYNONYMS) {
+    for (int i = 0; i < option_table()->synonyms; i++) {
+        const OptionSynonym& row = option_table()->synonym[i];
         for (const char *at = row.names, *end; *at; at = end + strspn(end, " "), names++) {
             end = at + strcspn(at, " ");
             for (bool underscores : {false, true}) {
@@ -320,7 +323,7 @@ TEST(cli_synonyms) {
         for (const char* at = row.answer; (at = strstr(at, "--")) != nullptr; at += 2) {
             char name[64] = "";
             sscanf(at + 2, "%63[-a-z0-9]", name);
-            expect(option_find(&TABLE, name), "'%s' names --%s, which is no option", row.answer, name);
+            expect(option_find(option_table(), name), "'%s' names --%s, which is no option", row.answer, name);
         }
         expect(strstr(row.answer, "type --") == row.answer || strstr(row.answer, "leave it out") == row.answer, "%s",
                row.answer);

@@ -2,7 +2,7 @@
 // have and nibble has not. Each name is in lower case with '-' for '_'; torchtitan's come without their group. The
 // answer follows "unknown option --NAME; ".
 #pragma once
-#include "data/options.h"
+#include "options.h"
 
 static const OptionSynonym SYNONYMS[] = {
     // data
