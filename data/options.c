@@ -21,11 +21,16 @@ const Option* option_find(const OptionTable* table, const char* name) {
 }
 
 // Is `typed` a slip of the finger away from `name`: a letter too many, too few or wrong, or two exchanged? Long names
-// may have two such. Short ones are not guessed at all: there, another letter makes another word.
+// may have two such. Short ones are not guessed at all: there, another letter makes another word. Another digit always
+// makes another thing, as in adam-beta3 and fp16, so the digits of both must be the same.
 static bool is_slip(const char* typed, const char* name) {
     char exchanged[64];
     size_t length = strlen(typed);
     if (length < 4 || length >= sizeof(exchanged)) return false;
+    static const char DIGITS[] = "0123456789";
+    const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
+    while (a && b && *a == *b) a = strpbrk(a + 1, DIGITS), b = strpbrk(b + 1, DIGITS);
+    if (a || b) return false;
     if (text_distance(typed, name) <= (length < 10 ? 1 : 2)) return true;
     for (size_t i = 0; i + 1 < length; i++) {
         memcpy(exchanged, typed, length + 1);

@@ -39,7 +39,7 @@ static void on_signal(int number) {
     double now = seconds_now(), since = now - first_signal;
     if (number == SIGUSR1 || number == SIGUSR2) {
         signal_save = 1;
-    } else if (!doing && !signal_stop) {
+    } else if (!doing && !signal_stop) {  // a run that was told to stop and has saved ends by itself
         tell("stopped by a signal; there was nothing to save", "", -1, "\n");
         _exit(128 + number);
     } else if (!signal_stop) {
