@@ -52,7 +52,7 @@ static void greet_other(FuzzInput input, bool proves) {
     Launch launch = {.rank = 1, .world = 3, .port = 1};
     Hello hello = {.magic = RENDEZVOUS_MAGIC, .version = RENDEZVOUS_VERSION, .rank = 1, .world = 3};
     Welcome welcome;
-    Met met = {.deadline = seconds() + 5, .other_version = true, .other_secret = true};
+    Met met = {.deadline = seconds_now() + 5, .other_version = true, .other_secret = true};
     char error[DATA_ERROR_BYTES] = "";
     memset(&said, 0, sizeof(said));
     memcpy(&said, input.bytes, input.count < bytes ? input.count : bytes);
