@@ -430,6 +430,9 @@ def shuffled(tokens, end, seed):
     return np.concatenate(documents)
 
 
+UNREADABLE = "documents that cannot be read, left out"  # one record of many that is no text
+
+
 class Notes:
     """What was met in the input and gets a line at the end: how often, and the first places."""
 
@@ -513,7 +516,15 @@ class Encoder:
         """The tokens of the pieces, uint16. With `inline`, END within a text begins a document."""
         notes, parts = Notes() if notes is None else notes, []
         for piece in pieces:
-            text = self.text(piece, field)
+            try:
+                text = self.text(piece, field)
+            except Problem as problem:
+                if piece.kind not in ("json", "element"):
+                    raise
+                if strict:
+                    raise Problem(f"{problem}; leave --strict out to skip it") from None
+                notes.add(UNREADABLE, str(problem))
+                continue
             if text is None:
                 if strict:
                     raise Problem(f'{place_of(piece)}: field "{field}" is null; leave --strict out to skip it')
@@ -866,6 +877,8 @@ def write_corpus(options, folder, train_files, validation_files):
     writers["val"].write(shuffled(np.concatenate(validation), encoder.end, options.seed))
     for writer in writers.values():
         writer.close()
+    if UNREADABLE in notes.found and not (writers["train"].tokens and writers["val"].tokens):
+        raise Problem(notes.found[UNREADABLE][1][0])
     if not writers["train"].tokens + writers["val"].tokens:
         raise Problem(f"{', '.join(train_files)}: empty, there is no text to encode")
     for part, advice in (

@@ -143,6 +143,7 @@ static void signalled(Test* test, Child* child, int number, double ms, int code,
 #define LONG_RUN SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 100000 --save-every 0 --run %s/%s"
 
 TEST(guard_stop_in_every_phase) {
+    signal(SIGHUP, SIG_DFL);  // the tests themselves may run under nohup
     const char* work = work_folder();
     char name[32];
     int number = 0;

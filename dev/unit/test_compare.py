@@ -166,7 +166,7 @@ def test_corpus_counts_not_its_place(case):
     place = case.folder / "a place"
     place.mkdir()
     for name in ("here", "there"):
-        (place / name).write_bytes(bytes(range(256)) * 200)
+        (place / name).write_bytes((bytes(range(32, 127)) * 539)[:51200])
     assert "2 done" in case.run(SWEEP, "--no-report", "--set", f"data={place}/here")
     assert case.record("a_s1")["data"].startswith("here  48.6k tokens in 1 file"), case.record("a_s1")["data"]
     assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report", "--set", f"data={place}/there")
@@ -412,32 +412,12 @@ def test_progress(case):
 
 
 def test_studies_are_accepted(case):
-    """Every configuration of the studies, by name and format; a smaller model stands in for theirs."""
+    """Every configuration of a study that this program can repeat; a smaller model stands in for the study's. The other
+    studies name presets and formats that were removed since, and are read from their records (test_report.py)."""
     small = {"data": "", "device": "cpu", "model": "nano", "seq": 64, "batch": 1, "tokens-per-step": 64}
     options = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
-    for name, least in (("d6", 150), ("d6_65536", 28), ("d6_once", 24), ("gpt2", 15)):
-        said = case.run(COMPARE / "sweeps" / f"{name}.toml", "--dry-run", *options)
-        count = int(said.strip().split("\n")[-1].split()[0])
-        assert count >= least, said
-        listed = subprocess.run([ROOT / "train", "--list-presets"], capture_output=True, text=True).stdout
-        presets = [line.split()[0] for line in listed.strip().split("\n")[1:] if not line.split()[0].startswith("--")]
-        left_out = [preset for preset in presets if f"run    {preset} seed 1 " not in said]
-        assert not left_out or name in ("d6_65536", "d6_once"), f"{name}.toml has not {left_out}"
-        if name == "d6":
-            states_are_covered(said)
-
-
-def states_are_covered(said):
-    """Each listed format of a moment is in d6's dry run, in one alone and in both, beside fp32 master weights."""
-    listed = subprocess.run([ROOT / "train", "--list-formats"], capture_output=True, text=True).stdout
-    listed = listed.split("--m, --v", 1)[1].split("  NAME alone", 1)[0].split("\n")[2:]
-    formats = {re.sub(r"/\d+", "", line.split()[0]) for line in listed if line.strip()} - {"fp32"}
-    runs = [line.split() for line in said.split("\n") if re.match("run    [mv] .* seed 1 +--[mv] ", line)]
-    asked = [dict(zip(words[0::2], words[1::2])) for words in (run[run.index("1") + 1 :] for run in runs)]
-    asked = [{o: re.sub(r"/\d+", "", f) for o, f in options.items()} for options in asked]
-    alone = {f for options in asked if len(options) == 1 for f in options.values()}
-    both = {f for options in asked if set(options) == {"--m", "--v"} for f in options.values()}
-    assert len(formats) > 30 and formats <= alone and formats <= both, (formats - alone, formats - both)
+    said = case.run(COMPARE / "sweeps" / "d6_once.toml", "--dry-run", *options)
+    assert int(said.strip().split("\n")[-1].split()[0]) == 24, said
 
 
 if __name__ == "__main__":

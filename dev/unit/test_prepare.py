@@ -340,6 +340,13 @@ def test_bad_documents(case):
     assert "encoded in pieces: 2 (a.txt: line 4, a.txt: line 5)\n" in done.stdout, done.stdout
     assert Corpus(case.folder / "text").documents("train") == ["first\n", "x\n" + spaces + "\n", "last\n"]
     case.refuse("a.txt: line 4: the text cannot be encoded", text, "--val", val, "--strict")
+    bad = ['{"text": "first"}', '{"text": ', '{"body": "b"}', '{"text": 5}', "[1]", '{"text": "last"}']
+    bad = case.write("bad_lines.jsonl", "\n".join(bad).encode() + b'\n{"text": "\xe9"}\n')
+    for workers in (1, 2):
+        done = case.run(bad, "--val", val, "--out", "o", "--force", "--workers", workers)
+        assert done.returncode == 0 and "cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON" in done.stdout, done
+        assert Corpus(case.folder / "o").documents("train") == ["first", "last"]
+    case.refuse("bad_lines.jsonl: line 2: not JSON", bad, "--val", val, "--strict")
     many = case.write("many.jsonl", '{"text": null}\n' * 50 + '{"text": "the"}\n')
     done = case.run(many, "--val", val, "--out", "many")
     assert "left out: 50 (many.jsonl: line 1, " in done.stdout and "line 10, ...)\n" in done.stdout, done.stdout
@@ -448,8 +455,8 @@ def test_errors(case):
     case.refuse(".jsonl", case.write("a.csv", "a,b"))
     case.refuse("empty.txt: empty, there is no text", case.write("empty.txt", ""))
     case.refuse("blank.txt: empty, there is no text", case.write("blank.txt", "\n<|endoftext|>\n \n"))
-    case.refuse("bad.jsonl: line 3: not JSON", case.write("bad.jsonl", '{"text": "a"}\n\n{"text": \n'))
-    case.refuse('line 2: there is no field "text" but body', case.write("f.jsonl", '{"text": "a"}\n{"body": "a"}\n'))
+    case.refuse("bad.jsonl: line 3: not JSON", case.write("bad.jsonl", '{"text": "a"}\n\n{"text": \n'), "--strict")
+    case.refuse('line 2: there is no field "text" but body', case.write("f.jsonl", '\n{"body": "a"}\n'))
     case.refuse('field "text" is not a text', case.write("n.jsonl", '{"text": 1}\n'))
     case.refuse("not a JSON object", case.write("l.jsonl", "[1]\n"))
     case.refuse("latin.txt: line 3: not UTF-8", case.write("latin.txt", "a\nb\nol\u00e9\n".encode("latin-1")))
