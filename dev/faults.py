@@ -45,7 +45,7 @@ PRELOAD = os.path.join(HERE, "build", "dev", "faults_preload.so")
 LAST, HALF = 12, 6  # steps of a run, and of the one that cases resume
 PATIENCE = 40  # seconds after which a run counts as hanging
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "vocab.json", "merges.txt")
-SHORT = {"kills": 24, "calls": 60, "limits": 24, "signals": 24, "links": 20, "special": 32, "doors": 8}
+SHORT = {"kills": 40, "calls": 150, "limits": 50, "signals": 60, "links": 50, "special": 90, "doors": 16}
 ERRORS = {"open": "EACCES EMFILE EIO", "folder": "EACCES EMFILE", "read": "EIO short EINTR",
           "write": "ENOSPC EIO EDQUOT short EINTR", "flush": "ENOSPC EIO", "sync": "EIO ENOSPC", "rename": "EIO EACCES",
           "mkdir": "ENOSPC EACCES EROFS", "resize": "EIO ENOSPC", "remove": "EACCES EROFS EIO", "map": "ENOMEM EACCES",
