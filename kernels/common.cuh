@@ -27,6 +27,7 @@
 
 #include "../data/errors.h"
 #include "../data/memory.h"
+#include "../data/signals.h"
 #include "../data/text.h"
 
 typedef __nv_bfloat16 bf16;
@@ -110,11 +111,11 @@ bool driver_bind(const char* name, Function* function) {
 inline void openmp_wait_asleep(char** argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
     setenv("OMP_WAIT_POLICY", "passive", 1);
-    struct sigaction before, ignore = {};
-    ignore.sa_handler = SIG_IGN;
-    sigaction(SIGUSR1, &ignore, &before);  // ignored, it cannot end the new program before its handlers are there
-    execv("/proc/self/exe", argv);         // on failure: go on, only slower
-    sigaction(SIGUSR1, &before, nullptr);
+    sigset_t handled, before;
+    signals_handled(&handled);
+    sigprocmask(SIG_BLOCK, &handled, &before);  // they wait for the new program's signals_catch
+    execv("/proc/self/exe", argv);              // on failure: go on, only slower
+    sigprocmask(SIG_SETMASK, &before, nullptr);
 }
 
 inline void* openmp_wait(void* gate) {
