@@ -3,6 +3,7 @@
 #include "memory.h"
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -22,7 +23,9 @@ void memory_checkpoint(const char* path) {
 
 // Nothing here needs memory: the text is on the stack, and _exit runs no handlers that might ask for some.
 void memory_missing(size_t bytes) {
+    static atomic_flag ending = ATOMIC_FLAG_INIT;
     char text[8192], resume[4400] = "";
+    while (atomic_flag_test_and_set(&ending)) pause();  // another thread of this process is at it
     if (checkpoint[0]) {
         const char* quote = strpbrk(checkpoint, " \t\"\\$&;|<>()*?[]{}#~!`") ? "'" : "";
         snprintf(resume, sizeof(resume), "; the last good checkpoint is %.2000s, go on with --resume %s%.2000s%s",

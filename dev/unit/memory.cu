@@ -1,6 +1,8 @@
 // Memory of the host: what data/memory.h promises, that nothing goes past it, and what limits do to ./train.
 #include "cli.h"
 
+#include <pthread.h>
+
 #include "../../data/memory.h"
 
 // What a child process that runs `body` ends with, and what it writes to stderr.
@@ -58,6 +60,29 @@ TEST(memory_missing_names_the_last_checkpoint) {
     };
     int code = in_child(body, text, sizeof(text));
     expect(code == 2 && strstr(text, "go on with --resume some/step_00000003\n"), "code %d, %s", code, text);
+}
+
+static pthread_barrier_t all_ready;
+
+static void* ask_too_much(void*) {
+    pthread_barrier_wait(&all_ready);
+    sink = (char*)memory_take(TOO_MUCH);
+    return nullptr;
+}
+
+TEST(memory_missing_in_threads_is_one_sentence) {
+    auto body = [] {
+        pthread_t thread[16];
+        pthread_barrier_init(&all_ready, nullptr, 16);
+        for (pthread_t& one : thread) pthread_create(&one, nullptr, ask_too_much, nullptr);
+        for (pthread_t& one : thread) pthread_join(one, nullptr);
+    };
+    for (int i = 0; i < 20; i++) {
+        char text[8192];
+        int code = in_child(body, text, sizeof(text));
+        const char* end = strchr(text, '\n');
+        expect(code == 2 && end && !end[1], "code %d, %s", code, text);
+    }
 }
 
 TEST(memory_texts) {
