@@ -43,8 +43,9 @@ static bool serves_directly(const FormatRow* weights, OptimType compute) {
 
 // The copy that a step on a GPU writes beside the weights: bf16 or none. An fp32 copy, which only --matmul fp32 needs,
 // is made by a separate kernel, so that the built-in kernels serve there too.
-static const FormatRow* step_copy(const FormatRow* weights, OptimType compute) {
-    return compute == OPTIM_BF16 && !serves_directly(weights, compute) ? compute_row(OPTIM_BF16) : none_row();
+static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* weights, OptimType compute) {
+    const bool copies = config->keeps_copy && compute == OPTIM_BF16 && !serves_directly(weights, compute);
+    return copies ? compute_row(OPTIM_BF16) : none_row();
 }
 
 // Bytes of the tile table and of each launch's counter of tiles.
@@ -59,7 +60,8 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         const FormatRow* weights = find_row(weights_table(), plan->weights[i].format);
         const ArenaRun* run = &plan->weights[i].run;
         bytes.weights += format_bytes(weights, run);
-        bytes.compute += serves_directly(weights, compute) ? 0 : format_bytes(compute_row(compute), run);
+        const bool copies = config->keeps_copy && !serves_directly(weights, compute);
+        bytes.compute += copies ? format_bytes(compute_row(compute), run) : 0;
         bytes.tables += format_table_bytes(weights, run);
     }
     for (int i = 0; i < plan->launches; i++) {
@@ -81,7 +83,7 @@ struct Weights {
     const FormatRow* row;
     const ArenaRun* run;  // what these arrays hold
     Streams streams;
-    bool are_seen;  // the matmuls read the codes as they are; they lie in what optim_weights returns
+    bool are_seen;  // the matmuls read the codes as they are; with a copy of the others they lie among these
 };
 
 // One kernel launch, for all tensors that have this rule and are stored in these formats.
@@ -110,7 +112,7 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     Plan* plan;
-    void* seen;                 // all weights in the compute type, as stored or as copies
+    void* seen;                 // all weights in the compute type, as stored or as copies; NULL: no copy is kept
     Weights weights[LAUNCHES];  // as many as the plan has
     Launch launch[LAUNCHES];    // as many as the plan has
     Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
@@ -228,7 +230,7 @@ static void tiles_create(Optim* optim) {
 static void config_types(const OptimConfig* config, OptimType compute, char* types, size_t bytes) {
     Rows rows = config_rows(config);
     snprintf(types, bytes, "%s, %s, %s, %s, %s", rows.rule->type, rows.weights->type, rows.m->type, rows.v->type,
-             step_copy(rows.weights, compute)->type);
+             step_copy(config, rows.weights, compute)->type);
 }
 
 // The text of the user's own formats, for NVRTC; "" if the combination has none.
@@ -238,7 +240,7 @@ static const char* user_source(const Rows* rows) {
 
 static const void* config_kernel(const OptimConfig* config, OptimType compute) {
     Rows rows = config_rows(config);
-    return built_in_kernel(&rows, step_copy(rows.weights, compute) != none_row());
+    return built_in_kernel(&rows, step_copy(config, rows.weights, compute) != none_row());
 }
 
 bool optim_built_in(const OptimConfig* config, OptimType compute) {
@@ -289,7 +291,8 @@ static void kernel_create(const Device* dev, OptimType compute, Launch* launch) 
 // Sets the launch's grid, one thread block a multiprocessor, and the block's threads and shared memory (kernel.cuh).
 static void launch_shape(const Device* dev, OptimType compute, Launch* launch, int64_t tiles) {
     const FormatRow *weights = launch->rows.weights, *m = launch->rows.m, *v = launch->rows.v,
-                    *slow = launch->rows.rule->keeps_slow ? m : none_row(), *copy = step_copy(weights, compute);
+                    *slow = launch->rows.rule->keeps_slow ? m : none_row(),
+                    *copy = step_copy(&launch->plan->config, weights, compute);
     StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], launch->rows.grads->stream[0],
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
@@ -333,8 +336,8 @@ static void weights_create(Optim* optim, int index) {
     const FormatRow* format = weights->row;
     weights->are_seen = serves_directly(format, optim->compute);
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
-    char* at = (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin);
-    *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
+    char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
+    if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     weights->streams =
         allocate_streams(optim, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
     char array[ARRAY_NAME_BYTES];
@@ -411,7 +414,7 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // weights_create counts these bytes
     int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
-    optim->seen = allocate_zero(dev, bytes, &none);
+    optim->seen = config->keeps_copy ? allocate_zero(dev, bytes, &none) : nullptr;
     // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
     for (int w = 0; w < plan->weights_count; w++) {
         weights_create(optim, w);
@@ -426,7 +429,7 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
 void optim_free(Optim* optim) {
     if (!optim) return;
     for (int i = 0; i < optim->plan->weights_count; i++) {
-        if (optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
+        if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
         free_streams(optim->dev, &optim->weights[i].streams);
     }
     device_free(optim->dev, optim->seen);
@@ -485,14 +488,13 @@ static Streams seen_streams(const Optim* optim) {
     return from_begin(compute_row(optim->compute), {optim->seen, nullptr}, optim->plan->begin);
 }
 
-static void decode_weights(const Optim* optim, const Weights* weights) {
+// Decodes `tiles` tiles of weights, the first of which is number `first` of their arrays, to the beginning of `to`.
+static void decode_tiles(const Optim* optim, const Weights* weights, int64_t first, int64_t tiles, void* to) {
     const FormatRow *format = weights->row, *seen = compute_row(optim->compute);
-    const ArenaRun* run = weights->run;
-    const int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, first = run->begin / TILE_ELEMENTS;
+    const Streams from = row_tile(format, weights->streams, first), decoded = {to, nullptr};
     if (tiles == 0) return;
-    Streams to = row_tile(seen, seen_streams(optim), first);
     if (optim->dev->gpu) {
-        void* arguments[] = {(void*)&weights->streams, &to};
+        void* arguments[] = {(void*)&from, (void*)&decoded};
         dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
         check(cudaLaunchKernel(weights->row->decode[optim->compute], grid, block, arguments, 0, optim->dev->stream));
         return;
@@ -500,15 +502,31 @@ static void decode_weights(const Optim* optim, const Weights* weights) {
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
         float x[TILE_ELEMENTS];
-        format->view(row_tile(format, weights->streams, tile), 0, x, TILE_ELEMENTS);
-        seen->set(row_tile(seen, to, tile), 0, x, TILE_ELEMENTS);
+        format->view(row_tile(format, from, tile), 0, x, TILE_ELEMENTS);
+        seen->set(row_tile(seen, decoded, tile), 0, x, TILE_ELEMENTS);
     }
 }
 
 void optim_decode(Optim* optim) {
-    for (int i = 0; i < optim->plan->weights_count; i++) {
-        if (!optim->weights[i].are_seen) decode_weights(optim, &optim->weights[i]);
+    for (int i = 0; i < optim->plan->weights_count && optim->seen; i++) {
+        const Weights* weights = &optim->weights[i];
+        const int64_t first = weights->run->begin / TILE_ELEMENTS, end = weights->run->end / TILE_ELEMENTS;
+        void* to = row_tile(compute_row(optim->compute), seen_streams(optim), first).codes;
+        if (!weights->are_seen) decode_tiles(optim, weights, 0, end - first, to);
     }
+}
+
+const void* optim_stored_weights(const Optim* optim, int tensor) {
+    const Weights* weights = weights_of(optim, tensor);
+    const int64_t first = (optim->tensors[tensor].offset - weights->run->begin) / TILE_ELEMENTS;
+    return weights->are_seen ? row_tile(weights->row, weights->streams, first).codes : nullptr;
+}
+
+void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
+    const Weights* weights = weights_of(optim, tensor);
+    const OptimTensor* its = &optim->tensors[tensor];
+    const int64_t first = (its->offset - weights->run->begin) / TILE_ELEMENTS;
+    decode_tiles(optim, weights, first, tensor_padded(its) / TILE_ELEMENTS, to);
 }
 
 // The step.
@@ -576,7 +594,7 @@ static void launch_step(const Optim* optim, const Launch* launch, const void* gr
     if (tiles == 0) return;
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
-    arguments->copy = weights->are_seen ? Streams{nullptr, nullptr} : seen_streams(optim);
+    arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);

@@ -47,6 +47,8 @@ struct OptimConfig {
     const struct UserFormats* user_formats = nullptr;  // what optim_resolve has read of them
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here, in whole TILE_ELEMENTS; end 0: all
     bool stored = false;         // a checkpoint's: overrides "" = none, and feedback is not checked
+    bool keeps_copy = true;      // a copy, in the compute type, of all weights that the matmuls cannot read as they are
+                                 // stored; false: the caller decodes them in pieces (decoded.h)
 };
 
 // What the combination costs, known before anything is allocated.
@@ -116,8 +118,16 @@ void optim_set_weights(Optim* optim, int tensor, const float* values);
 void optim_get_weights(const Optim* optim, int tensor, float* values);
 
 // The weights in the compute type, arena layout from config.begin on, device memory; the pointer is constant for the
-// optimizer's life.
+// optimizer's life. NULL for an optimizer that keeps no copy.
 void* optim_weights(const Optim* optim);
+
+// The weights of one tensor, in device memory, if they are stored in the compute type; otherwise NULL. Only for an
+// optimizer of the whole arena.
+const void* optim_stored_weights(const Optim* optim, int tensor);
+
+// Decodes the weights of one tensor, with the padding behind it, into device memory in the compute type, on
+// dev->stream.
+void optim_decode_tensor(const Optim* optim, int tensor, void* to);
 
 // Refreshes the compute copy after weights or streams were written from outside (no-op when there is no copy).
 void optim_decode(Optim* optim);

@@ -1,0 +1,46 @@
+// The weights that the matmuls read, where they are not stored as the matmuls read them: decoded one part of the model
+// at a time, so that no second copy of the model is in memory.
+//
+// A part is a layer, or the embeddings, or the last layernorm. Two layers have room at a time, which take turns, and
+// the embeddings use the same room: a pass reads them before its first layer and after its last. The last layernorm has
+// room of its own, since it is read together with the last layer. A part is decoded when decoded_need asks for it and
+// it is not there, on the device's stream, so that it waits for whatever still reads what stood in its place.
+//
+//     room     max(2 layers, embeddings) + last layernorm, in the compute type
+//     cost     each use of a part reads its weights as stored and writes them decoded: 3 bytes a parameter for 8-bit
+//              weights and bf16 products, twice a micro-batch (forward and backward), at the rate of a copy
+//
+// Tensors that are stored in the compute type need no room and are read where they are. A decoded weight has the bits
+// that a copy of the whole model would have, since the same function makes it.
+#pragma once
+#include "optim.h"
+
+typedef struct Decoded Decoded;
+
+// Part numbers: 0 to layers - 1 are the layers.
+inline int decoded_embeddings(int layers) {
+    return layers;
+}
+inline int decoded_final(int layers) {
+    return layers + 1;
+}
+
+// Bytes of the room for these tensors under a resolved configuration; `part` has the part of each tensor. Known before
+// anything is allocated.
+int64_t decoded_bytes(const OptimConfig* config, const OptimTensor* tensors, const int* part, int count, int layers,
+                      OptimType compute);
+
+// Allocates the room. `optim` keeps no copy (OptimConfig.keeps_copy) and must outlive it; `part` is copied.
+Decoded* decoded_open(const Device* dev, const Optim* optim, const OptimConfig* config, const OptimTensor* tensors,
+                      const int* part, int count, int layers, OptimType compute);
+void decoded_close(Decoded* decoded);
+
+// Where a tensor's weights are in the compute type once its part has been asked for: constant.
+void* decoded_at(const Decoded* decoded, int tensor);
+
+// Makes sure that a part is there. It stays until a part that shares its room is asked for: layer l until layer l + 2
+// or the embeddings, the embeddings until a layer.
+void decoded_need(Decoded* decoded, int part);
+
+// The weights have changed: whatever is there is out of date.
+void decoded_forget(Decoded* decoded);
