@@ -4,12 +4,14 @@
     pip install -r data/requirements.txt
     python data/prepare.py tinyshakespeare --out data/shakespeare
     python data/prepare.py books.txt.xz more.jsonl --out data/corpus --val held_out.txt
+    python data/prepare.py books.txt --train-bpe 8192 --out data/corpus    # with a vocabulary of its own
+    python data/prepare.py --eval hellaswag lambada                        # questions for ./train --eval
     ./train --data data/corpus
 
 An input is a .txt, .jsonl, .json (an array, or a document a line) or .parquet file, each but the last also packed by
 gzip, xz, bzip2 or zstd, or the name of a public corpus, which is downloaded. In a .txt a line `<|endoftext|>` begins a
-document; a .txt without one is one document. Text is encoded with GPT-2's byte-pair encoding by tiktoken; every
-document begins with the token <|endoftext|> (50256).
+document; a .txt without one is one document. Text is encoded with GPT-2's byte-pair encoding, or with another of its
+kind (--tokenizer, --train-bpe; vocabulary.py), by tiktoken; every document begins with the token <|endoftext|>.
 
 Validation documents are drawn by --seed from all inputs alike, unless --val names some, and are written in an order of
 their own, so that the first ones are of all inputs too. A document without a text is left out, and one with more white
@@ -18,6 +20,7 @@ space in a row than the tokenizer takes is encoded in pieces; both are counted a
 The folder --out then holds
     train_000000.bin, ..., val_000000.bin, ...   256 int32 (magic 20240520, version 1, tokens, 0...), uint16 tokens
     vocab.json, merges.txt                       the vocabulary under Hugging Face's names, to decode samples
+    tokenizer.json, tokenizer_config.json        the same for transformers, where it was trained here or came with them
     meta.json                                    counts of tokens and bytes (UTF-8 of the text), sources
 It is written as OUT.tmp and renamed at the end, so OUT is complete whenever it exists. The shards do not depend on the
 number of workers. Input is streamed, so memory is bounded but for the validation part and a .json array. A long
@@ -26,14 +29,8 @@ document is encoded in pieces, cut where GPT-2's encoding never merges across, s
 
 import argparse
 import array
-import bz2
 import collections
-import gzip
-import hashlib
-import http.client
-import io
 import json
-import lzma
 import multiprocessing
 import operator
 import os
@@ -44,30 +41,27 @@ import shutil
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
-import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-os.environ["TIKTOKEN_CACHE_DIR"] = ""  # it would cache local files by their path, and serve stale ones
 try:
     import numpy as np
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
     from tqdm import tqdm
+
+    import eval_files
+    import vocabulary
+    from vocabulary import END, SPACE_MOST
 except ImportError as missing:
     print(f"prepare: error: {missing}; type `pip install -r data/requirements.txt`", file=sys.stderr)
     sys.exit(2)
 
+from input_files import PACKED_NAME, READ_ERRORS, Problem, damaged, download, first_bytes, open_input, unpacker
+
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-END = "<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
 CHUNK_BYTES = 1 << 19  # documents are handed to a worker in chunks of at least this size
-SPACE_MOST = 50000  # characters of white space in a row that tiktoken takes with certainty
 NOTED_PLACES = 10  # of a notice
 SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
 
@@ -82,15 +76,8 @@ CORPORA = {  # name: (training files, validation files)
     "tinystories": ([STORIES + "train.txt"], [STORIES + "valid.txt"]),
     "fineweb-edu-10B": ([f"{FINEWEB}{i:03d}_00000.parquet" for i in range(14)], []),
 }
-GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_SHA256 = {
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
-
-
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
+BPE_BYTES = 1 << 30  # --train-bpe reads this much of the training text
+BPE_LEAST = 258  # tokens: 256 bytes, a merge, <|endoftext|>
 
 
 # A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("json"), one element of a .json
@@ -102,78 +89,6 @@ Piece = collections.namedtuple("Piece", "path kind place begins data")
 def place_of(piece, place=None):
     what = {"element": "element", "row": "row", "null": "row"}.get(piece.kind, "line")
     return f"{piece.path}: {what} {place or piece.place}"
-
-
-class ZstdFile(io.RawIOBase):
-    """The contents of zstd's frames, one after another. A file that ends within a frame is an EOFError."""
-
-    def __init__(self, path):
-        try:
-            import zstandard
-        except ImportError:
-            raise Problem("a .zst file needs zstandard; type `pip install -r data/requirements.txt`") from None
-        self.library, self.file = zstandard, open(path, "rb")
-        self.frame, self.packed, self.ready = None, b"", b""
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self.ready:
-            if self.frame and self.frame.eof:
-                self.packed, self.frame = self.frame.unused_data, None
-            block = self.packed or self.file.read(1 << 16)
-            self.packed = b""
-            if not block:
-                if self.frame:
-                    raise EOFError("it ends within its packed data")
-                return 0
-            try:
-                self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                self.ready = self.frame.decompress(block)
-            except self.library.ZstdError as error:
-                raise OSError(str(error)) from None
-        count = min(len(buffer), len(self.ready))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
-
-    def close(self):
-        self.file.close()
-        super().close()
-
-
-PACKINGS = (  # the pattern of the first bytes, what opens the file
-    (rb"\x1f\x8b", gzip.open),
-    (rb"\xfd7zXZ\x00|\x5d\x00\x00", lzma.open),
-    (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
-    (rb"\x28\xb5\x2f\xfd", lambda path: io.BufferedReader(ZstdFile(path), 1 << 20)),
-)
-PACKED_NAME = re.compile(r"\.(xz|lzma|gz|bz2|zst)$", re.IGNORECASE)
-
-
-def first_bytes(path):
-    try:
-        with open(path, "rb") as file:
-            return file.read(16)
-    except OSError as error:
-        raise damaged(path, error) from None
-
-
-def unpacker(path):
-    """What opens a packed file, whatever its name; None for one that is not packed."""
-    head = first_bytes(path)
-    for signature, opener in PACKINGS:
-        if re.match(signature, head):
-            return opener
-    if head and PACKED_NAME.search(str(path)):
-        raise damaged(path, "it is not packed, as its name says")
-    return None
-
-
-def open_input(path):
-    """A binary stream of the file's contents, unpacked."""
-    opener = unpacker(path)
-    return opener(path) if opener else open(path, "rb")
 
 
 def input_kind(path):
@@ -190,14 +105,6 @@ def input_kind(path):
         f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
         f"or one of {', '.join(CORPORA)}"
     )
-
-
-def damaged(path, error):
-    """The sentence for a file that cannot be read to its end."""
-    return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
-
-
-READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)  # pyarrow's own derive from ValueError
 
 
 def open_parquet(path):
@@ -456,86 +363,86 @@ class Notes:
             yield f"  notice: {text}: {count} ({', '.join(places[:NOTED_PLACES])}{more})"
 
 
+def text_of(piece, field):
+    """The text of a piece, None for a null; a Problem that names the line when there is none."""
+    if piece.kind == "null":
+        return None
+    try:
+        text = piece.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
+        raise Problem(
+            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); convert the file"
+        ) from None
+    if piece.kind in ("text", "row"):
+        return text
+    where = place_of(piece)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{where}: not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise Problem(f'{where}: not a JSON object with a field "{field}"')
+    if field not in record:
+        found = ", ".join(list(record)[:8]) or "no field at all"
+        raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
+    if record[field] is not None and not isinstance(record[field], str):
+        raise Problem(f'{where}: field "{field}" is not a text')
+    return record[field]
+
+
+def readable_text(piece, field, strict, notes):
+    """The text of a piece; None, and a note, where it has none that can be encoded."""
+    record = piece.kind in ("json", "element")
+    try:
+        text = text_of(piece, field)
+    except Problem as problem:
+        if not record:
+            raise
+        if strict:
+            raise Problem(f"{problem}; leave --strict out to skip it") from None
+        notes.add(UNREADABLE, str(problem))
+        return None
+    if text is None:
+        if strict:
+            raise Problem(f'{place_of(piece)}: field "{field}" is null; leave --strict out to skip it')
+        notes.add("documents without a text, left out", place_of(piece))
+        return None
+    if record and not text.strip():
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 class Encoder:
-    """GPT-2's encoding over the vocab.json and merges.txt of a folder."""
+    """Pieces of documents to tokens."""
 
     def __init__(self, folder):
-        names = json.loads(Path(folder, "vocab.json").read_bytes())
-        ranks = data_gym_to_mergeable_bpe_ranks(str(Path(folder, "merges.txt")), str(Path(folder, "vocab.json")))
-        self.end = names[END]
-        self.vocabulary = max(names.values()) + 1
-        self.tokenizer = tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END: self.end}
-        )
-        self.lengths = np.zeros(self.vocabulary, np.int64)  # bytes of a token's text; 0 for <|endoftext|>
-        for text, token in ranks.items():
-            self.lengths[token] = len(text)
-
-    def text(self, piece, field):
-        """The text of a piece, None for a null; a Problem that names the line when there is none."""
-        if piece.kind == "null":
-            return None
-        try:
-            text = piece.data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
-            raise Problem(
-                f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); convert the file"
-            ) from None
-        if piece.kind in ("text", "row"):
-            return text
-        where = place_of(piece)
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise Problem(f"{where}: not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise Problem(f'{where}: not a JSON object with a field "{field}"')
-        if field not in record:
-            found = ", ".join(list(record)[:8]) or "no field at all"
-            raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
-        if record[field] is not None and not isinstance(record[field], str):
-            raise Problem(f'{where}: field "{field}" is not a text')
-        return record[field]
+        self.vocabulary = vocabulary.open_vocabulary(folder)
+        self.end = self.vocabulary.end
 
     def tokens(self, text, piece, strict, notes):
         """The tokens of a text. White space for which tiktoken has no stack is encoded in pieces of SPACE_MOST."""
-        encode = self.tokenizer.encode_to_numpy
         try:
-            return encode(text, allowed_special=set(), disallowed_special=())
+            return self.vocabulary.encode(text)
         except ValueError as error:
             cuts = [0, *(match.end() for match in re.finditer(rf"\s{{{SPACE_MOST}}}", text)), len(text)]
             if strict or len(cuts) == 2:
                 advice = "; leave --strict out to encode it in pieces" if len(cuts) > 2 else ""
                 raise Problem(f"{place_of(piece)}: the text cannot be encoded ({error}){advice}") from None
         notes.add("very long white space, encoded in pieces", place_of(piece))
-        parts = [text[begin:end] for begin, end in zip(cuts, cuts[1:])]
-        return np.concatenate([encode(part, allowed_special=set(), disallowed_special=()) for part in parts])
+        return np.concatenate([self.vocabulary.encode(text[begin:end]) for begin, end in zip(cuts, cuts[1:])])
 
     def encode(self, pieces, field, strict=False, inline=False, notes=None):
         """The tokens of the pieces, uint16. With `inline`, END within a text begins a document."""
         notes, parts = Notes() if notes is None else notes, []
         for piece in pieces:
-            try:
-                text = self.text(piece, field)
-            except Problem as problem:
-                if piece.kind not in ("json", "element"):
-                    raise
-                if strict:
-                    raise Problem(f"{problem}; leave --strict out to skip it") from None
-                notes.add(UNREADABLE, str(problem))
-                continue
+            text = readable_text(piece, field, strict, notes)
             if text is None:
-                if strict:
-                    raise Problem(f'{place_of(piece)}: field "{field}" is null; leave --strict out to skip it')
-                notes.add("documents without a text, left out", place_of(piece))
                 continue
-            if piece.kind in ("json", "element") and not text.strip():
-                continue
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             found = text.count(END)
             if found and not inline:
                 what = f"{END} within a text, encoded as text; --inline-separators begins a document there"
@@ -545,7 +452,7 @@ class Encoder:
                     continue
                 if piece.begins or i:
                     parts.append(np.array([self.end], np.uint16))
-                parts.append(self.tokens(document, piece, strict, notes).astype(np.uint16))
+                parts.append(self.tokens(document, piece, strict, notes))
         return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
@@ -594,76 +501,6 @@ def encode_all(parts, encoder, folder, reading, workers, notes):
         for _, _, future in waiting:
             future.cancel()
         pool.shutdown()
-
-
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"
-
-
-def download(url, instead):
-    """Downloads a file into the cache, once, and returns its path. `instead` says what to do without network."""
-    path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
-            total = int(response.headers.get("Content-Length") or 0)
-            with tqdm(total=total or None, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[1], disable=None) as bar:
-                while True:
-                    block = response.read(1 << 20)
-                    if not block:
-                        break
-                    file.write(block)
-                    bar.update(len(block))
-            if total and file.tell() != total:
-                raise OSError(f"{file.tell()} of {total} bytes came")
-    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-        partial.unlink(missing_ok=True)
-        raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
-    os.replace(partial, path)
-    return path
-
-
-def find_vocabulary(folder):
-    """The two vocabulary files: of the folder given, of ../shared beside the repository, or downloaded."""
-    shared = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizer"
-    for place in [Path(folder)] if folder else [shared]:
-        for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-            if all((place / name).is_file() for name in names):
-                return [place / name for name in names]
-    if folder:
-        raise Problem(f"{folder}: there are no encoder.json and vocab.bpe here, nor vocab.json and merges.txt")
-    files = []
-    for name, sha256 in GPT2_SHA256.items():
-        file = download(GPT2 + name, "give a folder with encoder.json and vocab.bpe by --vocab")
-        if hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            file.unlink()
-            raise Problem(f"{GPT2 + name}: not GPT-2's file (its checksum differs); give a folder by --vocab")
-        files.append(file)
-    return files
-
-
-def write_vocabulary(folder, chosen):
-    """Writes vocab.json and merges.txt into the folder and returns the encoder over them."""
-    names_file, merges_file = find_vocabulary(chosen)
-    try:
-        names = json.loads(names_file.read_text("utf-8"))
-        merges = merges_file.read_text("utf-8").rstrip("\n").split("\n")
-        names.setdefault(END, len(names))
-        if not merges[0].startswith("#version"):  # tiktoken takes the first line for this
-            merges.insert(0, "#version: 0.2")
-        (folder / "vocab.json").write_text(json.dumps(names, ensure_ascii=False), "utf-8")
-        (folder / "merges.txt").write_text("\n".join(merges) + "\n", "utf-8")
-        encoder = Encoder(folder)
-    except OSError as error:
-        raise damaged(error.filename or names_file, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        raise Problem(f"{names_file} and {merges_file.name} are not a byte-pair vocabulary like GPT-2's") from None
-    if encoder.vocabulary > 1 << 16:
-        raise Problem(f"{names_file}: {encoder.vocabulary} tokens do not fit in 16 bits; use one of at most 65536")
-    return encoder
 
 
 class ShardWriter:
@@ -724,7 +561,7 @@ class ShardWriter:
 
 def replaceable(out):
     """Whether --force may delete this: a folder that holds nothing but what this program writes."""
-    ours = re.compile(r"(train|val)_\d{6}\.bin|vocab\.json|merges\.txt|meta\.json")
+    ours = re.compile(r"(train|val)_\d{6}\.bin|meta\.json|[\w.-]+\.eval|" + "|".join(map(re.escape, vocabulary.FILES)))
     return out.is_dir() and not out.is_symlink() and all(ours.fullmatch(entry.name) for entry in out.iterdir())
 
 
@@ -764,7 +601,7 @@ def parse(arguments):
     names = ", ".join(CORPORA)
     inputs = ".txt, .jsonl, .json (also .gz, .xz, .bz2, .zst), .parquet, or a corpus"
     add("inputs", nargs="+", metavar="INPUT", help=f"{inputs}: {names}")
-    add("--out", default="data/corpus", metavar="DIR", help="folder to write (default: %(default)s)")
+    add("--out", metavar="DIR", help="folder to write (default: data/corpus)")
     add("--force", action="store_true", help="replace an earlier OUT")
     add("--val", nargs="+", metavar="FILE", help="validation text (default: documents of all INPUT, drawn by --seed)")
     add(
@@ -784,15 +621,37 @@ def parse(arguments):
         help="field of a .jsonl, .json or .parquet file (default: %(default)s)",
     )
     add(
-        "--vocab",
+        "--tokenizer",
         metavar="DIR",
-        help="folder with encoder.json and vocab.bpe, or vocab.json and merges.txt "
+        help="folder with vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json, of GPT-2's kind "
         "(default: ../shared/data/tokenizer beside the repository, else GPT-2's are downloaded)",
+    )
+    add(
+        "--train-bpe",
+        type=count,
+        metavar="N",
+        help="train a vocabulary of N tokens on the training text (the first GiB of it) and use it",
+    )
+    add(
+        "--eval",
+        action="store_true",
+        help="write evaluation files OUT/NAME.eval instead of shards; then INPUT is NAME=FILE.jsonl, or one of "
+        f"{', '.join(eval_files.PUBLIC)}, and OUT is data/eval unless --out says otherwise (--tokenizer bytes: for "
+        "models of bytes)",
     )
     add("--shard-tokens", type=count, default=10**8, metavar="N", help="tokens in a shard (default: %(default)s)")
     add("--limit-tokens", type=count, metavar="N", help="stop after N training tokens")
     add("--workers", type=count, metavar="N", help="processes (default: one a core; 1 for little text)")
     options = parser.parse_args(arguments)
+    options.out = options.out or ("data/eval" if options.eval else "data/corpus")
+    if options.tokenizer and options.train_bpe:
+        parser.error("give --tokenizer or --train-bpe, not both")
+    if options.train_bpe and not BPE_LEAST <= options.train_bpe <= vocabulary.VOCABULARY_MOST:
+        parser.error(f"--train-bpe {options.train_bpe} is not within {BPE_LEAST} and {vocabulary.VOCABULARY_MOST}")
+    if options.eval and (options.val or options.train_bpe):
+        parser.error("--eval goes with --tokenizer and --out alone: it writes no shards")
+    if options.tokenizer == "bytes" and not options.eval:
+        parser.error("bytes need no preparation: ./train --data FILE takes any file")
     if options.val and options.val_fraction:
         parser.error("give --val or --val-fraction, not both")
     if not 1000 <= options.shard_tokens <= 10**9:
@@ -830,53 +689,80 @@ def find_inputs(options):
     return train, validation
 
 
-def write_corpus(options, folder, train_files, validation_files):
-    """Fills the folder and returns the contents of meta.json."""
-    encoder = write_vocabulary(folder, options.vocab)
-    notes, field = Notes(), options.field
-    for path in train_files + validation_files:
-        if os.path.getsize(path) == 0:
-            if options.strict:
-                raise Problem(f"{path}: empty; leave it, or --strict, out")
-            notes.add("empty files", path)
-    pieces = read_inputs(train_files, field)
-    if validation_files:
-        share = 1.0
-        total = sum(input_bytes(path, field) for path in train_files + validation_files)
-        tagged = (("val", piece) for piece in read_inputs(validation_files, field))
-        tagged = (pair for source in (tagged, (("train", piece) for piece in pieces)) for pair in source)
-    else:
-        measured = measure(train_files, field)
-        total = measured[0]
-        taken = min(total, 4 * options.limit_tokens) if options.limit_tokens else total
-        share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
-        tagged = split_validation(pieces, share, measured, options.seed)
-    options.workers = worker_count(options.workers, total)
-    limit = options.limit_tokens
-    limits = {"train": limit, "val": max(int(share * limit), 1 << 15) if limit and not validation_files else None}
-    writers = {
-        part: ShardWriter(folder, part, options.shard_tokens, limits[part], encoder.lengths)
-        for part in ("train", "val")
-    }
-    reading = field, options.strict, options.inline_separators
-    results = encode_all(chunks(tagged), encoder, folder, reading, options.workers, notes)
+class Parts:
+    """The pieces of the training and the validation files, tagged "train" or "val"; they can be read more than once."""
+
+    def __init__(self, options, train_files, validation_files):
+        self.options, self.train_files, self.validation_files = options, train_files, validation_files
+        self.measured = None
+        if validation_files:
+            self.share = 1.0
+            self.bytes = sum(input_bytes(path, options.field) for path in train_files + validation_files)
+            return
+        self.measured = measure(train_files, options.field)
+        self.bytes = self.measured[0]
+        taken = min(self.bytes, 4 * options.limit_tokens) if options.limit_tokens else self.bytes
+        self.share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
+
+    def tagged(self):
+        pieces = read_inputs(self.train_files, self.options.field)
+        if self.measured:
+            yield from split_validation(pieces, self.share, self.measured, self.options.seed)
+            return
+        yield from (("val", piece) for piece in read_inputs(self.validation_files, self.options.field))
+        yield from (("train", piece) for piece in pieces)
+
+    def training_texts(self):
+        """The texts that a vocabulary is trained on: at most BPE_BYTES of the training part."""
+        size, notes = 0, Notes()  # encoding will meet the same documents and note them
+        for part, piece in self.tagged():
+            text = readable_text(piece, self.options.field, self.options.strict, notes) if part == "train" else None
+            if text is not None:
+                yield text
+                size += len(piece.data)
+            if size >= BPE_BYTES:
+                return
+
+
+def prepare_vocabulary(options, parts, folder, notes):
+    """Puts the vocabulary that is asked for into the folder."""
+    if not options.train_bpe:
+        vocabulary.copy_vocabulary(vocabulary.open_vocabulary(options.tokenizer), options.tokenizer, folder)
+        return
+    trained = vocabulary.train_vocabulary(parts.training_texts(), options.train_bpe, folder)
+    if trained.size < options.train_bpe:
+        notes.add(f"tokens of the vocabulary, of {options.train_bpe}", "no more pairs come twice", trained.size)
+
+
+def write_shards(options, parts, encoder, folder, notes):
+    """The writers of both parts, when all is written."""
+    limit, size = options.limit_tokens, encoder.vocabulary.lengths
+    val_limit = max(int(parts.share * limit), 1 << 15) if limit and not parts.validation_files else None
+    limits = {"train": limit, "val": val_limit}
+    writers = {part: ShardWriter(folder, part, options.shard_tokens, limits[part], size) for part in limits}
+    reading = options.field, options.strict, options.inline_separators
+    results = encode_all(chunks(parts.tagged()), encoder, folder, reading, options.workers, notes)
     validation = [np.zeros(0, np.uint16)]  # is held back where its documents get another order
-    mixed = not validation_files or len(validation_files) > 1
-    with tqdm(total=total, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
+    mixed = not parts.validation_files or len(parts.validation_files) > 1
+    with tqdm(total=parts.bytes, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
         for part, size, tokens in results:
             if part == "val" and mixed:
                 validation.append(tokens)
             else:
                 writers[part].write(tokens)
             bar.update(size)
-            if writers["train"].full() and (validation_files or sum(map(len, validation))):
+            if writers["train"].full() and (parts.validation_files or sum(map(len, validation))):
                 break
         else:
-            bar.update(max(0, total - bar.n))  # separators and blank lines
+            bar.update(max(0, parts.bytes - bar.n))  # separators and blank lines
     results.close()
     writers["val"].write(shuffled(np.concatenate(validation), encoder.end, options.seed))
     for writer in writers.values():
         writer.close()
+    return writers
+
+
+def check_parts(writers, train_files, notes):
     if UNREADABLE in notes.found and not (writers["train"].tokens and writers["val"].tokens):
         raise Problem(notes.found[UNREADABLE][1][0])
     if not writers["train"].tokens + writers["val"].tokens:
@@ -887,22 +773,30 @@ def write_corpus(options, folder, train_files, validation_files):
     ):
         if not writers[part].tokens:
             raise Problem(f"no text is left for the part {part}: {advice}")
-    meta = {"version": 1, "vocabulary": encoder.vocabulary, "tokenizer": "gpt2"}
+
+
+def write_corpus(options, folder, train_files, validation_files):
+    """Fills the folder and returns the contents of meta.json, and the notes."""
+    notes = Notes()
+    for path in train_files + validation_files:
+        if os.path.getsize(path) == 0:
+            if options.strict:
+                raise Problem(f"{path}: empty; leave it, or --strict, out")
+            notes.add("empty files", path)
+    if options.tokenizer:
+        vocabulary.open_vocabulary(options.tokenizer)  # a mistake there is told before the text is read
+    parts = Parts(options, train_files, validation_files)
+    prepare_vocabulary(options, parts, folder, notes)
+    encoder = Encoder(folder)
+    options.workers = worker_count(options.workers, parts.bytes)
+    writers = write_shards(options, parts, encoder, folder, notes)
+    check_parts(writers, train_files, notes)
+    meta = {"version": 1, "vocabulary": encoder.vocabulary.size, "tokenizer": "gpt2"}
     for part, writer in writers.items():
         meta[part] = {"tokens": writer.tokens, "bytes": writer.bytes, "shards": writer.shards}
     meta["sources"] = options.inputs + (options.val or [])
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
     return meta, notes
-
-
-def next_command(out):
-    """A shell's line that trains on the folder `out`; it builds ./train first where it is not built."""
-    root = Path(__file__).resolve().parents[1]
-    here = Path.cwd() == root
-    train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])
-    if (root / "train").exists():
-        return train
-    return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
 
 
 def next_command(out):
@@ -950,7 +844,8 @@ def prepare(options):
 
 def main(arguments=None):
     try:
-        prepare(parse(arguments))
+        options = parse(arguments)
+        eval_files.write_all(options) if options.eval else prepare(options)
     except Problem as problem:
         print(f"prepare: error: {problem}", file=sys.stderr)
         return 2

@@ -58,7 +58,7 @@ failed() {
 
 corpus() {
     [ -d build/wiki ] || python3 data/prepare.py .carry/wiki_train_a.txt.xz --val .carry/wiki_val.txt.xz \
-        --vocab .carry/tokenizer --out build/wiki 2>&1 | tail -n 5
+        --tokenizer .carry/tokenizer --out build/wiki 2>&1 | tail -n 5
 }
 
 # tests LOG PATTERN...

@@ -9,12 +9,14 @@ prepare.py needs is missing, all is skipped and the exit status is 0.
 """
 
 import bz2
+import ctypes
 import gzip
 import json
 import lzma
 import os
 import random
 import shlex
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +104,7 @@ class Case:
 
     def run(self, *arguments, vocabulary="vocabulary", **environment):
         command = [sys.executable, str(ROOT / "data" / "prepare.py"), *map(str, arguments)]
-        command += ["--vocab", vocabulary] if vocabulary else []
+        command += ["--tokenizer", vocabulary] if vocabulary else []
         environment = {**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache"), **environment}
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -344,7 +346,9 @@ def test_bad_documents(case):
     bad = case.write("bad_lines.jsonl", "\n".join(bad).encode() + b'\n{"text": "\xe9"}\n')
     for workers in (1, 2):
         done = case.run(bad, "--val", val, "--out", "o", "--force", "--workers", workers)
-        assert done.returncode == 0 and "cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON" in done.stdout, done
+        assert (
+            done.returncode == 0 and "cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON" in done.stdout
+        ), done
         assert Corpus(case.folder / "o").documents("train") == ["first", "last"]
     case.refuse("bad_lines.jsonl: line 2: not JSON", bad, "--val", val, "--strict")
     many = case.write("many.jsonl", '{"text": null}\n' * 50 + '{"text": "the"}\n')
@@ -402,6 +406,221 @@ def test_long_document_in_pieces(case):
     finally:
         prepare.PIECE_BYTES = whole
     assert pieces > 1000, pieces
+
+
+def crc32c(data):
+    """Bit by bit, as the polynomial is defined."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+class EvaluationFile:
+    """Reads NAME.eval as data/README.md describes it, and checks every length and the checksum."""
+
+    def __init__(self, path):
+        data = Path(path).read_bytes()
+        head = struct.unpack("<8s6IQI16xI", data[:64])
+        magic, version, self.kind, self.vocabulary, self.fingerprint, examples, rows, tokens, longest, crc = head
+        assert (magic, version) == (b"nib-eval", 1)
+        assert len(data) == 64 + 8 * examples + 16 * rows + 2 * tokens
+        assert crc == crc32c(data[:60] + data[64:])
+        self.examples = list(struct.iter_unpack("<II", data[64 : 64 + 8 * examples]))
+        table = list(struct.iter_unpack("<4I", data[64 + 8 * examples : 64 + 8 * examples + 16 * rows]))
+        stream = memoryview(data[64 + 8 * examples + 16 * rows :]).cast("H").tolist()
+        self.rows, at = [], 0  # (tokens of the context, of the continuation, characters, bytes)
+        for context, continuation, characters, size in table:
+            both = stream[at : at + context + continuation]
+            self.rows.append((both[:context], both[context:], characters, size))
+            at += context + continuation
+        assert at == tokens and sum(count for count, _ in self.examples) == rows
+        assert longest == max(len(row[0]) + len(row[1]) for row in self.rows)
+
+
+HELLASWAG = {
+    "activity_label": "Baking",
+    "ctx_a": "[header] How [title] Mix.  Then",
+    "ctx_b": "the MAN",
+    "ctx": "not used",
+    "endings": ["runs. [substeps] Stop", " é"],
+    "label": "1",
+}
+QUESTIONS = (  # line, [(context, continuation, characters, bytes)] with None for <|endoftext|>, which is right
+    (
+        HELLASWAG,
+        [("Baking: How. Mix. Then The man", " runs. Stop", 10, 10), ("Baking: How. Mix. Then The man", " é", 1, 2)],
+        1,
+    ),
+    (
+        {"ctx": "[a]  the", "endings": ["in", "re"], "label": 0},
+        [("[a]  the", " in", 2, 2), ("[a]  the", " re", 2, 2)],
+        0,
+    ),
+    ({"context": "the \n", "choices": ["and"], "answer": 0}, [("the", " \n and", 3, 3)], 0),
+    ({"context": "", "choices": ["the", "日本"], "answer": 1}, [(None, " the", 3, 3), (None, " 日本", 2, 6)], 1),
+    ({"context": " \n", "choices": ["a"], "answer": 0}, [(None, " \n a", 1, 1)], 0),
+    ({"text": "in the end"}, [("in the", " end", 3, 3)], 0),
+    ({"text": "end"}, [(None, " end", 3, 3)], 0),
+    ({"context": "in", "continuation": "the"}, [("in", " the", 3, 3)], 0),
+)
+
+
+def test_evaluation_files(case):
+    assert crc32c(b"123456789") == 0xE3069283
+    lines = {kind: "" for kind in (0, 1)}
+    want = {kind: [] for kind in (0, 1)}
+    for record, rows, answer in QUESTIONS:
+        kind = int("text" in record or "continuation" in record)
+        lines[kind] += json.dumps(record) + "\n\n"
+        want[kind].append((rows, answer))
+    choices, words = case.write("c.jsonl", lines[0]), case.write("words.odd.jsonl.xz", lines[1])
+    done = case.run("--eval", f"choices={choices}", words, "--out", "o")
+    assert done.returncode == 0 and "o/choices.eval: 5 questions, 8 rows, " in done.stdout, done
+    names = {name: byte for byte, name in byte_names().items()}
+    tokens = json.loads((case.folder / "vocabulary" / "encoder.json").read_text("utf-8"))
+    end = tokens["<|endoftext|>"]
+    text = {number: bytes(names[c] for c in name) for name, number in tokens.items()}
+    listed = b"".join(struct.pack("<I", len(text[i])) + text[i] for i in range(case.vocabulary))
+    for kind, name in enumerate(("choices", "words")):
+        file = EvaluationFile(case.folder / "o" / f"{name}.eval")
+        assert (file.kind, file.vocabulary, file.fingerprint) == (kind, case.vocabulary, crc32c(listed))
+        assert file.examples == [(len(rows), answer) for rows, answer in want[kind]]
+        rows = iter(file.rows)
+        for expected, _ in want[kind]:
+            for context, continuation, characters, size in expected:
+                got = next(rows)
+                assert got[2:] == (characters, size), (got, continuation)
+                assert got[0] == [end] if context is None else b"".join(text[t] for t in got[0]) == context.encode()
+                assert b"".join(text[t] for t in got[1]) == continuation.encode(), (got, continuation)
+    case.refuse("choices.eval: exists already", "--eval", f"choices={choices}", "--out", "o")
+    done = case.run("--eval", f"choices={choices}", "--out", "o", "--force")
+    assert done.returncode == 0, done.stderr
+    # The merges of the whole count, not those of the continuation alone: " the" is one token.
+    file = EvaluationFile(case.folder / "o" / "words.eval")
+    assert file.rows[2][1] == [tokens["Ġthe"]] and file.rows[0][0] == [tokens["in"], tokens["Ġthe"]]
+    bytes_ = case.write("b.jsonl", json.dumps({"text": "is é"}))
+    done = case.run("--eval", bytes_, "--out", "o", "--tokenizer", "bytes", vocabulary=None)
+    file = EvaluationFile(case.folder / "o" / "b.eval")
+    assert file.rows == [([105, 115], [32, 0xC3, 0xA9], 1, 2)] and file.vocabulary == 256, file.rows
+    assert file.fingerprint == crc32c(b"".join(struct.pack("<IB", 1, b) for b in range(256)))
+
+
+def test_evaluation_errors(case):
+    for i, (line, expected) in enumerate(
+        (
+            ("{", "line 1: not a question ("),
+            ("[1]", "line 1: there are neither context, choices and answer"),
+            ('{"context": "a", "choices": ["b", "c"], "answer": 2}', '"answer" is 2, and not a number from 0 to 1'),
+            ('{"context": "a", "choices": ["b", "c"], "answer": true}', '"answer" is true'),
+            ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice not an empty one"),
+            ('{"context": 5, "choices": ["b"], "answer": 0}', "must be a text"),
+            ('{"context": "a", "choices": 5, "answer": 0}', "not a question"),
+            ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: a question of another kind"),
+            ("", "there is no question in it"),
+        )
+    ):
+        case.refuse(expected, "--eval", case.write(f"q{i}.jsonl", line))
+    case.refuse(
+        "the context is empty",
+        "--eval",
+        case.write("e.jsonl", '{"text": "a"}'),
+        "--tokenizer",
+        "bytes",
+        vocabulary=None,
+    )
+    case.refuse("no such file", "--eval", "none")
+    case.refuse("NAME=FILE.jsonl", "--eval", "a b=e.jsonl")
+    case.refuse("--eval goes with", "--eval", "e.jsonl", "--val", "e.jsonl")
+    nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
+    nowhere.update(dict.fromkeys(("no_proxy", "NO_PROXY"), ""))
+    case.refuse("prepare --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **nowhere)
+
+
+def library(case):
+    """data/*.c for Python, or None without a compiler."""
+    sources = sorted(map(str, (ROOT / "data").glob("*.c")))
+    made = case.folder / "data.so"
+    try:
+        done = subprocess.run(
+            ["cc", "-shared", "-fPIC", "-O0", "-w", "-pthread", *sources, "-o", made, "-lm"], capture_output=True
+        )
+    except OSError:
+        return None
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(made))
+    loaded.tokenizer_open.restype = ctypes.c_void_p
+    return loaded
+
+
+def encode_by_c(loaded, folder, text):
+    error, data = ctypes.create_string_buffer(8192), text.encode()
+    tokenizer = ctypes.c_void_p(loaded.tokenizer_open(str(folder).encode(), error))
+    assert tokenizer.value, error.value
+    tokens = (ctypes.c_int * len(data))()
+    count = loaded.tokenizer_encode(tokenizer, data, ctypes.c_int64(len(data)), tokens, len(data))
+    vocabulary, end = loaded.tokenizer_vocabulary(tokenizer), loaded.tokenizer_end(tokenizer)
+    loaded.tokenizer_close(tokenizer)
+    return list(tokens[:count]), vocabulary, end
+
+
+def test_train_bpe(case):
+    """A vocabulary of one's own encodes alike in prepare.py, the tokenizers library and the trainer."""
+    try:
+        import tokenizers
+    except ImportError:
+        return "skipped: no tokenizers"
+    documents = [sample(i, 3000) + " thereabouts inside and the andes" * 30 for i in range(20)]
+    text, val = case.write("a.txt", joined(documents)), case.write("v.txt", sample(77, 4000) + "aaaa" * 7 + "    " * 9)
+    corpus = case.prepare(text, "--val", val, "--train-bpe", 400, vocabulary=None)
+    assert corpus.meta["vocabulary"] == 400 and corpus.end == 399 and corpus.meta["val"]["bytes"] > 4000
+    assert corpus.documents("train") == [document + "\n" for document in documents]
+    names = json.loads((corpus.folder / "vocab.json").read_text("utf-8"))
+    assert list(names)[:256] == list(byte_names().values()), "bytes come first, in GPT-2's order"
+    again = case.prepare(text, "--val", val, "--train-bpe", 400, out="again", vocabulary=None)
+    for file in sorted(path.name for path in corpus.folder.iterdir()):
+        assert (corpus.folder / file).read_bytes() == (again.folder / file).read_bytes(), file
+    # The same vocabulary under numbers of another order, as tokenizers' own trainer gives them: <|endoftext|> is 0.
+    other = case.folder / "other"
+    other.mkdir()
+    whole = json.loads((corpus.folder / "tokenizer.json").read_text("utf-8"))
+    moved = {name: (number + 1) % 400 for name, number in names.items()}
+    whole["model"]["vocab"], whole["added_tokens"][0]["id"] = moved, 0
+    (other / "tokenizer.json").write_text(json.dumps(whole), "utf-8")
+    numbered = case.prepare(text, "--val", val, "--tokenizer", "other", out="numbered", vocabulary=None)
+    assert numbered.tokens("train") == [(token + 1) % 400 for token in corpus.tokens("train")]
+    same = case.prepare(text, "--val", val, out="same", vocabulary="out")
+    assert same.tokens("val") == corpus.tokens("val") and (same.folder / "tokenizer.json").exists()
+    loaded = library(case)
+    for folder in (corpus, numbered):
+        whole = tokenizers.Tokenizer.from_file(str(folder.folder / "tokenizer.json"))
+        for part in ("val", "train"):
+            for document in folder.documents(part):
+                want = whole.encode(document).ids
+                assert folder.tokens(part)[1 : len(want) + 1] == want if part == "val" else True
+                if loaded:
+                    assert encode_by_c(loaded, folder.folder, document) == (want, 400, folder.end)
+                else:
+                    assert want
+        assert whole.encode("<|endoftext|>").ids == [folder.end]
+    done = case.run(
+        case.write("few.txt", "aa bb " * 50), "--val", val, "--train-bpe", 1000, "--out", "few", vocabulary=None
+    )
+    assert done.returncode == 0 and "tokens of the vocabulary, of 1000: 26" in done.stdout, done
+    for size in (257, 70000):
+        case.refuse(f"--train-bpe {size} is not within 258 and 65536", text, "--train-bpe", size, vocabulary=None)
+    case.refuse("--tokenizer or --train-bpe", text, "--train-bpe", 300)
+    case.refuse("bytes need no preparation", text, vocabulary="bytes")
+    for change in (
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"normalizer": {"type": "NFC"}},
+        {"model": {"type": "WordPiece"}},
+    ):
+        (other / "tokenizer.json").write_text(json.dumps({**json.loads(whole.to_str()), **change}), "utf-8")
+        case.refuse("other/tokenizer.json: holds no tokenizer of GPT-2's kind", text, vocabulary="other")
+    return None if loaded else "skipped: no C compiler"
 
 
 def test_single_document_split(case):

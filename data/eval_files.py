@@ -1,0 +1,167 @@
+"""Evaluation files: the questions of HellaSwag, LAMBADA or one's own .jsonl as tokens, for `./train --eval NAME`.
+
+A line of the .jsonl holds one of
+    {"activity_label", "ctx_a", "ctx_b", "endings", "label"}   HellaSwag as its authors give it; is cleaned
+    {"ctx", "endings", "label"}                                the same, cleaned already
+    {"context", "choices", "answer"}                           any question; answer counts from 0
+    {"context", "continuation"}                                the last word is asked for
+    {"text"}                                                   the same: all after the last space is
+data/README.md defines the binary format and the conventions, which are those of lm-evaluation-harness (tasks hellaswag
+and lambada_openai). A line that cannot be used stops the program, because leaving it out would change the score.
+"""
+
+import array
+import json
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+
+from input_files import READ_ERRORS, Problem, damaged, download, open_input
+from vocabulary import Bytes, crc32c, open_vocabulary
+
+MAGIC, VERSION, HEADER = b"nib-eval", 1, "<8sIIIIIIQI16x"
+CHOICES, LAST_WORD = 0, 1  # kinds of files
+PUBLIC = {  # name: where its authors' file is
+    "hellaswag": "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
+    "lambada": "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
+}
+
+
+def cleaned(text):
+    """HellaSwag's text without the marks of WikiHow."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def answer_of(record, name, choices, where):
+    answer = record[name]
+    if isinstance(answer, str) and answer.isascii() and answer.isdigit():
+        answer = int(answer)
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+        raise Problem(f'{where}: "{name}" is {json.dumps(record[name])}, and not a number from 0 to {len(choices) - 1}')
+    return answer
+
+
+def question_of(record, where):
+    """(kind, context, choices, which is right) of a line."""
+    fields = record.keys() if isinstance(record, dict) else set()
+    if {"ctx_a", "ctx_b", "activity_label", "endings", "label"} <= fields:
+        context = cleaned(f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}")
+        choices, answer = [cleaned(ending) for ending in record["endings"]], "label"
+    elif {"ctx", "endings", "label"} <= fields:
+        context, choices, answer = record["ctx"], record["endings"], "label"
+    elif {"context", "choices", "answer"} <= fields:
+        context, choices, answer = record["context"], record["choices"], "answer"
+    elif {"context", "continuation"} <= fields:
+        return LAST_WORD, record["context"], [record["continuation"]], 0
+    elif "text" in fields:
+        context, _, word = record["text"].rpartition(" ")
+        return LAST_WORD, context, [word], 0
+    else:
+        raise Problem(
+            f"{where}: there are neither context, choices and answer, nor text, nor HellaSwag's fields, but "
+            f"{', '.join(list(fields)[:8]) or 'no fields'}"
+        )
+    return CHOICES, context, choices, answer_of(record, answer, choices, where)
+
+
+def encode_row(vocabulary, context, continuation, where):
+    """(tokens of the context, tokens of the continuation), split as the harness splits them."""
+    stripped = context.rstrip()
+    continuation, context = context[len(stripped) :] + continuation, stripped
+    if not context and vocabulary.end is None:
+        raise Problem(f"{where}: the context is empty, and bytes have no token to begin with")
+    if not context:
+        return [vocabulary.end], vocabulary.encode(continuation).tolist()
+    whole, length = vocabulary.encode(context + continuation).tolist(), len(vocabulary.encode(context))
+    if length >= len(whole):
+        raise Problem(f"{where}: no token is left for the continuation {json.dumps(continuation)}")
+    return whole[:length], whole[length:]
+
+
+class Questions:
+    """The three tables of an evaluation file."""
+
+    def __init__(self, vocabulary):
+        self.vocabulary, self.kind, self.longest = vocabulary, None, 0
+        self.examples, self.rows, self.tokens = array.array("I"), array.array("I"), array.array("H")
+
+    def add(self, record, where):
+        kind, context, choices, answer = question_of(record, where)
+        if self.kind not in (None, kind):
+            raise Problem(f"{where}: a question of another kind than those before; give each kind its own file")
+        if not isinstance(context, str) or not all(isinstance(choice, str) and choice for choice in choices):
+            raise Problem(f"{where}: the context and each choice must be a text, and a choice not an empty one")
+        self.kind = kind
+        self.examples.extend((len(choices), answer))
+        for choice in choices:
+            row = encode_row(self.vocabulary, context, " " + choice, where)
+            self.rows.extend((len(row[0]), len(row[1]), len(choice), len(choice.encode("utf-8"))))
+            self.tokens.extend(row[0] + row[1])
+            self.longest = max(self.longest, len(row[0]) + len(row[1]))
+
+    def contents(self):
+        """The bytes of the file."""
+        for table in (self.examples, self.rows, self.tokens):
+            if sys.byteorder == "big":
+                table.byteswap()
+        counts = len(self.examples) // 2, len(self.rows) // 4, len(self.tokens), self.longest
+        print_of = self.vocabulary.fingerprint()
+        head = struct.pack(HEADER, MAGIC, VERSION, self.kind, self.vocabulary.size, print_of, *counts)
+        body = self.examples.tobytes() + self.rows.tobytes() + self.tokens.tobytes()
+        return head + struct.pack("<I", crc32c(body, crc32c(head))) + body
+
+
+def read_questions(path, vocabulary):
+    questions = Questions(vocabulary)
+    try:
+        with open_input(path) as stream:
+            for number, line in enumerate(stream, 1):
+                where = f"{path}: line {number}"
+                if not line.strip():
+                    continue
+                try:
+                    questions.add(json.loads(line), where)
+                except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                    raise Problem(f"{where}: not a question ({error})") from None
+    except READ_ERRORS as error:
+        raise damaged(path, error) from None
+    if questions.kind is None:
+        raise Problem(f"{path}: there is no question in it")
+    return questions
+
+
+def sources(inputs):
+    """[(name, path)] of NAME=FILE, FILE (its name up to the first dot) or a public one's name."""
+    for text in inputs:
+        name, equals, path = text.partition("=")
+        if not equals and text in PUBLIC and not os.path.exists(text):
+            path = str(download(PUBLIC[text], f"without network give the file: prepare --eval {text}=FILE.jsonl"))
+        elif not equals:
+            name, path = Path(text).name.split(".")[0], text
+        if not re.fullmatch(r"[\w-]+", name):
+            raise Problem(f"{text}: give NAME=FILE.jsonl, where NAME has letters, digits, - and _ alone")
+        if not os.path.isfile(path):
+            raise Problem(f"{path}: no such file; give NAME=FILE.jsonl or one of {', '.join(PUBLIC)}")
+        yield name, path
+
+
+def write_all(options):
+    vocabulary = Bytes() if options.tokenizer == "bytes" else open_vocabulary(options.tokenizer)
+    folder = Path(options.out)
+    for name, path in sources(options.inputs):
+        target = folder / f"{name}.eval"
+        if target.exists() and not options.force:
+            raise Problem(f"{target}: exists already; give another --out, or --force to replace it")
+        questions = read_questions(path, vocabulary)
+        contents = questions.contents()
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + ".tmp")
+        partial.write_bytes(contents)
+        os.replace(partial, target)
+        print(
+            f"{target}: {len(questions.examples) // 2:,} questions, {len(questions.rows) // 4:,} rows, "
+            f"{len(questions.tokens):,} tokens of {vocabulary.size}, the longest row has {questions.longest}"
+        )

@@ -1,0 +1,129 @@
+"""What data/prepare.py reads from: files that may be packed, and downloads. A failure is a Problem: one sentence."""
+
+import bz2
+import gzip
+import http.client
+import io
+import lzma
+import os
+import re
+import urllib.error
+import urllib.request
+import zlib
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+class ZstdFile(io.RawIOBase):
+    """The contents of zstd's frames, one after another. A file that ends within a frame is an EOFError."""
+
+    def __init__(self, path):
+        try:
+            import zstandard
+        except ImportError:
+            raise Problem("a .zst file needs zstandard; type `pip install -r data/requirements.txt`") from None
+        self.library, self.file = zstandard, open(path, "rb")
+        self.frame, self.packed, self.ready = None, b"", b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.ready:
+            if self.frame and self.frame.eof:
+                self.packed, self.frame = self.frame.unused_data, None
+            block = self.packed or self.file.read(1 << 16)
+            self.packed = b""
+            if not block:
+                if self.frame:
+                    raise EOFError("it ends within its packed data")
+                return 0
+            try:
+                self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                self.ready = self.frame.decompress(block)
+            except self.library.ZstdError as error:
+                raise OSError(str(error)) from None
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
+
+    def close(self):
+        self.file.close()
+        super().close()
+
+
+PACKINGS = (  # the pattern of the first bytes, what opens the file
+    (rb"\x1f\x8b", gzip.open),
+    (rb"\xfd7zXZ\x00|\x5d\x00\x00", lzma.open),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
+    (rb"\x28\xb5\x2f\xfd", lambda path: io.BufferedReader(ZstdFile(path), 1 << 20)),
+)
+PACKED_NAME = re.compile(r"\.(xz|lzma|gz|bz2|zst)$", re.IGNORECASE)
+
+
+def first_bytes(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise damaged(path, error) from None
+
+
+def unpacker(path):
+    """What opens a packed file, whatever its name; None for one that is not packed."""
+    head = first_bytes(path)
+    for signature, opener in PACKINGS:
+        if re.match(signature, head):
+            return opener
+    if head and PACKED_NAME.search(str(path)):
+        raise damaged(path, "it is not packed, as its name says")
+    return None
+
+
+def open_input(path):
+    """A binary stream of the file's contents, unpacked."""
+    opener = unpacker(path)
+    return opener(path) if opener else open(path, "rb")
+
+
+def damaged(path, error):
+    """The sentence for a file that cannot be read to its end."""
+    return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)  # pyarrow's own derive from ValueError
+
+
+def cache_folder():
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"
+
+
+def download(url, instead):
+    """Downloads a file into the cache, once, and returns its path. `instead` says what to do without network."""
+    path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
+            total = int(response.headers.get("Content-Length") or 0)
+            with tqdm(total=total or None, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[1], disable=None) as bar:
+                while True:
+                    block = response.read(1 << 20)
+                    if not block:
+                        break
+                    file.write(block)
+                    bar.update(len(block))
+            if total and file.tell() != total:
+                raise OSError(f"{file.tell()} of {total} bytes came")
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        partial.unlink(missing_ok=True)
+        raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
+    os.replace(partial, path)
+    return path

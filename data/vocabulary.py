@@ -1,0 +1,233 @@
+"""Vocabularies of GPT-2's kind: byte-pair encodings of bytes, within the words that GPT-2's pattern cuts.
+
+Two files describe one. vocab.json maps the text of each token to its number, in an alphabet where every byte is one
+printable character; merges.txt lists the pairs of tokens that become one token, the first of them first. Which numbers
+the tokens have does not matter, so vocabularies that other programs trained are read as well. tiktoken encodes (by the
+rank of a merge; a table turns ranks into numbers), the tokenizers library trains.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+os.environ["TIKTOKEN_CACHE_DIR"] = ""  # it would cache local files by their path, and serve stale ones
+import numpy as np
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from input_files import Problem, damaged, download
+
+END = "<|endoftext|>"
+SPACE_MOST = 50000  # characters of white space in a row that tiktoken takes with certainty
+VOCABULARY_MOST = 1 << 16  # a shard's tokens have 16 bits
+GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")  # of a folder, the last two not always
+
+
+def make_alphabet():
+    """{character: byte} in the order of GPT-2's first 256 tokens: printable bytes are themselves, others U+0100 on."""
+    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    others = [b for b in range(256) if b not in printable]
+    return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
+
+
+ALPHABET = make_alphabet()
+
+
+def to_bytes(text):
+    """The bytes of a token's text in the alphabet. One outside of it was added by hand and stands for its own text."""
+    if all(character in ALPHABET for character in text):
+        return bytes(ALPHABET[character] for character in text)
+    return text.encode("utf-8")
+
+
+def make_crc_table():
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+CRC_TABLE = make_crc_table()
+
+
+def crc32c(data, crc=0):
+    """CRC-32C (Castagnoli) of bytes that follow those whose checksum is `crc`; of b"123456789" it is 0xE3069283."""
+    crc ^= 0xFFFFFFFF
+    for byte in data:
+        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+class Vocabulary:
+    """names: {text: number} of all tokens, with END; merges: ["left right", ...]; source: its file, for messages."""
+
+    def __init__(self, names, merges, source):
+        self.names, self.merges, self.source = names, merges, source
+        self.size, self.end = max(names.values()) + 1, names[END]
+        ranks = {bytes([byte]): rank for rank, byte in enumerate(ALPHABET.values())}
+        numbers = [names[character] for character in ALPHABET]
+        for merge in merges:
+            left, right = merge.split(" ")
+            joined, number = to_bytes(left) + to_bytes(right), names[left + right]
+            if joined in ranks or left not in names or right not in names:
+                raise ValueError(merge)
+            ranks[joined] = len(ranks)
+            numbers.append(number)
+        if self.size > VOCABULARY_MOST:
+            raise Problem(f"{source}: {self.size} tokens do not fit in 16 bits; use one of at most {VOCABULARY_MOST}")
+        self.numbers = np.array(numbers, np.uint16)
+        self.tokenizer = tiktoken.Encoding(
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END: len(ranks)}
+        )
+        self.lengths = np.zeros(self.size, np.int64)  # bytes of text that a token stands for; 0 for <|endoftext|>
+        for text, rank in ranks.items():
+            self.lengths[numbers[rank]] = len(text)
+
+    def encode(self, text):
+        """The tokens of a text, uint16. A ValueError where it has more white space in a row than tiktoken takes."""
+        return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
+
+    def fingerprint(self):
+        """As data/README.md defines it for evaluation files."""
+        texts = [b""] * self.size
+        for text, number in self.names.items():
+            texts[number] = to_bytes(text)
+        return crc32c(b"".join(struct.pack("<I", len(text)) + text for text in texts))
+
+    def write(self, folder):
+        (folder / "vocab.json").write_text(json.dumps(self.names, ensure_ascii=False), "utf-8")
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *self.merges]) + "\n", "utf-8")
+
+
+class Bytes:
+    """The vocabulary of a model that reads bytes: no tokenizer, and no token that begins a document."""
+
+    source, size, end = "bytes", 256, None
+
+    def encode(self, text):
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
+
+    def fingerprint(self):
+        return crc32c(b"".join(struct.pack("<IB", 1, byte) for byte in range(256)))
+
+
+def read_pair(names_file, merges_file):
+    """(names, merges) of vocab.json and merges.txt, or of the same under OpenAI's names."""
+    names = json.loads(names_file.read_text("utf-8"))
+    merges = merges_file.read_text("utf-8").rstrip("\n").split("\n")
+    return names, merges[merges[0].startswith("#version") :]
+
+
+def check_words(whole, path):
+    """A Problem where tokenizer.json does not describe byte-pair encoding of bytes within the words of GPT-2."""
+    model, cut = whole.get("model") or {}, whole.get("pre_tokenizer") or {}
+    plain = cut.get("type") == "ByteLevel" and not cut.get("add_prefix_space") and cut.get("use_regex", True)
+    others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "dropout")
+    if model.get("type", "BPE") != "BPE" or not plain or whole.get("normalizer") or any(map(model.get, others)):
+        raise Problem(f"{path}: holds no tokenizer of GPT-2's kind (byte-level BPE with its pattern of words)")
+
+
+def read_whole(path):
+    """(names, merges) of a tokenizer.json; merges are texts or pairs of texts in it."""
+    whole = json.loads(path.read_text("utf-8"))
+    check_words(whole, path)
+    names = dict(whole["model"]["vocab"])
+    for token in whole.get("added_tokens") or []:
+        names.setdefault(token["content"], token["id"])
+    merges = whole["model"]["merges"]
+    return names, [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+def find_files(folder):
+    """The files of a vocabulary: two of the folder, or tokenizer.json alone; none where it holds neither."""
+    for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",)):
+        if all((folder / name).is_file() for name in names):
+            return [folder / name for name in names]
+    return []
+
+
+def find_gpt2():
+    """GPT-2's two files: of ../shared beside the repository, or downloaded."""
+    found = find_files(Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizer")
+    if found:
+        return found
+    files = []
+    for name, sha256 in GPT2_SHA256.items():
+        file = download(GPT2 + name, "give a folder with encoder.json and vocab.bpe by --tokenizer")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+            file.unlink()
+            raise Problem(f"{GPT2 + name}: not GPT-2's file (its checksum differs); give a folder by --tokenizer")
+        files.append(file)
+    return files
+
+
+def open_vocabulary(folder=None):
+    """The vocabulary of a folder; None: GPT-2's."""
+    files = find_files(Path(folder)) if folder else find_gpt2()
+    if not files:
+        raise Problem(
+            f"{folder}: there are no vocab.json and merges.txt here, nor encoder.json and vocab.bpe, nor tokenizer.json"
+        )
+    beside = files[0].with_name("tokenizer.json")
+    try:
+        if len(files) == 2 and beside.is_file():
+            check_words(json.loads(beside.read_text("utf-8")), beside)
+        names, merges = read_pair(*files) if len(files) == 2 else read_whole(files[0])
+        names.setdefault(END, max(names.values()) + 1)
+        return Vocabulary(names, merges, str(files[0]))
+    except OSError as error:
+        raise damaged(error.filename or files[0], error) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        both = " and ".join([str(files[0]), *(file.name for file in files[1:])])
+        raise Problem(f"{both} are not a byte-pair vocabulary like GPT-2's") from None
+
+
+def copy_vocabulary(vocabulary, source, folder):
+    """Writes the vocabulary's files into a folder, with what the folder that it came from says to transformers."""
+    vocabulary.write(folder)
+    for name in FILES[2:]:
+        if source and (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, folder / name)
+
+
+def train_vocabulary(texts, size, folder):
+    """Trains a vocabulary of `size` tokens (fewer where the texts have fewer pairs that come twice) on an iterator of
+    texts, and writes it into the folder, also as tokenizer.json for transformers. The first 256 tokens are the bytes in
+    GPT-2's order, then come the merges, and the last one is <|endoftext|>."""
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise Problem("--train-bpe needs tokenizers; type `pip install -r data/requirements.txt`") from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1, min_frequency=2, initial_alphabet=sorted(ALPHABET), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    names, merges = {character: i for i, character in enumerate(ALPHABET)}, []
+    for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
+        if left + right not in names:  # two pairs may join to one text; the second pair is left apart
+            names[left + right] = len(names)
+            merges.append(f"{left} {right}")
+    names[END] = len(names)
+    vocabulary = Vocabulary(names, merges, str(folder))
+    vocabulary.write(folder)
+    tokenizer = Tokenizer(models.BPE(names, [tuple(merge.split(" ")) for merge in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False}
+    config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    return vocabulary
