@@ -581,26 +581,27 @@ static void rows_step(const Optim* optim, const Launch* launch, const void* grad
 }
 
 // The pass before the step of a rule that reads rows. The step then reads the numbers that the pass has made.
-static void launch_rows(const Optim* optim, const Launch* launch, const void* grads, StepArguments* arguments) {
-    if (!launch->rows.rule->by_rows) return;
+static void launch_rows(const Optim* optim, const Launch* launch, const void* grads, const StepArguments* arguments) {
+    if (!launch->rows.rule->by_rows || launch->plan->tiles == 0) return;
     const float rest2 = arguments->group[0].rest2;
     if (launch->rows.grads->stream[0].bits == 32) rows_step<Fp32>(optim, launch, grads, arguments->grad_scale, rest2);
     if (launch->rows.grads->stream[0].bits == 16) rows_step<Bf16>(optim, launch, grads, arguments->grad_scale, rest2);
-    arguments->v.extra = launch->v.next;
 }
 
-static void launch_step(const Optim* optim, const Launch* launch, const void* grads, StepArguments* arguments) {
-    const int64_t tiles = launch->plan->tiles, begin = launch->plan->run.begin;
-    if (tiles == 0) return;
+// Steps `count` tiles of a launch from tile `first` of its list on. `arguments` has the gradients and the constants.
+static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
+                        StepArguments* arguments) {
+    const int64_t begin = launch->plan->run.begin;
+    if (count == 0) return;
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
-    arguments->tiles = launch->tiles;
-    launch_rows(optim, launch, grads, arguments);
-    arguments->tile_count = tiles;
+    arguments->tiles = launch->tiles + first;
+    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that launch_rows has made
+    arguments->tile_count = count;
     arguments->next_tile = launch->next_tile;
     void* pointers[] = {arguments};
     if (!optim->dev->gpu) {
@@ -611,35 +612,84 @@ static void launch_step(const Optim* optim, const Launch* launch, const void* gr
     }
     if (launch->measures) {
         int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
-        jit_launch(&launch->measure, tiles < blocks ? tiles : blocks, launch->measure_threads,
+        jit_launch(&launch->measure, count < blocks ? count : blocks, launch->measure_threads,
                    launch->measure_shared_bytes, pointers, optim->dev->stream);
     }
+    const int64_t grid = count < launch->grid ? count : launch->grid;
     if (launch->built_in) {
-        check(cudaLaunchKernel(launch->built_in, dim3((unsigned)launch->grid), dim3((unsigned)launch->threads),
-                               pointers, (size_t)launch->shared_bytes, optim->dev->stream));
+        check(cudaLaunchKernel(launch->built_in, dim3((unsigned)grid), dim3((unsigned)launch->threads), pointers,
+                               (size_t)launch->shared_bytes, optim->dev->stream));
     } else {
-        jit_launch(&launch->jit, launch->grid, launch->threads, launch->shared_bytes, pointers, optim->dev->stream);
+        jit_launch(&launch->jit, grid, launch->threads, launch->shared_bytes, pointers, optim->dev->stream);
     }
 }
 
-void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
+// The constants of a launch's step.
+static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
+                                    int64_t step) {
     StepArguments arguments = {};
-    const FormatRow* format = optim->launch[0].rows.grads;
-    arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
+    for (int group = 0; group < STEP_GROUPS; group++) {
+        arguments.group[group] = hyper_create(&launch->plan->config, &optim->plan->group[group], (double)lr, step);
+    }
+    return arguments;
+}
+
+void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
+    const FormatRow* format = optim->launch[0].rows.grads;
     for (int i = 0; i < optim->plan->launches; i++) {
-        const OptimConfig* config = &optim->plan->launch[i].config;
-        for (int group = 0; group < STEP_GROUPS; group++) {
-            arguments.group[group] = hyper_create(config, &optim->plan->group[group], (double)lr, step);
-        }
-        launch_step(optim, &optim->launch[i], grads, &arguments);
+        const Launch* launch = &optim->launch[i];
+        StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
+        arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
+        launch_rows(optim, launch, grads, &arguments);
+        launch_step(optim, launch, 0, launch->plan->tiles, &arguments);
     }
     // This comes last, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
+}
+
+bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes) {
+    Plan* plan = plan_ranges(config, tensors, count);
+    bool ok = true;
+    for (int i = 0; i < plan->launches && ok; i++) {
+        const Rows rows = config_rows(&plan->launch[i].config);
+        ok = !rows.rule->by_rows;
+        if (!ok) snprintf(error, error_bytes, "the rule %s reads whole rows in a pass of its own", rows.rule->name);
+        for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
+            if (!ok || format_span(format) == SPAN_RUN) continue;
+            ok = false;
+            snprintf(error, error_bytes, "%s has a scale for each tensor, which takes a pass of its own", format->name);
+        }
+    }
+    plan_free(plan);
+    return ok;
+}
+
+void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
+                        float lr, int64_t step) {
+    const FormatRow* format = optim->launch[0].rows.grads;
+    const int64_t element = format->stream[0].bits / 8;
+    for (int i = 0; i < count;) {
+        const int l = optim->plan->launch_of[tensor[i]];
+        const Launch* launch = &optim->launch[l];
+        const int64_t begin = optim->tensors[tensor[i]].offset;
+        const char* base = (const char*)grads[i] - begin * element;
+        int64_t end = begin;
+        // Tensors that follow each other both in the arena and in their gradients' memory take one launch.
+        for (; i < count && optim->plan->launch_of[tensor[i]] == l && optim->tensors[tensor[i]].offset == end &&
+               (const char*)grads[i] - end * element == base;
+             i++) {
+            end += tensor_padded(&optim->tensors[tensor[i]]);
+        }
+        StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
+        arguments.grads = {(void*)base, nullptr};
+        launch_step(optim, launch, (begin - launch->plan->run.begin) / TILE_ELEMENTS, (end - begin) / TILE_ELEMENTS,
+                    &arguments);
+    }
 }
 
 // Streams.

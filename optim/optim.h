@@ -138,6 +138,16 @@ void optim_decode(Optim* optim);
 // or infinite, the step changes nothing. `step` counts from 1 and leaves out steps that changed nothing.
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
 
+// The same step for some tensors alone, so that a backward pass can update what it has finished: `tensor` has `count`
+// tensors, and the gradients of tensor[i] begin at grads[i], with zeros behind them up to a whole tile. After one call
+// for each tensor of a step, all bits are those of optim_step. Only where optim_releases says so.
+void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
+                        float lr, int64_t step);
+
+// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read rows and for
+// formats whose scales reach over a tensor, which take a pass over everything first.
+bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes);
+
 // The stored streams, in a fixed order.
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);

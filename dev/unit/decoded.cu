@@ -1,5 +1,6 @@
-// Tests of optim/decoded.h: weights decoded a part at a time have the bits of a copy of the whole model, whatever the
-// order in which parts are asked for, and the planned room is what is allocated.
+// Tests of optim/decoded.h and of optim_step_tensors: weights decoded a part at a time have the bits of a copy of the
+// whole model, whatever the order in which parts are asked for, and the planned room is what is allocated; a step that
+// is taken part by part, from gradients that lie elsewhere, has the bits of one over the whole arena.
 #include "../../optim/decoded.h"
 #include "rules.h"
 
@@ -40,6 +41,37 @@ static void pair_open(Pair* pair, const OptimConfig* config, OptimType compute, 
     }
 }
 
+// The second optimizer's step, a part at a time from the last to the first. The gradients of every other part lie in
+// memory of their own, in the arena's order, as those of a layer that is released do.
+static void step_by_parts(Pair* pair, const float* grads, const float* scale, int step) {
+    for (int number = LAYERS + 1; number >= 0; number--) {
+        int tensor[COUNT], count = 0;
+        const void* at[COUNT];
+        for (int t = 0; t < COUNT; t++) {
+            int i = count;
+            if (part[t] != number) continue;
+            for (; i > 0 && pair->tensor[tensor[i - 1]].offset > pair->tensor[t].offset; i--) tensor[i] = tensor[i - 1];
+            tensor[i] = t;
+            count++;
+        }
+        float* own = (float*)device_alloc(&pair->dev, pair->elements * 4);
+        int64_t used = 0;
+        for (int i = 0; i < count; i++) {
+            const OptimTensor* t = &pair->tensor[tensor[i]];
+            const int64_t padded = ceil_div(t->rows * t->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
+            at[i] = number % 2 ? own + used : grads + t->offset;
+            float* host = (float*)malloc((size_t)padded * 4);
+            copy_to_host(&pair->dev, host, grads + t->offset, padded * 4);
+            copy_to_device(&pair->dev, own + used, host, padded * 4);
+            free(host);
+            used += padded;
+        }
+        optim_step_tensors(pair->optim[1], tensor, at, count, scale, 1e-2f, step);
+        device_sync(&pair->dev);
+        device_free(&pair->dev, own);
+    }
+}
+
 static void pair_step(Pair* pair, int step) {
     const float one = 1.0f;
     float *host = (float*)calloc((size_t)pair->elements, sizeof(float)), *scale = (float*)device_alloc(&pair->dev, 4);
@@ -51,7 +83,13 @@ static void pair_step(Pair* pair, int step) {
     }
     copy_to_device(&pair->dev, grads, host, pair->elements * 4);
     copy_to_device(&pair->dev, scale, &one, 4);
-    for (Optim* optim : pair->optim) optim_step(optim, grads, scale, 1e-2f, step);
+    optim_step(pair->optim[0], grads, scale, 1e-2f, step);
+    char error[512];
+    if (optim_releases(&pair->config[1], pair->tensor, COUNT, error, sizeof(error))) {
+        step_by_parts(pair, grads, scale, step);
+    } else {
+        optim_step(pair->optim[1], grads, scale, 1e-2f, step);
+    }
     device_sync(&pair->dev);
     device_free(&pair->dev, grads);
     device_free(&pair->dev, scale);
@@ -100,6 +138,15 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     const int64_t room = decoded_bytes(&pair.config[1], pair.tensor, part, COUNT, LAYERS, compute);
     expect((room == 0) == (whole.compute == 0) && room <= whole.compute, "%s: room %lld of %lld", weights,
            (long long)room, (long long)whole.compute);
+    for (int i = 0; i < optim_stream_count(pair.optim[0]); i++) {
+        const OptimStream a = optim_stream(pair.optim[0], i), b = optim_stream(pair.optim[1], i);
+        const int64_t bytes = a.elements * a.element_bytes;
+        char *want = (char*)malloc((size_t)bytes + 1), *got = (char*)malloc((size_t)bytes + 1);
+        copy_to_host(&pair.dev, want, a.data, bytes);
+        copy_to_host(&pair.dev, got, b.data, bytes);
+        expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s after steps by parts", weights, a.name);
+        free(want), free(got);
+    }
     decoded_close(decoded);
     for (Optim* optim : pair.optim) optim_free(optim);
     device_close(&pair.dev);
