@@ -159,10 +159,15 @@ static void expect_gradients(Test* test, const char* what, const Model* m, const
 }
 
 // A folder of the test's own, with room for a name behind it.
+constexpr int PATH_BYTES = 4096;
 static void temporary_folder(char (&path)[PATH_BYTES]) {
     const char* base = getenv("TMPDIR");
     snprintf(path, PATH_BYTES, "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
     if (!mkdtemp(path)) user_error("%s: %s", path, strerror(errno));
+}
+
+static void path_join(char (&path)[PATH_BYTES], const char* folder, const char* name) {
+    snprintf(path, PATH_BYTES, "%.4000s/%s", folder, name);
 }
 
 static void remove_folder(const char* path) {
@@ -195,7 +200,7 @@ static void golden_weights(Model* m) {
     if (!model_folder_open(&files, folder, error)) user_error("%s", error);
     for (int t = 0; t < m->count; t++) {
         float* values = (float*)malloc(m->tensors[t].rows * m->tensors[t].cols * sizeof(float));
-        model_tensor_read(m, &files, t, values);
+        require(model_folder_read(&files, &m->stored[t], values, error), error);
         model_set_tensor(m, t, values);
         free(values);
     }
@@ -204,7 +209,8 @@ static void golden_weights(Model* m) {
     remove_folder(folder);
 }
 
-// The gradient of a tensor as stored in the file, turned to the arena's (out, in). False when the file leaves it out.
+// The gradient of a tensor as stored in the file, transposed to the arena's (out, in). False when the file leaves it
+// out.
 static bool golden_gradient(const Safetensors* file, const Model* m, int t, float* values) {
     const OptimTensor* tensor = &m->tensors[t];
     char name[128];
@@ -212,10 +218,10 @@ static bool golden_gradient(const Safetensors* file, const Model* m, int t, floa
     const SafetensorsTensor* found = safetensors_find(file, name);
     if (!found) return false;
     int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
-    bool turned = tensor->rows > 1 && strstr(tensor->name, ".c_");
+    bool transposed = tensor->rows > 1 && strstr(tensor->name, ".c_");
     const float* data = (const float*)tensor_data(file, found);
     for (int64_t i = 0; i < rows * cols; i++) {
-        int64_t at = turned ? i % cols * rows + i / cols : i;
+        int64_t at = transposed ? i % cols * rows + i / cols : i;
         memcpy(values + i, data + at, sizeof(float));
     }
     return true;
@@ -597,15 +603,6 @@ TEST(model_padding_stays_zero_gpu) {
 
 // Schedules.
 
-static Options schedule_options(const char* schedule) {
-    Options o = {};
-    char error[DATA_ERROR_BYTES];
-    options_defaults(&TABLE, &o, error);
-    o.schedule = schedule;
-    o.lr = 2.0, o.steps = 110, o.warmup = 10, o.final_lr = 0.1, o.decay_fraction = 0.2;
-    return o;
-}
-
 TEST(learning_rate) {
     const double eps = 1e-12;
     struct {
@@ -616,7 +613,7 @@ TEST(learning_rate) {
                      {"constant", 2.0, 2.0, 2.0},
                      {"wsd", 2.0, 0.2 + 1.8 * (1 - sqrt(0.5)), 0.2}};
     for (const auto& s : schedules) {
-        Options o = schedule_options(s.name);
+        Schedule o = {s.name, 2.0, 0.1, 0.2, 110, 10};
         for (int step = 0; step < 10; step++) {
             expect(fabs(learning_rate(&o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
         }
@@ -785,12 +782,12 @@ static void check_round_trip(Test* test, const Device* dev, const Setup* setup, 
     Options options = {};
     options_defaults(&TABLE, &options, error);
     options.rule = "adamw", options.weights = setup->weights, options.m = setup->m, options.v = setup->v;
-    OptimConfig config = setup_optim(setup);
-    Run run = {};
+    static Run run;
     run.options = &options;
     run.asked = options;
+    run.config = setup_optim(setup);
     run.model = &saved;
-    run.step = 3, run.sequences = 24, run.best_val = INFINITY;
+    run.state.step = 3, run.state.sequences = 24, run.state.best_val = INFINITY;
     path_join(checkpoint, folder, setup->weights);
     bool fine = checkpoint_write(&run, checkpoint, error);
     expect(fine, "%s", error);
@@ -801,7 +798,7 @@ static void check_round_trip(Test* test, const Device* dev, const Setup* setup, 
         expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
         model_open(&loaded, dev, setup);
         run.model = &loaded;
-        checkpoint_read(&run, &config, state, checkpoint);
+        checkpoint_read(&run, state, checkpoint);
         int64_t bytes, loaded_bytes;
         char *want = streams(&saved, &bytes), *got = streams(&loaded, &loaded_bytes);
         expect(bytes == loaded_bytes && memcmp(want, got, bytes) == 0, "%s: streams differ", setup->weights);
@@ -900,8 +897,8 @@ TEST(model_file_names) {
     SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m.count, sizeof(SafetensorsEntry));
     for (int t = 0; t < m.count; t++) {
         int64_t rows = t == WTE ? m.config.V : m.tensors[t].rows, cols = m.tensors[t].cols;
-        bool turned = is_transposed(t, m.count);
-        entries[t] = {m.tensors[t].name, "F16", {turned ? cols : rows, turned ? rows : cols}, 2};
+        bool transposed = m.stored[t].transposed;
+        entries[t] = {m.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols}, 2};
         if (m.tensors[t].rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
     }
     SafetensorsWriter* writer = safetensors_begin(path, entries, m.count, nullptr, error);
@@ -920,9 +917,9 @@ TEST(model_file_names) {
     float* values = weights_of(&m);
     for (int t = 0; t < m.count; t++) {
         const float* w = values + m.tensors[t].offset;
-        bool turned = is_transposed(t, m.count);
-        expect(w[0] == -2.0f && w[turned ? m.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g", m.tensors[t].name,
-               w[0], w[1]);
+        bool transposed = m.stored[t].transposed;
+        expect(w[0] == -2.0f && w[transposed ? m.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g",
+               m.tensors[t].name, w[0], w[1]);
         expect(w[2] == 1.0f + (float)t / 1024, "%s: %g", m.tensors[t].name, w[2]);
     }
     free(values), free(entries);

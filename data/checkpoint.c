@@ -1,15 +1,14 @@
 // See checkpoint.h.
 #define _GNU_SOURCE
 #include "checkpoint.h"
+#include "finite.h"
 #include "options.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #define PATH_BYTES 4500
@@ -69,6 +68,54 @@ int checkpoint_list(const char* run_folder, int64_t** steps) {
     return count;
 }
 
+// Fields of RunState that are whole numbers, as state.json names them.
+static const struct {
+    const char* name;
+    size_t offset;
+} STATE[] = {{"step", offsetof(RunState, step)},
+             {"sequences", offsetof(RunState, sequences)},
+             {"data_tokens", offsetof(RunState, data_tokens)},
+             {"data_crc", offsetof(RunState, data_crc)},
+             {"val_crc", offsetof(RunState, val_crc)},
+             {"skipped", offsetof(RunState, skipped)},
+             {"skipped_last", offsetof(RunState, skipped_last)}};
+enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
+
+void run_state_read(RunState* state, const Json* json) {
+    for (int i = 0; i < STATE_FIELDS; i++) {
+        int64_t* field = (int64_t*)((char*)state + STATE[i].offset);
+        *field = json_int(json, STATE[i].name, *field);
+    }
+    state->best_val = json_number(json, "best_val", state->best_val);
+}
+
+bool checkpoint_file_write(const char* path, const CheckpointSource* source, CheckpointFile* file, char* error) {
+    SafetensorsWriter* writer =
+        path ? safetensors_begin(path, source->entries, source->count, source->format, error) : NULL;
+    bool ok = writer || !path;
+    void* piece = NULL;
+    for (int i = 0; i < source->count && ok; i++) {
+        const SafetensorsEntry* entry = &source->entries[i];
+        const int64_t size = safetensors_dtype_bytes(entry->dtype);
+        int64_t bytes = size;
+        for (int d = 0; d < entry->dims; d++) bytes *= entry->shape[d];
+        const int64_t most = source->piece > 0 && source->piece < bytes ? source->piece : bytes;
+        piece = memory_grow(piece, (size_t)(most > 0 ? most : 1));
+        for (int64_t at = 0; at < bytes && ok; at += most) {
+            const int64_t count = bytes - at < most ? bytes - at : most;
+            source->read(source->context, i, at, count, piece);
+            if (!writer) continue;
+            file->nonfinite = !values_finite(entry->name, entry->dtype, piece, count, at / size, error);
+            ok = !file->nonfinite && safetensors_write(writer, piece, count, error);
+        }
+    }
+    free(piece);
+    if (!writer) return ok;
+    if (ok) return safetensors_finish(writer, &file->crc, &file->bytes, error);
+    safetensors_abandon(writer);
+    return false;
+}
+
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error) {
     char path[PATH_BYTES];
     char* whole = NULL;
@@ -76,12 +123,12 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     FILE* state = text_stream(&whole, &length);
     fprintf(state, "%s\"files\": {", text);
     const char* separator = "";
-    bool fine = true;
-    for (int i = 0; i < count && fine; i++) {
+    bool ok = true;
+    for (int i = 0; i < count && ok; i++) {
         CheckpointFile file = files[i];
         snprintf(path, sizeof(path), "%s/%s", folder, file.name);
         if (file.bytes < 0 && !file_exists(path)) continue;
-        if (file.bytes < 0) fine = file_sum(folder, file.name, &file.crc, &file.bytes, error);
+        if (file.bytes < 0) ok = file_sum(folder, file.name, &file.crc, &file.bytes, error);
         fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, file.name, (long long)file.bytes,
                 file.crc);
         separator = ",";
@@ -91,9 +138,93 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     fprintf(state, "\"crc32c\": %u\n}\n", crc32c(0, whole, (int64_t)length));
     fclose(state);
     snprintf(path, sizeof(path), "%s/state.json", folder);
-    fine = fine && file_write(path, whole, (int64_t)length, error) && folder_sync(folder, error);
+    ok = ok && file_write(path, whole, (int64_t)length, error) && folder_sync(folder, error);
     free(whole);
-    return fine;
+    return ok;
+}
+
+// state.json: where the run stands, formats and options; its files and the seal follow.
+static bool state_write(const char* folder, const Checkpoint* checkpoint, const CheckpointFile* files, int count,
+                        char* error) {
+    char* text = NULL;
+    size_t length = 0;
+    FILE* state = text_stream(&text, &length);
+    fprintf(state, "{\n\"version\": %d,\n", CHECKPOINT_VERSION);
+    for (int i = 0; i < STATE_FIELDS; i++) {
+        int64_t value = *(const int64_t*)((const char*)checkpoint->state + STATE[i].offset);
+        fprintf(state, "\"%s\": %lld,\n", STATE[i].name, (long long)value);
+    }
+    fprintf(state, "\"best_val\": ");
+    json_write_number(state, checkpoint->state->best_val);
+    fprintf(state, ",\n\"formats\": ");
+    for (int i = 0; i < checkpoint->format_count; i++) {
+        fprintf(state, "%s\"%s\": ", i ? ", " : "{", checkpoint->formats[i][0]);
+        json_write_string(state, checkpoint->formats[i][1]);
+    }
+    fprintf(state, "},\n\"options\": ");
+    options_json(checkpoint->table, checkpoint->options, state);
+    fprintf(state, ",\n");
+    fclose(state);
+    const bool ok = checkpoint_seal(folder, text, files, count, error);
+    free(text);
+    return ok;
+}
+
+bool checkpoint_finish(const char* folder, const Checkpoint* checkpoint, const CheckpointFile arrays[2], char* error) {
+    CheckpointFile files[16] = {arrays[0], arrays[1], {"config.json", 0, -1, false}};
+    char path[PATH_BYTES];
+    int count = 3;
+    snprintf(path, sizeof(path), "%s/config.json", folder);
+    bool ok =
+        gpt2_config_write(path, &checkpoint->shape, checkpoint->dtype, checkpoint->config, checkpoint->tokens, error);
+    for (int i = 0; MODEL_FOLDER_FILES[i] && ok; i++) {
+        files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
+        ok = file_copy(checkpoint->run_folder, MODEL_FOLDER_FILES[i], folder, error);
+    }
+    return ok && state_write(folder, checkpoint, files, count, error);
+}
+
+bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
+                     char* error) {
+    char path[PATH_BYTES];
+    memset(reader, 0, sizeof(*reader));
+    reader->tensors = tensors;
+    snprintf(path, sizeof(path), "%s/optimizer.safetensors", folder);
+    return model_folder_open(&reader->model, folder, error) &&
+           model_folder_used(&reader->model, tensors, count, layers, error) &&
+           safetensors_open(&reader->optimizer, path, error);
+}
+
+void checkpoint_close(CheckpointReader* reader) {
+    model_folder_close(&reader->model);
+    safetensors_close(&reader->optimizer);
+}
+
+const void* checkpoint_array(void* context, const char* name, const char* dtype, int64_t bytes) {
+    const CheckpointReader* reader = context;
+    const SafetensorsTensor* found = safetensors_find(&reader->optimizer, name);
+    return found && strcmp(found->dtype, dtype) == 0 && found->bytes == bytes ? found : NULL;
+}
+
+void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to) {
+    CheckpointReader* reader = context;
+    const SafetensorsTensor* found = array;
+    char reason[DATA_ERROR_BYTES];
+    const int64_t first = at * found->shape[0] / (found->bytes > 0 ? found->bytes : 1);
+    if (*reader->error) return;
+    if (!safetensors_read(&reader->optimizer, found, at, bytes, to, reader->error)) return;
+    if (values_finite(found->name, found->dtype, to, bytes, first, reason)) return;
+    data_error(reader->error, "%s: %s, so the run cannot go on from it; name an earlier checkpoint",
+               reader->optimizer.path, reason);
+}
+
+void checkpoint_notice(void* context, const char* line) {
+    run_say(((CheckpointReader*)context)->run, " notice   %s\n", line);
+}
+
+void checkpoint_weights(void* context, int tensor, float* values) {
+    CheckpointReader* reader = context;
+    if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
 bool checkpoint_commit(const char* folder, char* error) {
@@ -215,6 +346,26 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
     return state;
 }
 
+const char* checkpoint_model(const char* model, char* error) {
+    char path[PATH_BYTES], names[256], reason[DATA_ERROR_BYTES];
+    if (strcmp(model, "auto") == 0 || gpt2_named(model)) return "";
+    const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
+    if (!folder) {
+        data_error(error,
+                   "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
+                   model, gpt2_names(names, sizeof(names)));
+        return NULL;
+    }
+    const bool weights = model_folder_has_weights(folder);
+    Json* state = weights ? NULL : checkpoint_newest(folder, path, sizeof(path));
+    if (state) folder = text_copy(path);
+    json_free(state);
+    snprintf(path, sizeof(path), "%s/state.json", folder);
+    if (!weights || access(path, F_OK) != 0 || checkpoint_model_whole(folder, reason)) return folder;
+    data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, reason);
+    return NULL;
+}
+
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error) {
     char inner[PATH_BYTES], reason[DATA_ERROR_BYTES];
@@ -261,8 +412,8 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
                               named, shell_word(named));
         }
     }
-    const int64_t version = *state ? json_int(*state, "version", 0) : 1;
-    if (version >= 1 && version <= 3) return true;
+    const int64_t version = *state ? json_int(*state, "version", 0) : CHECKPOINT_VERSION;
+    if (version == CHECKPOINT_VERSION) return true;
     data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
                (long long)version);
     json_free(*state);
@@ -275,40 +426,6 @@ bool checkpoint_run(const char* checkpoint, char* run_folder, size_t bytes, char
     snprintf(log, sizeof(log), "%s/log.jsonl", folder_parent(checkpoint, run_folder, bytes));
     if (step_of(slash ? slash + 1 : checkpoint) >= 0 && file_exists(log)) return true;
     return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
-}
-
-bool run_folder_free(const char* folder, bool again, char* error) {
-    static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
-    bool there[4];
-    for (int i = 0; i < 4; i++) {
-        char path[PATH_BYTES];
-        snprintf(path, sizeof(path), "%s/%s", folder, names[i]);
-        there[i] = file_exists(path);
-    }
-    int64_t* steps;
-    const bool run = checkpoint_list(folder, &steps) > 0 || there[0];
-    free(steps);
-    if ((there[1] && !run) || there[2] || there[3]) {
-        return data_error(error, "--run %s holds a model, whose config.json a run would overwrite; name another folder",
-                          folder);
-    }
-    if (again || !there[0]) return true;
-    return data_error(
-        error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
-}
-
-bool run_folder_lock(const char* folder, char* error) {
-    const struct timespec pause = {0, 100000000};
-    int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor < 0) return true;
-    // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
-    for (int i = 0; i < 50; i++) {
-        if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
-        nanosleep(&pause, NULL);
-    }
-    close(descriptor);
-    return data_error(error, "--run %s: another process is training there; wait for it, or name another folder",
-                      folder);
 }
 
 bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,

@@ -1,11 +1,13 @@
 // The checkpoints of a run folder: RUN/step_00001000 holds files and a state.json with the size and CRC-32C of each and
 // a checksum of its own. A checkpoint is written into step_00001000.tmp, synced and renamed, so a folder without .tmp
-// is whole unless the disk damaged it, which the checksums tell. What the files mean is the trainer's business.
+// is whole unless the disk damaged it, which the checksums tell.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#include "files.h"
-#include "json.h"
+#include "gpt2_config.h"
+#include "model_folder.h"
+#include "options.h"
+#include "run_folder.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -21,6 +23,31 @@ const char* folder_parent(const char* path, char* parent, size_t bytes);
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // The name of a step's folder: RUN/step_%08lld.
 void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes);
+
+enum { CHECKPOINT_VERSION = 1 };  // of state.json
+
+// Where a run stands: what it goes on with beside weights and optimizer states.
+typedef struct {
+    int64_t step, sequences;        // optimizer steps done; sequences consumed, which is the data position
+    int64_t data_tokens;            // of the training data: their number decides the order
+    int64_t data_crc, val_crc;      // checksums of training and validation data
+    int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
+    double best_val;                // infinite before the first validation
+} RunState;
+// Out of state.json's tree; what it lacks stays as it is.
+void run_state_read(RunState* state, const Json* json);
+
+// The tensors of a safetensors file, whose bytes are asked for in the file's order: read(context, i, at, bytes, to)
+// puts `bytes` bytes of tensor i from byte `at` on into `to`; at most `piece` at a time, or, where it is 0, all at
+// once.
+typedef struct {
+    const SafetensorsEntry* entries;
+    int count;
+    int64_t piece;
+    const char* format;  // of the metadata, or NULL
+    void (*read)(void* context, int tensor, int64_t at, int64_t bytes, void* to);
+    void* context;
+} CheckpointSource;
 // A file of a checkpoint as it was written.
 typedef struct {
     const char* name;
@@ -28,9 +55,49 @@ typedef struct {
     int64_t bytes;   // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
     bool nonfinite;  // it was not written to the end, because a value is not finite
 } CheckpointFile;
+// Writes a safetensors file and sums it into `file`. With path NULL the bytes are asked for and dropped, which is all
+// that ranks other than 0 do. A value that is not finite is an error.
+bool checkpoint_file_write(const char* path, const CheckpointSource* source, CheckpointFile* file, char* error);
+
 // Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
 // follow.
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
+
+// What a checkpoint holds beside its arrays.
+typedef struct {
+    Gpt2Shape shape;
+    const char* dtype;   // of the weights, as transformers call it
+    const Json* config;  // see gpt2_config_write
+    const SpecialTokens* tokens;
+    const char* run_folder;  // the tokenizer's files in it are copied
+    const RunState* state;
+    const char* const (*formats)[2];  // names and values: how the optimizer stores weights and states
+    int format_count;
+    const OptionTable* table;
+    const void* options;  // the fields of `table`
+} Checkpoint;
+// Completes a new folder in which model.safetensors and optimizer.safetensors are written already, as `files` says.
+bool checkpoint_finish(const char* folder, const Checkpoint* checkpoint, const CheckpointFile files[2], char* error);
+
+// The arrays of a checkpoint that is read. The first failure stays in `error`, which is "" while all is well.
+typedef struct {
+    ModelFolder model;
+    Safetensors optimizer;
+    const ModelTensor* tensors;  // of the model
+    RunFolder* run;              // where checkpoint_notice prints; set by the caller
+    char error[DATA_ERROR_BYTES];
+} CheckpointReader;
+// `tensors` (count) are those of a model of `layers` layers, which must be all that the folder holds.
+bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
+                     char* error);
+void checkpoint_close(CheckpointReader* reader);
+// Callbacks for who loads an optimizer; `context` is the reader. The array of this name, type and size, or NULL;
+// `bytes` bytes of it from `at` on, all of which must be finite; the weights of a tensor of the model, fp32; and a line
+// to print.
+const void* checkpoint_array(void* context, const char* name, const char* dtype, int64_t bytes);
+void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to);
+void checkpoint_weights(void* context, int tensor, float* values);
+void checkpoint_notice(void* context, const char* line);
 // Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
 // that a whole one stands there at any moment.
 bool checkpoint_commit(const char* folder, char* error);
@@ -44,17 +111,17 @@ bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
 Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
+// The folder that --model names, from the root, or "" where it names a built-in shape or is "auto"; NULL with a
+// sentence. Nothing else decides which is meant: a built-in shape's bare name is always that shape, and a folder of the
+// same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint must be whole. The path is
+// the caller's.
+const char* checkpoint_model(const char* model, char* error);
 // The checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which sets
 // *named_itself, a checkpoint's. Its name into `folder` and its state.json's tree into *state, NULL: begin anew.
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error);
 // The run folder that a checkpoint lies in; false with a sentence where that is none, as of a copied checkpoint.
 bool checkpoint_run(const char* checkpoint, char* run_folder, size_t bytes, char* error);
-// May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
-bool run_folder_free(const char* folder, bool again, char* error);
-// Keeps other processes of this machine from training in a run folder as long as this one lives; false with a sentence
-// where one does. Where the file system knows no locks there are none.
-bool run_folder_lock(const char* folder, char* error);
 // May a run go on from `checkpoint` in `run_folder`? That is the checkpoint's own folder, in which it is the newest, or
 // one without a run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged
 // when `put_aside`. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.

@@ -124,6 +124,56 @@ bool gpt2_config_read(const char* folder, const Gpt2Shape* most, Gpt2Shape* shap
     return true;
 }
 
+// Heads of 64 or 128 channels: what attention's kernels have.
+static bool check_heads(const char* model, bool folder, const Gpt2Shape* shape, char* error) {
+    const long long channels = shape->channels, heads = shape->heads;
+    const bool fit = channels % heads == 0 && (channels / heads == 64 || channels / heads == 128);
+    if (!fit && folder) {
+        return data_error(
+            error,
+            "--model %s has %lld channels over %lld heads, and nibble has 64 or 128 channels a head; name another one",
+            model, channels, heads);
+    }
+    if (channels % 64 != 0) {
+        return data_error(error, "%lld channels are not a multiple of a head's 64; type --channels %lld", channels,
+                          (channels + 63) / 64 * 64);
+    }
+    return fit || data_error(error,
+                             "%lld channels over %lld heads is %.4g channels a head; nibble has 64 and 128: type "
+                             "--heads %lld",
+                             channels, heads, (double)channels / (double)heads, channels / 64);
+}
+
+bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* most,
+                       const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error) {
+    const Gpt2Shape* t = typed;
+    if (*folder) {
+        if (!gpt2_config_read(folder, most, shape, error)) return false;
+        if (!resumed && (t->layers >= 0 || t->channels >= 0 || t->heads >= 0)) {
+            return data_error(error, "--model %s fixes the shape; leave --layers, --channels and --heads out", model);
+        }
+    } else {
+        const Gpt2Name* named = gpt2_named(model);
+        *shape = (Gpt2Shape){named->layers, named->channels, named->heads, named->positions, vocabulary};
+        if (t->layers >= 0) shape->layers = t->layers;
+        if (t->channels >= 0) shape->channels = t->channels;
+        if (t->channels >= 0) shape->heads = t->channels / 64 > 0 ? t->channels / 64 : 1;
+        if (t->heads >= 0) shape->heads = t->heads;
+        if (t->positions >= 0) shape->positions = t->positions;
+    }
+    if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
+        return data_error(error,
+                          "the data has a vocabulary of %d tokens and --model %s of %lld; prepare the data with the "
+                          "model's tokenizer (data/prepare.py)",
+                          vocabulary, model, (long long)shape->vocabulary);
+    }
+    if (t->positions > shape->positions) {
+        return data_error(error, "--seq %lld is longer than the model's %lld positions; type --seq %lld or less",
+                          (long long)t->positions, (long long)shape->positions, (long long)shape->positions);
+    }
+    return check_heads(model, *folder, shape, error);
+}
+
 // Whether config.json's member is written from the model that is saved, or is of no use beside it.
 static bool is_replaced(const char* key) {
     static const char* const keys[] = {"architectures", "model_type",          "n_layer",  "n_embd",

@@ -517,6 +517,31 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     return fine;
 }
 
+bool dataset_open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
+    static const char* const formats[] = {"auto", "bytes", "shards", "nanogpt"};  // as DataFormat numbers them
+    const bool val = part == DATASET_VALIDATION && *source->val;
+    const char *path = val ? source->val : source->data, *option = val ? "--val" : "--data";
+    char reason[DATA_ERROR_BYTES];
+    int format = 0;
+    while (strcmp(formats[format], source->format) != 0) format++;
+    if (!*path) {
+        return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, reason) ||
+               data_error(error, "the built-in text: %s", reason);
+    }
+    // A folder knows its parts; of one file all is taken where --val names another.
+    if ((val || (part == DATASET_TRAIN && *source->val)) && !folder_exists(path)) part = DATASET_WHOLE;
+    return dataset_open_as(data, path, (DataFormat)format, part, source->val_fraction, T, reason) ||
+           data_error(error, "%s %s: %s", option, path, reason);
+}
+
+bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error) {
+    Dataset data;
+    if (!dataset_open_source(&data, source, DATASET_TRAIN, 1, error)) return false;
+    *vocabulary = data.vocabulary, *bytes = data.bytes;
+    dataset_close(&data);
+    return true;
+}
+
 void dataset_close(Dataset* data) {
     for (int i = 0; i < data->files; i++) file_close(&data->file[i]);
     free(data->file);
@@ -560,6 +585,11 @@ int64_t dataset_windows(const Dataset* data, int T) {
     int64_t windows = 0;
     for (int i = 0; i < data->files; i++) windows += (data->file[i].tokens - 1) / T;
     return windows;
+}
+
+int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens) {
+    int64_t windows = dataset_windows(data, T), most = tokens / T > 0 ? tokens / T : 1;
+    return most < windows ? most : windows;
 }
 
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error) {

@@ -49,11 +49,25 @@ bool dataset_open_as(Dataset* data, const char* path, DataFormat format, Dataset
 // The same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
+// What a run trains on and validates with: --data, --val, --data-format and --val-fraction. Where `data` is "" it is
+// the text in memory.
+typedef struct {
+    const char *data, *val, *format;
+    double val_fraction;
+    const char* text;
+    int64_t text_bytes;
+} DataSource;
+// Opens the training or the validation part; the sentence names the option.
+bool dataset_open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error);
+// What the training data is, before the length of a window is known: bytes, or tokens of a vocabulary.
+bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
 // Sets data->crc, a checksum of the tokens by which two data sets of one length differ, whatever their files are
 // called. It covers all bytes of a data set of up to 256 MiB; of a larger one 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);
 int64_t dataset_windows(const Dataset* data, int T);
+// The windows that a validation reads of at most `tokens` tokens; at least one.
+int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
 // The largest token is checked lazily, window by window: one at or above `vocabulary` makes this return false.
 // Copies window `window` (not permuted) into tokens[T] and targets[T].
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);

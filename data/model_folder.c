@@ -1,6 +1,7 @@
 // See model_folder.h.
 #define _GNU_SOURCE
 #include "model_folder.h"
+#include "finite.h"
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,7 +171,7 @@ static bool is_mask(const char* name, int layers) {
     return strcmp(name + end, "bias") == 0 || strcmp(name + end, "masked_bias") == 0;
 }
 
-bool model_folder_used(const ModelFolder* folder, const char* const* names, int count, int layers, char* error) {
+bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error) {
     for (int i = 0; i < folder->count; i++) {
         const Safetensors* file = &folder->file[i];
         for (int t = 0; t < file->count; t++) {
@@ -183,7 +184,7 @@ bool model_folder_used(const ModelFolder* folder, const char* const* names, int 
             const Safetensors* holder;
             bool known = is_mask(name, layers);
             for (int n = 0; n < count && !known; n++) {
-                known = strcmp(names[n], name) == 0 && model_folder_find(folder, name, &holder) == tensor;
+                known = strcmp(tensors[n].name, name) == 0 && model_folder_find(folder, name, &holder) == tensor;
             }
             if (known) continue;
             return data_error(error,
@@ -193,6 +194,41 @@ bool model_folder_used(const ModelFolder* folder, const char* const* names, int 
         }
     }
     return true;
+}
+
+static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found, const ModelTensor* tensor,
+                         char* error) {
+    static const char* const types[] = {"F32", "BF16", "F16"};
+    const int64_t rows = tensor->stored_rows, cols = tensor->cols;
+    const int dims = tensor->rows == 1 ? 1 : 2;
+    const int64_t want[2] = {dims == 1 || tensor->transposed ? cols : rows, dims == 1            ? 1
+                                                                            : tensor->transposed ? rows
+                                                                                                 : cols};
+    bool ok = false;
+    for (int i = 0; i < 3; i++) ok = ok || strcmp(found->dtype, types[i]) == 0;
+    ok = ok && found->dims == dims && found->shape[0] == want[0] && (dims == 1 || found->shape[1] == want[1]);
+    return ok || data_error(error, "%s: tensor %s is %s of shape [%lld, %lld]; want F32, BF16 or F16 of [%lld, %lld]",
+                            file->path, found->name, found->dtype, (long long)found->shape[0],
+                            (long long)(found->dims > 1 ? found->shape[1] : 1), (long long)want[0], (long long)want[1]);
+}
+
+bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error) {
+    char reason[DATA_ERROR_BYTES];
+    const Safetensors* file = NULL;
+    const SafetensorsTensor* found = model_folder_find(folder, tensor->name, &file);
+    const int64_t n = tensor->stored_rows * tensor->cols;
+    if (!found) {
+        return data_error(error, "%s has no tensor %s; is it a GPT-2 of the shape in config.json?", folder->file->path,
+                          tensor->name);
+    }
+    if (!check_tensor(file, found, tensor, error)) return false;
+    memset(values + n, 0, (size_t)(tensor->rows * tensor->cols - n) * sizeof(float));
+    float* stored = tensor->transposed ? memory_take((size_t)n * sizeof(float)) : values;
+    const bool ok = safetensors_floats(file, found, 0, n, stored, error);
+    if (ok && tensor->transposed) transpose(values, stored, tensor->cols, tensor->stored_rows, sizeof(float));
+    if (tensor->transposed) free(stored);
+    if (!ok || values_finite(found->name, "F32", values, n * (int64_t)sizeof(float), 0, reason)) return ok;
+    return data_error(error, "%s: %s, so the model is of no use; name another one", file->path, reason);
 }
 
 void model_folder_close(ModelFolder* folder) {

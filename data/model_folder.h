@@ -9,6 +9,14 @@ extern "C" {
 // What is kept beside config.json and the weights, in a run folder and in each checkpoint; NULL ends the list.
 extern const char* const MODEL_FOLDER_FILES[];
 
+// A tensor as the program has it, (rows, cols) with rows 1 for a vector, and as files hold it.
+typedef struct {
+    const char* name;  // without "transformer."
+    int64_t rows, cols;
+    int64_t stored_rows;  // as many of the rows are in files: the vocabulary without its padding
+    bool transposed;      // files hold (cols, stored_rows), as transformers' Conv1D has it
+} ModelTensor;
+
 typedef struct {
     const char* path;  // the folder
     Safetensors* file;
@@ -21,10 +29,13 @@ bool model_folder_has_weights(const char* path);
 bool model_folder_open(ModelFolder* folder, const char* path, char* error);
 // The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
 const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file);
-// Whether the model uses every tensor there is. Its tensors have these names; of `layers` layers the attention masks
+// Whether the model uses every tensor there is. Its tensors are these; of `layers` layers the attention masks
 // that older versions of transformers store may be there, and a head (lm_head.weight) that equals wte.weight. Another
 // head, or any other tensor, is refused by name.
-bool model_folder_used(const ModelFolder* folder, const char* const* names, int count, int layers, char* error);
+bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error);
+// Reads a tensor: `values` (rows, cols), fp32, with zeros in the rows that files do not have. False when it is absent,
+// of another type or shape than the model's, or holds a value that is not finite.
+bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error);
 void model_folder_close(ModelFolder* folder);
 
 #ifdef __cplusplus

@@ -20,7 +20,7 @@
 enum { BUFFER_BYTES = 4 << 20, HEADER_MOST = 100 << 20 };
 
 // Bytes of one element, 0 for a type that is not known.
-static int dtype_bytes(const char* dtype) {
+int safetensors_dtype_bytes(const char* dtype) {
     static const char* const names[4][6] = {{"U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"},
                                             {"BF16", "F16", "I16", "U16"},
                                             {"F32", "I32", "U32"},
@@ -35,7 +35,7 @@ static int dtype_bytes(const char* dtype) {
 
 // Elements times element size; -1 when a dimension is negative, the type unknown or the product over 63 bits.
 static int64_t tensor_bytes(const char* dtype, const int64_t* shape, int dims) {
-    int64_t bytes = dtype_bytes(dtype);
+    int64_t bytes = safetensors_dtype_bytes(dtype);
     if (bytes == 0) return -1;
     for (int d = 0; d < dims; d++) {
         if (shape[d] < 0 || __builtin_mul_overflow(bytes, shape[d], &bytes)) return -1;
@@ -206,7 +206,7 @@ static bool header_tensor(const char* path, const Json* json, int64_t data, int6
     if (!tensor->dtype || !shape || shape->kind != JSON_ARRAY || !offsets || offsets->kind != JSON_ARRAY) {
         return data_error(error, "%s is corrupted: tensor %s lacks its dtype, shape or data_offsets", path, json->key);
     }
-    if (dtype_bytes(tensor->dtype) == 0) {
+    if (safetensors_dtype_bytes(tensor->dtype) == 0) {
         return data_error(error, "%s: tensor %s has the type %s, which is not known", path, json->key, tensor->dtype);
     }
     for (const Json* dim = shape->child; dim; dim = dim->next) {

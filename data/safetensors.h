@@ -41,6 +41,7 @@ typedef struct {
     Json* header;
 } Safetensors;
 bool safetensors_open(Safetensors* file, const char* path, char* error);
+int safetensors_dtype_bytes(const char* dtype);  // of an element; 0: a type that is not known
 const SafetensorsTensor* safetensors_find(const Safetensors* file, const char* name);  // NULL when absent
 // `count` bytes of a tensor from its byte `first` on.
 bool safetensors_read(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count, void* to,

@@ -610,6 +610,15 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
     return (int)total;
 }
 
+int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most) {
+    const int end = tokenizer_end(tokenizer), begin = end >= 0 && end < V;
+    if (begin) tokens[0] = end;
+    const int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + begin, most - begin);
+    if (encoded < 0) return -1;
+    if (begin + encoded == 0) tokens[0] = '\n';
+    return begin + encoded > 0 ? begin + encoded : 1;
+}
+
 typedef struct {
     float logit;
     int token;

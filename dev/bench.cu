@@ -232,13 +232,13 @@ static void account_operators(Model* m, Account* a, double micro_batches, int bu
 static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
     m->type = OPTIM_BF16;
-    config_resolve(o, dev, 50257, false, nullptr, "", &m->config);
+    resolve_shape(o, dev, 50257, false, "", "", &m->config);
     m->T = (int)o->seq;
     config_tensors(m);
     if (strcmp(o->grads, "auto") == 0) o->grads = o->tokens_per_step == o->batch * m->T ? "bf16" : "fp32";
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
     optim_config_from(o, config);
-    batch_resolve(o, m, config, false, 1 << 20);
+    resolve_batch(o, m, config, false, 1 << 20);
     model_allocate(m, config);
     model_init(m, 1);
 }
@@ -328,7 +328,7 @@ int main(int argc, char** argv) {
     o.device = "auto";
     o.matmul = "bf16";
     Device dev;
-    device_resolve(&o, &dev);
+    device_choose(&dev, o.device, nullptr, 1);
     Ceilings ceilings = measure_ceilings(&dev);
     printf("%s: copy %.0f GB/s, bf16 matrix product %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
            1e-12 * ceilings.gemm);

@@ -154,11 +154,8 @@ int main(int argc, char** argv) {
             names[count++] = argv[i];
     }
     if (count == 0) count = usual_names(names, 256);
-    Options o = {};
-    o.device = "gpu";
-    o.matmul = "bf16";
     Device dev;
-    device_resolve(&o, &dev);
+    device_choose(&dev, "gpu", nullptr, 1);
     double copy = print_copy_rate(&dev, 4ll << 30);
     FILE* csv = csv_path ? fopen(csv_path, "w") : nullptr;
     if (csv_path && !csv) user_error("--csv %s cannot be written: %s", csv_path, strerror(errno));

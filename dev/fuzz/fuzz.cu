@@ -94,7 +94,8 @@ static void fuzz_json(FuzzInput input) {
 
 // model.safetensors, or an index and the two files that it may name.
 static void fuzz_safetensors(FuzzInput input) {
-    static const char* const names[] = {"h.0.attn.bias", "wte.weight", "lm_head.weight"};
+    static const ModelTensor tensors[] = {
+        {"h.0.attn.bias", 1, 4, 1, false}, {"wte.weight", 8, 4, 7, false}, {"lm_head.weight", 4, 8, 4, true}};
     char error[DATA_ERROR_BYTES] = "";
     ModelFolder model;
     const bool several = input.count > 0 && input.bytes[0] == '{';
@@ -114,7 +115,11 @@ static void fuzz_safetensors(FuzzInput input) {
             }
         }
     }
-    if (!model_folder_used(&model, names, 3, 12, error)) demand_sentence(error);
+    if (!model_folder_used(&model, tensors, 3, 12, error)) demand_sentence(error);
+    for (const ModelTensor& tensor : tensors) {
+        float values[32];
+        if (!model_folder_read(&model, &tensor, values, error)) demand_sentence(error);
+    }
     model_folder_close(&model);
 }
 
@@ -144,7 +149,7 @@ static Options standard_options() {
 
 // state.json without its seal, which is put behind it here so that its checksum is right; then options that were typed.
 static void fuzz_state(FuzzInput input) {
-    char error[DATA_ERROR_BYTES] = "", changed[16384] = "", seal[64];
+    char error[DATA_ERROR_BYTES] = "", seal[64];
     bool given[OPTION_COUNT] = {};
     FuzzInput state_text = take(&input);
     const uint32_t crc = crc32c(0, state_text.bytes, (int64_t)state_text.count);
@@ -154,11 +159,13 @@ static void fuzz_state(FuzzInput input) {
     if (!state) return demand_sentence(error);
     Options options = standard_options();
     for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) given[i] = input.bytes[i] % 2 != 0;
-    const Json* saved = json_get(state, "options");
-    resume_options(&options, given, saved, json_int(state, "version", 1) > 1, changed, sizeof(changed) - 256);
-    resume_rule(&options, given, saved, changed, sizeof(changed) - 256);
-    resume_override(&options, given, state, changed, sizeof(changed) - 256);
-    demand(strlen(changed) < sizeof(changed));
+    static Resume merge;
+    merge = {&TABLE, &options, given, json_get(state, "options"), ""};
+    if (!resume_options(&merge, error)) demand_sentence(error);
+    resume_rule(&options, &merge);
+    resume_override(&options, &merge, json_get(state, "formats"));
+    RunState counts = {};
+    run_state_read(&counts, state);
     json_free(state);
 }
 
@@ -233,7 +240,9 @@ static void fuzz_options(FuzzInput input) {
     free(text);
     if (!fine) return;
     OptimConfig config;
-    require_words(&options, given);
+    static Resume merge;
+    merge = {&TABLE, &options, given, nullptr, ""};
+    if (!resume_words(&merge, error)) demand_sentence(error);
     optim_config_from(&options, &config);
 }
 

@@ -281,7 +281,7 @@ TEST(cli_state_lists_no_files) {
          {"", "\"files\": 3,\n", "\"files\": [1, 2],\n", "\"files\": null,\n", "\"files\": \"a\",\n",
           "\"files\": {\"model.safetensors\": 3},\n", "\"files\": {\"nothing\": {}},\n"}) {
         char* text = nullptr;
-        if (asprintf(&text, "{\n\"version\": 3,\n\"step\": 1,\n%s", files) < 0) abort();
+        if (asprintf(&text, "{\n\"version\": 1,\n\"step\": 1,\n%s", files) < 0) abort();
         uint32_t crc = crc32c(0, text, (int64_t)strlen(text));
         char* whole = nullptr;
         if (asprintf(&whole, "%s\"crc32c\": %u\n}\n", text, crc) < 0) abort();

@@ -475,3 +475,41 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     comm->rate = comm_rate(comm);
     comm->bytes = memory_used(dev) - before;
 }
+
+// The GPU of a rank among the `gpus` that this machine shows. A launcher may show each rank its own alone. `asked` is
+// --gpus; `cpu`: --device cpu was typed.
+inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) {
+    if (gpus == 0 || cpu) {
+        if (stand_in_asked()) return 0;
+        user_error("%d ranks were asked for and each needs a GPU of its own, %s; leave --gpus, or the launcher, out",
+                   launch->world, gpus == 0 ? "and no GPU answers" : "and --device cpu is typed");
+    }
+    if (gpus == 1 && asked == 1) return 0;
+    if (asked > gpus) {
+        user_error("--gpus %lld was typed and this machine shows %d; type --gpus %d", (long long)asked, gpus, gpus);
+    }
+    if (launch->local_rank >= gpus) {
+        user_error("rank %d is number %d on this machine, which shows %d GPU%s; start %d here", launch->rank,
+                   launch->local_rank + 1, gpus, gpus == 1 ? "" : "s", gpus);
+    }
+    return launch->local_rank;
+}
+
+// Opens the device that --device names: "auto", "gpu" or "cpu". `launch` is NULL for a program without ranks.
+inline void device_choose(Device* dev, const char* name, const Launch* launch, int64_t asked) {
+    const bool cpu = strcmp(name, "cpu") == 0;
+    int gpus = 0;
+    cudaError_t status = cudaGetDeviceCount(&gpus);
+    if (status != cudaSuccess) gpus = 0;
+    if (strcmp(name, "gpu") == 0 && gpus == 0) {
+        user_error("--device gpu: no GPU answers (%s); type --device cpu",
+                   status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
+    }
+    int index = launch && launch->world > 1 ? rank_device(launch, asked, cpu, gpus) : 0;
+    device_open(dev, gpus > 0 && !cpu, index);
+    openmp_start();
+    if (dev->gpu && dev->compute < 80) {
+        user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
+                   dev->compute / 10, dev->compute % 10);
+    }
+}

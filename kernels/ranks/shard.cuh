@@ -702,11 +702,12 @@ inline void shard_prefetch(Shard* s, int layer) {
     s->held[layer % 2] = layer;
 }
 
-// The device's stream goes on when the weights of this bucket are there.
-inline void shard_need(Shard* s, int bucket) {
+// The device's stream goes on when the weights of this bucket are there; those of layer `next` are gathered meanwhile.
+inline void shard_need(Shard* s, int bucket, int next = -1) {
     if (!shard_splits(s, SHARD_STATES)) return;
     if (bucket < s->layers) shard_prefetch(s, bucket);
     if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
+    shard_prefetch(s, next);
 }
 
 // To the host memory of rank 0, from rank `from`, at most shard_staging_bytes at a time; all ranks call it. The data is
@@ -808,6 +809,21 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
         }
     }
     return all;
+}
+
+// Bytes `at` to at + bytes of array i into `host` on rank 0, part by part from those who keep them; all ranks call it.
+inline void shard_arrays_read(Shard* s, const ShardArrays* all, int i, int64_t at, int64_t bytes, void* host) {
+    const int64_t piece = shard_staging_bytes(s);
+    int64_t begin = 0;
+    for (int r = 0; r < all->ranks; r++) {
+        const int64_t end = begin + all->bytes[i * all->ranks + r];
+        const Overlap part = shard_overlap(at, at + bytes, begin, end);
+        for (int64_t from = part.begin; from < part.end; from += piece) {
+            const int64_t count = part.end - from < piece ? part.end - from : piece;
+            shard_to_first(s, (char*)host + (from - at), (const char*)all->own[i] + (from - begin), count, r, false);
+        }
+        begin = end;
+    }
 }
 
 inline void shard_arrays_free(ShardArrays* all) {

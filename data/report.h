@@ -1,0 +1,47 @@
+// What a run reports, out of plain numbers: lines on the terminal and in log.txt, and their values in log.jsonl. A
+// function that returns false has written a sentence into `error`, with which the run ends.
+#pragma once
+#include "checkpoint.h"
+#include "loader.h"
+#include "run_folder.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The banner's lines about the data: how much there is, how much of it a validation of windows of T tokens reads, and
+// what is left out. `vocabulary` is the model's.
+void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens, int vocabulary);
+
+// A step that is done.
+typedef struct {
+    int64_t steps, tokens;  // of the run; tokens of a step
+    double loss, norm, lr;  // of the step; loss and norm NaN or infinite where it changed nothing
+    double seconds, eta;    // of the step, and until the end; eta below 0: not known yet
+    double flops, peak;     // FLOPs of a token; FLOP/s of all ranks, 0 when unknown
+    int64_t memory;         // bytes of the plan
+} StepReport;
+// Into log.jsonl; `tokens` are all since the run began.
+bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, char* error);
+void report_step(RunFolder* run, const RunState* state, const StepReport* step);
+// A step that changed nothing. False: the run ends with it, as `stop` says or because ten in a row did. `lr` is --lr.
+bool report_skip(RunFolder* run, const RunState* state, const StepReport* step, bool stop, double lr, char* error);
+// Also sets state->best_val.
+bool report_validation(RunFolder* run, RunState* state, double loss, double bytes_per_token, double seconds,
+                       int64_t tokens, char* error);
+// The end of a run, which a signal may have `stopped`: `steps` steps of `tokens` each took `seconds`. False where the
+// weights are `useless`; `lr` is the --lr that they had.
+bool report_end(RunFolder* run, const RunState* state, bool stopped, double steps, double tokens, double seconds,
+                bool useless, double lr, char* error);
+
+// The time of the steps after `from`, which is moved when the first is done and when ten are: they are slower, the
+// first most of all, which loads what the GPU runs.
+typedef struct {
+    int64_t first, from;
+    double since, seconds;  // the clock when `from` was done; spent in the steps after it
+} StepTimer;
+// Step `step` is done, which began at `begin`: seconds that one takes, with what lies between them.
+double step_timed(StepTimer* timer, int64_t step, double begin, double now);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,133 @@
+// See resume.h. The names are those of the trainer's options.
+#define _GNU_SOURCE
+#include "resume.h"
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include "checkpoint.h"
+#include "gpt2_config.h"
+#include "text.h"
+
+enum { PATH_BYTES = 4500 };
+
+static bool is_one_of(const char* name, const char* const* names) {
+    for (; *names; names++) {
+        if (strcmp(name, *names) == 0) return true;
+    }
+    return false;
+}
+
+// The value of a text option.
+static const char* text_of(const Resume* resume, const char* name) {
+    return *(const char* const*)((const char*)resume->fields + option_find(resume->table, name)->offset);
+}
+
+bool resume_given(const Resume* resume, const char* name) {
+    return resume->given[option_find(resume->table, name) - resume->table->option];
+}
+
+void resume_changed(Resume* resume, const char* format, ...) {
+    const size_t used = strlen(resume->changed);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(resume->changed + used, sizeof(resume->changed) - used, format, arguments);
+    va_end(arguments);
+}
+
+bool resume_words(const Resume* resume, char* error) {
+    static const char* const names[] = {"data", "val", "model", "run", "resume", NULL};
+    const char* from = text_of(resume, "resume");
+    const bool goes_on = *from && strcmp(from, "off") != 0 && strcmp(from, "auto") != 0;
+    for (int i = goes_on ? 2 : 0; names[i]; i++) {
+        if (!resume_given(resume, names[i]) || *text_of(resume, names[i])) continue;
+        return data_error(error, "--%s '' is empty; give it a value or leave it out", names[i]);
+    }
+    return true;
+}
+
+// Whether the checkpoint's value is left alone though none was typed: the option belongs to one start of the program,
+// is merged elsewhere, or comes with another preset than the saved one, which was typed.
+static bool is_left(const Resume* resume, const Option* option) {
+    static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
+                                           "gpus", "join-timeout", "override", NULL};
+    static const char* const of_preset[] = {"rule", "weights", "m", "v", NULL};
+    if (option->type == OPTION_FLAG || is_one_of(option->name, of_start)) return true;
+    return !resume_given(resume, option->name) && is_one_of(option->name, of_preset) &&
+           resume_given(resume, "preset") &&
+           strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
+}
+
+bool resume_options(Resume* resume, char* error) {
+    static const char* const of_shape[] = {"model", "layers", "channels", "heads", "seq", NULL};
+    for (int i = 0; i < resume->table->count; i++) {
+        const Option* option = &resume->table->option[i];
+        const char *name = option->name, *text = json_string(resume->saved, name, NULL);
+        if (!text || is_left(resume, option)) continue;
+        const bool fixed = is_one_of(name, of_shape);
+        char number[OPTION_TEXT_BYTES], reason[DATA_ERROR_BYTES];
+        const char* now = option_text(option, resume->fields, number, sizeof(number));
+        const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
+        if (typed && strcmp(now, text) == 0) continue;
+        // A folder that was typed as --model, as a job script does each time, is not read: it may be gone by now, or
+        // the script may run in another place.
+        const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
+        if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
+        if (!typed || folder) {
+            if (!option_set(option, resume->fields, text, reason)) return data_error(error, "--resume: %s", reason);
+            continue;
+        }
+        if (fixed) {
+            return data_error(error,
+                              "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin "
+                              "anew",
+                              name, now, text, name);
+        }
+        resume_changed(resume, " --%s %s (was %s)", name, *now ? now : "''", *text ? text : "''");
+    }
+    return true;
+}
+
+// Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
+// program writes paths that name a file in one way, so that a path which can mean another file in another place, such
+// as a downloaded one, is not its own.
+static const char* format_distrust(const char* path, const char* folder) {
+    struct stat info;
+    char parent[PATH_BYTES];
+    if (stat(path, &info) != 0) return NULL;  // there is no code, which another sentence says
+    char *real = realpath(path, NULL), *run = realpath(folder_parent(folder, parent, sizeof(parent)), NULL);
+    const size_t length = run ? strlen(run) : 0;
+    const bool same = real && strcmp(real, path) == 0;
+    const bool beside = real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/';
+    free(real), free(run);
+    if (!same) return "its path is not one that this program writes";
+    if (beside) return "the file lies in the run's folder";
+    if (info.st_uid != geteuid() && info.st_uid != 0) return "the file belongs to another user";
+    return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
+}
+
+bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
+    char path[PATH_BYTES];
+    struct stat info;
+    const char* formats = text_of(resume, "format");
+    if (resume_given(resume, "format") || !*formats) return true;
+    snprintf(path, sizeof(path), "%s/state.json", folder);
+    const bool own = stat(path, &info) == 0 && info.st_uid == geteuid();
+    const char* reason = own ? NULL : "the checkpoint belongs to another user";
+    char *list = text_copy(formats), *shown = text_copy(formats), *rest = NULL;
+    for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(NULL, ",", &rest)) {
+        reason = format_distrust(one, folder);
+    }
+    text_disarm(shown, false);
+    if (reason) {
+        data_error(error,
+                   "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, "
+                   "or begin anew without --resume",
+                   folder, shown, reason, shown);
+    } else if (print) {
+        fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+    }
+    free(list), free(shown);
+    return !reason;
+}

@@ -1,0 +1,37 @@
+// Resuming a run: which of the checkpoint's options go on beside those that were typed, and whether the code of
+// --format files that a checkpoint names may run. Functions that return false have written a sentence into `error`.
+#pragma once
+#include "json.h"
+#include "options.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { RESUME_CHANGED_BYTES = 16384 };
+
+// Options that are merged with a checkpoint's.
+typedef struct {
+    const OptionTable* table;
+    void* fields;                        // the options
+    const bool* given;                   // (table->count) which of them were typed
+    const Json* saved;                   // "options" of state.json
+    char changed[RESUME_CHANGED_BYTES];  // what is not as it was, for the banner: " --lr 0.1 (was 0.2)"
+} Resume;
+
+// Whether this option was typed.
+bool resume_given(const Resume* resume, const char* name);
+// Adds to `changed`, which is cut where it is full.
+__attribute__((format(printf, 2, 3))) void resume_changed(Resume* resume, const char* format, ...);
+// Refuses options for a path or name that were typed empty, as a shell's variable that is not set is. A run that goes
+// on may do so without the data that it had.
+bool resume_words(const Resume* resume, char* error);
+// Takes options that were not typed from the checkpoint, --override aside, and lists typed ones that differ. Those on
+// which the model's shape depends must be the same.
+bool resume_options(Resume* resume, char* error);
+// May the code in the --format files that only the checkpoint in `folder` names run? It may if the checkpoint and the
+// files are this user's, and the files lie where nobody else put them. A note on stderr says so, if `print`.
+bool resume_formats(const Resume* resume, const char* folder, bool print, char* error);
+
+#ifdef __cplusplus
+}
+#endif

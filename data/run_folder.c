@@ -1,0 +1,237 @@
+// See run_folder.h.
+#define _GNU_SOURCE
+#include "run_folder.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#include "checkpoint.h"
+#include "clock.h"
+
+#define PATH_BYTES 4500
+
+bool run_folder_free(const char* folder, bool again, char* error) {
+    static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
+    bool there[4];
+    for (int i = 0; i < 4; i++) {
+        char path[PATH_BYTES];
+        snprintf(path, sizeof(path), "%s/%s", folder, names[i]);
+        there[i] = file_exists(path);
+    }
+    int64_t* steps;
+    const bool run = checkpoint_list(folder, &steps) > 0 || there[0];
+    free(steps);
+    if ((there[1] && !run) || there[2] || there[3]) {
+        return data_error(error, "--run %s holds a model, whose config.json a run would overwrite; name another folder",
+                          folder);
+    }
+    if (again || !there[0]) return true;
+    return data_error(
+        error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
+}
+
+// The lock of run_folder_hold.
+static bool folder_lock(const char* folder, char* error) {
+    const struct timespec pause = {0, 100000000};
+    int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) return true;
+    // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
+    for (int i = 0; i < 50; i++) {
+        if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+        nanosleep(&pause, NULL);
+    }
+    close(descriptor);
+    return data_error(error, "--run %s: another process is training there; wait for it, or name another folder",
+                      folder);
+}
+
+bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
+    if (!run->held && !folder_lock(folder, error)) return false;
+    run->held = true;
+    return true;
+}
+
+// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: of several runs that start in the same
+// second mkdir lets one through.
+static bool folder_name(RunFolder* run, const char* model, char* error) {
+    char date[32], reason[DATA_ERROR_BYTES];
+    time_t now = time(NULL);
+    strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
+    const char* slash = strrchr(model, '/');
+    if (!folder_make("runs", reason)) return data_error(error, "%s; name another folder with --run DIR", reason);
+    int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, slash ? slash + 1 : model);
+    for (int next = 2; mkdir(run->path, 0777) != 0; next++) {
+        if (errno != EEXIST) {
+            return data_error(error, "cannot create the folder %s: %s; name another with --run DIR", run->path,
+                              strerror(errno));
+        }
+        snprintf(run->path + length, sizeof(run->path) - (size_t)length, "_%d", next);
+    }
+    return true;
+}
+
+static bool config_write(const RunFolder* run, const OptionTable* table, const void* fields, char* error) {
+    char path[PATH_BYTES];
+    char* text = NULL;
+    size_t length = 0;
+    FILE* config = text_stream(&text, &length);
+    options_json(table, fields, config);
+    fputc('\n', config);
+    fclose(config);
+    snprintf(path, sizeof(path), "%s/config.json", run->path);
+    bool ok = file_write(path, text, (int64_t)length, error);
+    free(text);
+    return ok;
+}
+
+bool run_folder_make(RunFolder* run, const char** name, const char* model, bool again, const OptionTable* table,
+                     const void* fields, char* error) {
+    char path[PATH_BYTES], reason[DATA_ERROR_BYTES];
+    if (!**name) {
+        if (!folder_name(run, model, error)) return false;
+        *name = text_copy(run->path);
+    }
+    if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
+        return data_error(error, "the path %s is too long; name a shorter one", *name);
+    }
+    if (!folder_make(run->path, reason)) return data_error(error, "--run %s: %s", run->path, reason);
+    if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
+    // The file whose refusal leaves nothing that makes this the folder of a run comes first.
+    snprintf(path, sizeof(path), "%s/log.txt", run->path);
+    FILE* text = log_open(path, reason);
+    snprintf(path, sizeof(path), "%s/log.jsonl", run->path);
+    if (text) run->log = log_open(path, reason);
+    if (!run->log || !config_write(run, table, fields, reason)) {
+        return data_error(error, "--run %s: %s", run->path, reason);
+    }
+    fclose(run->text);  // completes run->banner
+    fwrite(run->banner, 1, run->banner_bytes, text);
+    free(run->banner);
+    run->text = text;
+    return true;
+}
+
+void run_folder_close(RunFolder* run) {
+    if (run->log) fclose(run->log);
+    fclose(run->text);
+}
+
+void run_say(RunFolder* run, const char* format, ...) {
+    FILE* to[2] = {stdout, run->text};
+    for (int i = 0; i < 2 && !run->quiet; i++) {
+        if (!to[i]) continue;
+        va_list arguments;
+        va_start(arguments, format);
+        vfprintf(to[i], format, arguments);
+        va_end(arguments);
+        fflush(to[i]);
+    }
+}
+
+void run_say_text(RunFolder* run, const char* text, size_t bytes) {
+    FILE* to[2] = {stdout, run->text};
+    for (int i = 0; i < 2 && !run->quiet; i++) {
+        if (to[i]) fwrite(text, 1, bytes, to[i]);
+        if (to[i]) fflush(to[i]);
+    }
+}
+
+void run_say_next(RunFolder* run, bool stopped, bool samples) {
+    const char* self = shell_word(program_invocation_name);
+    if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
+    samples = samples && !stopped;
+    if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
+    char here[PATH_BYTES], python[PATH_BYTES] = "", plot[PATH_BYTES];
+    ssize_t length = readlink("/proc/self/exe", plot, sizeof(plot) - 64);
+    plot[length > 0 ? length : 0] = 0;
+    const char* folder = folder_parent(plot, here, sizeof(here));
+    snprintf(python, sizeof(python), "%.4000s/.venv/bin/python", folder);
+    snprintf(plot, sizeof(plot), "%.4000s/dev/plot.py", folder);
+    if (!file_exists(python) || !file_exists(plot)) return;
+    char* cwd = getcwd(NULL, 0);
+    size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
+    run_say(run, "%-9s%s %s %s\n", samples || stopped ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
+            shell_word(run->path));
+    free(cwd);
+}
+
+bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int count, const char* const* names,
+             const double* values, char* error) {
+    if (run->quiet) return true;
+    fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type, (long long)step,
+            (long long)tokens, seconds_now() - run->started);
+    bool finite = true;
+    for (int i = 0; i < count; i++) {
+        fprintf(run->log, ", \"%s\": ", names[i]);
+        json_write_number(run->log, values[i]);
+        finite = finite && isfinite(values[i]);
+    }
+    fputs(finite ? "}\n" : ", \"nonfinite\": true}\n", run->log);
+    return fflush(run->log) == 0 ||
+           data_error(error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
+                      strerror(errno), run->last_checkpoint[0] ? run->last_checkpoint : "none");
+}
+
+void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device,
+                    int64_t parameters, double bytes_per_token) {
+    if (run->quiet) return;
+    fputs("{\"type\": \"config\", \"options\": ", run->log);
+    options_json(table, fields, run->log);
+    fputs(", \"device\": ", run->log);
+    json_write_string(run->log, device);
+    fprintf(run->log, ", \"parameters\": %lld, \"bytes_per_token\": %.9g}\n", (long long)parameters, bytes_per_token);
+    fflush(run->log);
+}
+
+// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
+// takes nothing from the folder of its first weights.
+static bool tokenizer_take(RunFolder* run, const char* const folders[3], const Json* state, RunTokenizer* tokenizer,
+                           char* error) {
+    char path[PATH_BYTES], reason[DATA_ERROR_BYTES];
+    const char *checkpoint = folders[0], *model = *checkpoint ? "" : folders[1];
+    const char* const sources[3] = {checkpoint, model, folders[2]};
+    if (state && !checkpoint_has_copies(checkpoint, state, run->path, reason)) {
+        return data_error(error, "--resume: %s", reason);
+    }
+    for (int i = 0; i < 3; i++) {
+        if (!*sources[i] || !folder_exists(sources[i])) continue;
+        if (!tokenizer_files_copy(sources[i], run->path, reason)) {
+            return data_error(error, "--run %s: %s", run->path, reason);
+        }
+    }
+    if (!*checkpoint && !*model) return true;
+    snprintf(path, sizeof(path), "%s/config.json", *checkpoint ? checkpoint : model);
+    tokenizer->config = json_read(path, error);
+    return tokenizer->config != NULL;
+}
+
+bool run_tokenizer_open(RunFolder* run, const char* const folders[3], const Json* state, bool bytes, int vocabulary,
+                        RunTokenizer* tokenizer, bool* samples, char* error) {
+    char reason[DATA_ERROR_BYTES];
+    int token;
+    if (!tokenizer_take(run, folders, state, tokenizer, error)) return false;
+    bool there = bytes || tokenizer_exists(run->path);
+    Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : run->path, reason) : NULL;
+    tokenizer->tokenizer = opened;
+    if (there && !opened) run_say(run, " notice   %s: no samples\n", reason);
+    for (int i = 0; i < SPECIAL_TOKENS; i++) tokenizer->special.id[i] = -1;
+    if (opened && !tokenizer_special(opened, run->path, &tokenizer->special, reason)) {
+        run_say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", reason);
+    }
+    *samples = opened && tokenizer_encode(opened, "a", 1, &token, 1) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
+    if (!*samples && (opened || !there)) {
+        run_say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", vocabulary);
+    }
+    return true;
+}
+
+void run_tokenizer_close(RunTokenizer* tokenizer) {
+    json_free(tokenizer->config);
+    if (tokenizer->tokenizer) tokenizer_close(tokenizer->tokenizer);
+}
