@@ -6,17 +6,16 @@
 
 RUN is a run folder or its log.jsonl. For each run the training loss is a thin line (with --smooth N the mean over the
 N records around each, with the unsmoothed loss pale behind it) and the validation loss a thick one with dots, in the
-same colour. What a resumed run redoes replaces what was logged before: after {"type": "resume", "step": s} the earlier
-records beyond step s no longer count, and one of the same step and type gives way to the later. A loss of null was not
-finite and leaves a gap. The last line of a log may be cut short.
+same colour. Where a run was evaluated (--eval-every), its right answers are drawn beside the loss. What a resumed run
+redoes replaces what was logged before (runlog.py). A loss of null was not finite and leaves a gap.
 """
 
-import json
 import math
 import os
 import sys
 
 from problem import Parser, Problem, answered
+from runlog import RunLog, numbers
 
 try:
     import matplotlib
@@ -31,46 +30,31 @@ except ImportError as missing:
 # apart in grey print and where there are more runs than colours.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 DASHES = ["-", "--", ":", "-."]
+MARKS = ["o", "s", "^", "D"]  # of evaluations
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s"}  # --x: the field of a record
 
 
 def read_log(run):
-    """{"train": [record, ...], "val": [...]} of a run, by step, without what a resume replaced."""
-    path = os.path.join(run, "log.jsonl") if os.path.isdir(run) else run
+    """The RunLog of a run; a Problem where it has no loss or a line that is no record."""
+    log = RunLog(run)
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read().split("\n")
+        log.read()
     except OSError as error:
-        raise Problem(f"{path}: cannot be read ({error.strerror}); give a run folder that holds a log.jsonl") from None
-    records = {"train": {}, "val": {}}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            kind = record["type"]
-            if kind == "resume":
-                for part in records.values():
-                    for step in [step for step in part if step > record["step"]]:
-                        del part[step]
-            elif kind in records:
-                loss = record["loss"]
-                record["loss"] = math.nan if loss is None else float(loss)
-                records[kind][record["step"]] = record
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):  # no line end follows: the run is still writing, or was killed
-                break
-            raise Problem(f"{path}: line {number}: not a record of a log ({error})") from None
-    if not any(records.values()):
-        raise Problem(f"{path}: there is no loss in it yet")
-    return {kind: [part[step] for step in sorted(part)] for kind, part in records.items()}
+        raise Problem(
+            f"{log.path}: cannot be read ({error.strerror}); give a run folder that holds a log.jsonl"
+        ) from None
+    if log.bad:
+        raise Problem(f"{log.path}: line {log.bad[0]}: not a record of a log ({log.bad[1]})")
+    if not log.records["train"] + log.records["val"]:
+        raise Problem(f"{log.path}: there is no loss in it yet")
+    return log
 
 
-def curve(records, axis, path):
-    """x and y of a list of records."""
+def curve(records, axis, field, path):
+    """x and y of a list of records: the axis' field and another one."""
     key = AXES[axis]
     try:
-        return [float(record[key]) for record in records], [record["loss"] for record in records]
+        return [float(record[key]) for record in records], numbers(records, field)
     except (KeyError, TypeError, ValueError):
         raise Problem(f'{path}: some records have no "{key}"; choose another --x') from None
 
@@ -115,36 +99,60 @@ def run_names(runs):
     return ["/".join(p[-depth:]) for p in parts]
 
 
-def draw(options):
-    logs = [read_log(run) for run in options.runs]
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+def draw_losses(axes, options, names, logs):
     drawn = False
-    for i, (name, log) in enumerate(zip(run_names(options.runs), logs)):
+    for i, (name, log) in enumerate(zip(names, logs)):
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
-        x, y = curve(log["train"], options.x, options.runs[i])
+        x, y = curve(log.records["train"], options.x, "loss", log.path)
+        drawn = drawn or any(map(math.isfinite, y))
         if options.smooth > 1:
             axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.25)
             y = smoothed(y, options.smooth)
         label = name + " train" if y else None
         axes.plot(x, y, dash, color=colour, linewidth=1.0, alpha=0.8, label=label)
-        x, y = curve(log["val"], options.x, options.runs[i])
+        x, y = curve(log.records["val"], options.x, "loss", log.path)
         finite = [value for value in y if math.isfinite(value)]
         label = f"{name} validation ({finite[-1]:.4f})" if finite else None
         dots = {"marker": "o", "markersize": 4} if len(x) <= 60 else {}
         axes.plot(x, y, dash, color=colour, linewidth=1.8, label=label, zorder=3, **dots)
-        drawn = drawn or any(math.isfinite(record["loss"]) for record in log["train"] + log["val"])
+        drawn = drawn or bool(finite)
     if not drawn:
         raise Problem("no run has a finite loss to draw")
+    axes.set_ylabel("loss (nats a token)")
+
+
+def draw_accuracies(axes, options, names, logs):
+    """A line for each run and evaluation; of one with several choices the accuracy normalised by length."""
+    marks = {}
+    for i, (name, log) in enumerate(zip(names, logs)):
+        for task in dict.fromkeys(record["name"] for record in log.records["eval"]):
+            records = [record for record in log.records["eval"] if record["name"] == task]
+            x, y = curve(records, options.x, "acc_norm" if "acc_norm" in records[-1] else "acc", log.path)
+            mark = marks.setdefault(task, MARKS[len(marks) % len(MARKS)])
+            label = f"{name} {task} ({100 * y[-1]:.1f} %)"
+            axes.plot(
+                x, [100 * value for value in y], "-" + mark, color=COLOURS[i % len(COLOURS)], label=label, markersize=4
+            )
+    axes.set_ylabel("right answers (%)")
+
+
+def draw(options):
+    logs, names = [read_log(run) for run in options.runs], run_names(options.runs)
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    pictures = [draw_losses] + [draw_accuracies] * any(log.records["eval"] for log in logs)
+    size = (8 if len(pictures) == 1 else 13, 4.8)
+    figure, panels = plt.subplots(1, len(pictures), figsize=size, layout="constrained", squeeze=False)
+    for picture, axes in zip(pictures, panels[0]):
+        picture(axes, options, names, logs)
+        label_x(axes, options.x)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.legend(frameon=False)
+    axes = panels[0][0]
     if options.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    label_x(axes, options.x)
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False)
     try:
         figure.savefig(options.output, dpi=150)
     except (OSError, ValueError) as error:

@@ -14,8 +14,12 @@ import os
 import re
 import struct
 import sys
+from pathlib import Path
 
 from trainer import read_plan
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from runlog import RunLog
 
 FILE = "runs.jsonl"
 
@@ -25,40 +29,10 @@ DIVERGED = re.compile(r"step \d+: the loss is \S+ and the norm of the gradient [
 POINTS = 200  # of the training loss: the mean of as many runs of steps
 
 
-def log_lines(folder):
-    """The records of log.jsonl; a line that a kill cut short is none."""
-    try:
-        lines = (folder / "log.jsonl").read_text("utf-8", "replace").split("\n")
-    except OSError:
-        lines = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
-
-
-def resumes(folder):
-    """The steps from which it went on, one for each time that it did."""
-    return [record["step"] for record in log_lines(folder) if record.get("type") == "resume"]
-
-
 def read_log(folder):
-    """(config, {"train": [...], "val": [...]}) of a run folder, without what a resume replaced."""
-    config, records = {}, {"train": {}, "val": {}}
-    for record in log_lines(folder):
-        kind = record.get("type")
-        if kind == "config":
-            config = record
-        elif kind == "resume":
-            for part in records.values():
-                for step in [step for step in part if step > record["step"]]:
-                    del part[step]
-        elif kind in records:
-            records[kind][record["step"]] = record
-    return config, {kind: [part[step] for step in sorted(part)] for kind, part in records.items()}
+    """The RunLog of a run folder, empty where there is none."""
+    log = RunLog(folder / "log.jsonl")
+    return log.read() if log.path.exists() else log
 
 
 def checkpoint(folder):
@@ -144,7 +118,8 @@ def outcome(returncode, steps, log, words):
 
 def make(run, folder, returncode, words, weights):
     """The record of a run that has ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
-    config, log = read_log(folder)
+    whole = read_log(folder)
+    config, log = whole.config, whole.records
     banner = folder / "log.txt"
     told = read_plan(banner.read_text("utf-8", "replace"), weights) if banner.exists() else None
     resolved, plan = config.get("options", {}), told or run.plan

@@ -119,7 +119,7 @@ class Runner:
         environment = dict(os.environ)
         if slot[0] is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot[0]
-        resumes = len(record.resumes(folder))
+        resumes = len(record.read_log(folder).resumes)
         more = [f"--run={folder}"] + (["--resume=auto"] if saved else [])
         with (folder / "stdout.txt").open("a") as out, (folder / "stderr.txt").open("w") as err:
             process = subprocess.Popen(
@@ -140,7 +140,7 @@ class Runner:
         self.active.remove(job)
         self.free.insert(0, job.slot)
         seconds = time.monotonic() - job.started
-        resumed = record.resumes(job.folder)[job.resumes :]
+        resumed = record.read_log(job.folder).resumes[job.resumes :]
         job.first = resumed[-1] if resumed else 0  # a checkpoint that cannot be read is not gone on from
         words = (job.folder / "stderr.txt").read_text("utf-8", "replace")
         result = record.make(job.run, job.folder, job.process.returncode, words, self.trainer.weights)
