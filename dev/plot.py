@@ -14,6 +14,7 @@ import math
 import os
 import sys
 
+from colours import COLOURS
 from problem import Parser, Problem, answered
 from runlog import RunLog, numbers
 
@@ -26,9 +27,7 @@ except ImportError as missing:
     print(f"plot: error: {missing}; type `pip install -r dev/requirements.txt`", file=sys.stderr)
     sys.exit(2)
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for lines. Dashes tell runs
-# apart in grey print and where there are more runs than colours.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
+# Dashes tell runs apart in grey print and where there are more runs than colours.
 DASHES = ["-", "--", ":", "-."]
 MARKS = ["o", "s", "^", "D"]  # of evaluations
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s"}  # --x: the field of a record

@@ -55,7 +55,7 @@ class RunLog:
             block = file.read()
         whole = block.rfind(b"\n") + 1
         self.offset += whole
-        for line in block[:whole].splitlines():
+        for line in block[:whole].split(b"\n")[:-1]:
             self.line += 1
             if line.strip():
                 self.take(line)

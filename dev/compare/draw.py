@@ -2,7 +2,9 @@
 
 import io
 import itertools
+import sys
 import textwrap
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -13,12 +15,12 @@ import matplotlib.pyplot as plt
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from colours import COLOURS
 from curves import band, difference_curve, difference_label, front, loss_curve
 from table import groups
 
-# Okabe and Ito's colours but yellow, a brown, and Tol's indigo, which colour-blind readers can tell apart (a grey would be the
-# fourth to some); black is the baseline's. Dashes of lines and markers of dots tell more apart.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5230", "#332288"]
+# Black is the baseline's colour. Dashes of lines and markers of dots tell more apart than there are colours.
 DASHES = ["-", "--", ":", "-."]
 MARKERS = ["o", "s", "^", "D"]
 STYLE = {
@@ -237,7 +239,9 @@ def draw_pareto(table, facts, path):
         x, y = [row.bytes for row in rows], [row.level for row in rows]
         errors = [row.level_error or 0.0 for row in rows]
         colour, marker, over = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS) % len(MARKERS)], 2 + 0.8 / (i + 1)
-        axes.errorbar(x, y, errors, fmt=marker, color=colour, markersize=4, elinewidth=0.7, label=plain(group), zorder=over)
+        axes.errorbar(
+            x, y, errors, fmt=marker, color=colour, markersize=4, elinewidth=0.7, label=plain(group), zorder=over
+        )
         hollow = [(row.bytes, row.level) for row in rows if not row.whole]
         if hollow:
             look = {"color": colour, "marker": marker, "markersize": 4, "markerfacecolor": "white"}
@@ -279,7 +283,9 @@ def draw_presets(table, facts, path):
         left = any(0 < other.bytes - row.bytes < 1 and abs(other.level - row.level) < 0.003 for other in rows)
         where = {"xytext": (-7 if left else 7, 0), "ha": "right" if left else "left"}
         where["path_effects"] = [withStroke(linewidth=3, foreground="white")]
-        axes.annotate(plain(row.name), (row.bytes, row.level), textcoords="offset points", va="center", fontsize=10, **where)
+        axes.annotate(
+            plain(row.name), (row.bytes, row.level), textcoords="offset points", va="center", fontsize=10, **where
+        )
     axes.set_xlim(0, max(x) * 1.12)
     axes.tick_params(labelsize=10)
     axes.set_xlabel("bytes per parameter, weights and states", fontsize=11)

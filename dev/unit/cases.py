@@ -15,7 +15,7 @@ def run_cases(functions, case, missing):
         return 2
     picked = sys.argv[2] if sys.argv[1:] else ""
     passed = failed = skipped = 0
-    for name, run in functions.items():
+    for name, run in list(functions.items()):
         if not name.startswith("test_") or picked not in name:
             continue
         started, note = time.time(), missing and f"skipped: {missing}"

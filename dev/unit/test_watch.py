@@ -1,0 +1,446 @@
+#!/usr/bin/env python3
+"""Tests of dev/runlog.py, dev/watch.py and dev/plot.py: one line a case, `N passed, N failed, N skipped` last.
+
+    python dev/unit/test_watch.py [-k SUBSTRING]
+
+The logs are made here, line by line. Cases with `page` in their names open the page in a headless Chromium and are skipped
+where there is none.
+"""
+
+import csv
+import http.client
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from browser import Page, find_browser
+from cases import run_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev"))
+RESUME_AT = 20
+
+
+def train(step, loss=None, **more):
+    loss = 8 / (1 + step / 10) if loss is None else loss
+    record = {"type": "train", "step": step, "tokens": 512 * step, "time_s": 0.5 * step, "loss": loss, "lr": 0.003}
+    return record | {"norm": 1.5, "step_s": 0.5, "tok_s": 1024.0, "skipped": 0} | more
+
+
+def val(step, loss):
+    return {"type": "val", "step": step, "tokens": 512 * step, "time_s": 0.5 * step, "loss": loss, "bpb": loss / 3}
+
+
+CONFIG = {
+    "type": "config",
+    "options": {"model": "nano", "lr": "0.003", "steps": "100"},
+    "device": "CPU",
+    "parameters": 9,
+}
+
+
+class Case:
+    """A folder of runs that are written here, and ways to run the scripts in it."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.runs = self.folder / "runs"
+
+    def log(self, name, *records):
+        """Appends lines to the log of a run."""
+        folder = self.runs / name
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [record if isinstance(record, str) else json.dumps(record) + "\n" for record in records]
+        with open(folder / "log.jsonl", "a") as file:
+            file.write("".join(lines))
+        return folder
+
+    def run(self, script, *arguments, **environment):
+        command = [sys.executable, str(ROOT / "dev" / script), *map(str, arguments)]
+        environment = {**os.environ, **environment}
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+
+    def refuse(self, script, expected, *arguments, **environment):
+        done = self.run(script, *arguments, **environment)
+        assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+        assert expected in done.stderr and done.stderr.count("\n") == 1, (expected, done.stderr)
+        assert done.stderr.startswith(script.removesuffix(".py") + ": error: "), done.stderr
+
+    def start(self, *arguments, **environment):
+        command = [sys.executable, str(ROOT / "dev" / "watch.py"), *map(str, arguments)]
+        hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 (also under nohup)
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=hear,
+        )
+
+
+class Server:
+    """with Server(case) as port: watch.py serves the case's runs."""
+
+    def __init__(self, case):
+        self.process = case.start("runs", "--port", 0)
+        self.said = self.process.stdout.readline()
+        assert self.said.startswith("http://127.0.0.1:"), (self.said, self.process.stderr.read())
+        self.port = int(self.said.split()[0].rpartition(":")[2])
+        self.url = f"http://127.0.0.1:{self.port}/"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(20) == 0, self.process.stderr.read()
+
+    def ask(self, method, path, body=None, host=None):
+        """(status, type, contents) of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request(method, path, body, {"Host": host or f"127.0.0.1:{self.port}"})
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read()
+
+    def news(self, have):
+        status, _, told = self.ask("POST", "/news", json.dumps(have))
+        assert status == 200, told
+        return json.loads(told)
+
+
+def steps(log, kind="train"):
+    return [record["step"] for record in log.records[kind]]
+
+
+def test_log_of_a_resume(case):
+    """After a resume from step 20, steps 21 to 29 are those of the second process, and time goes on."""
+    from runlog import RunLog
+
+    first = [CONFIG, val(0, 8.0), *(train(step, loss=1.0) for step in range(1, 30)), val(25, 3.0)]
+    log = RunLog(case.log("a", *first))
+    assert log.poll() and not log.poll()
+    assert steps(log) == list(range(1, 30)) and steps(log, "val") == [0, 25] and log.changes == 0
+    case.log("a", {**CONFIG, "device": "other"}, {"type": "resume", "step": RESUME_AT, "tokens": 0, "time_s": 0.0})
+    assert log.poll() and steps(log) == list(range(1, 21)) and steps(log, "val") == [0] and log.changes > 0
+    case.log("a", *(train(step, loss=2.0, time_s=0.25 * (step - 20)) for step in range(21, 41)))
+    assert log.poll() and log.config["device"] == "other" and log.resumes == [RESUME_AT]
+    whole = RunLog(case.runs / "a" / "log.jsonl").read()
+    for its in (log, whole):
+        assert steps(its) == list(range(1, 41)), "every step once"
+        assert [record["loss"] for record in its.records["train"]] == [1.0] * 20 + [2.0] * 20
+        times = [record["time_s"] for record in its.records["train"]]
+        assert times[19:22] == [10.0, 10.25, 10.5] and times == sorted(times)
+
+
+def test_log_of_a_start_anew(case):
+    """--resume auto where there was no checkpoint yet: a configuration without a resume drops what was before."""
+    from runlog import RunLog
+
+    case.log("a", {"type": "start", "version": "1"}, CONFIG, val(0, 8.0), train(1), train(2), train(3))
+    case.log("a", {"type": "start", "version": "2"}, CONFIG, val(0, 7.0), train(1))
+    log = RunLog(case.runs / "a").read()
+    assert steps(log) == [1] and [its["loss"] for its in log.records["val"]] == [7.0] and log.start["version"] == "2"
+    assert log.records["train"][0]["time_s"] == 0.5
+
+
+def test_log_lines(case):
+    """Half a line waits for its end, a bad one is told, unknown ones are left out, one of the same step counts once."""
+    from runlog import RunLog
+
+    log = RunLog(case.log("a", CONFIG, train(1), '{"type": "train", "step": 2'))
+    assert log.poll() and steps(log) == [1] and not log.poll()
+    case.log(
+        "a", ', "tokens": 9, "time_s": 1, "loss": null}\n', {"type": "news", "step": 2}, "\n", val(2, 5.0), val(2, 6.0)
+    )
+    assert log.poll() and steps(log) == [1, 2] and log.records["train"][1]["loss"] is None and log.bad is None
+    assert [its["loss"] for its in log.records["val"]] == [6.0] and log.changes == 1
+    evaluation = {"type": "eval", "step": 2, "tokens": 9, "time_s": 1.0, "acc": 0.5}
+    sample = {"type": "sample", "step": 2, "tokens": 9, "time_s": 1.0, "prompt": "a", "text": "b"}
+    case.log(
+        "a", *({**evaluation, "name": name} for name in ("h", "l", "h")), *({**sample, "index": i} for i in (0, 1, 1))
+    )
+    assert log.poll() and [its["name"] for its in log.records["eval"]] == ["l", "h"] and len(log.records["sample"]) == 2
+    case.log("a", "oh\n", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
+    assert log.poll() and steps(log) == [1, 2, 3] and log.bad[0] == 14, log.bad
+    (case.runs / "a" / "log.jsonl").write_text(json.dumps(train(7)))
+    assert not log.poll() and steps(log) == [] and steps(log.read()) == [7], "another file"
+
+
+def test_news(case):
+    """A page that asks again and again gets every record once, and all of them anew when some were dropped."""
+    case.log("a", CONFIG, *(train(step) for step in range(1, 30)))
+    case.log("deep/b", CONFIG, train(1, loss=float("nan")))
+    with Server(case) as server:
+        assert server.said.endswith("follows 2 runs in runs; Ctrl-C ends\n"), server.said
+        told = server.news({})
+        assert [run["name"] for run in told["runs"]] == ["a", "deep/b"] and told["runs"][0]["options"]["lr"] == "0.003"
+        columns = told["news"]["a"]["columns"]["train"]
+        assert columns["step"] == list(range(1, 30)) and columns["loss"][0] == 7.272727
+        assert told["news"]["deep/b"]["columns"]["train"]["loss"] == [None]
+        have = {
+            name: {"changes": its["changes"], "train": len(its["columns"]["train"]["step"])}
+            for name, its in told["news"].items()
+        }
+        assert server.news(have)["news"] == {}
+        case.log("a", train(30), train(31))
+        case.log("c", CONFIG, train(1))
+        told = server.news(have)
+        assert told["news"]["a"]["columns"]["train"]["step"] == [30, 31] and len(told["runs"]) == 3
+        case.log("a", CONFIG, {"type": "resume", "step": RESUME_AT, "tokens": 0, "time_s": 0.0}, train(21))
+        told = server.news(have)
+        assert told["news"]["a"]["columns"]["train"]["step"] == list(range(1, 22)) and told["runs"][0]["resumes"] == 1
+        assert server.ask("GET", "/")[:2] == (200, "text/html; charset=utf-8")
+        assert (
+            server.ask("GET", "/watch.js")[2].count(b"#0072B2") == 1 and len(server.ask("GET", "/bokeh.js")[2]) > 10**6
+        )
+        assert server.ask("GET", "/../watch.py")[0] == 404 and server.ask("GET", "/", host="evil.example:80")[0] == 403
+        assert server.ask("POST", "/news", "{}", host="evil.example")[0] == 403
+        for body in ("", "[1]", "{", '{"a": 5}', '{"a": {"train": "x", "changes": 0}}'):
+            assert server.ask("POST", "/news", body)[0] in (200, 400), body
+        assert server.ask("POST", "/news", "[1]")[0] == 400
+        table = Path("/proc/net/tcp").read_text().split("\n") if os.path.exists("/proc/net/tcp") else []
+        listening = [line.split()[1] for line in table if f":{server.port:04X} " in line and " 0A " in line]
+        assert all(address.startswith("0100007F:") for address in listening), "only this machine"
+
+
+def test_errors(case):
+    case.refuse("watch.py", "none: no such folder", "none")
+    case.runs.mkdir()
+    case.refuse("watch.py", "runs: there is no run in it")
+    case.refuse("watch.py", "runs: there is no run in it", "--export", "csv")
+    case.log("a", CONFIG, train(1))
+    case.refuse("watch.py", "--port 70000: give 0 to 65535", "--port", 70000)
+    case.refuse("watch.py", "--follow and --out go with --export", "--follow")
+    case.refuse("watch.py", "invalid choice", "--export", "paper")
+    with Server(case) as server:
+        case.refuse("watch.py", "type --port 0 for a free one", "--port", server.port)
+    (case.folder / "empty").mkdir()
+    for name in ("tensorboardX", "wandb"):  # as if not installed
+        (case.folder / "empty" / f"{name}.py").write_text("raise ImportError\n")
+    for kind, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        case.refuse("watch.py", f"type `pip install {package}", "--export", kind, PYTHONPATH=str(case.folder / "empty"))
+    case.refuse("plot.py", "give a run folder that holds a log.jsonl", "none")
+    case.refuse("plot.py", "there is no loss in it yet", case.log("b", CONFIG))
+    case.refuse("plot.py", "line 2: not a record", case.log("c", CONFIG, "oh\n", train(1)))
+
+
+def read_table(path):
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def test_export_csv(case):
+    case.log("deep/a", CONFIG, val(0, 8.0), train(1), train(2, loss=float("inf")), val(2, 6.0))
+    case.log("deep/a", {"type": "eval", "step": 2, "tokens": 1024, "time_s": 1.0, "name": "hellaswag", "acc": 0.25})
+    done = case.run("watch.py", "runs", "--export", "csv", "--out", "out")
+    assert done.returncode == 0 and done.stdout.endswith("csv: 1 run in out\n"), done
+    rows = read_table(case.folder / "out" / "deep_a.csv")
+    assert (
+        [row["step"] for row in rows] == ["0", "1", "2"]
+        and rows[2]["train/loss"] == ""
+        and rows[2]["train/lr"] == "0.003"
+    )
+    assert (rows[2]["val/loss"], rows[2]["eval/hellaswag/acc"], rows[1]["val/loss"]) == ("6.0", "0.25", "")
+    process = case.start("runs", "--export", "csv", "--follow")
+    assert process.stdout.readline() == "deep/a: 2 training steps\n"
+    case.log(
+        "deep/a",
+        train(3),
+        CONFIG,
+        {"type": "resume", "step": 1, "tokens": 0, "time_s": 0.0},
+        train(2),
+        train(3),
+        train(4),
+    )
+    case.log("b", CONFIG, train(1))
+    until = time.monotonic() + 30
+    path = case.runs / "export" / "b.csv"
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0, process.stderr.read()
+    rows = read_table(case.runs / "export" / "deep_a.csv")
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"] and rows[2]["train/loss"] != "", rows
+
+
+STUBS = {  # modules that note what is called
+    "tensorboardX": """
+import json, os
+class SummaryWriter:
+    def __init__(self, folder):
+        os.makedirs(folder, exist_ok=True)
+        self.file = open(os.path.join(folder, "events.out.tfevents.stub"), "w")
+    def add_scalar(self, name, value, step, walltime):
+        print(json.dumps([name, value, step, walltime]), file=self.file)
+    def add_text(self, name, value, step, walltime):
+        print(json.dumps([name, value, step, walltime]), file=self.file)
+    def flush(self): self.file.flush()
+    def close(self): self.file.close()
+""",
+    "wandb": """
+import json
+class Run:
+    resumed, summary = False, {}
+    def __init__(self, about): self.name, self.file = about["name"], open("wandb.stub", "w"); self.note(about)
+    def note(self, what): print(json.dumps(what), file=self.file, flush=True)
+    def log(self, values, step): self.note([step, values])
+    def finish(self): self.note("finished")
+def init(**about): return Run(about)
+""",
+}
+
+
+def test_export_tensorboard_and_wandb(case):
+    for name, text in STUBS.items():
+        (case.folder / f"{name}.py").write_text(text)
+    here = {"PYTHONPATH": str(case.folder)}
+    sample = {"type": "sample", "step": 2, "tokens": 1024, "time_s": 1.0, "index": 0, "prompt": "a", "text": "b"}
+    case.log(
+        "a", {"type": "start", "unix_s": 1000.0}, CONFIG, val(0, 8.0), train(1), train(2, loss=float("nan")), sample
+    )
+    for _ in range(2):  # an export anew replaces the one before
+        done = case.run("watch.py", "runs", "--export", "tensorboard", "--out", "tb", **here)
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (case.folder / "tb/a/events.out.tfevents.stub").read_text().split("\n")[:-1]]
+    assert ["val/loss", 8.0, 0, 1000.0] in lines and ["sample", "ab", 2, 1001.0] in lines
+    assert [line[2] for line in lines if line[0] == "train/loss"] == [1] and len(lines) == len(
+        {str(line) for line in lines}
+    )
+    process = case.start("runs", "--export", "wandb", "--follow", "--out", "wb", **here)
+    assert process.stdout.readline() == "a: 2 training steps\n"
+    case.log(
+        "a", train(3), CONFIG, {"type": "resume", "step": 1, "tokens": 0, "time_s": 0.0}, *map(train, (2, 3, 4, 5))
+    )
+    until, file = time.monotonic() + 30, case.folder / "wandb.stub"
+    while "[4," not in file.read_text():
+        assert time.monotonic() < until, file.read_text()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0, process.stderr.read()
+    first, *logged, last = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+    assert first["name"] == "a" and first["config"] == CONFIG["options"] and last == "finished"
+    assert [step for step, _ in logged] == [0, 1, 2, 3, 4, 5], "no step twice, none missing"
+
+
+def test_plot(case):
+    runs = [case.log(name, CONFIG, val(0, 8.0), *map(train, range(1, 50)), val(49, 2.0)) for name in ("a", "b")]
+    for i, step in enumerate((10, 49)):
+        evaluation = {
+            "type": "eval",
+            "step": step,
+            "tokens": 512 * step,
+            "time_s": 5.0,
+            "acc": 0.3 + i / 10,
+            "acc_norm": 0.4,
+        }
+        case.log("a", {**evaluation, "name": "hellaswag"})
+    for axis in ("step", "tokens", "time"):
+        done = case.run("plot.py", *runs, "-o", f"{axis}.png", "--x", axis, "--smooth", 4)
+        assert done.returncode == 0 and (case.folder / f"{axis}.png").read_bytes().startswith(b"\x89PNG"), done
+    wide, narrow = (case.folder / "step.png").read_bytes(), case.run("plot.py", runs[1], "-o", "b.png")
+    assert narrow.returncode == 0
+    width = [int.from_bytes(data[16:20], "big") for data in (wide, (case.folder / "b.png").read_bytes())]
+    assert width == [1950, 1200], "evaluations have a plot beside the loss"
+
+
+def coloured(png, colour):
+    """The columns in which a picture has the colour."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    wanted = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    pixels, width = picture.get_flattened_data(), picture.width
+    return {i % width for i, pixel in enumerate(pixels) if pixel == wanted}
+
+
+def test_page_grows(case):
+    """The page shows a run, its curve grows while the run does, and a resume leaves no step twice."""
+    if not find_browser():
+        return "skipped: no chromium; type `apt-get install chromium`"
+    from colours import COLOURS
+
+    case.log("a", CONFIG, val(0, 8.0), *map(train, range(1, 12)))
+    case.log("b", {**CONFIG, "options": {"model": "nano", "lr": "0.001", "steps": "100"}}, *map(train, range(1, 101)))
+    curve = "runs.get('a').curves.get('loss ').source.data"
+    with Server(case) as server, Page(server.url) as page:
+        assert page.wait("typeof runs !== 'undefined' && runs.size === 2 && runs.get('a').curves.size > 3")
+        assert page.evaluate(f"{curve}.x.length") == 11 and page.evaluate(f"{curve}.y[0]") == 7.272727
+        time.sleep(1)  # for the drawing
+        narrow = coloured(page.screenshot(), COLOURS[0])
+        case.log("a", *map(train, range(12, 91)), val(90, 1.5))
+        assert page.wait(f"{curve}.x.length === 90")
+        time.sleep(1)
+        wide = coloured(page.screenshot(), COLOURS[0])
+        assert len(narrow) > 8 and max(wide) > max(narrow) + 300, (max(narrow), max(wide))
+        body = page.evaluate("document.body.innerText")
+        assert "step 90 of 100" in body and "1.5000" in body and "--lr\t0.003\t0.001" in body, body
+        case.log("a", CONFIG, {"type": "resume", "step": 50, "tokens": 0, "time_s": 0.0}, train(51, loss=4.0))
+        assert page.wait(f"{curve}.x.length === 51")
+        assert page.evaluate(f"new Set({curve}.x).size") == 51 and page.evaluate(f"{curve}.y[50]") == 4.0
+        sample = {
+            "type": "sample",
+            "step": 51,
+            "tokens": 9,
+            "time_s": 1.0,
+            "index": 0,
+            "prompt": "<b>to",
+            "text": " be",
+        }
+        evaluation = {"type": "eval", "step": 51, "tokens": 9, "time_s": 1.0, "name": "hellaswag", "acc_norm": 0.31}
+        case.log("a", sample, evaluation)
+        assert page.wait("document.querySelector('pre')?.innerText === '<b>to be'"), "text is no markup"
+        assert page.evaluate("!figures.eval.box.hidden && figures.memory.box.hidden")
+        assert "hellaswag\t31.0 %" in page.evaluate("document.body.innerText")
+        # What was hidden stays hidden while its run grows.
+        page.evaluate("document.querySelector('.run').click()")
+        case.log("a", train(52))
+        assert page.wait(f"{curve}.x.length === 52")
+        assert page.evaluate("runs.get('a').curves.get('loss ').glyph.visible") is False
+        where = page.evaluate("performance.getEntriesByType('resource').map(entry => new URL(entry.name).origin)")
+        assert set(where) == {server.url[:-1]} and not page.errors, (where, page.errors)
+
+
+def test_page_zooms(case):
+    """A drag in one plot zooms all of them, and what is in sight then is drawn in full."""
+    if not find_browser():
+        return "skipped: no chromium; type `apt-get install chromium`"
+    case.log("a", CONFIG, *(train(step, loss=9.0 if step == 4321 else None) for step in range(1, 20001)))
+    data = "runs.get('a').curves.get('loss ').source.data"
+    with Server(case) as server, Page(server.url) as page:
+        assert page.wait("typeof runs !== 'undefined' && runs.size === 1 && runs.get('a').curves.size > 3")
+        assert 1000 < page.evaluate(f"{data}.x.length") < 2100 and page.evaluate(f"Math.max(...{data}.y)") == 9.0
+        time.sleep(1)
+        box = page.evaluate("(box => [box.left, box.top, box.width])(figures.loss.box.getBoundingClientRect())")
+        points = [(box[0] + part * box[2], box[1] + 100 * (1 + part)) for part in (0.3, 0.35, 0.4)]
+        kinds = ("mousePressed", "mouseMoved", "mouseReleased")
+        for kind, (x, y) in zip(kinds, points):
+            page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+            time.sleep(0.1)
+        assert page.wait("figures.speed.plot.x_range.end - figures.speed.plot.x_range.start < 3e6")
+        low, high = page.evaluate("[figures.loss.plot.x_range.start, figures.loss.plot.x_range.end]")
+        inside = [512 * step for step in range(1, 20001) if low <= 512 * step <= high]
+        assert page.wait(f"{data}.x[0] > 0.9 * {low} && {data}.x.at(-1) < 1.1 * {high}")
+        assert page.evaluate(f"{data}.x.length") >= min(1000, len(inside)), (len(inside), low, high)
+        page.evaluate("(s => { s.value = 5; s.dispatchEvent(new Event('input')); })(document.getElementById('smooth'))")
+        assert page.wait("runs.get('a').curves.has('loss  unsmoothed')")
+        for axis in ("step", "time_s"):
+            page.evaluate(
+                f"(s => {{ s.value = '{axis}'; s.dispatchEvent(new Event('change')); }})(document.getElementById('axis'))"
+            )
+        assert page.wait(f"{data}.x.at(-1) === 10000") and not page.errors, page.errors
+
+
+def missing_tools():
+    done = subprocess.run([sys.executable, "-c", "import matplotlib, bokeh"], capture_output=True)
+    return "type `make venv`" if done.returncode else None
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases(globals(), Case, missing_tools()))

@@ -1,0 +1,286 @@
+// The page of dev/watch.py. Every second it asks for what the logs have gained, keeps all records as columns, and draws of
+// each curve what is in sight, thinned to the smallest and largest value of POINTS stretches, so that spikes stay.
+"use strict";
+const COLOURS = /*COLOURS*/[];
+const POINTS = 1000, EVERY_MS = 1000;
+const element = (id) => document.getElementById(id);
+const runs = new Map(); // name -> {summary, columns: {kind: {field: [...]}}, changes, shown, colour, curves}
+const figures = {};
+let range; // of all figures' horizontal axis
+
+// Figures: the records they draw, the field, a factor, and what their axis says.
+const FIGURES = [
+  { id: "loss", kind: "train", field: "loss", title: "loss: training (thin), validation (dots)", label: "nats a token" },
+  { id: "eval", kind: "eval", field: "acc", title: "evaluations", label: "right answers", hidden: true },
+  { id: "speed", kind: "train", field: "tok_s", title: "speed", label: "tokens a second" },
+  { id: "norm", kind: "train", field: "norm", title: "norm of the gradient", label: "" },
+  { id: "lr", kind: "train", field: "lr", title: "learning rate", label: "" },
+  { id: "memory", kind: "memory", field: "used_bytes", factor: 2 ** -30, title: "memory of the GPU", label: "GiB", hidden: true },
+  { id: "skipped", kind: "train", field: "skipped", title: "skipped steps", label: "" },
+];
+
+function makeFigure(about) {
+  const log = about.id === "loss" && element("log").checked;
+  const plot = Bokeh.Plotting.figure({
+    title: about.title, height: about.id === "loss" ? 380 : 230, sizing_mode: "stretch_width", x_range: range,
+    y_axis_type: log ? "log" : "linear", tools: "pan,wheel_zoom,box_zoom,reset,save", active_drag: "box_zoom",
+  });
+  plot.left[0].axis_label = about.label;
+  const axis = element("axis").value, format = axis === "time_s" ? "00:00:00" : "0.[00]a";
+  plot.below[0].formatter = new Bokeh.NumeralTickFormatter({ format });
+  const tips = [["", "$name"], [axis, `@x{${format}}`], ["", "@y{0.[00000]}"]];
+  plot.add_tools(new Bokeh.HoverTool({ tooltips: tips, mode: "mouse", line_policy: "nearest" }));
+  const box = document.createElement("div");
+  box.className = about.id === "loss" ? "wide" : "";
+  box.id = "plot_" + about.id;
+  box.hidden = Boolean(about.hidden);
+  element("plots").append(box);
+  figures[about.id] = { about, plot, box };
+}
+
+function makeFigures() {
+  element("plots").replaceChildren();
+  range = new Bokeh.DataRange1d({ range_padding: 0.02 });
+  let waiting = 0;
+  for (const property of [range.properties.start, range.properties.end]) {
+    property.change.connect(() => { clearTimeout(waiting); waiting = setTimeout(drawAll, 80); });
+  }
+  FIGURES.forEach(makeFigure);
+  const page = new Bokeh.Document(); // one for all figures, because they share the range
+  Object.values(figures).forEach((figure) => page.add_root(figure.plot));
+  Bokeh.embed.add_document_standalone(page, element("plots"), Object.values(figures).map((figure) => figure.box));
+  for (const run of runs.values()) run.curves = new Map();
+}
+
+// A curve of a run in a figure; it is made when it is drawn first.
+function curve(run, figure, name, look) {
+  const key = figure.about.id + " " + name;
+  if (!run.curves.has(key)) {
+    const source = new Bokeh.ColumnDataSource({ data: { x: [], y: [] } });
+    const options = { source, name: run.name + name, ...look };
+    const glyph = look.marker
+      ? figure.plot.scatter({ field: "x" }, { field: "y" }, options)
+      : figure.plot.line({ field: "x" }, { field: "y" }, options);
+    run.curves.set(key, { source, glyph });
+  }
+  return run.curves.get(key);
+}
+
+// Means of the finite ones of `width` values around each, fewer at both ends; a gap stays a gap.
+function smoothed(values, width) {
+  const sums = [0], counts = [0];
+  values.forEach((value, i) => {
+    const good = Number.isFinite(value);
+    sums.push(sums[i] + (good ? value : 0));
+    counts.push(counts[i] + (good ? 1 : 0));
+  });
+  return values.map((value, i) => {
+    const half = Math.min(width >> 1, i, values.length - 1 - i);
+    return Number.isFinite(value) ? (sums[i + half + 1] - sums[i - half]) / (counts[i + half + 1] - counts[i - half]) : NaN;
+  });
+}
+
+// Of the points from `low` to `high`, with one more on each side, the smallest and the largest of POINTS stretches.
+function thinned(x, y, low, high) {
+  let first = 0, last = x.length;
+  while (first < last && x[first + 1] < low) first++;
+  while (last > first && x[last - 2] > high) last--;
+  const stride = Math.max(1, Math.ceil((last - first) / POINTS)), result = { x: [], y: [] };
+  for (let begin = first; begin < last; begin += stride) {
+    const end = Math.min(begin + stride, last);
+    let small = begin, large = begin;
+    for (let i = begin; i < end; i++) {
+      if (!(y[i] >= y[small])) small = i;
+      if (!(y[i] <= y[large])) large = i;
+    }
+    for (const i of small === large ? [small] : [Math.min(small, large), Math.max(small, large)]) {
+      result.x.push(x[i]);
+      result.y.push(y[i]);
+    }
+  }
+  return result;
+}
+
+function fill(made, run, x, y) {
+  const zoomed = range.have_updated_interactively;
+  made.source.data = thinned(x, y, zoomed ? range.start : -Infinity, zoomed ? range.end : Infinity);
+  made.glyph.visible = run.shown;
+}
+
+function numbersOf(values, factor = 1) {
+  return values.map((value) => (value === null ? NaN : value * factor));
+}
+
+function drawCurve(run, figure) {
+  const { kind, field, factor, id } = figure.about, columns = run.columns[kind], axis = element("axis").value;
+  if (!columns || !columns[field]) return;
+  const colour = run.colour, width = 2 ** Number(element("smooth").value);
+  let y = numbersOf(columns[field], factor);
+  if (id === "loss" && width > 1) {
+    fill(curve(run, figure, " unsmoothed", { color: colour, line_alpha: 0.2, line_width: 1 }), run, columns[axis], y);
+    y = smoothed(y, width);
+  } else if (id === "loss" && run.curves.has("loss  unsmoothed")) {
+    run.curves.get("loss  unsmoothed").glyph.visible = false;
+  }
+  fill(curve(run, figure, "", { color: colour, line_width: 1.2, line_alpha: 0.9 }), run, columns[axis], y);
+  if (id === "memory") fill(curve(run, figure, " at", { color: colour, size: 6, marker: "circle" }), run, columns[axis], y);
+}
+
+function drawValidation(run) {
+  const columns = run.columns.val, axis = element("axis").value;
+  if (!columns || !columns.loss) return;
+  const y = numbersOf(columns.loss);
+  fill(curve(run, figures.loss, " validation", { color: run.colour, line_width: 2.2 }), run, columns[axis], y);
+  fill(curve(run, figures.loss, " validation at", { color: run.colour, size: 5, marker: "circle" }), run, columns[axis], y);
+}
+
+function drawEvaluations(run) {
+  const columns = run.columns.eval, axis = element("axis").value, dashes = ["solid", "dashed", "dotted", "dotdash"];
+  if (!columns || !columns.name) return;
+  const length = columns.name.length, y = columns.name.map((_, i) => columns.acc_norm?.[i] ?? columns.acc?.[i] ?? null);
+  [...new Set(columns.name)].forEach((task, place) => {
+    const of = [...Array(length).keys()].filter((i) => columns.name[i] === task);
+    const [taskX, taskY] = [of.map((i) => columns[axis][i]), numbersOf(of.map((i) => y[i]))];
+    const look = { color: run.colour, line_width: 1.5, line_dash: dashes[place % dashes.length] };
+    fill(curve(run, figures.eval, " " + task, look), run, taskX, taskY);
+    fill(curve(run, figures.eval, ` ${task} at`, { color: run.colour, size: 5, marker: "circle" }), run, taskX, taskY);
+  });
+}
+
+function draw(run) {
+  FIGURES.filter((about) => about.id !== "eval").forEach((about) => drawCurve(run, figures[about.id]));
+  drawValidation(run);
+  drawEvaluations(run);
+}
+
+function drawAll() {
+  for (const [kind, id] of [["eval", "eval"], ["memory", "memory"]]) {
+    figures[id].box.hidden = ![...runs.values()].some((run) => run.columns[kind]?.step?.length);
+  }
+  for (const run of runs.values()) draw(run);
+}
+
+function text(tag, content, className = "") {
+  const made = document.createElement(tag);
+  made.textContent = content;
+  made.className = className;
+  return made;
+}
+
+const shown = (value, digits = 4) => (value === null || value === undefined ? "–" : Number(value).toFixed(digits));
+const large = (value) => (value ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value) : "–");
+const gib = (value) => (value ? (value * 2 ** -30).toFixed(2) + " GiB" : "–");
+const ago = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`);
+
+function listRuns() {
+  const rows = [...runs.values()].map((run) => {
+    const row = text("div", "", "run"), its = run.summary, swatch = text("span", "", "swatch"), words = text("div", "");
+    swatch.style.background = run.shown ? run.colour : "#ddd";
+    const last = its.last.train || {}, total = its.steps ? ` of ${its.steps}` : "";
+    words.append(
+      text("div", run.name),
+      text("div", `step ${last.step ?? 0}${total}, loss ${shown(last.loss)}, validation ${shown(its.last.val?.loss)}`, "facts"),
+      text("div", `${large(last.tok_s)} tokens/s, written ${ago(its.age_s)} ago` +
+        (last.skipped ? `, ${last.skipped} skipped` : "") + (its.resumes ? `, resumed ${its.resumes} x` : ""), "facts"));
+    if (its.bad) words.append(text("div", its.bad, "facts"));
+    row.append(swatch, words);
+    row.onclick = () => { run.shown = !run.shown; draw(run); listRuns(); compare(); showSamples(); };
+    return row;
+  });
+  element("runs").replaceChildren(...rows);
+}
+
+// One column a run; the rows are results, and those options that differ between the runs shown.
+function compare() {
+  const chosen = [...runs.values()].filter((run) => run.shown), rows = [["", ...chosen.map((run) => run.name)]];
+  const add = (name, value) => rows.push([name, ...chosen.map(value)]);
+  add("validation loss", (run) => shown(run.summary.last.val?.loss));
+  add("lowest validation loss", (run) => shown(run.columns.val?.loss?.reduce((a, b) => (b !== null && b < a ? b : a), Infinity)));
+  add("bits per byte", (run) => shown(run.summary.last.val?.bpb));
+  for (const task of new Set(chosen.flatMap((run) => run.columns.eval?.name || []))) {
+    add(task, (run) => {
+      const at = (run.columns.eval?.name || []).lastIndexOf(task), its = run.columns.eval;
+      return at < 0 ? "–" : `${(100 * (its.acc_norm?.[at] ?? its.acc?.[at])).toFixed(1)} %`;
+    });
+  }
+  add("tokens a second", (run) => large(run.summary.last.train?.tok_s));
+  add("memory", (run) => gib(run.summary.last.memory?.used_bytes));
+  add("skipped steps", (run) => String(run.summary.last.train?.skipped ?? "–"));
+  add("parameters", (run) => large(run.summary.parameters));
+  add("device", (run) => run.summary.device || "–");
+  const names = new Set(chosen.flatMap((run) => Object.keys(run.summary.options)));
+  for (const name of names) {
+    const values = chosen.map((run) => String(run.summary.options[name] ?? "–"));
+    if (name !== "run" && new Set(values).size > 1) rows.push(["--" + name, ...values]);
+  }
+  element("comparison").replaceChildren(...rows.map((cells, i) => {
+    const row = document.createElement("tr");
+    row.append(...cells.map((cell) => text(i ? "td" : "th", cell)));
+    return row;
+  }));
+}
+
+function showSamples() {
+  const parts = [];
+  for (const run of [...runs.values()].filter((run) => run.shown && run.columns.sample?.text?.length)) {
+    const its = run.columns.sample, last = its.step[its.step.length - 1];
+    its.step.forEach((step, i) => {
+      if (step !== last) return;
+      const body = text("pre", "");
+      body.append(text("span", its.prompt?.[i] ?? "", "prompt"), text("span", its.text[i]));
+      parts.push(text("div", `${run.name}, step ${step}`, "facts"), body);
+    });
+  }
+  element("samples").replaceChildren(...(parts.length ? parts : [text("p", "none in these runs yet", "facts")]));
+}
+
+function take(name, news) {
+  const run = runs.get(name);
+  if (news.changes !== run.changes) run.columns = {};
+  run.changes = news.changes;
+  for (const [kind, columns] of Object.entries(news.columns)) {
+    const its = (run.columns[kind] ||= {});
+    const had = its.step?.length || 0;
+    for (const [field, values] of Object.entries(columns)) {
+      its[field] ||= Array(had).fill(null); // a field that earlier records do not have
+      for (const value of values) its[field].push(value);
+    }
+    for (const values of Object.values(its)) while (values.length < its.step.length) values.push(null);
+  }
+}
+
+async function ask() {
+  const have = {};
+  for (const [name, run] of runs) {
+    have[name] = { changes: run.changes };
+    for (const [kind, columns] of Object.entries(run.columns)) have[name][kind] = columns.step?.length || 0;
+  }
+  try {
+    const answer = await (await fetch("/news", { method: "POST", body: JSON.stringify(have) })).json();
+    element("folder").textContent = answer.folder;
+    element("trouble").textContent = "";
+    for (const summary of answer.runs) {
+      if (!runs.has(summary.name)) {
+        const colour = COLOURS[runs.size % COLOURS.length];
+        runs.set(summary.name, { name: summary.name, columns: {}, changes: -1, shown: true, colour, curves: new Map() });
+      }
+      runs.get(summary.name).summary = summary;
+    }
+    for (const [name, news] of Object.entries(answer.news)) take(name, news);
+    if (Object.keys(answer.news).length) { drawAll(); compare(); showSamples(); }
+    listRuns();
+  } catch (error) {
+    element("trouble").textContent = `no answer from dev/watch.py (${error.message}); start it again`;
+  }
+  setTimeout(ask, EVERY_MS);
+}
+
+element("axis").onchange = element("log").onchange = () => { makeFigures(); drawAll(); };
+element("smooth").oninput = () => {
+  const width = 2 ** Number(element("smooth").value);
+  element("window").textContent = width > 1 ? `${width} records` : "none";
+  drawAll();
+};
+Bokeh.set_log_level("warn");
+makeFigures();
+ask();

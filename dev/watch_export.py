@@ -1,0 +1,168 @@
+"""Exports of runs for dev/watch.py: tables (csv), TensorBoard's event files, Weights & Biases.
+
+Each writer gets a run's records once. When a resume has dropped records that were written, a table and event files are
+written anew; wandb cannot take a step back, so there the steps that it has keep what they were first (they are the same to
+the last bit, unless options changed). The libraries are wanted only by whom asks for them.
+"""
+
+import csv
+import math
+import os
+import re
+import time
+
+from problem import Problem
+from runlog import KINDS
+
+EVERY_S = 2.0
+NOT_VALUES = ("type", "step", "name", "index", "nonfinite", "prompt", "text")
+
+
+def values_of(kind, record):
+    """{name: number} of a record, named as "train/loss", "eval/hellaswag/acc"; what is not finite is left out."""
+    prefix = f"eval/{record['name']}/" if kind == "eval" else f"{kind}/"
+    numbers = {field: value for field, value in record.items() if field not in NOT_VALUES}
+    return {
+        prefix + field: value
+        for field, value in numbers.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def rows_of(log):
+    """[(step, {name: number}, [sample's record, ...])] by step."""
+    steps = {}
+    for kind in KINDS:
+        for record in log.records[kind]:
+            row = steps.setdefault(record["step"], ({}, []))
+            if kind == "sample":
+                row[1].append(record)
+            else:
+                row[0].update(values_of(kind, record))
+    return [(step, *steps[step]) for step in sorted(steps)]
+
+
+def file_name(name):
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+class Csv:  # write(log, closing): what is new, `closing` when nothing will follow
+    """FOLDER/RUN.csv: a row a step, a column a value. It is written as a whole, because later rows may have more columns."""
+
+    def __init__(self, folder, name, log):
+        self.path = folder / f"{file_name(name)}.csv"
+
+    def write(self, log, closing):
+        rows = rows_of(log)
+        names = list(dict.fromkeys(name for _, values, _ in rows for name in values))
+        partial = self.path.with_name(self.path.name + ".tmp")
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["step", *names])
+            table.writerows([step, *(values.get(name, "") for name in names)] for step, values, _ in rows)
+        os.replace(partial, self.path)
+
+    def close(self):
+        pass
+
+
+class Tensorboard:
+    """FOLDER/RUN/: event files."""
+
+    def __init__(self, folder, name, log):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise Problem(
+                "--export tensorboard needs tensorboardX; type `pip install tensorboardX tensorboard`"
+            ) from None
+        self.make, self.folder, self.writer = SummaryWriter, folder / file_name(name), None
+        self.changes, self.written = None, {}
+
+    def write(self, log, closing):
+        if self.changes != log.changes:
+            if self.writer:
+                self.writer.close()
+            if self.folder.is_dir():
+                for path in self.folder.glob("events.out.tfevents.*"):
+                    path.unlink()
+            self.writer, self.changes, self.written = self.make(str(self.folder)), log.changes, {}
+        begin = log.start.get("unix_s") or time.time()
+        for kind in KINDS:
+            for record in log.records[kind][self.written.get(kind, 0) :]:
+                when = begin + record["time_s"]
+                for name, value in values_of(kind, record).items():
+                    self.writer.add_scalar(name, value, record["step"], walltime=when)
+                if kind == "sample":
+                    self.writer.add_text(
+                        "sample", record.get("prompt", "") + record["text"], record["step"], walltime=when
+                    )
+            self.written[kind] = len(log.records[kind])
+        self.writer.flush()
+
+    def close(self):
+        self.writer.close()
+
+
+class Wandb:
+    """A run of the project named by WANDB_PROJECT, or nibble; wandb's own variables (WANDB_MODE=offline, ...) hold."""
+
+    def __init__(self, folder, name, log):
+        try:
+            import wandb
+        except ImportError:
+            raise Problem("--export wandb needs wandb; type `pip install wandb` and `wandb login`") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "nibble"),
+            name=name,
+            id=file_name(name),
+            resume="allow",
+            dir=str(folder),
+            config=log.config.get("options", {}),
+            reinit="create_new",
+        )
+        sent = self.run.summary.get("_step") if self.run.resumed else None
+        self.done = -1 if sent is None else int(sent)
+
+    def write(self, log, closing):
+        """A step is sent when the next one has begun, as it cannot be added to; the last one at the end."""
+        rows = [row for row in rows_of(log) if row[0] > self.done]
+        for step, values, samples in rows if closing else rows[:-1]:
+            texts = {"sample": "\n\n".join(its.get("prompt", "") + its["text"] for its in samples)} if samples else {}
+            self.run.log({**values, **texts}, step=step)
+            self.done = step
+
+    def close(self):
+        self.run.finish()
+
+
+WRITERS = {"csv": Csv, "tensorboard": Tensorboard, "wandb": Wandb}
+
+
+def export(runs, kind, folder, follow):
+    folder.mkdir(parents=True, exist_ok=True)
+    writers, seen = {}, {}
+
+    def write(closing):
+        for name, log in runs.logs.items():
+            if name not in writers:
+                writers[name] = WRITERS[kind](folder, name, log)
+                print(f"{name}: {len(log.records['train'])} training steps", flush=True)
+            state = log.changes, log.line
+            if seen.get(name) == state and not closing:
+                continue
+            seen[name] = state
+            writers[name].write(log, closing)
+
+    try:
+        write(not follow)
+        while follow:
+            time.sleep(EVERY_S)
+            runs.poll()
+            write(False)
+    except KeyboardInterrupt:
+        write(True)
+    for writer in writers.values():
+        writer.close()
+    print(f"{kind}: {len(writers)} run{'s' * (len(writers) != 1)} in {folder}")
