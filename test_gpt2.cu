@@ -26,6 +26,7 @@ struct Setup {
     Recompute recompute;
     int64_t logit_rows;  // 0: all
     const char *weights, *m, *v;
+    bool keeps_copy = false;  // of the weights in the compute type, instead of decoding them a part at a time
 };
 
 static OptimConfig setup_optim(const Setup* s) {
@@ -33,6 +34,7 @@ static OptimConfig setup_optim(const Setup* s) {
                           1e-8f,     0.1f,    7};
     char error[DATA_ERROR_BYTES];
     if (!optim_resolve(&config, error, sizeof(error))) user_error("%s", error);
+    config.keeps_copy = s->keeps_copy;
     return config;
 }
 
@@ -691,6 +693,42 @@ static void expect_allocated(Test* test, const char* what, int64_t planned, void
            (long long)planned, (long long)sum);
 }
 
+// Steps with weights that are decoded a part at a time have the bits of those with a decoded copy of the whole model.
+static void check_decoded_model(Test* test, const Device* dev, OptimType type) {
+    for (const char* weights : {"bf16:sr", "lin8:sr", "e4m3:sr", "fp32"}) {
+        for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_BLOCK}) {
+            Setup setup = {{3, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, weights, "fp32", "fp32"};
+            float losses[2][4];
+            char* state[2];
+            int64_t bytes[2];
+            for (int k = 0; k < 2; k++) {
+                Model m;
+                setup.keeps_copy = k == 0;
+                train_small(&m, dev, &setup, 4, losses[k]);
+                expect((m.decoded == nullptr) == (k == 0), "%s: %s", weights, m.decoded ? "decoded" : "a copy");
+                state[k] = streams(&m, &bytes[k]);
+                model_free(&m);
+            }
+            expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%s: losses differ", weights);
+            expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], bytes[0]) == 0, "%s: streams differ", weights);
+            free(state[0]), free(state[1]);
+        }
+    }
+}
+
+TEST(model_decoded_parts) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_decoded_model(test, &dev, OPTIM_FP32);
+}
+
+TEST(model_decoded_parts_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_decoded_model(test, &dev, OPTIM_BF16);
+    device_close(&dev);
+}
+
 TEST(memory_plan) {
     // Rows enough for the smallest of the buffers to show; nothing touches the memory.
     const Config config = {3, 128, 2, 64, 300, 384};
@@ -706,7 +744,10 @@ TEST(memory_plan) {
         MemoryPlan plan = memory_plan(&m, &config);
         OptimBytes bytes = optim_bytes(&config, m.tensors, m.count, m.type), real = optim_allocated(m.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        int64_t optimizer = bytes.weights + bytes.compute + bytes.states + bytes.tables;
+        int64_t room = decoded_bytes(&config, m.tensors, m.part, m.count, m.config.L, m.type);
+        int64_t optimizer = bytes.weights + room + bytes.states + bytes.tables;
+        expect((room == 0) == (strcmp(setup.weights, "fp32") == 0) && bytes.compute == 0, "%s: decoded in %lld bytes",
+               setup.weights, (long long)room);
         expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
                (long long)plan.states);
         expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
@@ -822,6 +863,7 @@ static void check_round_trips(Test* test, const Device* dev, OptimType type) {
         Setup setup = TRAINED;
         setup.weights = weights;
         setup.type = type;
+        setup.keeps_copy = true;
         check_round_trip(test, dev, &setup, folder);
     }
     remove_folder(folder);

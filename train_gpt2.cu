@@ -44,6 +44,7 @@
 #include "kernels/random.h"         // random_bits, random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
+#include "optim/decoded.h"          // Decoded: weights as the matmuls read them, a part at a time
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
@@ -279,6 +280,7 @@ struct Model {
 
     OptimTensor* tensors;
     ModelTensor* stored;  // the same tensors as files hold them
+    int* part;            // the layer of each, or decoded_embeddings or decoded_final
     int count;
     int64_t elements;    // length of an arena
     int64_t parameters;  // sum of the tensors' sizes, padding of the vocabulary included
@@ -286,7 +288,8 @@ struct Model {
     OptimType type;     // X: of weights and activations
     bool grads_bf16;    // G is bf16, otherwise float
     Optim* optim;       // owns the weights; NULL when the model only runs forward
-    void* weights;      // X, the arena
+    void* weights;      // X, the arena; NULL: `decoded` has them
+    Decoded* decoded;   // NULL: the arena has them
     void* grads;        // G, the arena; NULL without optim
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
     void* activations;  // laid out by activations_layout
@@ -309,6 +312,7 @@ static void config_tensors(Model* model) {
     model->count = 2 + c->L * BLOCK_TENSORS + 2;
     model->tensors = (OptimTensor*)memory_zero(model->count, sizeof(OptimTensor));
     model->stored = (ModelTensor*)memory_zero(model->count, sizeof(ModelTensor));
+    model->part = (int*)memory_zero(model->count, sizeof(int));
     OptimTensor* t = model->tensors;
     *t++ = {"wte.weight", c->Vp, c->C, true, 0};
     *t++ = {"wpe.weight", c->max_T, c->C, true, 0};
@@ -328,13 +332,16 @@ static void config_tensors(Model* model) {
         const OptimTensor* tensor = &model->tensors[i];
         bool in_block = i >= FIRST_BLOCK && i < model->count - 2;
         bool transposed = in_block && BLOCK[(i - FIRST_BLOCK) % BLOCK_TENSORS].transposed;
+        model->part[i] = in_block          ? (i - FIRST_BLOCK) / BLOCK_TENSORS
+                         : i < FIRST_BLOCK ? decoded_embeddings(c->L)
+                                           : decoded_final(c->L);
         model->stored[i] = {tensor->name, tensor->rows, tensor->cols, i == WTE ? c->V : tensor->rows, transposed};
         model->parameters += tensor->rows * tensor->cols;
     }
 }
 
 // An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G). Where it is packed, those
-// of two layers are there at a time.
+// of two layers are there at a time. NULL instead of the weights' arena: where they are decoded.
 template <typename T>
 struct BlockParameters {
     T *ln1w, *ln1b;          // (C)
@@ -357,7 +364,10 @@ template <typename T>
 static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
     static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
     bool packed = shard_is_packed(model->shard, arena);
-    auto at = [&](int t) { return (T*)arena + (packed ? model->shard->place[t] : model->tensors[t].offset); };
+    auto at = [&](int t) {
+        if (!arena && model->decoded) return (T*)decoded_at(model->decoded, t);
+        return (T*)arena + (packed ? model->shard->place[t] : model->tensors[t].offset);
+    };
     p->wte = at(WTE);
     p->wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
@@ -467,6 +477,18 @@ static Input input_layout(const Model* m, int* base) {
 
 // Forward.
 
+// The weights of a part are where parameters_view says once this has been called: decoded, or gathered from the ranks.
+static void weights_need(const Model* m, int part) {
+    if (m->decoded) decoded_need(m->decoded, part);
+    if (part <= m->config.L) shard_need(m->shard, part);
+}
+
+// The optimizer's weights have changed.
+static void weights_changed(const Model* m) {
+    if (m->decoded) decoded_forget(m->decoded);
+    if (m->shard) shard_publish(m->shard);
+}
+
 // Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
 template <typename X>
 static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>* a, int l, int B, int T) {
@@ -491,9 +513,9 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     parameters_view(m, m->weights, &w);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
-    shard_need(m->shard, L);
-    shard_need(m->shard, 0);
+    weights_need(m, decoded_embeddings(L));
     embedding_forward<X>(dev, a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    weights_need(m, 0);
     BlockActivations<X>* first = &a->block[0];
     layernorm_forward<X>(dev, first->ln1, first->ln1_mean, first->ln1_rstd, a->residual[0], w.block[0].ln1w,
                          w.block[0].ln1b, N, C);
@@ -504,7 +526,7 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
         matmul_forward<X>(dev, a->branch, nullptr, b->gelu, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
-        if (!last) shard_need(m->shard, l + 1);
+        weights_need(m, last ? decoded_final(L) : l + 1);
         residual_layernorm_forward<X>(dev, a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
@@ -527,6 +549,7 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
     const Device* dev = m->dev;
     Parameters<X> w;
     parameters_view(m, m->weights, &w);
+    weights_need(m, decoded_embeddings(m->config.L));
     int C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
@@ -597,7 +620,8 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
                              a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
     for (int l = L - 1; l >= 0; l--) {
-        shard_need(m->shard, l, l - 1);
+        weights_need(m, l);
+        shard_prefetch(m->shard, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->shard, l - 1);
         layernorm_backward<X, G>(dev, a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
@@ -645,6 +669,7 @@ static void gpt2_next_logits(const Model* m, int T, int last, float* logits) {
     parameters_view(m, m->weights, &w);
     int C = m->config.C, V = m->config.V;
     gpt2_forward(m, &a, m->input, 1, T);
+    weights_need(m, decoded_embeddings(m->config.L));
     matmul_forward<X>(m->dev, a.logits, nullptr, a.lnf + (int64_t)last * C, w.wte, nullptr, 1, C, m->config.Vp);
     X* host = (X*)memory_take(V * sizeof(X));
     copy_to_host(m->dev, host, a.logits, V * (int64_t)sizeof(X));
@@ -693,6 +718,9 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     OptimBytes bytes = optim_bytes(config, m->tensors, m->count, m->type);
     MemoryPlan plan;
     plan.weights = bytes.weights + bytes.compute + shard_gathered_bytes(m->shard);
+    if (!config->keeps_copy) {
+        plan.weights += decoded_bytes(config, m->tensors, m->part, m->count, m->config.L, m->type);
+    }
     plan.states = bytes.states + bytes.tables;
     plan.grads = grads_bytes(m) + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
@@ -709,6 +737,9 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     if (train) {
         m->optim = optim_create(m->dev, config, m->tensors, m->count, m->type);
         m->weights = optim_weights(m->optim);
+        if (!config->keeps_copy) {
+            m->decoded = decoded_open(m->dev, m->optim, config, m->tensors, m->part, m->count, m->config.L, m->type);
+        }
         m->grads = device_alloc(m->dev, grads_bytes(m));
         device_zero(m->dev, m->grads, grads_bytes(m));
         if (m->shard) m->weights = shard_open(m->shard, m->grads, m->weights);
@@ -728,6 +759,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 static void model_free(Model* m) {
     if (m->optim && m->grads_bf16) device_free(m->dev, m->dwte_sum);
     if (!m->optim || shard_splits(m->shard, SHARD_STATES)) device_free(m->dev, m->weights);
+    decoded_close(m->decoded);
     if (m->optim) optim_free(m->optim);
     if (m->shard) shard_close(m->shard);
     device_free(m->dev, m->grads);
@@ -738,6 +770,7 @@ static void model_free(Model* m) {
     for (int i = FIRST_BLOCK; i < m->count - 2; i++) free((void*)m->tensors[i].name);
     free(m->tensors);
     free(m->stored);
+    free(m->part);
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
@@ -751,6 +784,7 @@ static void rehearse(Model* m, Device* dev) {
     if (m->shard) device_after_comm(&m->shard->comm);
     shard_rest(m->shard);
     dev->rehearsal = false;
+    if (m->decoded) decoded_forget(m->decoded);
     device_zero(dev, m->grads, grads_bytes(m));
 }
 
@@ -758,6 +792,7 @@ static void rehearse(Model* m, Device* dev) {
 static void model_set_tensor(Model* m, int tensor, const float* values) {
     if (m->optim) {
         optim_set_weights(m->optim, tensor, values);
+        if (m->decoded) decoded_forget(m->decoded);
         return;
     }
     int64_t n = m->tensors[tensor].rows * m->tensors[tensor].cols, offset = m->tensors[tensor].offset;
@@ -812,7 +847,7 @@ static void update(Model* m, float lr, float clip, int64_t step) {
     }
     bool split = shard_splits(m->shard, SHARD_STATES);
     optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
-    if (m->shard) shard_publish(m->shard);
+    weights_changed(m);
 }
 
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
@@ -1155,6 +1190,18 @@ static const char* resume_words_of(const Run* run) {
         step, why, run->options->lr);
 }
 
+// Do all ranks that keep whole weights have the same? All call it.
+static bool weights_agree(const Model* m) {
+    if (!m->shard || shard_splits(m->shard, SHARD_WEIGHTS)) return true;
+    if (m->weights) return shard_equal(m->shard, m->weights, m->elements * m->shard->weight_bytes);
+    for (int i = 0; i < optim_stream_count(m->optim); i++) {
+        const OptimStream stream = optim_stream(m->optim, i);
+        const int64_t bytes = stream.elements * stream.element_bytes;
+        if (stream.is_weights && !shard_equal(m->shard, stream.data, bytes)) return false;
+    }
+    return true;
+}
+
 // Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
 // it. Without `prune` all older ones stay: this one may be of no use.
 static void checkpoint_save(Run* run, bool prune = true) {
@@ -1164,8 +1211,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
     checkpoint_name(run->folder.path, run->state.step, path, sizeof(path));
     snprintf(temporary, sizeof(temporary), "%s.tmp", path);
     const Model* m = run->model;
-    bool whole = m->shard && !shard_splits(m->shard, SHARD_WEIGHTS);
-    if (whole && !shard_equal(m->shard, m->weights, m->elements * m->shard->weight_bytes)) {
+    if (!weights_agree(m)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
             "go on elsewhere with --resume %s",
@@ -1239,9 +1285,8 @@ static void resolve_parts(Model* m, OptimConfig* config) {
         user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
     ShardTensor* tensors = (ShardTensor*)memory_take(m->count * sizeof(ShardTensor));
     for (int t = 0; t < m->count; t++) {
-        bool in_block = t >= FIRST_BLOCK && t < m->count - 2;
         tensors[t] = {m->tensors[t].offset, m->tensors[t].rows * m->tensors[t].cols,
-                      in_block ? (t - FIRST_BLOCK) / BLOCK_TENSORS : m->config.L};
+                      m->part[t] < m->config.L ? m->part[t] : m->config.L};
     }
     s->gradient_bytes = m->grads_bf16 ? 2 : 4;
     s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
@@ -1384,6 +1429,7 @@ static void resolve(Run* run) {
     m->elements = optim_layout(m->tensors, m->count, config);
     m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
     resolve_parts(m, config);
+    config->keeps_copy = shard_splits(m->shard, SHARD_STATES);  // for the others, or to be gathered by them
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
@@ -1453,8 +1499,10 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
             plan->activations * unit, plan->other * unit);
     if (m->dev->gpu) run_say(to, "  driver%s %.2f", m->shard ? " and exchange" : "", plan->taken * unit);
     run_say(to, " = %.2f %s", plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
-    run_say(to, " of %.1f GiB  (matmul %s, recompute %s)\n", (double)available_to(m) / (1 << 30), o->matmul,
-            o->recompute);
+    // What a parameter costs while it trains, the room for decoded weights and the gradients included.
+    const double each = (double)(plan->weights + plan->states + plan->grads) / (double)m->parameters;
+    run_say(to, " of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)available_to(m) / (1 << 30),
+            o->matmul, o->recompute, each);
     if (run->resume.changed[0]) run_say(to, " changed %s\n", run->resume.changed);
 }
 

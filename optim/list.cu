@@ -79,4 +79,8 @@ void optim_list_presets(FILE* file) {
                 rows_bytes_each(&rows), row.note);
         if (*row.overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row.overrides);
     }
+    fprintf(
+        file,
+        "  B/param counts weights and states, as a checkpoint stores them. A run also holds gradients (2 or 4 bytes)\n"
+        "  and, of weights that the matmuls cannot read as they are, two decoded layers; its banner has the sum.\n");
 }
