@@ -36,26 +36,32 @@ inline void attention_axpy_cpu(float* __restrict__ y /*(n)*/, float a, const flo
     for (int i = 0; i < n; i++) y[i] = fmaf(a, x[i], y[i]);
 }
 
+// One query of a head over `keys` keys: out (HS) and lse. `p` has room for a row of scores.
+inline void attention_query_cpu(float* out /*(HS)*/, float* lse, float* p /*(keys)*/, const float* q /*(HS)*/,
+                                const float* k /*(keys,HS), rows `stride` apart, as those of v*/, const float* v,
+                                int64_t stride, int keys, int HS) {
+    const float scale = 1.0f / sqrtf((float)HS);
+    float largest = -INFINITY, sum = 0.0f;
+    for (int j = 0; j < keys; j++) {
+        p[j] = scale * attention_dot_cpu(q, k + j * stride, HS);
+        largest = p[j] > largest ? p[j] : largest;
+    }
+    for (int j = 0; j < keys; j++) sum += p[j] = expf(p[j] - largest);
+    for (int d = 0; d < HS; d++) out[d] = 0.0f;
+    for (int j = 0; j < keys; j++) attention_axpy_cpu(out, p[j], v + j * stride, HS);
+    for (int d = 0; d < HS; d++) out[d] /= sum;
+    *lse = largest + logf(sum);
+}
+
 // One head of one sequence.
 inline void attention_forward_head_cpu(float* out /*(T,HS), rows C apart*/, float* lse /*(T)*/,
                                        const float* q /*(T,HS), rows 3C apart; k and v lie C and 2C behind*/, int T,
                                        int C, int HS) {
-    const float *k = q + C, *v = q + 2 * (int64_t)C;
     const int64_t stride = 3 * (int64_t)C;
-    const float scale = 1.0f / sqrtf((float)HS);
-    float* p = (float*)memory_take((size_t)T * sizeof(float));  // a row of scores
-    if (!p) user_error("attention over %d tokens has no memory for a row of scores; lower --seq", T);
+    float* p = (float*)memory_take((size_t)T * sizeof(float));
     for (int i = 0; i < T; i++) {
-        float largest = -INFINITY, sum = 0.0f, *row = out + i * (int64_t)C;
-        for (int j = 0; j <= i; j++) {
-            p[j] = scale * attention_dot_cpu(q + i * stride, k + j * stride, HS);
-            largest = p[j] > largest ? p[j] : largest;
-        }
-        for (int j = 0; j <= i; j++) sum += p[j] = expf(p[j] - largest);
-        for (int d = 0; d < HS; d++) row[d] = 0.0f;
-        for (int j = 0; j <= i; j++) attention_axpy_cpu(row, p[j], v + j * stride, HS);
-        for (int d = 0; d < HS; d++) row[d] /= sum;
-        lse[i] = largest + logf(sum);
+        attention_query_cpu(out + i * (int64_t)C, lse + i, p, q + i * stride, q + C, q + 2 * (int64_t)C, stride, i + 1,
+                            HS);
     }
     free(p);
 }

@@ -1,11 +1,11 @@
-// Random numbers on the host, each a function of where it is used: initial weights and the draws of samples. (The noise
-// of stochastic rounding is the optimizer's own.)
+// Random numbers, each a function of where it is used: initial weights and the draws of samples. (The noise of
+// stochastic rounding is the optimizer's own.)
 #pragma once
 #include <math.h>
 #include <stdint.h>
 
-// 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer.
-inline uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element) {
+// 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer. constexpr lets kernels call it.
+constexpr uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull ^ (tensor << 40) ^ element;
     for (int round = 0; round < 2; round++) {
         z += 0x9E3779B97F4A7C15ull;

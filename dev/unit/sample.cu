@@ -1,0 +1,477 @@
+// Unit tests of sampling: the linear layer of few rows, attention over a cache, the draw, and texts from a small model
+// with random weights. On the CPU the cache must not change one bit of a logit; on both devices a text must not depend
+// on the cache or on what is sampled beside it.
+#include "../../kernels/decode.cuh"
+#include "../../kernels/embedding.cuh"
+#include "kernels.h"
+
+namespace {
+
+const DecodeShape SMALL = {2, 128, 2, 300, 384, 24};
+
+// A model's tensors in host memory, with values that bf16 holds where `narrow`.
+struct Weights {
+    int count;
+    int64_t* size;
+    float** values;
+};
+
+int64_t tensor_size(const DecodeShape* s, int i) {
+    const int64_t C = s->C;
+    const int64_t block[DECODE_TENSORS] = {C, C, 3 * C * C, 3 * C, C * C, C, C, C, 4 * C * C, 4 * C, 4 * C * C, C};
+    const int blocks = s->L * DECODE_TENSORS;
+    return i == 0 ? s->Vp * C : i == 1 ? s->T * C : i < 2 + blocks ? block[(i - 2) % DECODE_TENSORS] : C;
+}
+
+Weights weights_random(const DecodeShape* s, bool narrow, uint64_t seed) {
+    Weights w = {s->L * DECODE_TENSORS + 4, nullptr, nullptr};
+    w.size = (int64_t*)malloc(w.count * sizeof(int64_t)), w.values = (float**)malloc(w.count * sizeof(float*));
+    for (int i = 0; i < w.count; i++) {
+        const int which = (i - 2) % DECODE_TENSORS;
+        const bool last = i >= w.count - 2;
+        const bool scale = i == w.count - 2 || (i >= 2 && !last && (which == LN1W || which == LN2W));
+        w.size[i] = tensor_size(s, i);
+        // Larger than a model's initial weights, so that texts depend on all of their tokens.
+        w.values[i] = random_floats(w.size[i], seed + i, i < 2 ? 0.3f : 0.2f);
+        for (int64_t j = 0; j < w.size[i]; j++) {
+            if (scale) w.values[i][j] += 1.0f;
+            if (narrow) w.values[i][j] = to_float(from_float<bf16>(w.values[i][j]));
+        }
+    }
+    return w;
+}
+
+void weights_free(Weights* w) {
+    for (int i = 0; i < w->count; i++) free(w->values[i]);
+    free(w->values), free(w->size);
+}
+
+// The logits (Vp) after the last of T tokens by the forward pass that trains.
+void plain_logits(float* logits, const DecodeShape* s, const Weights* w, const int* tokens, int T) {
+    const int64_t C = s->C;
+    float *residual = floats(T * C), *normed = floats(T * C), *qkv = floats(T * 3 * C), *attention = floats(T * C);
+    float *branch = floats(T * C), *fc = floats(T * 4 * C), *gelu = floats(T * 4 * C), *lse = floats(T * s->NH);
+    float *mean = floats(T), *rstd = floats(T);
+    embedding_forward_cpu(residual, tokens, w->values[0], w->values[1], 1, T, s->C);
+    float* const* p = w->values + 2;
+    layernorm_forward_cpu(normed, mean, rstd, residual, p[LN1W], p[LN1B], T, s->C);
+    for (int l = 0; l < s->L; l++, p += DECODE_TENSORS) {
+        matmul_forward_cpu(qkv, nullptr, normed, p[QKVW], p[QKVB], T, s->C, 3 * s->C);
+        attention_forward_cpu(attention, lse, qkv, 1, T, s->C, s->NH);
+        matmul_forward_cpu(branch, nullptr, attention, p[PROJW], p[PROJB], T, s->C, s->C);
+        residual_layernorm_forward_cpu(residual, normed, mean, rstd, residual, branch, p[LN2W], p[LN2B], T, s->C);
+        matmul_forward_cpu(gelu, fc, normed, p[FCW], p[FCB], T, s->C, 4 * s->C);
+        matmul_forward_cpu(branch, nullptr, gelu, p[FCPROJW], p[FCPROJB], T, 4 * s->C, s->C);
+        residual_layernorm_forward_cpu(residual, normed, mean, rstd, residual, branch, p[DECODE_TENSORS],
+                                       p[DECODE_TENSORS + 1], T, s->C);
+    }
+    matmul_forward_cpu(logits, nullptr, normed + (T - 1) * C, w->values[0], nullptr, 1, s->C, s->Vp);
+    for (float* buffer : {residual, normed, qkv, attention, branch, fc, gelu, lse, mean, rstd}) free(buffer);
+}
+
+// A decoder over weights on a device, and the logits that it had after each step.
+struct Sampler {
+    const Device* dev;
+    Decoder decoder;
+    const void** tensors;
+    float* logits;  // (length, S, Vp) of all steps, or NULL
+    int steps;
+    int stop_at;  // ends the text that draws this token; -1: none
+};
+
+bool sampler_next(void* context, int* tokens, int count) {
+    Sampler* sampler = (Sampler*)context;
+    const Decoder* d = &sampler->decoder;
+    const int64_t n = (int64_t)count * d->shape.Vp;
+    if (sampler->logits) copy_to_host(sampler->dev, sampler->logits + sampler->steps * n, d->logits, n * 4);
+    sampler->steps++;
+    for (int i = 0; i < count; i++)
+        if (tokens[i] == sampler->stop_at) tokens[i] = DECODE_END;
+    return true;
+}
+
+template <typename X>
+void* tensor_to_device(const Device* dev, const float* values, int64_t n) {
+    X* rounded = (X*)malloc(n * sizeof(X));
+    for (int64_t i = 0; i < n; i++) rounded[i] = from_float<X>(values[i]);
+    void* device = device_alloc(dev, n * sizeof(X));
+    copy_to_device(dev, device, rounded, n * sizeof(X));
+    free(rounded);
+    return device;
+}
+
+void sampler_open(Sampler* sampler, const Device* dev, const DecodeShape* s, const Weights* w, bool fp32, int S,
+                  const DrawOptions* draw, int64_t keep_steps) {
+    *sampler = {dev, {}, nullptr, nullptr, 0, -1};
+    sampler->tensors = (const void**)malloc(w->count * sizeof(void*));
+    for (int i = 0; i < w->count; i++) {
+        sampler->tensors[i] = fp32 ? tensor_to_device<float>(dev, w->values[i], w->size[i])
+                                   : tensor_to_device<bf16>(dev, w->values[i], w->size[i]);
+    }
+    if (keep_steps) sampler->logits = floats(keep_steps * S * s->Vp);
+    const DecodeCalls calls = {sampler, nullptr, sampler_next};
+    decode_open(&sampler->decoder, dev, s, fp32, sampler->tensors, S, draw, &calls, nullptr);
+}
+
+void sampler_close(Sampler* sampler, int count) {
+    decode_close(&sampler->decoder);
+    for (int i = 0; i < count; i++) device_free(sampler->dev, (void*)sampler->tensors[i]);
+    free(sampler->tensors), free(sampler->logits);
+}
+
+constexpr int TEXT = 200;  // room of a test's text
+
+DecodeText text_begin(int prompt, int sample) {
+    DecodeText text = {(int*)malloc(TEXT * sizeof(int)), prompt, sample, 0, 0, false};
+    for (int i = 0; i < prompt; i++) text.tokens[i] = (int)((1 + test_uniform(40 + sample, i)) * 150);
+    return text;
+}
+
+// The first place where two texts differ, -1 where they do not.
+int text_difference(const DecodeText* a, const DecodeText* b) {
+    for (int i = 0; i < a->used && i < b->used; i++)
+        if (a->tokens[i] != b->tokens[i]) return i;
+    return a->used == b->used ? -1 : (int)(a->used < b->used ? a->used : b->used);
+}
+
+// Where the window of the token after `used` tokens begins, by the rule in decode.cuh, for a text with this prompt.
+int64_t window_begin(int64_t prompt, int64_t used, int T) {
+    int64_t begin = 0;
+    for (int64_t n = prompt; n <= used; n++)
+        if (n - begin > T) begin = n - (T - T / 2);
+    return begin;
+}
+
+TEST(sampling_rows_are_the_matmul) {
+    Device dev;
+    device_open(&dev, false, 0);
+    const int shapes[][2] = {{64, 64}, {192, 448}, {768, 320}};
+    for (bool narrow : {true, false}) {
+        for (const auto& shape : shapes) {
+            const int C = shape[0], OC = shape[1];
+            float *weight = random_floats((int64_t)OC * C, 1, 1), *bias = random_floats(OC, 2, 1);
+            for (int64_t i = 0; i < (int64_t)OC * C && narrow; i++) weight[i] = to_float(from_float<bf16>(weight[i]));
+            PackedMatrix packed = packed_matrix(weight, OC, C);
+            expect(packed.narrow == narrow, "weights are kept as %s", packed.narrow ? "bf16" : "fp32");
+            for (int N : {1, 3, 8, 9}) {
+                float *inp = random_floats((int64_t)N * C, 3, 1), *want = floats((int64_t)N * OC);
+                float *fc = floats((int64_t)N * OC), *got = floats((int64_t)N * OC);
+                matmul_forward_cpu(want, fc, inp, weight, bias, N, C, OC);
+                matmul_rows<float, float>(&dev, got, inp, weight, &packed, bias, true, N, C, OC);
+                expect(memcmp(got, want, (size_t)N * OC * 4) == 0, "gelu of %d x %d x %d differs", N, C, OC);
+                matmul_forward_cpu(want, nullptr, inp, weight, nullptr, N, C, OC);
+                matmul_rows<float, float>(&dev, got, inp, weight, &packed, nullptr, false, N, C, OC);
+                expect(memcmp(got, want, (size_t)N * OC * 4) == 0, "%d x %d x %d differs", N, C, OC);
+                free(inp), free(want), free(fc), free(got);
+            }
+            packed_matrix_free(&packed);
+            free(weight), free(bias);
+        }
+    }
+}
+
+// Prompts of one token, of several, and longer than the context; the windows slide twice.
+TEST(sampling_cache_changes_no_bit) {
+    constexpr int STEPS = 40;
+    Device dev;
+    device_open(&dev, false, 0);
+    for (bool narrow : {true, false}) {
+        Weights w = weights_random(&SMALL, narrow, 7);
+        const int prompts[] = {1, 5, 24, 25, 90};
+        DecodeText texts[5];
+        Sampler sampler;
+        DrawOptions draw = {0.9, 20, 3};
+        sampler_open(&sampler, &dev, &SMALL, &w, true, 5, &draw, STEPS);
+        for (int i = 0; i < 5; i++) texts[i] = text_begin(prompts[i], i);
+        decode_texts(&sampler.decoder, texts, 5, STEPS);
+        float* want = floats(SMALL.Vp);
+        for (int i = 0; i < 5; i++) {
+            expect(texts[i].used == prompts[i] + STEPS, "text %d has %lld tokens", i, (long long)texts[i].used);
+            for (int step = 0; step < STEPS; step++) {
+                const int64_t used = prompts[i] + step, begin = window_begin(prompts[i], used, SMALL.T);
+                plain_logits(want, &SMALL, &w, texts[i].tokens + begin, (int)(used - begin));
+                const float* got = sampler.logits + ((int64_t)step * 5 + i) * SMALL.Vp;
+                expect(memcmp(got, want, SMALL.V * 4) == 0, "text %d, step %d: other logits than without a cache", i,
+                       step);
+                const int token = draw_row_cpu(want, SMALL.V, &draw, i, (int)used);
+                expect(token == texts[i].tokens[used], "text %d, step %d: token %d, want %d", i, step,
+                       texts[i].tokens[used], token);
+                if (test->failures) break;
+            }
+            free(texts[i].tokens);
+        }
+        free(want);
+        sampler_close(&sampler, w.count);
+        weights_free(&w);
+    }
+}
+
+// What several tests ask on either device: texts do not depend on the cache (each token by a new decoder that computes
+// the window from nothing), nor on the texts beside them, and end where they are told to.
+void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool fp32, double temperature) {
+    constexpr int STEPS = 30, TEXTS = 3;
+    Weights w = weights_random(s, true, 11);
+    DrawOptions draw = {temperature, 10, 5};
+    DecodeText together[TEXTS];
+    Sampler sampler;
+    sampler_open(&sampler, dev, s, &w, fp32, TEXTS, &draw, 0);
+    for (int i = 0; i < TEXTS; i++) together[i] = text_begin(1 + 9 * i, i);
+    decode_texts(&sampler.decoder, together, TEXTS, STEPS);
+    sampler_close(&sampler, w.count);
+    sampler_open(&sampler, dev, s, &w, fp32, 1, &draw, 0);
+    for (int i = 0; i < TEXTS; i++) {
+        DecodeText alone = text_begin(1 + 9 * i, i), uncached = text_begin(1 + 9 * i, i);
+        decode_texts(&sampler.decoder, &alone, 1, STEPS);
+        int at = text_difference(&alone, &together[i]);
+        expect(at < 0, "text %d alone and beside others differ from token %d on", i, at);
+        for (int step = 0; step < STEPS; step++) {
+            uncached.cached = 0;
+            decode_texts(&sampler.decoder, &uncached, 1, 1);
+        }
+        at = text_difference(&uncached, &together[i]);
+        expect(at < 0, "text %d with and without a cache differ from token %d on", i, at);
+        DecodeText ended = text_begin(1 + 9 * i, i);
+        sampler.stop_at = together[i].tokens[9 * i + 5];
+        decode_texts(&sampler.decoder, &ended, 1, STEPS);
+        sampler.stop_at = -1;
+        expect(ended.ended && ended.used <= 9 * i + 5, "a text did not end: %lld tokens", (long long)ended.used);
+        free(alone.tokens), free(uncached.tokens), free(ended.tokens);
+    }
+    sampler_close(&sampler, w.count);
+    for (DecodeText& text : together) free(text.tokens);
+    weights_free(&w);
+}
+
+TEST(sampling_texts_are_independent) {
+    Device dev;
+    device_open(&dev, false, 0);
+    expect_same_texts(test, &dev, &SMALL, true, 0.8);
+    expect_same_texts(test, &dev, &SMALL, true, 0);
+}
+
+// The draw.
+
+// How often each token is drawn, against its probability, within five standard deviations.
+void expect_draws(Test* test, const float* logits, int V, double temperature, int64_t k, const double* want) {
+    constexpr int DRAWS = 40000;
+    int count[16] = {};
+    DrawOptions options = {temperature, k, 9};
+    for (int i = 0; i < DRAWS; i++) {
+        const int token = draw_row_cpu(logits, V, &options, i % 7, i);
+        expect(token >= 0 && token < V, "token %d", token);
+        count[token & 15]++;
+    }
+    for (int t = 0; t < V; t++) {
+        const double deviation = sqrt(want[t] * (1 - want[t]) / DRAWS);
+        expect(fabs((double)count[t] / DRAWS - want[t]) <= 5 * deviation,
+               "token %d at temperature %g, top %lld: %g, want %g", t, temperature, (long long)k,
+               (double)count[t] / DRAWS, want[t]);
+    }
+}
+
+TEST(sampling_draws_the_softmax) {
+    const float logits[] = {logf(2), logf(1), logf(4), logf(1), logf(8)};
+    const double all[] = {2 / 16.0, 1 / 16.0, 4 / 16.0, 1 / 16.0, 8 / 16.0}, top2[] = {0, 0, 1 / 3.0, 0, 2 / 3.0};
+    const double cold[] = {4 / 86.0, 1 / 86.0, 16 / 86.0, 1 / 86.0, 64 / 86.0}, best[] = {0, 0, 0, 0, 1};
+    expect_draws(test, logits, 5, 1.0, 0, all);
+    expect_draws(test, logits, 5, 1.0, 99, all);
+    expect_draws(test, logits, 5, 1.0, 2, top2);
+    expect_draws(test, logits, 5, 0.5, 0, cold);
+    expect_draws(test, logits, 5, 0.0, 0, best);
+    expect_draws(test, logits, 5, 2.0, 1, best);
+    const float tied[] = {1, 3, 3, 2}, far[] = {-1e30f, 1e30f, 0}, bad[] = {0, NAN, 1}, endless[] = {0, INFINITY, 1};
+    DrawOptions likeliest = {0, 0, 1}, usual = {0.7, 0, 1}, one = {0.7, 1, 1};
+    expect(draw_row_cpu(tied, 4, &likeliest, 0, 0) == 1, "of equal logits the first is the likeliest");
+    expect(draw_row_cpu(tied, 4, &one, 0, 0) == 1, "of equal logits the first is the likeliest");
+    expect(draw_row_cpu(far, 3, &usual, 0, 0) == 1, "logits far apart");
+    expect(draw_row_cpu(bad, 3, &usual, 0, 0) == DRAW_NOT_FINITE, "NaN");
+    expect(draw_row_cpu(endless, 3, &likeliest, 0, 0) == DRAW_NOT_FINITE, "infinity");
+}
+
+// The k-th largest by sorting.
+int descending(const void* a, const void* b) {
+    const float x = *(const float*)a, y = *(const float*)b;
+    return (x < y) - (x > y);
+}
+
+TEST(sampling_top_k) {
+    constexpr int V = 5000;
+    float *logits = random_floats(V, 3, 8), *sorted = floats(V);
+    for (int v = 0; v < V; v += 7) logits[v] = (float)(int)logits[v];  // ties, and both zeros
+    memcpy(sorted, logits, V * 4);
+    qsort(sorted, V, 4, descending);
+    for (int k : {1, 2, 50, 700, 2500, V - 1}) {
+        const uint32_t got = draw_threshold_cpu(logits, V, k);
+        int64_t above = 0, among = 0;
+        for (int v = 0; v < V; v++) above += draw_key(logits[v]) > got, among += draw_key(logits[v]) >= got;
+        expect(above < k && among >= k, "%d likeliest: %lld above and %lld from %x on", k, (long long)above,
+               (long long)among, got);
+        expect(got == draw_key(sorted[k - 1]) || sorted[k - 1] == 0, "%d likeliest", k);
+    }
+    expect(draw_threshold_cpu(logits, V, 0) == 0 && draw_threshold_cpu(logits, V, V) == 0, "all");
+    free(logits), free(sorted);
+}
+
+// GPU.
+
+template <typename X>
+void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C, int OC, bool gelu) {
+    Array<X> inp = array_random<X>(dev, (int64_t)N * C, 1, 1), weight = array_random<X>(dev, (int64_t)OC * C, 2, 1);
+    Array<X> bias = array_random<X>(dev, OC, 3, 1), out = array_of<X>(dev, (int64_t)N * OC, nullptr);
+    Array<float> logits = array_of<float>(dev, (int64_t)N * OC, nullptr);
+    float *want = floats((int64_t)N * OC), *fc = floats((int64_t)N * OC);
+    matmul_forward_cpu(want, gelu ? fc : nullptr, inp.host, weight.host, bias.host, N, C, OC);
+    check_output(test, worst, dev, "rows", &out, nullptr, want, product_bound(C, 1), [&] {
+        matmul_rows<X, X>(dev, out.device, inp.device, weight.device, nullptr, bias.device, gelu, N, C, OC);
+    });
+    matmul_forward_cpu(want, nullptr, inp.host, weight.host, nullptr, N, C, OC);
+    check_output(test, worst, dev, "logits", &logits, nullptr, want, product_bound(C, 1), [&] {
+        matmul_rows<X, float>(dev, logits.device, inp.device, weight.device, nullptr, nullptr, false, N, C, OC);
+    });
+    array_free(dev, &inp), array_free(dev, &weight), array_free(dev, &bias), array_free(dev, &out);
+    array_free(dev, &logits);
+    free(want), free(fc);
+}
+
+TEST(sampling_matmul_rows_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0;
+    const int shapes[][2] = {{64, 64}, {768, 2304}, {3072, 768}, {1600, 6400}, {192, 384}};
+    for (const auto& shape : shapes) {
+        for (int N : {1, 2, 8, 9, 31, 33, 64, 65}) {
+            matmul_rows_case<bf16>(test, &worst, &dev, N, shape[0], shape[1], N % 2 == 0);
+            matmul_rows_case<float>(test, &worst, &dev, N, shape[0], shape[1], N % 2 == 0);
+        }
+    }
+    note_worst(test, worst);
+    device_close(&dev);
+}
+
+// Scores of order 1 to 8 standard deviations; out is a mean of values below 1.
+template <typename X>
+void attention_decode_case(Test* test, double* worst, const Device* dev, int NH, int HS, int T) {
+    const int S = 3, R = 5, C = NH * HS;
+    const int sequences[R] = {2, 0, 1, 1, 0}, positions[R] = {T - 1, 0, T / 2, T / 2 + 1, T / 3};
+    const int64_t n = attention_cache_elements(S, T, C);
+    Array<X> cache = array_random<X>(dev, n, 4, 1), qkv = array_random<X>(dev, (int64_t)R * 3 * C, 5, 1);
+    Array<X> out = array_of<X>(dev, (int64_t)R * C, nullptr);
+    int *sequence = ints_to_device(dev, sequences, R), *position = ints_to_device(dev, positions, R);
+    const AttentionCache host = {S, T, sequences, positions}, device = {S, T, sequence, position};
+    float *want_cache = floats(n), *want = floats((int64_t)R * C);
+    memcpy(want_cache, cache.host, n * 4);
+    attention_append_cpu(want_cache, qkv.host, &host, R, C, NH);
+    attention_decode_cpu(want, qkv.host, want_cache, &host, R, C, NH);
+    float* before = floats(n);
+    memcpy(before, cache.host, n * 4);
+    check_output(test, worst, dev, "cache", &cache, before, want_cache, 1e-30,
+                 [&] { attention_append(dev, cache.device, qkv.device, &device, R, C, NH); });
+    array_set(dev, &cache, want_cache);
+    check_output(test, worst, dev, "attention", &out, nullptr, want, product_bound(T + HS, 1),
+                 [&] { attention_decode(dev, out.device, qkv.device, cache.device, &device, R, C, NH); });
+    array_free(dev, &cache), array_free(dev, &qkv), array_free(dev, &out);
+    device_free(dev, sequence), device_free(dev, position);
+    free(want), free(want_cache), free(before);
+}
+
+TEST(sampling_attention_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0;
+    for (int T : {1, 7, 64, 257, 1024, 1500}) {
+        attention_decode_case<bf16>(test, &worst, &dev, 3, 64, T);
+        attention_decode_case<bf16>(test, &worst, &dev, 2, 128, T);
+        attention_decode_case<float>(test, &worst, &dev, 3, 64, T);
+        attention_decode_case<float>(test, &worst, &dev, 2, 128, T);
+    }
+    note_worst(test, worst);
+    device_close(&dev);
+}
+
+TEST(sampling_draw_gpu) {
+    constexpr int R = 70, V = 50257, VP = 50304;
+    Device dev;
+    device_open(&dev, true, 0);
+    float* logits = random_floats((int64_t)R * VP, 6, 9);
+    int numbers[2][R], want[R], got[R];
+    for (int r = 0; r < R; r++) numbers[0][r] = r % 9, numbers[1][r] = 31 * r;
+    logits[3 * (int64_t)VP + 17] = NAN;
+    for (int v = V; v < VP; v++) logits[v] = NAN;  // the padding is never used
+    float* device = (float*)device_alloc(&dev, (int64_t)R * VP * 4);
+    copy_to_device(&dev, device, logits, (int64_t)R * VP * 4);
+    int *samples = ints_to_device(&dev, numbers[0], R), *places = ints_to_device(&dev, numbers[1], R);
+    int* tokens = (int*)device_alloc(&dev, R * 4);
+    for (double temperature : {0.0, 0.8, 3.0}) {
+        for (int64_t k : {0, 1, 2, 50, 20000}) {
+            DrawOptions options = {temperature, k, 77};
+            draw_cpu(want, logits, numbers[0], numbers[1], &options, R, V, VP);
+            draw(&dev, tokens, device, samples, places, &options, R, V, VP);
+            copy_to_host(&dev, got, tokens, R * 4);
+            for (int r = 0; r < R; r++) {
+                expect(got[r] == want[r], "row %d at %g, top %lld: token %d, want %d", r, temperature, (long long)k,
+                       got[r], want[r]);
+            }
+        }
+    }
+    expect(want[3] == DRAW_NOT_FINITE, "NaN gives %d", want[3]);
+    device_free(&dev, device), device_free(&dev, samples), device_free(&dev, places), device_free(&dev, tokens);
+    free(logits);
+    device_close(&dev);
+}
+
+// The logits of each step against the CPU's for the same text, relative to their norm. Roundings to bf16 (2^-9) happen
+// seven times in a block and four times outside; they do not correlate. fp32: sums of 9C + HS + T terms in a block.
+TEST(sampling_logits_gpu) {
+    constexpr int STEPS = 30;
+    const DecodeShape s = {3, 256, 4, 300, 384, 64};
+    Device dev, cpu;
+    device_open(&dev, true, 0), device_open(&cpu, false, 0);
+    Weights w = weights_random(&s, true, 21);
+    float* want = floats(s.Vp);
+    double worst = 0;
+    for (bool fp32 : {true, false}) {
+        const double sums = s.L * (9.0 * s.C + 64 + s.T) + s.C, roundings = 7.0 * s.L + 4.0;
+        const double bound = fp32 ? 2.0 * ldexp(sqrt(sums), -24) : 4.0 * ldexp(sqrt(roundings), -9);
+        DrawOptions draw = {0.8, 40, 3};
+        Sampler sampler;
+        DecodeText texts[2] = {text_begin(1, 0), text_begin(50, 1)};
+        sampler_open(&sampler, &dev, &s, &w, fp32, 2, &draw, STEPS);
+        decode_texts(&sampler.decoder, texts, 2, STEPS);
+        for (int i = 0; i < 2; i++) {
+            const int prompt = i == 0 ? 1 : 50;
+            for (int step = 0; step < STEPS; step++) {
+                const int64_t used = prompt + step, begin = window_begin(prompt, used, s.T);
+                plain_logits(want, &s, &w, texts[i].tokens + begin, (int)(used - begin));
+                const float* got = sampler.logits + ((int64_t)step * 2 + i) * s.Vp;
+                double difference = 0, norm = 0;
+                for (int v = 0; v < s.V; v++) {
+                    difference += ((double)got[v] - want[v]) * ((double)got[v] - want[v]);
+                    norm += (double)want[v] * want[v];
+                }
+                const double multiple = sqrt(difference / norm) / bound;
+                if (!(multiple <= worst)) worst = multiple;
+            }
+            free(texts[i].tokens);
+        }
+        expect(worst <= 1, "%s: the logits differ by %.2f times the bound", fp32 ? "fp32" : "bf16", worst);
+        sampler_close(&sampler, w.count);
+    }
+    note_worst(test, worst);
+    free(want);
+    weights_free(&w);
+    device_close(&dev);
+}
+
+TEST(sampling_texts_gpu) {
+    const DecodeShape s = {3, 256, 4, 300, 384, 64};
+    Device dev;
+    device_open(&dev, true, 0);
+    for (bool fp32 : {true, false}) {
+        expect_same_texts(test, &dev, &s, fp32, 0.8);
+        expect_same_texts(test, &dev, &s, fp32, 0);
+        expect_same_texts(test, &dev, &SMALL, fp32, 0.8);
+    }
+    device_close(&dev);
+}
+
+}  // namespace

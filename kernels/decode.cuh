@@ -1,0 +1,316 @@
+// Sampling from a GPT-2: tokens one after another, with the keys and values of all earlier tokens in a cache.
+//
+// One pass computes up to DECODE_ROWS rows, each a token at its place in one of S sequences: the next token of every
+// sequence, or a piece of a prompt. Its operators are the forward pass's own where these serve few rows, and those of
+// matmul_rows.cuh, attention_decode.cuh and draw.cuh. In all of them a row's bits depend on its own sequence alone, so
+// a text is the same with the cache and with all of its tokens computed again for each new one, and whatever is sampled
+// beside it. On the CPU the logits also have the same bits as those of the training forward pass.
+//
+// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. It has 8 L + 4
+// kernels that each take a few microseconds, so their launches are recorded once as a CUDA graph.
+//
+// Past the context length: positions are learned, so the cache of a window that moves is of no use. When a window of T
+// tokens is full, its older half is dropped and the rest computed again; so a text goes on with T / 2 to T tokens of
+// context, at the cost of two passes a token. The same rule shortens a prompt that is longer than the context.
+#pragma once
+#include "attention_decode.cuh"
+#include "common.cuh"
+#include "draw.cuh"
+#include "layernorm.cuh"
+#include "matmul_rows.cuh"
+
+constexpr int DECODE_ROWS = 64;  // of one pass, and sequences of a decoder, at most
+constexpr int DECODE_END = -1;   // a text that has ended gets this instead of a token
+
+// T: tokens of context; weights have positions for at least as many. Vp: V padded, a multiple of 64.
+struct DecodeShape {
+    int L, C, NH, V, Vp, T;
+};
+
+// The tensors of a block, in the order in which a model's list of tensors has them. The list: wte (Vp, C), wpe, the
+// blocks, ln_f.weight, ln_f.bias; of X each, a matrix being (outputs, inputs).
+enum DecodeTensor { LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB, DECODE_TENSORS };
+
+// What the caller does on the way.
+struct DecodeCalls {
+    void* context;
+    // Layer `layer` (L: the embeddings and the last layernorm) is used next. NULL: all weights are always there.
+    void (*need)(void* context, int layer);
+    // Each of `count` texts got a token, DECODE_END if it had ended before. The function may end a text by writing a
+    // negative number, and ends all by returning false.
+    bool (*next)(void* context, int* tokens, int count);
+};
+
+// A text that grows.
+struct DecodeText {
+    int* tokens;     // room for all that it may become; the first `used` are there
+    int64_t used;    // at least 1
+    int sample;      // its number for the draws, below 2^20
+    int64_t begin;   // of its window
+    int64_t cached;  // tokens of the window whose keys and values are in the cache
+    bool ended;
+};
+
+struct Decoder {
+    const Device* dev;
+    DecodeShape shape;
+    bool fp32;  // X is float, otherwise bf16
+    int S;      // sequences, at most DECODE_ROWS
+    DrawOptions draw;
+    DecodeCalls calls;
+    const void** tensor;   // the list of the model's tensors, on the device
+    PackedMatrix* packed;  // of each tensor, on the CPU; NULL: none
+    // Laid out in `memory` by decode_layout. R is DECODE_ROWS.
+    void* memory;
+    bool own_memory;
+    void *residual, *normed, *attention, *branch;  // (R, C) of X
+    void *qkv, *wide;                              // (R, 3C), (R, 4C)
+    float *mean, *rstd;                            // (R)
+    float* logits;                                 // (S, Vp)
+    int* numbers;                                  // (5, R): token, sequence, position, sample, place in the text
+    int* drawn;                                    // (S)
+    char* cache;                                   // (L, 2, S, NH, T, HS)
+    int host[5][DECODE_ROWS];                      // of `numbers`
+#ifdef __CUDACC__
+    cudaGraphExec_t graph;  // of a step of graph_rows rows; NULL: none yet
+    int graph_rows;
+#endif
+};
+
+// Pointers into `base`; returns the bytes that it needs, with base NULL nothing else.
+inline int64_t decode_layout(Decoder* d, char* base) {
+    const DecodeShape* s = &d->shape;
+    const int64_t R = DECODE_ROWS, C = s->C, element = d->fp32 ? 4 : 2;
+    int64_t used = 0;
+    auto take = [&](int64_t bytes) {
+        char* at = base + used;
+        used += (bytes + 255) / 256 * 256;
+        return at;
+    };
+    d->residual = take(R * C * element), d->normed = take(R * C * element);
+    d->attention = take(R * C * element), d->branch = take(R * C * element);
+    d->qkv = take(R * 3 * C * element), d->wide = take(R * 4 * C * element);
+    d->mean = (float*)take(R * 4), d->rstd = (float*)take(R * 4);
+    d->logits = (float*)take((int64_t)d->S * s->Vp * 4);
+    d->numbers = (int*)take(5 * R * 4), d->drawn = (int*)take(R * 4);
+    d->cache = take(s->L * attention_cache_elements(d->S, s->T, s->C) * element);
+    return used;
+}
+
+inline int64_t decode_bytes(const DecodeShape* shape, bool fp32, int S) {
+    Decoder d = {};
+    d.shape = *shape, d.fp32 = fp32, d.S = S;
+    return decode_layout(&d, nullptr);
+}
+
+// The most sequences, up to `max` and DECODE_ROWS, whose decoder takes no more than `bytes`; 0 where not even one does.
+inline int decode_sequences(const DecodeShape* shape, bool fp32, int64_t max, int64_t bytes) {
+    int S = (int)(max < DECODE_ROWS ? max : DECODE_ROWS);
+    while (S > 0 && decode_bytes(shape, fp32, S) > bytes) S--;
+    return S;
+}
+
+inline const void* decode_tensor(const Decoder* d, int layer, int which) {
+    return d->tensor[2 + layer * DECODE_TENSORS + which];
+}
+
+// Packs the matrices for single rows; see matmul_rows.cuh.
+inline void decode_pack(Decoder* d) {
+    const DecodeShape* s = &d->shape;
+    const int64_t C = s->C;
+    d->packed = (PackedMatrix*)memory_zero((size_t)s->L * DECODE_TENSORS + 4, sizeof(PackedMatrix));
+    d->packed[0] = packed_matrix((const float*)d->tensor[0], s->Vp, C);
+    for (int l = 0; l < s->L; l++) {
+        PackedMatrix* block = d->packed + 2 + l * DECODE_TENSORS;
+        block[QKVW] = packed_matrix((const float*)decode_tensor(d, l, QKVW), 3 * C, C);
+        block[PROJW] = packed_matrix((const float*)decode_tensor(d, l, PROJW), C, C);
+        block[FCW] = packed_matrix((const float*)decode_tensor(d, l, FCW), 4 * C, C);
+        block[FCPROJW] = packed_matrix((const float*)decode_tensor(d, l, FCPROJW), C, 4 * C);
+    }
+}
+
+// tensors: the model's list, copied; memory: decode_bytes(shape, fp32, S) on the device, which stay the caller's, or
+// NULL to allocate them. On the CPU a packed copy of the weights is made unless calls->need is there.
+inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
+                        int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
+    *d = {};
+    d->dev = dev, d->shape = *shape, d->fp32 = fp32, d->S = S, d->draw = *draw, d->calls = *calls;
+    const size_t count = (size_t)shape->L * DECODE_TENSORS + 4;
+    d->tensor = (const void**)memory_take(count * sizeof(void*));
+    memcpy(d->tensor, tensors, count * sizeof(void*));
+    d->own_memory = !memory;
+    d->memory = memory ? memory : device_alloc(dev, decode_bytes(shape, fp32, S));
+    decode_layout(d, (char*)d->memory);
+    if (!dev->gpu && !calls->need) decode_pack(d);
+}
+
+inline void decode_close(Decoder* d) {
+#ifdef __CUDACC__
+    if (d->graph) check(cudaGraphExecDestroy(d->graph));
+#endif
+    for (int i = 0; d->packed && i < d->shape.L * DECODE_TENSORS + 4; i++) packed_matrix_free(&d->packed[i]);
+    free(d->packed);
+    if (d->own_memory) device_free(d->dev, d->memory);
+    free(d->tensor);
+}
+
+// out: (R, C) = wte[token] + wpe[position]
+inline void decode_embedding_cpu(float* out, const int* token, const int* position, const float* wte, const float* wpe,
+                                 int R, int C) {
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+            out[r * (int64_t)C + c] = wte[token[r] * (int64_t)C + c] + wpe[position[r] * (int64_t)C + c];
+}
+
+#ifdef __CUDACC__
+// Grid R, block any.
+template <typename X>
+__global__ void decode_embedding_kernel(X* out, const int* token, const int* position, const X* wte, const X* wpe,
+                                        int C) {
+    const X *a = wte + (int64_t)token[blockIdx.x] * C, *b = wpe + (int64_t)position[blockIdx.x] * C;
+    for (int c = threadIdx.x; c < C; c += blockDim.x)
+        out[(int64_t)blockIdx.x * C + c] = from_float<X>(to_float(a[c]) + to_float(b[c]));
+}
+#endif
+
+template <typename X>
+void decode_embedding(const Decoder* d, int R) {
+    const int *token = d->numbers, *position = d->numbers + 2 * DECODE_ROWS;
+    const X *wte = (const X*)d->tensor[0], *wpe = (const X*)d->tensor[1];
+    if (!d->dev->gpu) {
+        decode_embedding_cpu((float*)d->residual, token, position, (const float*)wte, (const float*)wpe, R, d->shape.C);
+        return;
+    }
+#ifdef __CUDACC__
+    decode_embedding_kernel<X><<<R, 256, 0, d->dev->stream>>>((X*)d->residual, token, position, wte, wpe, d->shape.C);
+    check_launch();
+#endif
+}
+
+// out: (R, OC) = the linear layer whose weights and bias are tensors `weight` and `weight` + 1 of block l.
+template <typename X>
+void decode_linear(const Decoder* d, void* out, const void* inp, int l, int weight, bool gelu, int R, int C, int OC) {
+    const PackedMatrix* packed = d->packed ? d->packed + 2 + l * DECODE_TENSORS + weight : nullptr;
+    matmul_rows<X, X>(d->dev, (X*)out, (const X*)inp, (const X*)decode_tensor(d, l, weight), packed,
+                      (const X*)decode_tensor(d, l, weight + 1), gelu, R, C, OC);
+}
+
+// residual += branch, normed = layernorm(residual), with the weights and the bias at tensor[at].
+template <typename X>
+void decode_layernorm(const Decoder* d, int at, int R) {
+    residual_layernorm_forward<X>(d->dev, (X*)d->residual, (X*)d->normed, d->mean, d->rstd, (const X*)d->residual,
+                                  (const X*)d->branch, (const X*)d->tensor[at], (const X*)d->tensor[at + 1], R,
+                                  d->shape.C);
+}
+
+// The numbers of R rows to `normed`, the output of the last layernorm, and their keys and values into the cache.
+template <typename X>
+void decode_rows(const Decoder* d, int R) {
+    const DecodeShape* s = &d->shape;
+    const int C = s->C;
+    auto need = [d](int layer) {
+        if (d->calls.need) d->calls.need(d->calls.context, layer);
+    };
+    const AttentionCache at = {d->S, s->T, d->numbers + DECODE_ROWS, d->numbers + 2 * DECODE_ROWS};
+    need(s->L), need(0);
+    decode_embedding<X>(d, R);
+    layernorm_forward<X>(d->dev, (X*)d->normed, d->mean, d->rstd, (const X*)d->residual,
+                         (const X*)decode_tensor(d, 0, LN1W), (const X*)decode_tensor(d, 0, LN1B), R, C);
+    for (int l = 0; l < s->L; l++) {
+        X* cache = (X*)d->cache + l * attention_cache_elements(d->S, s->T, C);
+        decode_linear<X>(d, d->qkv, d->normed, l, QKVW, false, R, C, 3 * C);
+        attention_append<X>(d->dev, cache, (const X*)d->qkv, &at, R, C, s->NH);
+        attention_decode<X>(d->dev, (X*)d->attention, (const X*)d->qkv, cache, &at, R, C, s->NH);
+        decode_linear<X>(d, d->branch, d->attention, l, PROJW, false, R, C, C);
+        decode_layernorm<X>(d, 2 + l * DECODE_TENSORS + LN2W, R);
+        decode_linear<X>(d, d->wide, d->normed, l, FCW, true, R, C, 4 * C);
+        decode_linear<X>(d, d->branch, d->wide, l, FCPROJW, false, R, 4 * C, C);
+        if (l + 1 < s->L) need(l + 1);
+        decode_layernorm<X>(d, 2 + (l + 1) * DECODE_TENSORS, R);  // behind the last block lies the last layernorm
+    }
+}
+
+// The rows, their logits and a token drawn from each.
+template <typename X>
+void decode_and_draw(const Decoder* d, int R) {
+    const DecodeShape* s = &d->shape;
+    decode_rows<X>(d, R);
+    matmul_rows<X, float>(d->dev, d->logits, (const X*)d->normed, (const X*)d->tensor[0], d->packed, nullptr, false, R,
+                          s->C, s->Vp);
+    draw(d->dev, d->drawn, d->logits, d->numbers + 3 * DECODE_ROWS, d->numbers + 4 * DECODE_ROWS, &d->draw, R, s->V,
+         s->Vp);
+}
+
+inline void decode_launch(const Decoder* d, int R, bool draws) {
+    if (d->fp32) {
+        draws ? decode_and_draw<float>(d, R) : decode_rows<float>(d, R);
+    } else {
+        draws ? decode_and_draw<bf16>(d, R) : decode_rows<bf16>(d, R);
+    }
+}
+
+// The first step of so many rows is launched kernel by kernel, which loads them; then it is recorded.
+inline void decode_step(Decoder* d, int R) {
+#ifdef __CUDACC__
+    if (d->graph && d->graph_rows == R) {
+        check(cudaGraphLaunch(d->graph, d->dev->stream));
+        return;
+    }
+#endif
+    decode_launch(d, R, true);
+#ifdef __CUDACC__
+    if (!d->dev->gpu || d->calls.need) return;
+    if (d->graph) check(cudaGraphExecDestroy(d->graph));
+    cudaGraph_t graph;
+    check(cudaStreamBeginCapture(d->dev->stream, cudaStreamCaptureModeThreadLocal));
+    decode_launch(d, R, true);
+    check(cudaStreamEndCapture(d->dev->stream, &graph));
+    check(cudaGraphInstantiate(&d->graph, graph, 0));
+    check(cudaGraphDestroy(graph));
+    d->graph_rows = R;
+#endif
+}
+
+// Row r is token `place` of a text that is sequence `sequence` of the decoder.
+inline void decode_set(Decoder* d, int r, const DecodeText* text, int sequence, int64_t place) {
+    const int numbers[5] = {text->tokens[place], sequence, (int)(place - text->begin), text->sample, (int)(place + 1)};
+    for (int i = 0; i < 5; i++) d->host[i][r] = numbers[i];
+}
+
+// All tokens of a text but the last into the cache, after its window has been moved where it is full.
+inline void decode_fill(Decoder* d, DecodeText* text, int sequence) {
+    const int T = d->shape.T;
+    if (text->used - text->begin > T) text->begin = text->used - (T - T / 2), text->cached = 0;
+    int64_t place = text->begin + text->cached;
+    while (place < text->used - 1) {
+        int R = 0;
+        while (R < DECODE_ROWS && place < text->used - 1) decode_set(d, R++, text, sequence, place++);
+        copy_to_device(d->dev, d->numbers, d->host, sizeof(d->host));
+        decode_launch(d, R, false);
+    }
+    text->cached = text->used - text->begin;
+}
+
+// Adds up to `length` tokens to each of `count` texts, at most d->S.
+inline void decode_texts(Decoder* d, DecodeText* texts, int count, int64_t length) {
+    int drawn[DECODE_ROWS];
+    bool goes_on = true;
+    for (int64_t i = 0; i < length && goes_on; i++) {
+        for (int r = 0; r < count; r++) {
+            if (!texts[r].ended) decode_fill(d, &texts[r], r);
+        }
+        for (int r = 0; r < count; r++) decode_set(d, r, &texts[r], r, texts[r].used - 1);
+        copy_to_device(d->dev, d->numbers, d->host, sizeof(d->host));
+        decode_step(d, count);
+        copy_to_host(d->dev, drawn, d->drawn, count * (int64_t)sizeof(int));
+        for (int r = 0; r < count; r++) drawn[r] = texts[r].ended ? DECODE_END : drawn[r];
+        goes_on = d->calls.next(d->calls.context, drawn, count);
+        bool all = true;
+        for (int r = 0; r < count; r++) {
+            texts[r].ended = texts[r].ended || drawn[r] < 0;
+            if (!texts[r].ended) texts[r].tokens[texts[r].used++] = drawn[r];
+            all = all && texts[r].ended;
+        }
+        goes_on = goes_on && !all;
+    }
+}

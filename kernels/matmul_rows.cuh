@@ -1,0 +1,225 @@
+// The linear layer of matmul.cuh for the few rows of a sampling step: out = inp W^T + bias, inp (N, C), weight (OC, C),
+// N from 1 to some dozens. Its cost is reading the weights once, 2 OC C bytes in bf16, so it is bound by memory up to
+// about a hundred rows on a GPU.
+//
+// Every element of out is one sum whose order depends on C alone. So a row has the same bits whichever rows are
+// computed with it, and a token gives the same text alone, in a batch of samples and as a part of a prompt.
+//
+// CPU: the chains of cpu_gemm.h (fmaf over k = 0 .. C - 1 from the bias on), therefore the same bits as
+// matmul_forward_cpu. That function copies W into panels in each call, which costs more than one row's products. Here W
+// is packed once into panels of 64 outputs with k outermost, as bf16 where every value is one (the weights of most
+// checkpoints), since then half as many bytes pass.
+//
+// GPU, bf16: mma.sync with the weights as the 16-row operand and up to 8 rows of inp as the 8 columns of the other,
+// both from global memory straight into registers. The sum over k may take its terms in any order if both operands take
+// the same: thread t of four holds k = 8t .. 8t + 7 of each 32, one load of 16 bytes, which feeds two instructions. The
+// eight warps of a block share the k of 16 outputs, and their sums are added in the order of the warps. fp32: a warp
+// computes one element.
+#pragma once
+#include <assert.h>
+
+#include "common.cuh"
+#include "gelu.cuh"
+#include "matmul.cuh"
+#ifdef __CUDACC__
+#include "attention_parts.cuh"
+#endif
+
+constexpr int PACKED_COLS = 64;  // outputs of a panel: eight vector registers of chains, which hide a fmaf's latency
+constexpr int PACKED_ROWS = 8;   // with more rows than these matmul_forward_cpu is faster
+
+// A weight (OC, C), OC a multiple of 64, as panels (OC / 64, C, 64).
+struct PackedMatrix {
+    int64_t OC, C;
+    bool narrow;  // bf16, otherwise fp32
+    void* panels;
+};
+
+// The caller frees it with packed_matrix_free. Whether bf16 holds all values is found by looking at them.
+inline PackedMatrix packed_matrix(const float* weight /*(OC,C)*/, int64_t OC, int64_t C) {
+    assert(OC % PACKED_COLS == 0);
+    int64_t wide = 0;
+#pragma omp parallel for simd reduction(+ : wide)
+    for (int64_t i = 0; i < OC * C; i++) {
+        uint32_t bits;
+        memcpy(&bits, &weight[i], 4);
+        wide += (bits & 0xffffu) != 0;
+    }
+    PackedMatrix packed = {OC, C, wide == 0, nullptr};
+    packed.panels = memory_aligned(64, (size_t)(OC * C) * (packed.narrow ? 2 : 4));
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < OC / PACKED_COLS; panel++) {
+        for (int64_t j = 0; j < PACKED_COLS; j++) {
+            const float* row = weight + (panel * PACKED_COLS + j) * C;
+            int64_t at = panel * C * PACKED_COLS + j;
+            for (int64_t k = 0; k < C; k++, at += PACKED_COLS) {
+                uint32_t bits;
+                memcpy(&bits, &row[k], 4);
+                if (packed.narrow) ((uint16_t*)packed.panels)[at] = (uint16_t)(bits >> 16);
+                if (!packed.narrow) ((float*)packed.panels)[at] = row[k];
+            }
+        }
+    }
+    return packed;
+}
+
+inline void packed_matrix_free(PackedMatrix* packed) {
+    free(packed->panels);
+    packed->panels = nullptr;
+}
+
+inline float packed_value(float value) {
+    return value;
+}
+
+inline float packed_value(uint16_t code) {
+    uint32_t bits = (uint32_t)code << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// One row's outputs of a panel: out (64), bias (64) or NULL, inp (C), panel (C, 64).
+template <typename W>
+inline void packed_row(float* __restrict__ out, const float* __restrict__ bias, const float* __restrict__ inp,
+                       const W* __restrict__ panel, int64_t C) {
+    float sum[PACKED_COLS];
+    for (int j = 0; j < PACKED_COLS; j++) sum[j] = bias ? bias[j] : 0.0f;
+    for (int64_t k = 0; k < C; k++) {
+#pragma omp simd
+        for (int j = 0; j < PACKED_COLS; j++) {
+            sum[j] = fmaf(inp[k], packed_value(panel[k * PACKED_COLS + j]), sum[j]);
+        }
+    }
+    for (int j = 0; j < PACKED_COLS; j++) out[j] = sum[j];
+}
+
+// matmul_forward_cpu with packed weights; out: (N, OC); inp: (N, C); bias: (OC) or NULL
+inline void matmul_rows_cpu(float* out, const float* inp, const PackedMatrix* weight, const float* bias, int64_t N) {
+    const int64_t OC = weight->OC, C = weight->C;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < OC / PACKED_COLS; panel++) {
+        const int64_t o = panel * PACKED_COLS;
+        for (int64_t n = 0; n < N; n++) {
+            const float* from = bias ? bias + o : nullptr;
+            if (weight->narrow) packed_row(out + n * OC + o, from, inp + n * C, (uint16_t*)weight->panels + o * C, C);
+            if (!weight->narrow) packed_row(out + n * OC + o, from, inp + n * C, (float*)weight->panels + o * C, C);
+        }
+    }
+}
+
+#ifdef __CUDACC__
+constexpr int MATMUL_ROWS_WARPS = 8;
+constexpr int MATMUL_ROWS_DEPTH = 32;  // k of a warp's load
+constexpr int MATMUL_ROWS_AHEAD = 4;   // loads of weights under way
+
+// Grid (OC / 16, ceil(N / (8 TILES))), block 256, C a multiple of 32, OC of 16; N any. Deterministic; the order of a
+// sum depends on C alone. D: float or bf16.
+template <typename D, int TILES>
+__global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
+    matmul_rows_kernel(D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu, int N, int C, int OC) {
+    __shared__ float partial[MATMUL_ROWS_WARPS][TILES][4][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first = blockIdx.y * 8 * TILES;  // row of inp
+    const bf16* upper = weight + ((int64_t)blockIdx.x * 16 + g) * C + 8 * t;
+    const bf16* lower = upper + 8 * (int64_t)C;
+    const bf16* rows = inp + ((int64_t)first + g) * C + 8 * t;
+    constexpr int step = MATMUL_ROWS_WARPS * MATMUL_ROWS_DEPTH;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    float sum[TILES][4] = {};
+    for (int begin = warp * MATMUL_ROWS_DEPTH; begin < C; begin += MATMUL_ROWS_AHEAD * step) {
+        uint4 a[MATMUL_ROWS_AHEAD], b[MATMUL_ROWS_AHEAD];
+#pragma unroll
+        for (int i = 0; i < MATMUL_ROWS_AHEAD; i++) {
+            const int k = begin + i * step;
+            a[i] = k < C ? *reinterpret_cast<const uint4*>(upper + k) : zero;
+            b[i] = k < C ? *reinterpret_cast<const uint4*>(lower + k) : zero;
+        }
+#pragma unroll
+        for (int i = 0; i < MATMUL_ROWS_AHEAD; i++) {
+            const int k = begin + i * step;
+            if (k >= C) break;
+            const uint32_t low[4] = {a[i].x, b[i].x, a[i].y, b[i].y}, high[4] = {a[i].z, b[i].z, a[i].w, b[i].w};
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                uint4 x = zero;
+                if (first + 8 * n + g < N) x = *reinterpret_cast<const uint4*>(rows + 8 * (int64_t)n * C + k);
+                mma(sum[n], low, x.x, x.y);
+                mma(sum[n], high, x.z, x.w);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+        for (int i = 0; i < 4; i++) partial[warp][n][i][lane] = sum[n][i];
+    __syncthreads();
+    for (int e = threadIdx.x; e < 128 * TILES; e += blockDim.x) {
+        const int row = e / 16, o = e % 16;  // see mma for where an element lies
+        const int i = (o >= 8 ? 2 : 0) + (row & 1), from = 4 * (o % 8) + (row % 8) / 2;
+        float total = 0.0f;
+        for (int w = 0; w < MATMUL_ROWS_WARPS; w++) total += partial[w][row / 8][i][from];
+        const int column = blockIdx.x * 16 + o;
+        if (bias) total += to_float(bias[column]);
+        if (gelu) total = gelu_value<bf16>(total);
+        if (first + row < N) out[(int64_t)(first + row) * OC + column] = from_float<D>(total);
+    }
+}
+
+// Grid (OC / 8, N), block 256: a warp computes one element. C a multiple of 4, OC of 8. Deterministic.
+__global__ static void __launch_bounds__(256) matmul_rows_fp32_kernel(float* out, const float* inp, const float* weight,
+                                                                      const float* bias, bool gelu, int C, int OC) {
+    const int lane = threadIdx.x % 32, column = blockIdx.x * 8 + threadIdx.x / 32;
+    const float *w = weight + (int64_t)column * C, *x = inp + (int64_t)blockIdx.y * C;
+    float sum = 0.0f;
+    for (int k = 4 * lane; k < C; k += 128) {
+        Vec<float> a = load_vec(w + k), b = load_vec(x + k);
+        for (int j = 0; j < 4; j++) sum = fmaf(a.lane[j], b.lane[j], sum);
+    }
+    sum = warp_sum(sum);
+    if (lane != 0) return;
+    if (bias) sum += bias[column];
+    if (gelu) sum = gelu_value<float>(sum);
+    out[(int64_t)blockIdx.y * OC + column] = sum;
+}
+
+template <typename D, int TILES>
+void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
+                        int N, int C, int OC) {
+    dim3 grid(OC / 16, (unsigned)ceil_div(N, 8 * TILES));
+    matmul_rows_kernel<D, TILES>
+        <<<grid, 32 * MATMUL_ROWS_WARPS, 0, dev->stream>>>(out, inp, weight, bias, gelu, N, C, OC);
+    check_launch();
+}
+#endif
+
+// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C); weight: (OC, C); bias: (OC) or NULL; `packed`: the CPU's
+// copy of weight, or NULL, which gives the same bits. D is X, or float for logits. C and OC are multiples of 64.
+template <typename X, typename D>
+void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const PackedMatrix* packed, const X* bias,
+                 bool gelu, int N, int C, int OC) {
+    assert(C % 64 == 0 && OC % 64 == 0);
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
+        if (packed && N <= PACKED_ROWS) {
+            matmul_rows_cpu((float*)out, (const float*)inp, packed, (const float*)bias, N);
+        } else {
+            matmul_forward_cpu((float*)out, nullptr, (const float*)inp, (const float*)weight, (const float*)bias, N, C,
+                               OC);
+        }
+        if (gelu) gelu_forward_cpu((float*)out, (const float*)out, (int64_t)N * OC);
+        return;
+    }
+#ifdef __CUDACC__
+    if constexpr (std::is_same_v<X, float>) {
+        dim3 grid(OC / 8, N);
+        matmul_rows_fp32_kernel<<<grid, 256, 0, dev->stream>>>((float*)out, inp, weight, bias, gelu, C, OC);
+        check_launch();
+    } else if (N <= 8) {
+        matmul_rows_launch<D, 1>(dev, out, inp, weight, bias, gelu, N, C, OC);
+    } else if (N <= 32) {
+        matmul_rows_launch<D, 4>(dev, out, inp, weight, bias, gelu, N, C, OC);
+    } else {
+        matmul_rows_launch<D, 8>(dev, out, inp, weight, bias, gelu, N, C, OC);
+    }
+#endif
+}
