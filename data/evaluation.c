@@ -1,0 +1,297 @@
+#include "evaluation.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "files.h"
+#include "json.h"
+
+enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
+
+typedef struct {
+    char magic[8];
+    uint32_t version, kind, vocabulary, fingerprint, examples, rows;
+    uint64_t tokens;
+    uint32_t longest, zero[4], crc;
+} Header;
+_Static_assert(sizeof(Header) == HEADER_BYTES, "as data/README.md says");
+
+// Of the vocabulary, as data/README.md defines it.
+static uint32_t fingerprint(const Tokenizer* tokenizer) {
+    uint32_t crc = 0;
+    for (int token = 0; token < tokenizer_vocabulary(tokenizer); token++) {
+        int bytes = 0;
+        const char* text = tokenizer_decode(tokenizer, token, &bytes);
+        const uint32_t length = (uint32_t)bytes;
+        crc = crc32c(crc32c(crc, &length, sizeof(length)), text, bytes);
+    }
+    return crc;
+}
+
+// Examples and rows add up, and every number is in its range.
+static bool parts_fit(Evaluation* e, uint64_t tokens) {
+    uint64_t rows = 0, used = 0;
+    uint32_t longest = 0;
+    for (int i = 0; i < e->examples; i++) {
+        const EvaluationExample* example = &e->example[i];
+        if (example->rows == 0 || example->answer >= example->rows) return false;
+        if (e->kind == EVALUATION_LAST_WORD && example->rows != 1) return false;
+        rows += example->rows;
+    }
+    if (rows != (uint64_t)e->rows) return false;
+    for (int i = 0; i < e->rows; i++) {
+        const EvaluationRow* row = &e->row[i];
+        const uint64_t length = (uint64_t)row->context + row->continuation;
+        if (row->context == 0 || row->continuation == 0 || length > tokens - used) return false;
+        e->first[i] = (int64_t)used;
+        used += length;
+        if (length > longest) longest = (uint32_t)length;
+    }
+    for (uint64_t i = 0; i < used; i++)
+        if (e->tokens[i] >= e->vocabulary) return false;
+    return used == tokens && longest == (uint32_t)e->longest;
+}
+
+static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, const Tokenizer* tokenizer, char* error) {
+    Header header;
+    if (bytes < HEADER_BYTES || memcmp(e->file, "nib-eval", 8) != 0) {
+        return data_error(error, "%s is no evaluation file; make one with data/prepare.py --eval NAME=FILE.jsonl",
+                          path);
+    }
+    memcpy(&header, e->file, HEADER_BYTES);
+    if (header.version != VERSION) {
+        return data_error(
+            error,
+            "%s is an evaluation file of version %u and this program reads %d; make it again with data/prepare.py",
+            path, header.version, VERSION);
+    }
+    const uint64_t most = (uint64_t)bytes;
+    const bool fits =
+        header.examples <= most && header.rows <= most && header.tokens <= most &&
+        HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == most;
+    const uint32_t crc = crc32c(crc32c(0, e->file, HEADER_BYTES - 4), e->file + HEADER_BYTES, bytes - HEADER_BYTES);
+    if (!fits || crc != header.crc) {
+        return data_error(error, "%s is damaged: its %s; make it again with data/prepare.py", path,
+                          fits ? "checksum differs" : "size is not what its header says");
+    }
+    if ((int)header.vocabulary != tokenizer_vocabulary(tokenizer) || header.fingerprint != fingerprint(tokenizer)) {
+        return data_error(error,
+                          "%s was made for another vocabulary (of %u tokens) than the model's (of %d); make it again "
+                          "with data/prepare.py --eval --tokenizer DIR, the folder of the model's tokenizer (bytes: "
+                          "--tokenizer bytes)",
+                          path, header.vocabulary, tokenizer_vocabulary(tokenizer));
+    }
+    e->kind = header.kind == 0 ? EVALUATION_CHOICES : EVALUATION_LAST_WORD;
+    e->vocabulary = (int)header.vocabulary, e->examples = (int)header.examples, e->rows = (int)header.rows;
+    e->longest = (int)header.longest;
+    e->example = (const EvaluationExample*)(e->file + HEADER_BYTES);
+    e->row = (const EvaluationRow*)(e->example + e->examples);
+    e->tokens = (const uint16_t*)(e->row + e->rows);
+    e->first = memory_zero((size_t)e->rows + 1, sizeof(int64_t));
+    if (header.kind > 1 || header.examples == 0 || !parts_fit(e, header.tokens)) {
+        return data_error(
+            error,
+            "%s contradicts itself: its examples, rows and tokens do not add up; make it again with data/prepare.py",
+            path);
+    }
+    return true;
+}
+
+bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer, char* error) {
+    memset(e, 0, sizeof(*e));
+    const size_t length = strlen(name);
+    const bool is_path = strchr(name, '/') || (length > 5 && strcmp(name + length - 5, ".eval") == 0);
+    char* path = is_path ? text_copy(name) : text_format("data/eval/%s.eval", name);
+    const char *slash = strrchr(path, '/'), *base = slash ? slash + 1 : path;
+    snprintf(e->name, sizeof(e->name), "%s", base);
+    char* dot = strrchr(e->name, '.');
+    if (dot && dot != e->name) *dot = 0;
+    int64_t bytes = 0;
+    bool fine = true;
+    if (!is_path && !file_exists(path)) {
+        fine = data_error(
+            error,
+            "--eval %s: there is no %s; make it with data/prepare.py --eval %s, or type the path of an evaluation file",
+            name, path, name);
+    }
+    if (fine) e->file = file_read(path, &bytes, error);
+    fine = e->file && evaluation_parse(e, path, bytes, tokenizer, error);
+    free(path);
+    if (!fine) evaluation_close(e);
+    return fine;
+}
+
+void evaluation_close(Evaluation* e) {
+    free(e->file);
+    free(e->first);
+    memset(e, 0, sizeof(*e));
+}
+
+// Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
+static int row_length(const EvaluationRow* row, int T) {
+    const int64_t length = (int64_t)row->context + row->continuation - 1;
+    return length < T ? (int)length : T;
+}
+
+EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
+    EvaluationPlan plan = {memory_take((size_t)e->rows * sizeof(int)), NULL, 0};
+    int used = 0;
+    for (int length = ROUND; used < e->rows; length += ROUND) {  // rows of a length keep their order
+        const int most = length < T ? length : T, first = used;
+        for (int i = 0; i < e->rows; i++) {
+            const int own = row_length(&e->row[i], T);
+            if (own <= most && own > length - ROUND) plan.order[used++] = i;
+        }
+        const int64_t fit = tokens / most > 0 ? tokens / most : 1;
+        const int B = used - first < fit ? used - first : (int)fit;
+        for (int at = first; at < used; at += B) {
+            plan.batch = memory_grow(plan.batch, (size_t)(plan.batches + 1) * sizeof(EvaluationBatch));
+            plan.batch[plan.batches++] = (EvaluationBatch){B, most, at, used - at < B ? used - at : B};
+        }
+    }
+    return plan;
+}
+
+void evaluation_plan_free(EvaluationPlan* plan) {
+    free(plan->order);
+    free(plan->batch);
+    memset(plan, 0, sizeof(*plan));
+}
+
+int evaluation_fill(const Evaluation* e, const EvaluationPlan* plan, int batch, int* tokens, int* places,
+                    int* targets) {
+    const EvaluationBatch* b = &plan->batch[batch];
+    int count = 0;
+    memset(tokens, 0, (size_t)b->B * (size_t)b->T * sizeof(int));
+    for (int i = 0; i < b->count; i++) {
+        const int index = plan->order[b->first + i];
+        const EvaluationRow* row = &e->row[index];
+        const int length = row_length(row, b->T);
+        const uint16_t* last = e->tokens + e->first[index] + row->context + row->continuation - 1;
+        const uint16_t* first = last - length;
+        for (int t = 0; t < length; t++) tokens[i * b->T + t] = first[t];
+        int t = length - (int)row->continuation;
+        for (t = t < 0 ? 0 : t; t < length; t++) {
+            places[count] = i * b->T + t;
+            targets[count++] = first[t + 1];
+        }
+    }
+    return count;
+}
+
+void evaluation_take(const Evaluation* e, const EvaluationPlan* plan, int batch, const float* losses,
+                     const int* likeliest, EvaluationScore* scores) {
+    const EvaluationBatch* b = &plan->batch[batch];
+    int at = 0;
+    for (int i = 0; i < b->count; i++) {
+        const int index = plan->order[b->first + i];
+        const EvaluationRow* row = &e->row[index];
+        const int length = row_length(row, b->T);
+        const int scored = (int)row->continuation < length ? (int)row->continuation : length;
+        EvaluationScore score = {0, 1, 0};
+        for (int t = 0; t < scored; t++, at++) {
+            score.sum -= losses[at];
+            score.right = score.right && likeliest[at];
+        }
+        scores[index] = score;
+    }
+}
+
+// The choice with the largest score, the first of equal ones; each sum is divided by 1, by characters or by bytes.
+static int best_choice(const EvaluationRow* row, const EvaluationScore* score, int count, int divided) {
+    int best = 0;
+    double largest = -INFINITY;
+    for (int i = 0; i < count; i++) {
+        const uint32_t by = divided == 0 ? 1 : divided == 1 ? row[i].characters : row[i].bytes;
+        const double value = score[i].sum / (by > 0 ? by : 1);
+        if (value > largest) largest = value, best = i;
+    }
+    return best;
+}
+
+// Of a share of n answers.
+static double standard_error(double share, int n) {
+    return n > 1 ? sqrt(share * (1 - share) / (n - 1)) : 0;
+}
+
+EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* scores) {
+    int64_t right[3] = {0};
+    double sum = 0;
+    const EvaluationRow* row = e->row;
+    for (int i = 0; i < e->examples; i++) {
+        const EvaluationExample* example = &e->example[i];
+        for (int divided = 0; divided < 3; divided++) {
+            right[divided] += best_choice(row, scores, (int)example->rows, divided) == (int)example->answer;
+        }
+        if (e->kind == EVALUATION_LAST_WORD) right[0] += scores->right - 1;  // its only choice counted as right
+        for (uint32_t j = 0; j < example->rows; j++) sum += scores[j].sum;
+        row += example->rows, scores += example->rows;
+    }
+    if (!isfinite(sum)) return (EvaluationResult){NAN, NAN, NAN, NAN, NAN, NAN};
+    EvaluationResult result = {(double)right[0] / e->examples,
+                               (double)right[1] / e->examples,
+                               (double)right[2] / e->examples,
+                               exp(-sum / e->examples),
+                               0,
+                               0};
+    result.acc_error = standard_error(result.acc, e->examples);
+    result.acc_norm_error = standard_error(result.acc_norm, e->examples);
+    return result;
+}
+
+void evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds, char* line, size_t bytes) {
+    if (e->kind == EVALUATION_LAST_WORD) {
+        snprintf(line, bytes, "%s  acc %.4f ± %.4f  perplexity %.4f  %d last words  %.1f s", e->name, r->acc,
+                 r->acc_error, r->perplexity, e->examples, seconds);
+    } else {
+        snprintf(line, bytes, "%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions  %.1f s",
+                 e->name, r->acc, r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, e->examples, seconds);
+    }
+}
+
+void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
+    fprintf(log, "\"name\": ");
+    json_write_string(log, e->name);
+    fprintf(log, ", \"examples\": %d, \"acc\": ", e->examples);
+    json_write_number(log, r->acc);
+    const char* const names[] = {"acc_norm", "acc_bytes", "perplexity"};
+    const double values[] = {r->acc_norm, r->acc_bytes, r->perplexity};
+    for (int i = 0; i < 3; i++) {
+        if ((i == 2) != (e->kind == EVALUATION_LAST_WORD)) continue;
+        fprintf(log, ", \"%s\": ", names[i]);
+        json_write_number(log, values[i]);
+    }
+}
+
+static void write_numbers(FILE* file, const char* name, const EvaluationRow* row, int count, bool characters) {
+    fprintf(file, ", \"%s\": [", name);
+    for (int i = 0; i < count; i++) fprintf(file, "%s%u", i ? ", " : "", characters ? row[i].characters : row[i].bytes);
+    fputc(']', file);
+}
+
+bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, char* error) {
+    const EvaluationRow* row = e->row;
+    for (int i = 0; i < e->examples; i++) {
+        const int count = (int)e->example[i].rows;
+        fprintf(file, "{\"task\": ");
+        json_write_string(file, e->name);
+        fprintf(file, ", \"example\": %d, \"answer\": %u, \"scores\": [", i, e->example[i].answer);
+        for (int j = 0; j < count; j++) {
+            if (j) fputs(", ", file);
+            json_write_number(file, scores[j].sum);
+        }
+        fputc(']', file);
+        write_numbers(file, "characters", row, count, true);
+        write_numbers(file, "bytes", row, count, false);
+        if (e->kind == EVALUATION_LAST_WORD) {
+            fprintf(file, ", \"right\": %s}\n", scores->right ? "true" : "false");
+        } else {
+            fprintf(file, ", \"choice\": %d, \"choice_norm\": %d, \"choice_bytes\": %d}\n",
+                    best_choice(row, scores, count, 0), best_choice(row, scores, count, 1),
+                    best_choice(row, scores, count, 2));
+        }
+        row += count, scores += count;
+    }
+    return fflush(file) == 0 || data_error(error, "the scores cannot be written: the disk may be full");
+}

@@ -1,0 +1,86 @@
+// Evaluations: files of questions in tokens (data/README.md, "An evaluation file"), the batches in which a model scores
+// them, and the figures that follow from the scores.
+//
+// A question has one row for each choice, or a single row where its last word is asked for. A row is scored by the sum
+// of ln p over its continuation. Rows are sorted by length and cut into batches of one shape each, and neither depends
+// on how many processes share the batches; so the scores are the same to the bit for any number of them.
+#pragma once
+#include "tokenizer.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum { EVALUATION_CHOICES, EVALUATION_LAST_WORD } EvaluationKind;
+
+typedef struct {
+    uint32_t rows, answer;  // choices, and which of them is right
+} EvaluationExample;
+
+typedef struct {
+    uint32_t context, continuation, characters, bytes;  // tokens, tokens, characters and bytes of the choice
+} EvaluationRow;
+
+typedef struct {
+    char name[64];  // of the task: the file's, without .eval
+    EvaluationKind kind;
+    int vocabulary, examples, rows, longest;
+    const EvaluationExample* example;  // (examples)
+    const EvaluationRow* row;          // (rows)
+    const uint16_t* tokens;            // of all rows
+    int64_t* first;                    // (rows) where a row's tokens begin
+    char* file;                        // its bytes, into which these point
+} Evaluation;
+
+// Opens NAME.eval of data/eval, or the file itself if the name has a slash or ends in .eval. A file that was made for
+// another vocabulary than the tokenizer's is refused, and so is a damaged one.
+bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
+void evaluation_close(Evaluation* evaluation);
+
+// Rows [first, first + count) of `order` in a batch of B sequences of T tokens; count is at most B.
+typedef struct {
+    int B, T, first, count;
+} EvaluationBatch;
+
+typedef struct {
+    int* order;  // (rows) by length
+    EvaluationBatch* batch;
+    int batches;
+} EvaluationPlan;
+// For a model with a context of T tokens; a batch has at most `tokens` of them, at least one row.
+EvaluationPlan evaluation_plan(const Evaluation* evaluation, int T, int64_t tokens);
+void evaluation_plan_free(EvaluationPlan* plan);
+// A batch as a model reads it: tokens (B, T), and the `count` places that are scored, as indices into these, with the
+// token that follows each of them. `places` and `targets` have room for B * T. Returns the count.
+int evaluation_fill(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, int* tokens, int* places,
+                    int* targets);
+
+// The score of a row.
+typedef struct {
+    double sum;     // of ln p
+    int32_t right;  // each token of the continuation was the likeliest
+    int32_t pad;
+} EvaluationScore;
+// The scores of a batch's rows into scores[row], from the loss (-ln p) at each place that evaluation_fill gave, and
+// whether the target was the likeliest there.
+void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, const float* losses,
+                     const int* likeliest, EvaluationScore* scores);
+
+// Shares of right answers, 0 to 1, and their standard errors; see data/README.md for the definitions. Of last words
+// there are acc and perplexity, of choices the three shares. All are NaN if a score is not finite.
+typedef struct {
+    double acc, acc_norm, acc_bytes, perplexity;
+    double acc_error, acc_norm_error;
+} EvaluationResult;
+EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores);
+// A line for the terminal, and the members of a line of log.jsonl after "type": "eval", ...
+void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds, char* line,
+                         size_t bytes);
+void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationResult* result);
+// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
+// "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the
+// choices.
+bool evaluation_write(FILE* file, const Evaluation* evaluation, const EvaluationScore* scores, char* error);
+
+#ifdef __cplusplus
+}
+#endif

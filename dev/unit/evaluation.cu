@@ -1,0 +1,315 @@
+// Unit tests of evaluations: the file and what is refused of it, the batches, the figures, and the scores of tokens.
+#include "../../data/evaluation.h"
+#include "../../kernels/score.cuh"
+#include "cli.h"
+#include "kernels.h"
+
+namespace {
+
+// An evaluation file in memory; numbers as data/README.md lists them.
+struct File {
+    uint32_t header[16];
+    unsigned char bytes[4096];
+    int used;
+};
+
+void put(File* file, const void* bytes, int count) {
+    memcpy(file->bytes + file->used, bytes, count);
+    file->used += count;
+}
+
+// Of the 256 bytes as tokens.
+uint32_t bytes_fingerprint() {
+    uint32_t crc = 0;
+    for (int i = 0; i < 256; i++) {
+        const uint32_t length = 1;
+        const unsigned char byte = (unsigned char)i;
+        crc = crc32c(crc32c(crc, &length, 4), &byte, 1);
+    }
+    return crc;
+}
+
+// Examples of `choices` rows each (0 ends the list); row r has 2 + r % 3 tokens of context and 1 + r % 4 after it.
+File file_make(uint32_t kind, const uint32_t (*examples)[2]) {
+    File file = {};
+    uint32_t rows = 0, tokens = 0, longest = 0, count = 0;
+    for (; examples[count][0]; count++) rows += examples[count][0];
+    put(&file, examples, 8 * (int)count);
+    for (uint32_t r = 0; r < rows; r++) {
+        const uint32_t row[4] = {2 + r % 3, 1 + r % 4, 3 + r, 5 + 2 * r};
+        put(&file, row, 16);
+        tokens += row[0] + row[1];
+        if (row[0] + row[1] > longest) longest = row[0] + row[1];
+    }
+    for (uint32_t i = 0; i < tokens; i++) {
+        const uint16_t token = (uint16_t)(7 * i % 256);
+        put(&file, &token, 2);
+    }
+    memcpy(file.header, "nib-eval", 8);
+    const uint32_t rest[] = {1, kind, 256, bytes_fingerprint(), count, rows, tokens, 0, longest};
+    memcpy(file.header + 2, rest, sizeof(rest));
+    return file;
+}
+
+void file_write_sealed(File* file, const char* folder, const char* name, int cut) {
+    static unsigned char all[sizeof(File)];
+    file->header[15] = crc32c(crc32c(0, file->header, 60), file->bytes, file->used);
+    memcpy(all, file->header, 64), memcpy(all + 64, file->bytes, file->used);
+    write_bytes(folder, name, all, 64 + file->used - cut);
+}
+
+const uint32_t FOUR[][2] = {{4, 2}, {3, 0}, {4, 3}, {2, 1}, {0, 0}};
+const uint32_t WORDS[][2] = {{1, 0}, {1, 0}, {1, 0}, {1, 0}, {1, 0}, {0, 0}};
+
+TEST(evaluation_file) {
+    const char* work = work_folder();
+    char path[PATH_MAX], error[DATA_ERROR_BYTES];
+    Tokenizer* bytes = tokenizer_open(nullptr, error);
+    Evaluation e;
+    struct Case {
+        const char* what;
+        int word;  // of the header that is changed, 16: none
+        uint32_t value;
+        int byte, cut;  // of the parts: the byte that is changed (-1: none), and how many at the end are missing
+        bool seal;      // the checksum follows the change
+        const char* says;
+    };
+    const Case cases[] = {{"whole", 16, 0, -1, 0, true, nullptr},
+                          {"another beginning", 0, 1, -1, 0, true, "no evaluation file"},
+                          {"another version", 2, 9, -1, 0, true, "version 9"},
+                          {"another kind", 3, 2, -1, 0, true, "contradicts itself"},
+                          {"another vocabulary", 4, 300, -1, 0, true, "another vocabulary (of 300 tokens)"},
+                          {"other tokens", 5, 1, -1, 0, true, "another vocabulary"},
+                          {"no example", 6, 0, -1, 0, true, "size"},
+                          {"more rows", 7, 14, -1, 0, true, "size"},
+                          {"as many as there can be", 7, 0xffffffffu, -1, 0, true, "size"},
+                          {"another longest row", 10, 9, -1, 0, true, "contradicts itself"},
+                          {"cut", 16, 0, -1, 2, true, "size"},
+                          {"one byte of the header", 16, 0, -1, 60, true, "size"},
+                          {"another token", 16, 0, 250, 0, false, "checksum"},
+                          {"an answer that is no choice", 16, 0, 4, 0, true, "contradicts itself"},
+                          {"an example without rows", 16, 0, 0, 0, true, "contradicts itself"},
+                          {"a row without context", 16, 0, 32, 0, true, "contradicts itself"}};
+    snprintf(path, sizeof(path), "%s/task.eval", work);
+    for (const Case& c : cases) {
+        File file = file_make(0, FOUR);
+        if (c.word < 16) file.header[c.word] = c.value;
+        if (c.byte >= 0) file.bytes[c.byte] = c.byte == 4 ? 4 : c.byte == 250 ? 99 : 0;
+        file_write_sealed(&file, work, "task.eval", c.cut);
+        if (!c.seal) {
+            File other = file_make(0, FOUR);
+            file.header[15] = crc32c(crc32c(0, other.header, 60), other.bytes, other.used);
+            unsigned char all[sizeof(File)];
+            memcpy(all, file.header, 64), memcpy(all + 64, file.bytes, file.used);
+            write_bytes(work, "task.eval", all, 64 + file.used);
+        }
+        const bool opened = evaluation_open(&e, path, bytes, error);
+        expect(opened == !c.says, "%s: %s", c.what, opened ? "opened" : error);
+        if (!opened && c.says) expect(strstr(error, c.says) && strstr(error, path), "%s: %s", c.what, error);
+        if (opened) {
+            expect(strcmp(e.name, "task") == 0 && e.examples == 4 && e.rows == 13 && e.longest == 8, "%s: %d rows",
+                   e.name, e.rows);
+            evaluation_close(&e);
+        }
+    }
+    expect(!evaluation_open(&e, "nowhere", bytes, error) && strstr(error, "data/prepare.py --eval nowhere"), "%s",
+           error);
+    tokenizer_close(bytes);
+    remove_tree(work);
+}
+
+Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)[2]) {
+    const char* work = work_folder();
+    char path[PATH_MAX], error[DATA_ERROR_BYTES];
+    Tokenizer* bytes = tokenizer_open(nullptr, error);
+    Evaluation e;
+    File file = file_make(kind, examples);
+    file_write_sealed(&file, work, "task.eval", 0);
+    snprintf(path, sizeof(path), "%s/task.eval", work);
+    expect(evaluation_open(&e, path, bytes, error), "%s", error);
+    tokenizer_close(bytes);
+    remove_tree(work);
+    return e;
+}
+
+// Every row once, with its last tokens and the places of its continuation; batches that hold what they may.
+TEST(evaluation_batches) {
+    Evaluation e = evaluation_make(test, 0, FOUR);
+    for (int T : {3, 4, 64, 100}) {
+        for (int tokens : {1, 64, 130, 5000}) {
+            EvaluationPlan plan = evaluation_plan(&e, T, tokens);
+            int seen[16] = {};
+            for (int b = 0; b < plan.batches; b++) {
+                const EvaluationBatch* batch = &plan.batch[b];
+                expect(batch->T <= T && batch->count > 0 && batch->count <= batch->B, "a batch of %d x %d", batch->B,
+                       batch->T);
+                expect(batch->B == 1 || batch->B * batch->T <= tokens, "%d x %d tokens", batch->B, batch->T);
+                int input[8192], places[8192], targets[8192], at = 0;
+                const int count = evaluation_fill(&e, &plan, b, input, places, targets);
+                for (int i = 0; i < batch->count; i++) {
+                    const int index = plan.order[batch->first + i];
+                    const EvaluationRow* row = &e.row[index];
+                    const uint16_t* own = e.tokens + e.first[index];
+                    const int all = (int)(row->context + row->continuation), begin = all - 1 > T ? all - 1 - T : 0;
+                    seen[index]++;
+                    for (int t = begin; t < all - 1; t++)
+                        expect(input[i * batch->T + t - begin] == own[t], "row %d, token %d", index, t);
+                    for (int t = (int)row->context; t < all; t++) {
+                        if (t - 1 < begin) continue;
+                        expect(at < count && places[at] == i * batch->T + t - 1 - begin && targets[at] == own[t],
+                               "row %d: the place of token %d", index, t);
+                        at++;
+                    }
+                }
+                expect(at == count, "%d places, want %d", count, at);
+            }
+            for (int r = 0; r < e.rows; r++) expect(seen[r] == 1, "row %d is in %d batches", r, seen[r]);
+            evaluation_plan_free(&plan);
+        }
+    }
+    evaluation_close(&e);
+}
+
+// Figures by hand. Row r has 3 + r characters and 5 + 2 r bytes.
+TEST(evaluation_figures) {
+    Evaluation e = evaluation_make(test, 0, FOUR);
+    // Choices by sum: 2 (right), 0, the first of equal ones (right), 0 and 0 (wrong).
+    const double sums[] = {-9, -8, -3, -3.5, -2, -2, -5, -1, -4, -5, -9, -3, -3.2};
+    EvaluationScore scores[16];
+    for (int i = 0; i < 13; i++) scores[i] = {sums[i], 0, 0};
+    EvaluationResult r = evaluation_result(&e, scores);
+    expect(r.acc == 0.5, "acc %g", r.acc);
+    expect(fabs(r.acc_error - sqrt(0.25 / 3)) < 1e-15, "its error %g", r.acc_error);
+    int norm = 0, by_bytes = 0, row = 0;
+    for (int i = 0; i < 4; i++) {
+        int best = 0, best_bytes = 0;
+        for (uint32_t j = 1; j < FOUR[i][0]; j++) {
+            if (sums[row + j] / (3 + row + j) > sums[row + best] / (3 + row + best)) best = (int)j;
+            if (sums[row + j] / (5 + 2 * (row + j)) > sums[row + best_bytes] / (5 + 2 * (row + best_bytes)))
+                best_bytes = (int)j;
+        }
+        norm += best == (int)FOUR[i][1], by_bytes += best_bytes == (int)FOUR[i][1];
+        row += (int)FOUR[i][0];
+    }
+    expect(r.acc_norm == norm / 4.0 && r.acc_bytes == by_bytes / 4.0, "acc_norm %g, acc_bytes %g", r.acc_norm,
+           r.acc_bytes);
+    scores[5].sum = NAN;
+    r = evaluation_result(&e, scores);
+    expect(isnan(r.acc) && isnan(r.acc_norm), "NaN counts as an answer");
+    evaluation_close(&e);
+    e = evaluation_make(test, 1, WORDS);
+    for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2, 0};
+    r = evaluation_result(&e, scores);
+    expect(r.acc == 0.4 && fabs(r.perplexity - exp(3)) < 1e-12, "acc %g, perplexity %g", r.acc, r.perplexity);
+    evaluation_close(&e);
+}
+
+// Losses that a batch gives become its rows' sums.
+TEST(evaluation_sums) {
+    Evaluation e = evaluation_make(test, 0, FOUR);
+    EvaluationScore scores[2][16];
+    for (int run = 0; run < 2; run++) {
+        EvaluationPlan plan = evaluation_plan(&e, 64, run ? 64 : 5000);
+        for (int b = 0; b < plan.batches; b++) {
+            int input[8192], places[8192], targets[8192], likeliest[64];
+            float losses[64];
+            const int count = evaluation_fill(&e, &plan, b, input, places, targets);
+            for (int i = 0; i < count; i++) losses[i] = (float)targets[i] / 7, likeliest[i] = targets[i] < 200;
+            evaluation_take(&e, &plan, b, losses, likeliest, scores[run]);
+        }
+        evaluation_plan_free(&plan);
+    }
+    for (int r = 0; r < e.rows; r++) {
+        const EvaluationRow* row = &e.row[r];
+        double sum = 0;
+        int right = 1;
+        for (uint32_t t = row->context; t < row->context + row->continuation; t++) {
+            const int target = e.tokens[e.first[r] + t];
+            sum -= (float)target / 7, right = right && target < 200;
+        }
+        expect(scores[0][r].sum == sum && scores[0][r].right == right, "row %d: %g, want %g", r, scores[0][r].sum, sum);
+        expect(memcmp(&scores[0][r], &scores[1][r], sizeof(scores[0][r])) == 0, "row %d in another batch", r);
+    }
+    evaluation_close(&e);
+}
+
+// Against double; ties: the first of equal logits is the likeliest.
+void score_case(Test* test, double* worst, const Device* dev, int R, int V, int Vp) {
+    float *logits = random_floats((int64_t)R * Vp, 5, 6), *want = floats(R), *got = floats(R);
+    int *targets = (int*)malloc(R * sizeof(int)), *likeliest = (int*)malloc(R * sizeof(int));
+    int* right = (int*)malloc(R * sizeof(int));
+    for (int r = 0; r < R; r++) {
+        float* row = logits + (int64_t)r * Vp;
+        for (int v = V; v < Vp; v++) row[v] = NAN;  // the padding is never used
+        int best = 0;
+        for (int v = 1; v < V; v++)
+            if (row[v] > row[best]) best = v;
+        const int other = (best + 1 + r % 5) % V;
+        if (r % 4 == 3) row[other] = row[best];  // a tie, of which the target is the second
+        targets[r] = r % 4 == 3 ? (other > best ? other : best) : r % 2 ? best : other;
+        right[r] = r % 4 == 1;
+        double sum = 0;
+        for (int v = 0; v < V; v++) sum += exp((double)row[v] - row[best]);
+        want[r] = (float)(log(sum) - ((double)row[targets[r]] - row[best]));
+    }
+    float* device = (float*)device_alloc(dev, (int64_t)R * Vp * 4);
+    float* losses = (float*)device_alloc(dev, R * 4);
+    int *places = ints_to_device(dev, targets, R), *flags = (int*)device_alloc(dev, R * 4);
+    copy_to_device(dev, device, logits, (int64_t)R * Vp * 4);
+    score(dev, losses, flags, device, places, R, V, Vp);
+    copy_to_host(dev, got, losses, R * 4), copy_to_host(dev, likeliest, flags, R * 4);
+    close_to(test, worst, "losses", got, want, R, 16 * EPS32, sqrt((double)V) * EPS32);
+    for (int r = 0; r < R; r++)
+        expect(likeliest[r] == right[r], "row %d: the likeliest? %d, want %d", r, likeliest[r], right[r]);
+    device_free(dev, device), device_free(dev, losses), device_free(dev, places), device_free(dev, flags);
+    free(logits), free(want), free(got), free(targets), free(likeliest), free(right);
+}
+
+template <typename X>
+void gather_case(Test* test, const Device* dev) {
+    const int N = 9, C = 192, places[] = {8, 0, 3, 3};
+    float* values = random_floats(N * C, 8, 1);
+    X rounded[N * C], got[4 * C];
+    for (int i = 0; i < N * C; i++) rounded[i] = from_float<X>(values[i]);
+    X *inp = (X*)device_alloc(dev, sizeof(rounded)), *out = (X*)device_alloc(dev, sizeof(got));
+    int* device = ints_to_device(dev, places, 4);
+    copy_to_device(dev, inp, rounded, sizeof(rounded));
+    gather_rows(dev, out, inp, device, 4, C);
+    copy_to_host(dev, got, out, sizeof(got));
+    for (int r = 0; r < 4; r++) expect(memcmp(got + r * C, rounded + places[r] * C, C * sizeof(X)) == 0, "row %d", r);
+    device_free(dev, inp), device_free(dev, out), device_free(dev, device);
+    free(values);
+}
+
+TEST(evaluation_scores) {
+    Device dev;
+    device_open(&dev, false, 0);
+    double worst = 0;
+    score_case(test, &worst, &dev, 13, 21, 128);
+    score_case(test, &worst, &dev, 9, 50257, 50304);
+    gather_case<float>(test, &dev);
+    note_worst(test, worst);
+}
+
+TEST(evaluation_scores_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0;
+    score_case(test, &worst, &dev, 13, 21, 128);
+    score_case(test, &worst, &dev, 70, 50257, 50304);
+    gather_case<float>(test, &dev);
+    gather_case<bf16>(test, &dev);
+    const int R = 24, C = 768, Vp = 1024;  // bf16 operands, fp32 logits
+    Array<bf16> inp = array_random<bf16>(&dev, R * C, 1, 1), wte = array_random<bf16>(&dev, Vp * C, 2, 1);
+    Array<float> logits = array_of<float>(&dev, R * Vp, nullptr);
+    float* want = floats(R * Vp);
+    matmul_forward_cpu(want, nullptr, inp.host, wte.host, nullptr, R, C, Vp);
+    check_output(test, &worst, &dev, "logits", &logits, nullptr, want, product_bound(C, 1),
+                 [&] { score_logits<bf16>(&dev, logits.device, inp.device, wte.device, R, C, Vp); });
+    array_free(&dev, &inp), array_free(&dev, &wte), array_free(&dev, &logits);
+    free(want);
+    note_worst(test, worst);
+    device_close(&dev);
+}
+
+}  // namespace

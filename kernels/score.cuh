@@ -1,0 +1,86 @@
+// Scores of given tokens: for each of R places the logits (Vp), of which V count, and the token that follows:
+//     losses[r] = log(sum over v < V of e^(logits[r][v] - m)) - (logits[r][target] - m),   m = the row's maximum,
+//     likeliest[r] = 1 where logits[r][target] == m and no token before it has that logit, else 0.
+// Only the places that an evaluation asks for get logits: gather_rows copies their rows together first. The logits are
+// fp32 whatever the activations are, since answers are compared by small differences.
+#pragma once
+#include "classifier.cuh"
+#include "common.cuh"
+#include "matmul.cuh"
+
+inline void score_cpu(float* losses, int* likeliest, const float* logits, const int* targets, int64_t R, int V,
+                      int Vp) {
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < R; r++) {
+        const float* row = logits + r * Vp;
+        int best = 0;
+        for (int v = 1; v < V; v++)
+            if (row[v] > row[best]) best = v;
+        likeliest[r] = best == targets[r];
+    }
+    classifier_cpu(losses, (float*)logits, targets, 0, false, R, V, Vp);
+}
+
+#ifdef __CUDACC__
+// Grid R, block any. A row is C elements, a multiple of 8.
+template <typename X>
+__global__ void gather_rows_kernel(X* out, const X* inp, const int* places, int C) {
+    const X* row = inp + (int64_t)places[blockIdx.x] * C;
+    for (int c = threadIdx.x * Vec<X>::size; c < C; c += blockDim.x * Vec<X>::size)
+        store_vec(out + (int64_t)blockIdx.x * C + c, load_vec(row + c));
+}
+
+// Grid R, block CLASSIFIER_THREADS. Counts the tokens that beat the target: larger, or equal and before it.
+__global__ static void __launch_bounds__(CLASSIFIER_THREADS)
+    likeliest_kernel(int* likeliest, const float* logits, const int* targets, int V, int Vp) {
+    const float* row = logits + (int64_t)blockIdx.x * Vp;
+    const int target = targets[blockIdx.x];
+    const float own = row[target];
+    bool beaten = false;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) beaten = beaten || row[v] > own || (row[v] == own && v < target);
+    beaten = __syncthreads_or(beaten);
+    if (threadIdx.x == 0) likeliest[blockIdx.x] = !beaten;
+}
+#endif
+
+// out: (R, C) = the rows inp[places[r]] of inp: (N, C)
+template <typename X>
+void gather_rows(const Device* dev, X* out, const X* inp, const int* places, int64_t R, int C) {
+    if (!dev->gpu) {
+        for (int64_t r = 0; r < R; r++) memcpy(out + r * C, inp + (int64_t)places[r] * C, C * sizeof(X));
+        return;
+    }
+#ifdef __CUDACC__
+    gather_rows_kernel<X><<<(unsigned)R, 128, 0, dev->stream>>>(out, inp, places, C);
+    check_launch();
+#endif
+}
+
+// losses, likeliest, targets: (R); logits: (R, Vp)
+inline void score(const Device* dev, float* losses, int* likeliest, float* logits, const int* targets, int64_t R, int V,
+                  int Vp) {
+    if (!dev->gpu) {
+        score_cpu(losses, likeliest, logits, targets, R, V, Vp);
+        return;
+    }
+#ifdef __CUDACC__
+    likeliest_kernel<<<(unsigned)R, CLASSIFIER_THREADS, 0, dev->stream>>>(likeliest, logits, targets, V, Vp);
+    check_launch();
+    classifier<float>(dev, losses, logits, targets, 0, false, R, V, Vp);
+#endif
+}
+
+// logits: (R, Vp) fp32 = inp wte^T. inp: (R, C); wte: (Vp, C)
+template <typename X>
+void score_logits(const Device* dev, float* logits, const X* inp, const X* wte, int64_t R, int C, int Vp) {
+    if constexpr (std::is_same_v<X, float>) {
+        matmul_forward<float>(dev, logits, nullptr, inp, wte, nullptr, R, C, Vp);
+    } else {
+#ifdef __CUDACC__
+        MatmulPointers pointers = {wte, inp, logits, nullptr, nullptr};
+        if (!matmul_launch<X, float>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, Vp, R, C, CUBLASLT_EPILOGUE_DEFAULT,
+                                     false))
+            matmul_unsupported("logits", R, C, Vp);
+#endif
+    }
+}
