@@ -34,8 +34,9 @@ enum DecodeTensor { LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, 
 // What the caller does on the way.
 struct DecodeCalls {
     void* context;
-    // Layer `layer` (L: the embeddings and the last layernorm) is used next. NULL: all weights are always there.
-    void (*need)(void* context, int layer);
+    // Part `part` of the weights is used next: a layer, or L, the embeddings, or L + 1, the last layernorm. Two parts
+    // that are used one after the other are there together. NULL: all weights are always there.
+    void (*need)(void* context, int part);
     // Each of `count` texts got a token, DECODE_END if it had ended before. The function may end a text by writing a
     // negative number, and ends all by returning false.
     bool (*next)(void* context, int* tokens, int count);
@@ -59,7 +60,8 @@ struct Decoder {
     DrawOptions draw;
     DecodeCalls calls;
     const void** tensor;   // the list of the model's tensors, on the device
-    PackedMatrix* packed;  // of each tensor, on the CPU; NULL: none
+    PackedMatrix* packed;  // of each matrix of the list, on the CPU; NULL: none
+    bool own_tensors;      // `tensor` has copies of what is not packed, and NULL for matrices
     // Laid out in `memory` by decode_layout. R is DECODE_ROWS.
     void* memory;
     bool own_memory;
@@ -114,23 +116,42 @@ inline const void* decode_tensor(const Decoder* d, int layer, int which) {
     return d->tensor[2 + layer * DECODE_TENSORS + which];
 }
 
-// Packs the matrices for single rows; see matmul_rows.cuh.
-inline void decode_pack(Decoder* d) {
+inline void decode_need(const Decoder* d, int part) {
+    if (d->calls.need) d->calls.need(d->calls.context, part);
+}
+
+// Packs tensor `i` (rows, cols) for single rows, see matmul_rows.cuh, or copies it if it is a vector or wpe. Weights
+// that are not always there are only read here, once.
+inline void decode_keep(Decoder* d, int i, int64_t rows, int64_t cols) {
+    const float* values = (const float*)d->tensor[i];
+    if (rows > 1 && i != 1) d->packed[i] = packed_matrix(values, rows, cols);
+    if (!d->own_tensors) return;
+    float* copy = rows > 1 && i != 1 ? nullptr : (float*)memory_take((size_t)(rows * cols) * sizeof(float));
+    if (copy) memcpy(copy, values, (size_t)(rows * cols) * sizeof(float));
+    d->tensor[i] = copy;
+}
+
+inline void decode_keep_all(Decoder* d) {
     const DecodeShape* s = &d->shape;
     const int64_t C = s->C;
-    d->packed = (PackedMatrix*)memory_zero((size_t)s->L * DECODE_TENSORS + 4, sizeof(PackedMatrix));
-    d->packed[0] = packed_matrix((const float*)d->tensor[0], s->Vp, C);
+    const int64_t rows[DECODE_TENSORS] = {1, 1, 3 * C, 1, C, 1, 1, 1, 4 * C, 1, C, 1};
+    const int64_t cols[DECODE_TENSORS] = {C, C, C, 3 * C, C, C, C, C, C, 4 * C, 4 * C, C};
+    const int last = 2 + s->L * DECODE_TENSORS;
+    d->packed = (PackedMatrix*)memory_zero((size_t)last + 2, sizeof(PackedMatrix));
+    d->own_tensors = d->calls.need != nullptr;
+    decode_need(d, s->L);
+    decode_keep(d, 0, s->Vp, C), decode_keep(d, 1, s->T, C);
     for (int l = 0; l < s->L; l++) {
-        PackedMatrix* block = d->packed + 2 + l * DECODE_TENSORS;
-        block[QKVW] = packed_matrix((const float*)decode_tensor(d, l, QKVW), 3 * C, C);
-        block[PROJW] = packed_matrix((const float*)decode_tensor(d, l, PROJW), C, C);
-        block[FCW] = packed_matrix((const float*)decode_tensor(d, l, FCW), 4 * C, C);
-        block[FCPROJW] = packed_matrix((const float*)decode_tensor(d, l, FCPROJW), C, 4 * C);
+        decode_need(d, l);
+        for (int i = 0; i < DECODE_TENSORS; i++) decode_keep(d, 2 + l * DECODE_TENSORS + i, rows[i], cols[i]);
     }
+    decode_need(d, s->L + 1);
+    decode_keep(d, last, 1, C), decode_keep(d, last + 1, 1, C);
+    d->calls.need = nullptr;
 }
 
 // tensors: the model's list, copied; memory: decode_bytes(shape, fp32, S) on the device, which stay the caller's, or
-// NULL to allocate them. On the CPU a packed copy of the weights is made unless calls->need is there.
+// NULL to allocate them. On the CPU this packs a copy of the weights, and then calls->need is not called any more.
 inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                         int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
     *d = {};
@@ -141,25 +162,29 @@ inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape,
     d->own_memory = !memory;
     d->memory = memory ? memory : device_alloc(dev, decode_bytes(shape, fp32, S));
     decode_layout(d, (char*)d->memory);
-    if (!dev->gpu && !calls->need) decode_pack(d);
+    if (!dev->gpu) decode_keep_all(d);
 }
 
 inline void decode_close(Decoder* d) {
 #ifdef __CUDACC__
     if (d->graph) check(cudaGraphExecDestroy(d->graph));
 #endif
-    for (int i = 0; d->packed && i < d->shape.L * DECODE_TENSORS + 4; i++) packed_matrix_free(&d->packed[i]);
+    for (int i = 0; i < d->shape.L * DECODE_TENSORS + 4; i++) {
+        if (d->packed) packed_matrix_free(&d->packed[i]);
+        if (d->own_tensors) free((void*)d->tensor[i]);
+    }
     free(d->packed);
     if (d->own_memory) device_free(d->dev, d->memory);
     free(d->tensor);
 }
 
 // out: (R, C) = wte[token] + wpe[position]
-inline void decode_embedding_cpu(float* out, const int* token, const int* position, const float* wte, const float* wpe,
-                                 int R, int C) {
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++)
-            out[r * (int64_t)C + c] = wte[token[r] * (int64_t)C + c] + wpe[position[r] * (int64_t)C + c];
+inline void decode_embedding_cpu(float* out, const int* token, const int* position, const PackedMatrix* wte,
+                                 const float* wpe, int R, int64_t C) {
+    for (int r = 0; r < R; r++) {
+        packed_matrix_row(out + r * C, wte, token[r]);
+        for (int c = 0; c < C; c++) out[r * C + c] += wpe[position[r] * C + c];
+    }
 }
 
 #ifdef __CUDACC__
@@ -176,12 +201,13 @@ __global__ void decode_embedding_kernel(X* out, const int* token, const int* pos
 template <typename X>
 void decode_embedding(const Decoder* d, int R) {
     const int *token = d->numbers, *position = d->numbers + 2 * DECODE_ROWS;
-    const X *wte = (const X*)d->tensor[0], *wpe = (const X*)d->tensor[1];
     if (!d->dev->gpu) {
-        decode_embedding_cpu((float*)d->residual, token, position, (const float*)wte, (const float*)wpe, R, d->shape.C);
+        decode_embedding_cpu((float*)d->residual, token, position, d->packed, (const float*)d->tensor[1], R,
+                             d->shape.C);
         return;
     }
 #ifdef __CUDACC__
+    const X *wte = (const X*)d->tensor[0], *wpe = (const X*)d->tensor[1];
     decode_embedding_kernel<X><<<R, 256, 0, d->dev->stream>>>((X*)d->residual, token, position, wte, wpe, d->shape.C);
     check_launch();
 #endif
@@ -208,12 +234,10 @@ template <typename X>
 void decode_rows(const Decoder* d, int R) {
     const DecodeShape* s = &d->shape;
     const int C = s->C;
-    auto need = [d](int layer) {
-        if (d->calls.need) d->calls.need(d->calls.context, layer);
-    };
     const AttentionCache at = {d->S, s->T, d->numbers + DECODE_ROWS, d->numbers + 2 * DECODE_ROWS};
-    need(s->L), need(0);
+    decode_need(d, s->L);
     decode_embedding<X>(d, R);
+    decode_need(d, 0);
     layernorm_forward<X>(d->dev, (X*)d->normed, d->mean, d->rstd, (const X*)d->residual,
                          (const X*)decode_tensor(d, 0, LN1W), (const X*)decode_tensor(d, 0, LN1B), R, C);
     for (int l = 0; l < s->L; l++) {
@@ -225,7 +249,7 @@ void decode_rows(const Decoder* d, int R) {
         decode_layernorm<X>(d, 2 + l * DECODE_TENSORS + LN2W, R);
         decode_linear<X>(d, d->wide, d->normed, l, FCW, true, R, C, 4 * C);
         decode_linear<X>(d, d->branch, d->wide, l, FCPROJW, false, R, 4 * C, C);
-        if (l + 1 < s->L) need(l + 1);
+        decode_need(d, l + 1 < s->L ? l + 1 : s->L + 1);
         decode_layernorm<X>(d, 2 + (l + 1) * DECODE_TENSORS, R);  // behind the last block lies the last layernorm
     }
 }
@@ -235,6 +259,7 @@ template <typename X>
 void decode_and_draw(const Decoder* d, int R) {
     const DecodeShape* s = &d->shape;
     decode_rows<X>(d, R);
+    decode_need(d, s->L);
     matmul_rows<X, float>(d->dev, d->logits, (const X*)d->normed, (const X*)d->tensor[0], d->packed, nullptr, false, R,
                           s->C, s->Vp);
     draw(d->dev, d->drawn, d->logits, d->numbers + 3 * DECODE_ROWS, d->numbers + 4 * DECODE_ROWS, &d->draw, R, s->V,

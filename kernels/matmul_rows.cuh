@@ -63,11 +63,6 @@ inline PackedMatrix packed_matrix(const float* weight /*(OC,C)*/, int64_t OC, in
     return packed;
 }
 
-inline void packed_matrix_free(PackedMatrix* packed) {
-    free(packed->panels);
-    packed->panels = nullptr;
-}
-
 inline float packed_value(float value) {
     return value;
 }
@@ -77,6 +72,20 @@ inline float packed_value(uint16_t code) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
+}
+
+// out: (C) = row `o` of the matrix
+inline void packed_matrix_row(float* out, const PackedMatrix* packed, int64_t o) {
+    const int64_t first = o / PACKED_COLS * PACKED_COLS * packed->C + o % PACKED_COLS;
+    for (int64_t k = 0; k < packed->C; k++) {
+        const int64_t at = first + k * PACKED_COLS;
+        out[k] = packed->narrow ? packed_value(((uint16_t*)packed->panels)[at]) : ((float*)packed->panels)[at];
+    }
+}
+
+inline void packed_matrix_free(PackedMatrix* packed) {
+    free(packed->panels);
+    packed->panels = nullptr;
 }
 
 // One row's outputs of a panel: out (64), bias (64) or NULL, inp (C), panel (C, 64).
@@ -192,15 +201,16 @@ void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* 
 }
 #endif
 
-// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C); weight: (OC, C); bias: (OC) or NULL; `packed`: the CPU's
-// copy of weight, or NULL, which gives the same bits. D is X, or float for logits. C and OC are multiples of 64.
+// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C); weight: (OC, C); bias: (OC) or NULL; `packed`: on the
+// CPU a copy of weight, or NULL; with it, weight may be NULL. Both give the same bits. D is X, or float for logits. C
+// and OC are multiples of 64.
 template <typename X, typename D>
 void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const PackedMatrix* packed, const X* bias,
                  bool gelu, int N, int C, int OC) {
     assert(C % 64 == 0 && OC % 64 == 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
-        if (packed && N <= PACKED_ROWS) {
+        if (packed && (N <= PACKED_ROWS || !weight)) {
             matmul_rows_cpu((float*)out, (const float*)inp, packed, (const float*)bias, N);
         } else {
             matmul_forward_cpu((float*)out, nullptr, (const float*)inp, (const float*)weight, (const float*)bias, N, C,

@@ -119,6 +119,34 @@ void sampler_close(Sampler* sampler, int count) {
     free(sampler->tensors), free(sampler->logits);
 }
 
+// Weights that are there a part at a time: only the last two parts that were asked for hold their values.
+struct Parts {
+    const DecodeShape* shape;
+    const Weights* weights;
+    float** shown;
+    int last[2];
+};
+
+int part_of(const DecodeShape* s, int tensor) {
+    const int block = (tensor - 2) / DECODE_TENSORS;
+    return tensor < 2 ? s->L : block < s->L ? block : s->L + 1;
+}
+
+void parts_need(void* context, int part) {
+    Parts* parts = (Parts*)context;
+    if (part != parts->last[1]) parts->last[0] = parts->last[1], parts->last[1] = part;
+    for (int i = 0; i < parts->weights->count; i++) {
+        const int own = part_of(parts->shape, i);
+        const bool there = own == parts->last[0] || own == parts->last[1];
+        for (int64_t j = 0; j < parts->weights->size[i]; j++)
+            parts->shown[i][j] = there ? parts->weights->values[i][j] : NAN;
+    }
+}
+
+bool parts_next(void*, int*, int) {
+    return true;
+}
+
 constexpr int TEXT = 200;  // room of a test's text
 
 DecodeText text_begin(int prompt, int sample) {
@@ -204,6 +232,32 @@ TEST(sampling_cache_changes_no_bit) {
         sampler_close(&sampler, w.count);
         weights_free(&w);
     }
+}
+
+// Weights that are decoded or gathered a part at a time give the same text.
+TEST(sampling_weights_in_parts) {
+    constexpr int STEPS = 20;
+    Device dev;
+    device_open(&dev, false, 0);
+    Weights w = weights_random(&SMALL, false, 8);
+    float* shown[64];
+    for (int i = 0; i < w.count; i++) shown[i] = floats(w.size[i]);
+    Parts parts = {&SMALL, &w, shown, {-1, -1}};
+    DrawOptions draw = {0.9, 20, 3};
+    DecodeText texts[2];
+    for (bool whole : {true, false}) {
+        const DecodeCalls calls = {&parts, whole ? nullptr : parts_need, parts_next};
+        Decoder decoder;
+        texts[whole] = text_begin(30, 0);
+        decode_open(&decoder, &dev, &SMALL, true, (const void**)(whole ? w.values : shown), 1, &draw, &calls, nullptr);
+        decode_texts(&decoder, &texts[whole], 1, STEPS);
+        decode_close(&decoder);
+    }
+    const int at = text_difference(&texts[0], &texts[1]);
+    expect(at < 0, "the texts differ from token %d on", at);
+    for (int i = 0; i < w.count; i++) free(shown[i]);
+    free(texts[0].tokens), free(texts[1].tokens);
+    weights_free(&w);
 }
 
 // What several tests ask on either device: texts do not depend on the cache (each token by a new decoder that computes
