@@ -100,6 +100,16 @@ $(BUILD)/data/%.o: data/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
 
+# --version and log.jsonl name the commit; a file holds it, so that another one compiles version.c again.
+COMMIT = $(shell [ ! -e .git ] || git describe --always --abbrev=10 --dirty --exclude '*' 2>/dev/null)
+$(BUILD)/commit: FORCE
+	@mkdir -p $(@D)
+	@echo "$(or $(COMMIT),unknown)" | cmp -s - $@ || echo "$(or $(COMMIT),unknown)" > $@
+
+$(BUILD)/data/version.o: $(BUILD)/commit $(BUILD)/found
+$(BUILD)/data/version.o: CFLAGS += -DCOMMIT='"$(shell cat $(BUILD)/commit)"' \
+    -DBUILT='"$(if $(NVCC),CUDA $(CUDA_RELEASE) for $(strip $(foreach a,$(CUDA_ARCH),sm_$(a))),CPU alone)"'
+
 $(BUILD)/kernels/ranks/%.o: kernels/ranks/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
@@ -131,6 +141,15 @@ else
 	@cmp -s $@.new $@ && rm $@.new || { cat $@.new; mv $@.new $@; }
 	@! grep missing $@ 1>&2
 endif
+
+# PREFIX/bin/nibble, and the completion of its options for bash and zsh.
+PREFIX ?= /usr/local
+install: train
+	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/bash-completion/completions" \
+	           "$(DESTDIR)$(PREFIX)/share/zsh/site-functions"
+	install -m 755 $(BUILD)/train "$(DESTDIR)$(PREFIX)/bin/nibble"
+	./train --completion bash > "$(DESTDIR)$(PREFIX)/share/bash-completion/completions/nibble"
+	./train --completion zsh > "$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_nibble"
 
 test: train test_gpt2
 	./test_gpt2 $(TEST)
@@ -202,6 +221,7 @@ clean:
 
 help:
 	@echo "make              build ./train"
+	@echo "make install      PREFIX=/usr/local: bin/nibble (that is ./train) and the completion of its options"
 	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
 	@echo "make benches      build all benchmarks of dev/"
@@ -216,6 +236,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

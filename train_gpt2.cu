@@ -32,6 +32,7 @@
 #include "data/schedule.h"          // learning_rate
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
+#include "data/version.h"           // NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error
@@ -98,7 +99,8 @@ struct Options {
     int64_t seed;
     // instead of training
     const char* sample;
-    bool dry_run, list_formats, list_presets, help;
+    bool dry_run, list_formats, list_presets, version, help;
+    const char* completion;
 };
 
 #define FIELD(name) offsetof(Options, name)
@@ -200,6 +202,9 @@ static const Option OPTIONS[] = {
     {"dry-run", OPTION_FLAG, FIELD(dry_run), "", 0, 0, "", "instead of training", "print the plan and stop"},
     {"list-formats", OPTION_FLAG, FIELD(list_formats), "", 0, 0, "", "instead of training", "storage formats"},
     {"list-presets", OPTION_FLAG, FIELD(list_presets), "", 0, 0, "", "instead of training", "optimizer presets"},
+    {"completion", OPTION_CHOICE, FIELD(completion), "off", 0, 0, "off|bash|zsh", "instead of training",
+     "print a script for that shell, which completes options and their values"},
+    {"version", OPTION_FLAG, FIELD(version), "", 0, 0, "", "instead of training", "version, commit, build"},
     {"help", OPTION_FLAG, FIELD(help), "", 0, 0, "", "instead of training", "this text"},
 };
 #undef FIELD
@@ -1668,6 +1673,7 @@ static void run_validation(Run* run) {
 
 static void run_sample(Run* run) {
     const Options* o = run->options;
+    char error[DATA_ERROR_BYTES];
     char* text = nullptr;
     size_t bytes = 0;
     FILE* memory = text_stream(&text, &bytes);
@@ -1678,6 +1684,8 @@ static void run_sample(Run* run) {
         run_say(&run->folder, "sample ------------------------------------------------------------\n");
         run_say_text(&run->folder, text, bytes);
         run_say(&run->folder, "\n-------------------------------------------------------------------\n");
+        const char* after = text + (bytes > 0 ? strlen(o->prompt) : 0);
+        require(run_log_sample(&run->folder, run->state.step, tokens_done(run), 0, o->prompt, after, error), error);
     } else {
         run_say(&run->folder, "sample   none: the model's output is not finite\n");
     }
@@ -1878,7 +1886,7 @@ static void require_same(Run* run) {
     same.run = same.resume = same.data = same.val = same.formats = "";
     same.join_timeout = 0;
     FILE* file = text_stream(&text, &length);
-    options_json(&TABLE, &same, file);
+    options_json(&TABLE, &same, false, file);
     fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
             (long long)val->tokens, train->crc, val->crc);
     fclose(file);
@@ -1947,7 +1955,7 @@ static void begin(Run* run) {
     if (o->formats[0]) o->formats = paths_absolute(o->formats);
     folder_begin(run);
     run->folder.started = seconds_now();
-    run_log_config(&run->folder, &TABLE, o, run->dev.name, m->parameters, run->val_data.bytes_per_token);
+    run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
     if (!run->loaded) return;
     require(run_log(&run->folder, "resume", run->state.step, tokens_done(run), 0, nullptr, nullptr, error), error);
 }
@@ -2013,7 +2021,10 @@ int main(int argc, char** argv) {
     }
     if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
-    if (options.help || options.list_formats || options.list_presets) return 0;
+    if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
+    const bool completion = strcmp(options.completion, "off") != 0;
+    if (completion) options_completion(&TABLE, strcmp(options.completion, "zsh") == 0, stdout);
+    if (options.help || options.list_formats || options.list_presets || options.version || completion) return 0;
     bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);

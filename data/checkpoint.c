@@ -162,7 +162,7 @@ static bool state_write(const char* folder, const Checkpoint* checkpoint, const 
         json_write_string(state, checkpoint->formats[i][1]);
     }
     fprintf(state, "},\n\"options\": ");
-    options_json(checkpoint->table, checkpoint->options, state);
+    options_json(checkpoint->table, checkpoint->options, false, state);
     fprintf(state, ",\n");
     fclose(state);
     const bool ok = checkpoint_seal(folder, text, files, count, error);

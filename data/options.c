@@ -224,19 +224,104 @@ void options_help(const OptionTable* table, FILE* file) {
     }
 }
 
-void options_json(const OptionTable* table, const void* fields, FILE* file) {
+void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file) {
     const char* separator = "";
     fputc('{', file);
     for (int i = 0; i < table->count; i++) {
-        if (table->option[i].type == OPTION_FLAG) continue;
+        const Option* option = &table->option[i];
+        if (option->type == OPTION_FLAG || strcmp(option->group, "instead of training") == 0) continue;
         char text[OPTION_TEXT_BYTES];
+        const char* value = option_text(option, fields, text, sizeof(text));
+        const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         fprintf(file, "%s", separator);
-        json_write_string(file, table->option[i].name);
+        json_write_string(file, option->name);
         fputs(": ", file);
-        json_write_string(file, option_text(&table->option[i], fields, text, sizeof(text)));
+        if (typed && number && strcmp(value, "auto") != 0) {
+            fputs(value, file);
+        } else {
+            json_write_string(file, value);
+        }
         separator = ", ";
     }
     fputc('}', file);
+}
+
+// What the shell can complete a value by: its fixed words, out of "off|auto|DIR" those in lower case, at `words`.
+// Returns whether a path is one of the values.
+static bool completion_values(const Option* option, char* words, size_t bytes) {
+    size_t used = 0;
+    bool path = false;
+    words[0] = 0;
+    if (option->type == OPTION_FLAG) return false;
+    for (const char* at = option->values; *at; at += strcspn(at, "|"), at += *at == '|') {
+        const int length = (int)strcspn(at, "|");
+        if (strncmp(at, "PATH", 4) == 0 || strncmp(at, "DIR", 3) == 0 || strncmp(at, "FILE", 4) == 0) path = true;
+        if (*at >= 'A' && *at <= 'Z') continue;
+        used += (size_t)snprintf(words + used, bytes - used, "%s%.*s", used ? " " : "", length, at);
+        if (used >= bytes) break;
+    }
+    const bool automatic = strcmp(option->standard, "auto") == 0 && option->type != OPTION_CHOICE && !path;
+    if (automatic && used + 6 < bytes) snprintf(words + used, bytes - used, "%sauto", used ? " " : "");
+    return path;
+}
+
+static void bash_completion(const OptionTable* table, FILE* file) {
+    fputs(
+        "# For bash, written by `nibble --completion bash`.\n_nibble() {\n"
+        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} words= files=\n"
+        "    case $before in\n",
+        file);
+    for (int i = 0; i < table->count; i++) {
+        char words[256];
+        const bool path = completion_values(&table->option[i], words, sizeof(words));
+        if (table->option[i].type == OPTION_FLAG) continue;
+        fprintf(file, "        --%s) words='%s'%s ;;\n", table->option[i].name, words, path ? " files=-f" : "");
+    }
+    fputs("        *) words='", file);
+    for (int i = 0; i < table->count; i++) fprintf(file, "%s--%s", i ? " " : "", table->option[i].name);
+    fputs(
+        "' ;;\n    esac\n"
+        "    COMPREPLY=($(compgen -W \"$words\" $files -- \"$word\"))\n"
+        "    [ -z \"$files\" ] || compopt -o filenames 2> /dev/null\n"
+        "}\n"
+        "complete -F _nibble nibble train\n",
+        file);
+}
+
+// Text inside of single quotes and of [...] or :...: of zsh's _arguments.
+static void write_quoted(FILE* file, const char* text, const char* special) {
+    for (const char* c = text; *c; c++) {
+        if (*c == '\'') {
+            fputs("'\\''", file);
+        } else {
+            fprintf(file, strchr(special, *c) ? "\\%c" : "%c", *c);
+        }
+    }
+}
+
+static void zsh_completion(const OptionTable* table, FILE* file) {
+    fputs("#compdef nibble train\n# For zsh, written by `nibble --completion zsh`.\n_arguments", file);
+    for (int i = 0; i < table->count; i++) {
+        const Option* option = &table->option[i];
+        char words[256];
+        const bool path = completion_values(option, words, sizeof(words));
+        fprintf(file, " \\\n    '--%s[", option->name);
+        write_quoted(file, option->help, "[]\\");
+        fputc(']', file);
+        if (option->type != OPTION_FLAG) {
+            fputc(':', file);
+            write_quoted(file, option->values, ":\\");
+            if (path && *words) fprintf(file, ":{compadd %s; _files}", words);
+            if (path && !*words) fputs(":_files", file);
+            if (!path) fprintf(file, ":(%s)", words);
+        }
+        fputc('\'', file);
+    }
+    fputc('\n', file);
+}
+
+void options_completion(const OptionTable* table, bool zsh, FILE* file) {
+    (zsh ? zsh_completion : bash_completion)(table, file);
 }
 
 void format_count(double n, char* text, size_t bytes) {

@@ -1,4 +1,4 @@
-// Options of a command line, out of one table: parsing, the text of a value, --help, and JSON for config.json. A
+// Options of a command line, out of one table: parsing, the text of a value, --help, JSON, and shell completion. A
 // mistake is answered by a sentence that names the option, what was found and what to type.
 #pragma once
 #include <stdbool.h>
@@ -49,8 +49,11 @@ bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
 void options_help(const OptionTable* table, FILE* file);
-// {"name": "value as typed", ...}, flags left out.
-void options_json(const OptionTable* table, const void* fields, FILE* file);
+// {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
+// numbers are numbers.
+void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
+// A script for bash or zsh that completes the options of this program, called `nibble` or `train`, and their values.
+void options_completion(const OptionTable* table, bool zsh, FILE* file);
 
 // For people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);

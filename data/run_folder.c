@@ -13,6 +13,8 @@
 #include <unistd.h>
 #include "checkpoint.h"
 #include "clock.h"
+#include "text.h"
+#include "version.h"
 
 #define PATH_BYTES 4500
 
@@ -81,7 +83,7 @@ static bool config_write(const RunFolder* run, const OptionTable* table, const v
     char* text = NULL;
     size_t length = 0;
     FILE* config = text_stream(&text, &length);
-    options_json(table, fields, config);
+    options_json(table, fields, false, config);
     fputc('\n', config);
     fclose(config);
     snprintf(path, sizeof(path), "%s/config.json", run->path);
@@ -161,11 +163,21 @@ void run_say_next(RunFolder* run, bool stopped, bool samples) {
     free(cwd);
 }
 
+static void log_begin(RunFolder* run, const char* type, int64_t step, int64_t tokens) {
+    fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type, (long long)step,
+            (long long)tokens, seconds_now() - run->started);
+}
+
+static bool log_end(RunFolder* run, char* error) {
+    return fflush(run->log) == 0 ||
+           data_error(error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
+                      strerror(errno), run->last_checkpoint[0] ? run->last_checkpoint : "none");
+}
+
 bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int count, const char* const* names,
              const double* values, char* error) {
     if (run->quiet) return true;
-    fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type, (long long)step,
-            (long long)tokens, seconds_now() - run->started);
+    log_begin(run, type, step, tokens);
     bool finite = true;
     for (int i = 0; i < count; i++) {
         fprintf(run->log, ", \"%s\": ", names[i]);
@@ -173,19 +185,86 @@ bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int
         finite = finite && isfinite(values[i]);
     }
     fputs(finite ? "}\n" : ", \"nonfinite\": true}\n", run->log);
-    return fflush(run->log) == 0 ||
-           data_error(error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
-                      strerror(errno), run->last_checkpoint[0] ? run->last_checkpoint : "none");
+    return log_end(run, error);
 }
 
-void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device,
+bool run_log_sample(RunFolder* run, int64_t step, int64_t tokens, int index, const char* prompt, const char* text,
+                    char* error) {
+    if (run->quiet) return true;
+    log_begin(run, "sample", step, tokens);
+    fprintf(run->log, ", \"index\": %d, \"prompt\": ", index);
+    json_write_string(run->log, prompt);
+    fputs(", \"text\": ", run->log);
+    json_write_string(run->log, text);
+    fputs("}\n", run->log);
+    return log_end(run, error);
+}
+
+// The first `bytes` bytes of a file of the system, 0 where there is none.
+static size_t system_file(const char* path, char* text, size_t bytes) {
+    FILE* file = fopen(path, "r");
+    const size_t count = file ? fread(text, 1, bytes, file) : 0;
+    if (file) fclose(file);
+    return count;
+}
+
+// The command that started this process, as a shell takes it.
+static void write_command(FILE* file) {
+    char words[4096], *line = NULL;
+    size_t length = 0;
+    const size_t bytes = system_file("/proc/self/cmdline", words, sizeof(words) - 1);
+    words[bytes] = 0;
+    FILE* command = text_stream(&line, &length);
+    for (size_t i = 0; i < bytes; i += strlen(words + i) + 1) {
+        fprintf(command, "%s%s", i ? " " : "", shell_word(words + i));
+    }
+    fclose(command);
+    json_write_string(file, line);
+    free(line);
+}
+
+// The version of NVIDIA's driver, as "... Kernel Module  570.124.06  ..." says it, or null.
+static void write_driver(FILE* file) {
+    char text[512], version[32] = "";
+    text[system_file("/proc/driver/nvidia/version", text, sizeof(text) - 1)] = 0;
+    for (const char* at = text; *at && !*version; at += strcspn(at, " "), at += strspn(at, " ")) {
+        if (strspn(at, "0123456789.") == strcspn(at, " ") && strchr(at, '.')) sscanf(at, "%31s", version);
+    }
+    if (*version) json_write_string(file, version);
+    if (!*version) fputs("null", file);
+}
+
+void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device, int ranks,
                     int64_t parameters, double bytes_per_token) {
     if (run->quiet) return;
-    fputs("{\"type\": \"config\", \"options\": ", run->log);
-    options_json(table, fields, run->log);
-    fputs(", \"device\": ", run->log);
-    json_write_string(run->log, device);
-    fprintf(run->log, ", \"parameters\": %lld, \"bytes_per_token\": %.9g}\n", (long long)parameters, bytes_per_token);
+    char host[256] = "", date[32];
+    const time_t now = time(NULL);
+    struct tm utc;
+    gethostname(host, sizeof(host) - 1);
+    strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
+    const struct {
+        const char *name, *text;
+    } texts[] = {{"version", NIBBLE_VERSION},
+                 {"commit", NIBBLE_COMMIT},
+                 {"build", NIBBLE_BUILD},
+                 {"started", date},
+                 {"host", host},
+                 {"device", device}};
+    fputs("{\"type\": \"config\"", run->log);
+    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
+        fprintf(run->log, ", \"%s\": ", texts[i].name);
+        json_write_string(run->log, texts[i].text);
+    }
+    fputs(", \"driver\": ", run->log);
+    write_driver(run->log);
+    fputs(", \"command\": ", run->log);
+    write_command(run->log);
+    fputs(", \"options\": ", run->log);
+    options_json(table, fields, true, run->log);
+    fprintf(run->log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld, \"bytes_per_token\": ", (long long)now,
+            ranks, (long long)parameters);
+    json_write_number(run->log, bytes_per_token > 0 ? bytes_per_token : NAN);
+    fputs("}\n", run->log);
     fflush(run->log);
 }
 

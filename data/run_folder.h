@@ -46,9 +46,13 @@ void run_say_next(RunFolder* run, bool stopped, bool samples);
 // finite are null, and "nonfinite" is then true. False when the disk is full.
 bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int count, const char* const* names,
              const double* values, char* error);
-// The first line: all options, the device, the size of the model and of its tokens.
-void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device,
+// The first line: which program this is, where, when and how it was started, all options, and the size of the model
+// and of its tokens. `device` is the name of one of `ranks`.
+void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device, int ranks,
                     int64_t parameters, double bytes_per_token);
+// A sample, the `index`th of its step: what follows the prompt.
+bool run_log_sample(RunFolder* run, int64_t step, int64_t tokens, int index, const char* prompt, const char* text,
+                    char* error);
 
 // What a run has of a tokenizer, and of the model that it began with. `tokenizer` is NULL where there is none.
 typedef struct {

@@ -11,7 +11,6 @@ import math
 import os
 from pathlib import Path
 
-FIRST = ("start", "config")  # what a process writes before its first record
 KINDS = {
     "train": "loss",
     "val": "loss",
@@ -28,7 +27,7 @@ def numbers(records, field):
 
 
 class RunLog:
-    """records: {kind: [record, ...]} by step; config, start: the last such line; resumes: the steps gone on from;
+    """records: {kind: [record, ...]} by step; config: the last such line; resumes: the steps gone on from;
     bad: (line number, what is wrong) of the first line that is no record, or None; changes: how often earlier records
     were dropped, so that who has copied them begins anew when it changes."""
 
@@ -40,7 +39,7 @@ class RunLog:
 
     def forget(self):
         self.records = {kind: [] for kind in KINDS}
-        self.config, self.start, self.resumes, self.bad = {}, {}, [], None
+        self.config, self.resumes, self.bad = {}, [], None
         self.offset = self.line = 0
         self.before = 0.0  # seconds of the processes before this one
         self.starting = False
@@ -82,9 +81,8 @@ class RunLog:
             self.bad = self.bad or (self.line, error)
 
     def add(self, kind, record):
-        if kind in FIRST:
-            setattr(self, kind, record)
-            self.starting = True
+        if kind == "config":
+            self.config, self.starting = record, True
             return
         if kind != "resume" and kind not in KINDS:
             return

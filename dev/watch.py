@@ -85,7 +85,7 @@ def summary(name, log):
         "age_s": max(0.0, round(age, 1)),
         "options": options,
         "steps": options.get("steps"),
-        "device": log.config.get("device") or log.start.get("device"),
+        "device": log.config.get("device"),
         "parameters": log.config.get("parameters"),
         "resumes": len(log.resumes),
         "last": {kind: log.last(kind) for kind in ("train", "val", "memory")},

@@ -87,7 +87,7 @@ class Tensorboard:
                 for path in self.folder.glob("events.out.tfevents.*"):
                     path.unlink()
             self.writer, self.changes, self.written = self.make(str(self.folder)), log.changes, {}
-        begin = log.start.get("unix_s") or time.time()
+        begin = (log.config.get("unix_s") or time.time()) - log.before
         for kind in KINDS:
             for record in log.records[kind][self.written.get(kind, 0) :]:
                 when = begin + record["time_s"]

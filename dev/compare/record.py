@@ -116,13 +116,21 @@ def outcome(returncode, steps, log, words):
     return "died", sentences[-1] if sentences else f"ended with status {returncode} at step {reached} of {steps}"
 
 
+def as_typed(value):
+    """A value of the log's options as the text that ./train prints for it: a number in the fewest digits of %g."""
+    if not isinstance(value, float):
+        return str(value)
+    return next(text for text in (f"{value:.{digits}g}" for digits in range(1, 18)) if float(text) == value)
+
+
 def make(run, folder, returncode, words, weights):
     """The record of a run that has ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
     whole = read_log(folder)
     config, log = whole.config, whole.records
     banner = folder / "log.txt"
     told = read_plan(banner.read_text("utf-8", "replace"), weights) if banner.exists() else None
-    resolved, plan = config.get("options", {}), told or run.plan
+    resolved = {name: as_typed(value) for name, value in config.get("options", {}).items()}
+    plan = told or run.plan
     if resolved.get("override") == "none":  # as it was said before presets had overrides of their own
         resolved = resolved | {"override": ""}
     steps = int(resolved.get("steps", plan["steps"]))

@@ -2,6 +2,8 @@
 #include "../../data/options.h"
 #include "cli.h"
 
+const OptionTable* option_table();  // of train_gpt2.cu, by test_gpt2.cu
+
 // What a shell says to a line, typed in `folder`: the caller frees it. `code` is its exit code.
 static char* shell(const char* folder, int* code, const char* line) {
     char *command = nullptr, *text = nullptr, piece[4096];
@@ -321,5 +323,87 @@ TEST(cli_folder_after_refusal) {
     char* out = train_in(test, work, "%s --data tokens --data-format nanogpt --run other --steps 1", TINY);
     expect(strstr(out, "no samples") && !strstr(out, "--sample"), "%s", out);
     forget(&child), free(out);
+    remove_tree(work);
+}
+
+// What bash offers for the last of some words, with the script of --completion; an empty text where it offers nothing.
+TEST(cli_completion) {
+    static const struct {
+        const char *words, *offered;
+    } cases[] = {{"--dev", "--device"},
+                 {"--device ''", "auto gpu cpu"},
+                 {"--device c", "cpu"},
+                 {"--resume au", "auto"},
+                 {"--data ./a.", "./a.txt"},
+                 {"--seed 1", ""},
+                 {"--dry-run --list-f", "--list-formats"},
+                 {"--lr a", "auto"}};
+    const char* work = work_folder();
+    run_train(script, "--completion bash");
+    expect_code(script, 0);
+    write_text(work, "script", OUT(script)), write_text(work, "a.txt", "");
+    for (const auto& one : cases) {
+        char line[1024];
+        int code;
+        snprintf(line, sizeof(line),
+                 ". ./script; COMP_WORDS=(nibble %s); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _nibble\n"
+                 "echo -n \"${COMPREPLY[*]}\"\n",
+                 one.words);
+        write_text(work, "ask", line);
+        char* said = shell(work, &code, "bash ask");
+        expect(code == 0 && strcmp(said, one.offered) == 0, "%s: '%s', want '%s'", one.words, said, one.offered);
+        free(said);
+    }
+    forget(&script);
+    run_train(zsh, "--completion zsh");
+    expect_code(zsh, 0);
+    for (int i = 0; i < option_table()->count; i++) {
+        char name[80];
+        snprintf(name, sizeof(name), "    '--%s[", option_table()->option[i].name);
+        expect(strstr(OUT(zsh), name), "zsh does not know%s", name);
+    }
+    write_text(work, "_nibble", OUT(zsh));
+    int code;
+    char* said = shell(work, &code, "command -v zsh > /dev/null || exit 3; zsh -n _nibble");
+    expect(code == 3 || code == 0, "zsh: %s", said);
+    free(said), forget(&zsh);
+    remove_tree(work);
+}
+
+// The first line of log.jsonl says which program this is and how it was started; its numbers are numbers.
+TEST(cli_first_line) {
+    const char* work = work_folder();
+    char path[PATH_MAX], error[DATA_ERROR_BYTES];
+    run_train(version, "--version");
+    expect_code(version, 0);
+    free(train_in(test, work, "%s --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025", TINY));
+    snprintf(path, sizeof(path), "%s/run", work);
+    int64_t bytes;
+    char* log = contents(path, "log.jsonl", &bytes);
+    Json* first = log ? json_parse(log, (int64_t)strcspn(log, "\n"), "log.jsonl", error) : nullptr;
+    const Json* options = json_get(first, "options");
+    expect(first && strcmp(json_string(first, "type", ""), "config") == 0, "the first line is no config");
+    for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"}) {
+        expect(*json_string(first, name, ""), "%s is not told", name);
+    }
+    snprintf(path, sizeof(path), "nibble %s (commit %s, %s)\n", json_string(first, "version", ""),
+             json_string(first, "commit", ""), json_string(first, "build", ""));
+    expect(strcmp(OUT(version), path) == 0, "--version says %s", OUT(version));
+    expect(strstr(json_string(first, "command", ""), " --prompt 'a\"b' --lr 0.00025"), "command: %s",
+           json_string(first, "command", ""));
+    expect(json_number(options, "lr", 0) == 0.00025 && json_int(options, "steps", 0) == 1, "options are not typed");
+    expect(json_int(first, "unix_s", 0) > 1700000000 && json_int(first, "ranks", 0) == 1, "time or ranks");
+    int missing = 0;
+    for (int i = 0; i < option_table()->count; i++) {
+        const Option* option = &option_table()->option[i];
+        const bool trains = option->type != OPTION_FLAG && strcmp(option->group, "instead of training") != 0;
+        const Json* value = json_get(options, option->name);
+        missing += trains != (value != nullptr);
+        const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
+        expect(!value || (value->kind == JSON_NUMBER) == number, "--%s is no %s", option->name,
+               number ? "number" : "text");
+    }
+    expect(missing == 0, "%d options are missing, or too many", missing);
+    json_free(first), free(log), forget(&version);
     remove_tree(work);
 }

@@ -38,7 +38,7 @@ def val(step, loss):
 
 CONFIG = {
     "type": "config",
-    "options": {"model": "nano", "lr": "0.003", "steps": "100"},
+    "options": {"model": "nano", "lr": 0.003, "steps": 100},
     "device": "CPU",
     "parameters": 9,
 }
@@ -143,10 +143,10 @@ def test_log_of_a_start_anew(case):
     """--resume auto where there was no checkpoint yet: a configuration without a resume drops what was before."""
     from runlog import RunLog
 
-    case.log("a", {"type": "start", "version": "1"}, CONFIG, val(0, 8.0), train(1), train(2), train(3))
-    case.log("a", {"type": "start", "version": "2"}, CONFIG, val(0, 7.0), train(1))
+    case.log("a", {**CONFIG, "version": "1"}, val(0, 8.0), train(1), train(2), train(3))
+    case.log("a", {**CONFIG, "version": "2"}, val(0, 7.0), train(1))
     log = RunLog(case.runs / "a").read()
-    assert steps(log) == [1] and [its["loss"] for its in log.records["val"]] == [7.0] and log.start["version"] == "2"
+    assert steps(log) == [1] and [its["loss"] for its in log.records["val"]] == [7.0] and log.config["version"] == "2"
     assert log.records["train"][0]["time_s"] == 0.5
 
 
@@ -180,7 +180,7 @@ def test_news(case):
     with Server(case) as server:
         assert server.said.endswith("follows 2 runs in runs; Ctrl-C ends\n"), server.said
         told = server.news({})
-        assert [run["name"] for run in told["runs"]] == ["a", "deep/b"] and told["runs"][0]["options"]["lr"] == "0.003"
+        assert [run["name"] for run in told["runs"]] == ["a", "deep/b"] and told["runs"][0]["options"]["lr"] == 0.003
         columns = told["news"]["a"]["columns"]["train"]
         assert columns["step"] == list(range(1, 30)) and columns["loss"][0] == 7.272727
         assert told["news"]["deep/b"]["columns"]["train"]["loss"] == [None]
@@ -302,9 +302,7 @@ def test_export_tensorboard_and_wandb(case):
         (case.folder / f"{name}.py").write_text(text)
     here = {"PYTHONPATH": str(case.folder)}
     sample = {"type": "sample", "step": 2, "tokens": 1024, "time_s": 1.0, "index": 0, "prompt": "a", "text": "b"}
-    case.log(
-        "a", {"type": "start", "unix_s": 1000.0}, CONFIG, val(0, 8.0), train(1), train(2, loss=float("nan")), sample
-    )
+    case.log("a", {**CONFIG, "unix_s": 1000}, val(0, 8.0), train(1), train(2, loss=float("nan")), sample)
     for _ in range(2):  # an export anew replaces the one before
         done = case.run("watch.py", "runs", "--export", "tensorboard", "--out", "tb", **here)
         assert done.returncode == 0, done.stderr
@@ -367,7 +365,7 @@ def test_page_grows(case):
     from colours import COLOURS
 
     case.log("a", CONFIG, val(0, 8.0), *map(train, range(1, 12)))
-    case.log("b", {**CONFIG, "options": {"model": "nano", "lr": "0.001", "steps": "100"}}, *map(train, range(1, 101)))
+    case.log("b", {**CONFIG, "options": {"model": "nano", "lr": 0.001, "steps": 100}}, *map(train, range(1, 101)))
     curve = "runs.get('a').curves.get('loss ').source.data"
     with Server(case) as server, Page(server.url) as page:
         assert page.wait("typeof runs !== 'undefined' && runs.size === 2 && runs.get('a').curves.size > 3")
