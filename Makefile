@@ -60,11 +60,11 @@ endif
 
 DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
 RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
-OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu)) $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
+OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu optim/*/*.cu)) $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(RANKS_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
-                             optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cuh data/*.c data/*.h dev/*.cu dev/*.h \
+                             optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cu optim/*/*.cuh optim/*/*.h data/*.c data/*.h dev/*.cu dev/*.h \
                              dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 # Without the table of numbers in data/unicode.h.

@@ -74,7 +74,9 @@ struct Options {
     const char *preset, *rule, *weights, *grads, *m, *v;
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
     const char *decay_mode, *overrides, *formats;
-    int64_t ramp;
+    int64_t ramp, ns_steps;
+    double momentum;
+    const char* ns_coefficients;
     const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
@@ -152,6 +154,11 @@ static const Option OPTIONS[] = {
     {"alpha", OPTION_REAL, FIELD(alpha), "2", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
     {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
      "ademamix: steps until beta3 and alpha are reached; auto: all"},
+    {"momentum", OPTION_REAL, FIELD(momentum), "0.95", 0, 0.999999, "F", "optimizer", "muon, normuon: decay of m"},
+    {"ns-steps", OPTION_INT, FIELD(ns_steps), "5", 1, 100, "N", "optimizer",
+     "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
+    {"ns-coefficients", OPTION_CHOICE, FIELD(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "optimizer",
+     "muon, normuon: their polynomials"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
     {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
      "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
@@ -232,6 +239,9 @@ static bool optim_config_try(const Options* o, OptimConfig* config, char* error,
                o->ramp,
                o->overrides,
                o->formats};
+    config->momentum = (float)o->momentum;
+    config->ns_steps = o->ns_steps;
+    config->ns_coefficients = o->ns_coefficients;
     return optim_resolve(config, error, error_bytes);
 }
 
@@ -263,10 +273,11 @@ struct BlockTensor {
     int rows, cols;  // in multiples of C; rows 0: a vector of cols*C
     bool transposed;
     bool residual;  // writes into the residual stream: initialised 1/sqrt(2L) smaller
+    int parts = 1;  // matrices that its rows are stacked from
 };
 static const BlockTensor BLOCK[] = {
     {"ln_1.weight", 0, 1, false, false},       {"ln_1.bias", 0, 1, false, false},
-    {"attn.c_attn.weight", 3, 1, true, false}, {"attn.c_attn.bias", 0, 3, false, false},
+    {"attn.c_attn.weight", 3, 1, true, false, 3}, {"attn.c_attn.bias", 0, 3, false, false},
     {"attn.c_proj.weight", 1, 1, true, true},  {"attn.c_proj.bias", 0, 1, false, false},
     {"ln_2.weight", 0, 1, false, false},       {"ln_2.bias", 0, 1, false, false},
     {"mlp.c_fc.weight", 4, 1, true, false},    {"mlp.c_fc.bias", 0, 4, false, false},
@@ -326,7 +337,7 @@ static void config_tensors(Model* model) {
             char name[64];
             snprintf(name, sizeof(name), "h.%d.%s", l, BLOCK[i].name);
             int64_t rows = BLOCK[i].rows ? (int64_t)BLOCK[i].rows * c->C : 1;
-            *t++ = {text_copy(name), rows, (int64_t)BLOCK[i].cols * c->C, BLOCK[i].rows > 0, 0};
+            *t++ = {text_copy(name), rows, (int64_t)BLOCK[i].cols * c->C, BLOCK[i].rows > 0, 0, BLOCK[i].parts};
         }
     }
     *t++ = {"ln_f.weight", 1, c->C, false, 0};

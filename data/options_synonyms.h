@@ -61,7 +61,7 @@ static const OptionSynonym SYNONYMS[] = {
     {"learning-rate max-lr peak-lr base-lr lr-max initial-lr init-lr max-learning-rate -l", "type --lr F"},
     {"matrix-lr embedding-lr unembedding-lr scalar-lr head-lr embed-lr lr-embed muon-lr",
      "type --override TEXT: lr= is a factor of --lr by tensor"},
-    {"adam-beta1 adamw-beta1 beta-1 b1 optimizer-beta1 momentum adam-b1", "type --beta1 F"},
+    {"adam-beta1 adamw-beta1 beta-1 b1 optimizer-beta1 adam-b1", "type --beta1 F"},
     {"adam-beta2 adamw-beta2 beta-2 b2 optimizer-beta2 adam-b2", "type --beta2 F"},
     {"betas adam-betas", "type --beta1 F and --beta2 F"},
     {"adam-epsilon adam-eps epsilon optimizer-eps adamw-eps", "type --eps F"},

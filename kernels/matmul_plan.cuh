@@ -11,13 +11,16 @@
 #pragma once
 #include "common.cuh"
 
-// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first.
+// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first. A batched one
+// (matmul_product) has strides, in elements; others have none.
 struct MatmulShape {
     int64_t m, n, k;
     cublasOperation_t op_a, op_b;
     cudaDataType_t input, output;
     cublasLtEpilogue_t epilogue;
     uint32_t alignment;  // of every pointer, at most 256 bytes
+    bool batched;
+    int64_t stride_a, stride_b, stride_d;
 };
 
 struct MatmulPlan {
@@ -61,7 +64,9 @@ inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLt
         check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (size_t)WORKSPACE_BYTES);
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    // A batched product does not split k: its bits must not depend on how many matrices share the launch.
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           (uint32_t)(plan->shape.batched ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan->shape.alignment);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->shape.alignment);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->shape.alignment);
@@ -238,7 +243,7 @@ inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMat
 inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPointers* pointers, bool accumulate) {
     const MatmulShape* s = &plan->shape;
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
-    bool large = s->input == CUDA_R_16BF && 2.0 * s->m * s->n * s->k >= MATMUL_SEARCH_FLOPS;
+    bool large = !s->batched && s->input == CUDA_R_16BF && 2.0 * s->m * s->n * s->k >= MATMUL_SEARCH_FLOPS;
     int count = matmul_candidates(dev, plan, algorithm, large ? MATMUL_CANDIDATES : 1);
     plan->found = count > 0;
     if (count > 0) plan->algorithm = algorithm[0];
@@ -247,6 +252,21 @@ inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPoint
     matmul_search(dev, plan, algorithm, count, &trial);
     check(cudaFree(trial.memory));
 }
+
+// Sets how many matrices a batched plan multiplies.
+inline void matmul_batch(MatmulPlan* plan, int32_t batch) {
+    const MatmulShape* s = &plan->shape;
+    const cublasLtMatrixLayout_t layout[] = {plan->a, plan->b, plan->d};
+    const int64_t stride[] = {s->stride_a, s->stride_b, s->stride_d};
+    for (int i = 0; i < 3; i++) {
+        check(cublasLtMatrixLayoutSetAttribute(layout[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof(batch)));
+        check(cublasLtMatrixLayoutSetAttribute(layout[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride[i],
+                                               sizeof(stride[i])));
+    }
+}
+
+// The algorithm of a batched product is chosen for this many matrices, however many a launch has.
+constexpr int32_t MATMUL_BATCH = 8;
 
 // cuBLASLt's descriptions of a shape.
 inline void matmul_describe(MatmulPlan* plan, const MatmulShape* shape) {
@@ -264,6 +284,7 @@ inline void matmul_describe(MatmulPlan* plan, const MatmulShape* shape) {
     check(cublasLtMatrixLayoutCreate(&plan->a, shape->input, a_rows, a_cols, a_rows));
     check(cublasLtMatrixLayoutCreate(&plan->b, shape->input, b_rows, b_cols, b_rows));
     check(cublasLtMatrixLayoutCreate(&plan->d, shape->output, shape->m, shape->n, shape->m));
+    if (shape->batched) matmul_batch(plan, MATMUL_BATCH);
 }
 
 inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers,

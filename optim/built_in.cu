@@ -21,7 +21,7 @@ constexpr int RULE_BASE = __COUNTER__ + 1;
     struct RuleType<__COUNTER__ - RULE_BASE> { \
         typedef TYPE Type;                     \
     };
-OPTIM_RULES(RULE_TYPE)
+OPTIM_RULES(RULE_TYPE) OPTIM_MATRIX_RULES(RULE_TYPE)
 constexpr int WEIGHTS_BASE = __COUNTER__ + 1;
 #define WEIGHTS_TYPE(NAME, NOTE, ...)                \
     template <>                                      \
@@ -90,6 +90,14 @@ struct BuiltInRow {
     const void* kernel[2][2];  // without and with a bf16 copy, with fp32 and bf16 gradients
 };
 
+// A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
+// overrides give another rule have the kernel of another preset.
+template <class Types>
+struct MomentTypes : Types {
+    typedef Elementwise<Fp32, NEAREST> Weights;
+};
+
+
 // The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
 template <class Types, class Copy>
 const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
@@ -105,18 +113,45 @@ const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
 #endif
 }
 
+// The kernel that applies the update of a rule that reads matrices.
+template <class Weights, class Copy>
+const void* apply_kernel() {
+#ifdef __CUDACC__
+    return (const void*)optim_step_kernel<MatrixApply, Weights, None, None, Copy, Elementwise<Fp32, NEAREST>>;
+#else
+    return PRESETS;
+#endif
+}
+
 // The matmuls read weights that are stored as bf16 as they are, so these never have a copy.
+template <class Weights>
+constexpr bool is_copied = !same_name("BF16", Weights::STREAM[0].dtype);
+
 template <int PRESET, bool OVERRIDDEN>
 static BuiltInRow built_in_row() {
     typedef PresetTypes<PRESET, OVERRIDDEN> Types;
-    BuiltInRow row = {Types::RULE, Types::WEIGHTS, Types::M, Types::V, {}};
-    for (int grads = 0; grads < 2; grads++) {
-        row.kernel[0][grads] = step_kernel<Types, None>(grads == 1);
-        if constexpr (!same_name("BF16", Types::Weights::STREAM[0].dtype)) {
-            row.kernel[1][grads] = step_kernel<Types, Elementwise<Bf16, NEAREST>>(grads == 1);
+    if constexpr (Types::Rule::MATRIX == MATRIX_NONE) {
+        BuiltInRow row = {Types::RULE, Types::WEIGHTS, Types::M, Types::V, {}};
+        for (int grads = 0; grads < 2; grads++) {
+            row.kernel[0][grads] = step_kernel<Types, None>(grads == 1);
+            if constexpr (is_copied<typename Types::Weights>) {
+                row.kernel[1][grads] = step_kernel<Types, Elementwise<Bf16, NEAREST>>(grads == 1);
+            }
         }
+        return row;
+    } else if constexpr (!OVERRIDDEN) {
+        BuiltInRow row = {Types::RULE, name_index(WEIGHTS_NAMES, "fp32"), Types::M, Types::V, {}};
+        for (int grads = 0; grads < 2; grads++) {
+            row.kernel[0][grads] = step_kernel<MomentTypes<Types>, None>(grads == 1);
+        }
+        return row;
+    } else {
+        typedef typename PresetTypes<PRESET, false>::Weights Weights;
+        BuiltInRow row = {-1, PresetTypes<PRESET, false>::WEIGHTS, -1, -1, {}};
+        row.kernel[0][0] = apply_kernel<Weights, None>();
+        if constexpr (is_copied<Weights>) row.kernel[1][0] = apply_kernel<Weights, Elementwise<Bf16, NEAREST>>();
+        return row;
     }
-    return row;
 }
 
 // The index of a row in its table; -1 if it is in none.

@@ -8,6 +8,7 @@
 #include <assert.h>
 
 #include "jit.h"
+#include "matrix/matrix.h"
 #include "measure.cuh"
 #include "plan.h"
 #include "rows.cuh"
@@ -53,6 +54,15 @@ static int64_t tiles_bytes(int64_t tiles) {
     return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
 }
 
+// Bytes of the buffers of a rule that reads matrices.
+static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
+    MatrixPlan its = matrix_plan(plan, launch, tensors, count);
+    const int64_t bytes = allocated_bytes(its.matrices * (int64_t)sizeof(Matrix)) + allocated_bytes(its.scratch) +
+                          allocated_bytes(its.work) + allocated_bytes(its.sums) + allocated_bytes(sizeof(float));
+    matrix_plan_free(&its);
+    return bytes;
+}
+
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Plan* plan = plan_ranges(config, tensors, count);
     OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS))};
@@ -70,7 +80,8 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         int64_t kept = rows.rule->keeps_slow ? 2 : 1;
         bytes.states += format_bytes(rows.m, run) * kept + format_bytes(rows.v, run);
         bytes.tables += format_table_bytes(rows.m, run) * kept + format_table_bytes(rows.v, run);
-        if (rows.rule->by_rows) bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
+        if (rows.rule->by_rows && !rows.rule->matrix) bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
+        if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
     plan_free(plan);
     return bytes;
@@ -86,7 +97,20 @@ struct Weights {
     bool are_seen;  // the matmuls read the codes as they are; with a copy of the others they lie among these
 };
 
-// One kernel launch, for all tensors that have this rule and are stored in these formats.
+// A kernel of the step, for these rows.
+struct StepKernel {
+    Rows rows;
+    int64_t grid;
+    int threads, shared_bytes;
+    const void* built_in;  // on a GPU, or null: then jit
+    JitKernel jit;
+    bool measures;  // a pass comes before it, for formats in spans
+    JitKernel measure;
+    int measure_threads, measure_shared_bytes;
+};
+
+// One kernel launch, for all tensors that have this rule and are stored in these formats; with a rule that reads
+// matrices, two for each chunk of them.
 struct Launch {
     const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
@@ -94,13 +118,9 @@ struct Launch {
     Streams m, v, slow;
     const Tile* tiles;  // (plan->tiles)
     uint32_t* next_tile;
-    int64_t grid;
-    int threads, shared_bytes;
-    const void* built_in;  // the step's kernel on a GPU, or null: then jit
-    JitKernel jit;
-    bool measures;  // a pass comes before it, for formats in spans
-    JitKernel measure;
-    int measure_threads, measure_shared_bytes;
+    StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
+    StepKernel apply;   // and from the updates to the weights
+    MatrixWork matrix;
     RowTensor* row_tensor;  // (row_tensors) device memory: the rows of a rule that reads rows, in order
     int row_tensors;
 };
@@ -226,11 +246,9 @@ static void tiles_create(Optim* optim) {
     free(tiles);
 }
 
-// Writes the arguments of the kernel's template, except the gradients'.
-static void config_types(const OptimConfig* config, OptimType compute, char* types, size_t bytes) {
-    Rows rows = config_rows(config);
-    snprintf(types, bytes, "%s, %s, %s, %s, %s", rows.rule->type, rows.weights->type, rows.m->type, rows.v->type,
-             step_copy(config, rows.weights, compute)->type);
+// The copy of the weights that a kernel writes: a direction, in the weights' place, has none.
+static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, OptimType compute) {
+    return rows->rule->matrix ? none_row() : step_copy(config, rows->weights, compute);
 }
 
 // The text of the user's own formats, for NVRTC; "" if the combination has none.
@@ -238,13 +256,19 @@ static const char* user_source(const Rows* rows) {
     return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
 }
 
-static const void* config_kernel(const OptimConfig* config, OptimType compute) {
+static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
+    return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
+}
+
+// The rows of the first kernel of a step, which is the only one but with rules that read matrices.
+static Rows first_rows(const OptimConfig* config) {
     Rows rows = config_rows(config);
-    return built_in_kernel(&rows, step_copy(config, rows.weights, compute) != none_row());
+    return rows.rule->matrix ? moment_rows(&rows) : rows;
 }
 
 bool optim_built_in(const OptimConfig* config, OptimType compute) {
-    return config_kernel(config, compute) != nullptr;
+    const Rows all = config_rows(config), first = first_rows(config), apply = apply_rows(&all);
+    return rows_kernel(config, &first, compute) && (!all.rule->matrix || rows_kernel(config, &apply, compute));
 }
 
 const char* optim_source(const OptimConfig* config) {
@@ -252,26 +276,26 @@ const char* optim_source(const OptimConfig* config) {
     return user_source(&rows);
 }
 
-static void kernel_expression(const char* kernel, const OptimConfig* config, OptimType compute, char* expression,
-                              size_t bytes) {
-    char types[2048];
-    config_types(config, compute, types, sizeof(types));
-    snprintf(expression, bytes, "%s<%s, %s>", kernel, types, config_rows(config).grads->type);
+static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
+                              char* expression, size_t bytes) {
+    snprintf(expression, bytes, "%s<%s, %s, %s, %s, %s, %s>", kernel, rows->rule->type, rows->weights->type,
+             rows->m->type, rows->v->type, rows_copy(config, rows, compute)->type, rows->grads->type);
 }
 
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
-    kernel_expression("optim_step_kernel", config, compute, expression, bytes);
+    const Rows rows = first_rows(config);
+    kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-static void jit_create(const Device* dev, OptimType compute, const Launch* launch, const char* name,
-                       JitKernel* kernel) {
+static void jit_create(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
+                       const char* name, JitKernel* kernel) {
     char expression[2100], architecture[32];
     char* error = (char*)memory_zero(1, JIT_ERROR_BYTES);
     JitImage image;
     memset(&image, 0, sizeof(image));
-    kernel_expression(name, &launch->plan->config, compute, expression, sizeof(expression));
+    kernel_expression(name, config, rows, compute, expression, sizeof(expression));
     if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
-        !jit_get(expression, architecture, &image, error, user_source(&launch->rows)) ||
+        !jit_get(expression, architecture, &image, error, user_source(rows)) ||
         !jit_load(&image, kernel, error)) {
         user_error("%s", error);
     }
@@ -281,40 +305,56 @@ static void jit_create(const Device* dev, OptimType compute, const Launch* launc
 
 // Chooses the kernel of the step: built in, or from NVRTC if there is none or NIBBLE_JIT=1 asks for it. Kernels of
 // formats in spans, and of the pass before the step, are never built in.
-static void kernel_create(const Device* dev, OptimType compute, Launch* launch) {
+static void kernel_choose(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel) {
     const char* always = getenv("NIBBLE_JIT");
-    if (launch->measures) jit_create(dev, compute, launch, "optim_measure_kernel", &launch->measure);
-    launch->built_in = always && strcmp(always, "1") == 0 ? nullptr : config_kernel(&launch->plan->config, compute);
-    if (!launch->built_in) jit_create(dev, compute, launch, "optim_step_kernel", &launch->jit);
+    if (kernel->measures) jit_create(dev, config, compute, &kernel->rows, "optim_measure_kernel", &kernel->measure);
+    kernel->built_in = always && strcmp(always, "1") == 0 ? nullptr : rows_kernel(config, &kernel->rows, compute);
+    if (!kernel->built_in) jit_create(dev, config, compute, &kernel->rows, "optim_step_kernel", &kernel->jit);
 }
 
-// Sets the launch's grid, one thread block a multiprocessor, and the block's threads and shared memory (kernel.cuh).
-static void launch_shape(const Device* dev, OptimType compute, Launch* launch, int64_t tiles) {
-    const FormatRow *weights = launch->rows.weights, *m = launch->rows.m, *v = launch->rows.v,
-                    *slow = launch->rows.rule->keeps_slow ? m : none_row(),
-                    *copy = step_copy(&launch->plan->config, weights, compute);
-    StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], launch->rows.grads->stream[0],
+// Sets the kernel's grid, one thread block a multiprocessor, and the block's threads and shared memory (kernel.cuh).
+static void kernel_shape(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
+                         int64_t tiles) {
+    const Rows* rows = &kernel->rows;
+    const FormatRow *weights = rows->weights, *m = rows->m, *v = rows->v,
+                    *slow = rows->rule->keeps_slow ? m : none_row(), *copy = rows_copy(config, rows, compute);
+    StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0],
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
-    launch->threads = shape.block_threads;
-    launch->measure_threads = shape.threads;
-    launch->shared_bytes = step_shared_bytes(shape, dev->compute);
-    launch->measure_shared_bytes = shape.table_bytes;
+    kernel->threads = shape.block_threads;
+    kernel->measure_threads = shape.threads;
+    kernel->shared_bytes = step_shared_bytes(shape, dev->compute);
+    kernel->measure_shared_bytes = shape.table_bytes;
     if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
             m->name, v->name, shape.stage_bytes / 1024);
     }
     int64_t blocks = ceil_div(tiles, shape.groups);
-    launch->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
-    if (launch->built_in) {
+    kernel->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
+    if (kernel->built_in) {
         check(
-            cudaFuncSetAttribute(launch->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, launch->shared_bytes));
+            cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes));
     } else {
-        jit_shared_bytes(&launch->jit, launch->shared_bytes);
+        jit_shared_bytes(&kernel->jit, kernel->shared_bytes);
     }
-    if (launch->measures) jit_shared_bytes(&launch->measure, launch->measure_shared_bytes);
+    if (kernel->measures) jit_shared_bytes(&kernel->measure, kernel->measure_shared_bytes);
+}
+
+// True if the scales of a storage need a pass before the step that computes the update.
+static bool measured(const FormatRow* format) {
+    return format_span(format) == SPAN_TENSOR || format_span(format) == SPAN_RANK1;
+}
+
+// Makes a kernel of the step for `tiles` tiles.
+static void kernel_create(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
+                          const Rows* rows, int64_t tiles) {
+    kernel->rows = *rows;
+    kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
+    if (!dev->gpu || tiles == 0) return;
+    kernel_choose(dev, config, compute, kernel);
+    kernel_shape(dev, config, compute, kernel, tiles);
 }
 
 // Refuses the user's own formats on the CPU: they exist for NVRTC only.
@@ -345,17 +385,12 @@ static void weights_create(Optim* optim, int index) {
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
-// True if the scales of a storage need a pass before the step that computes the update.
-static bool measured(const FormatRow* format) {
-    return format_span(format) == SPAN_TENSOR || format_span(format) == SPAN_RANK1;
-}
-
 // Makes the table of the rows that a rule's pass over the gradients takes.
 static void rows_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
     const ArenaRun* run = &launch->plan->run;
     const int64_t bytes = optim->count * (int64_t)sizeof(RowTensor);
-    if (!launch->rows.rule->by_rows) return;
+    if (!launch->rows.rule->by_rows || launch->rows.rule->matrix) return;
     RowTensor* rows = (RowTensor*)memory_zero((size_t)optim->count + 1, sizeof(RowTensor));
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
@@ -368,6 +403,33 @@ static void rows_create(Optim* optim, int index) {
     free(rows);
 }
 
+// Makes the buffers and the second kernel of a rule that reads matrices.
+static void matrix_create(Optim* optim, int index) {
+    Launch* launch = &optim->launch[index];
+    const Device* dev = optim->dev;
+    MatrixWork* work = &launch->matrix;
+    int64_t* total = &optim->allocated.tables;
+    const Rows rows = apply_rows(&launch->rows);
+    kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, launch->plan->tiles);
+    work->plan = matrix_plan(optim->plan, index, optim->tensors, optim->count);
+    const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
+    work->matrix = (Matrix*)allocate_zero(dev, bytes, total);
+    copy_to_device(dev, work->matrix, work->plan.matrix, bytes);
+    work->scratch = (float*)allocate_zero(dev, work->plan.scratch, total);
+    work->work = allocate_zero(dev, work->plan.work, total);
+    work->sums = (float*)allocate_zero(dev, work->plan.sums, total);
+    work->unit = (float*)allocate_zero(dev, sizeof(float), total);
+}
+
+static void matrix_free(const Device* dev, MatrixWork* work) {
+    device_free(dev, work->matrix);
+    device_free(dev, work->scratch);
+    device_free(dev, work->work);
+    device_free(dev, work->sums);
+    device_free(dev, work->unit);
+    matrix_plan_free(&work->plan);
+}
+
 // Allocates and names the moments of launch `index`, and gets its kernel.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
@@ -376,7 +438,6 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    launch->measures = measured(launch->rows.weights) || measured(launch->rows.m) || measured(launch->rows.v);
     struct {
         Slot slot;
         const FormatRow* format;
@@ -391,9 +452,9 @@ static void launch_create(Optim* optim, int index) {
         list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
     }
     rows_create(optim, index);
-    if (!optim->dev->gpu || planned->tiles == 0) return;
-    kernel_create(optim->dev, optim->compute, launch);
-    launch_shape(optim->dev, optim->compute, launch, planned->tiles);
+    const Rows first = first_rows(&planned->config);
+    kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
+    if (launch->rows.rule->matrix) matrix_create(optim, index);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -438,6 +499,7 @@ void optim_free(Optim* optim) {
         free_streams(optim->dev, &optim->launch[i].v);
         free_streams(optim->dev, &optim->launch[i].slow);
         device_free(optim->dev, optim->launch[i].row_tensor);
+        matrix_free(optim->dev, &optim->launch[i].matrix);
     }
     device_free(optim->dev, optim->tiles);
     plan_free(optim->plan);
@@ -582,13 +644,59 @@ static void rows_step(const Optim* optim, const Launch* launch, const void* grad
 
 // The pass before the step of a rule that reads rows. The step then reads the numbers that the pass has made.
 static void launch_rows(const Optim* optim, const Launch* launch, const void* grads, const StepArguments* arguments) {
-    if (!launch->rows.rule->by_rows || launch->plan->tiles == 0) return;
+    if (!launch->rows.rule->by_rows || launch->rows.rule->matrix || launch->plan->tiles == 0) return;
     const float rest2 = arguments->group[0].rest2;
     if (launch->rows.grads->stream[0].bits == 32) rows_step<Fp32>(optim, launch, grads, arguments->grad_scale, rest2);
     if (launch->rows.grads->stream[0].bits == 16) rows_step<Bf16>(optim, launch, grads, arguments->grad_scale, rest2);
 }
 
-// Steps `count` tiles of a launch from tile `first` of its list on. `arguments` has the gradients and the constants.
+// Runs a kernel of the step, or the same on the CPU, on the tiles that the arguments name.
+static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArguments* arguments) {
+    const int64_t tiles = arguments->tile_count;
+    void* pointers[] = {arguments};
+    if (!optim->dev->gpu) {
+        const FormatRow* copy = compute_row(optim->compute);
+        if (kernel->measures) step_cpu<MEASURE>(&kernel->rows, copy, arguments);
+        step_cpu<STORE>(&kernel->rows, copy, arguments);
+        return;
+    }
+    if (kernel->measures) {
+        int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
+        jit_launch(&kernel->measure, tiles < blocks ? tiles : blocks, kernel->measure_threads,
+                   kernel->measure_shared_bytes, pointers, optim->dev->stream);
+    }
+    const int64_t grid = tiles < kernel->grid ? tiles : kernel->grid;
+    if (kernel->built_in) {
+        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)grid), dim3((unsigned)kernel->threads), pointers,
+                               (size_t)kernel->shared_bytes, optim->dev->stream));
+    } else {
+        jit_launch(&kernel->jit, grid, kernel->threads, kernel->shared_bytes, pointers, optim->dev->stream);
+    }
+}
+
+// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time.
+static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
+    const MatrixWork* work = &launch->matrix;
+    const Streams none = {nullptr, nullptr}, scratch = {work->scratch, nullptr};
+    matrix_begin(optim->dev, work, arguments->grad_scale);
+    for (int i = 0; i < work->plan.chunks; i++) {
+        const MatrixChunk* chunk = &work->plan.chunk[i];
+        StepArguments moment = *arguments, apply = *arguments;
+        moment.tiles = apply.tiles = launch->tiles + chunk->tile;
+        moment.tile_count = apply.tile_count = chunk->tiles;
+        moment.weights = from_begin(launch->kernel.rows.weights, scratch, chunk->begin);
+        moment.copy = none;
+        kernel_run(optim, &launch->kernel, &moment);
+        matrix_update(optim->dev, &launch->plan->config, work, i, (const float*)launch->v.extra, launch->v.next);
+        apply.grads = from_begin(launch->apply.rows.grads, scratch, chunk->begin);
+        apply.grad_scale = work->unit;
+        apply.m = apply.v = none;
+        kernel_run(optim, &launch->apply, &apply);
+    }
+}
+
+// Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
+// `arguments` has the gradients and the constants.
 static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
                         StepArguments* arguments) {
     const int64_t begin = launch->plan->run.begin;
@@ -600,28 +708,11 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
     arguments->tiles = launch->tiles + first;
-    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that launch_rows has made
     arguments->tile_count = count;
     arguments->next_tile = launch->next_tile;
-    void* pointers[] = {arguments};
-    if (!optim->dev->gpu) {
-        const FormatRow* copy = compute_row(optim->compute);
-        if (launch->measures) step_cpu<MEASURE>(&launch->rows, copy, arguments);
-        step_cpu<STORE>(&launch->rows, copy, arguments);
-        return;
-    }
-    if (launch->measures) {
-        int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
-        jit_launch(&launch->measure, count < blocks ? count : blocks, launch->measure_threads,
-                   launch->measure_shared_bytes, pointers, optim->dev->stream);
-    }
-    const int64_t grid = count < launch->grid ? count : launch->grid;
-    if (launch->built_in) {
-        check(cudaLaunchKernel(launch->built_in, dim3((unsigned)grid), dim3((unsigned)launch->threads), pointers,
-                               (size_t)launch->shared_bytes, optim->dev->stream));
-    } else {
-        jit_launch(&launch->jit, grid, launch->threads, launch->shared_bytes, pointers, optim->dev->stream);
-    }
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
+    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that launch_rows has made
+    kernel_run(optim, &launch->kernel, arguments);
 }
 
 // The constants of a launch's step.
@@ -657,8 +748,11 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
         const Rows rows = config_rows(&plan->launch[i].config);
-        ok = !rows.rule->by_rows;
-        if (!ok) snprintf(error, error_bytes, "the rule %s reads whole rows in a pass of its own", rows.rule->name);
+        ok = !reads_whole(rows.rule);
+        if (!ok) {
+            snprintf(error, error_bytes, "the rule %s reads whole rows or matrices in passes of its own",
+                     rows.rule->name);
+        }
         for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
             if (!ok || format_span(format) == SPAN_RUN) continue;
             ok = false;

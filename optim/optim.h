@@ -26,6 +26,7 @@ struct OptimTensor {
     int64_t cols;
     bool decay;      // weight decay applies (matrices and embeddings)
     int64_t offset;  // set by optim_layout: first element in every arena
+    int parts = 1;   // equal matrices that its rows are stacked from, such as queries, keys and values: 3
 };
 
 struct OptimConfig {
@@ -49,6 +50,9 @@ struct OptimConfig {
     bool stored = false;         // a checkpoint's: overrides "" = none, and feedback is not checked
     bool keeps_copy = true;      // a copy, in the compute type, of all weights that the matmuls cannot read as they are
                                  // stored; false: the caller decodes them in pieces (decoded.h)
+    float momentum = 0.95f;      // muon, normuon: decay of m, in place of beta1
+    int64_t ns_steps = 5;        // and steps of Newton-Schulz, with coefficients "jordan" or "polar-express"
+    const char* ns_coefficients = "jordan";
 };
 
 // What the combination costs, known before anything is allocated.
@@ -57,7 +61,8 @@ struct OptimBytes {
     int64_t compute;  // a decoded copy for the matmul of those tensors whose stored weights do not serve
     int64_t states;   // m, v, what else the rule keeps, and their scales
     int64_t tables;  // the tile table (8 bytes for each 2048 elements) and the formats' constants; formats with a scale
-                     // for each tensor, or by row and column, add 32 bytes for each 2048 elements and their scales
+                     // for each tensor, or by row and column, add 32 bytes for each 2048 elements and their scales;
+                     // rules that read matrices the buffers of their products (matrix/matrix.h)
 };
 
 enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with
@@ -84,7 +89,7 @@ constexpr int OPTIM_STREAMS = 72;  // at most
 // match no tensor, are too many or do not go together.
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config = nullptr);
 
-// Moves cuts between shards out of tensors whose rule reads whole rows, to the nearer end of the tensor; other cuts
+// Moves cuts between shards out of tensors whose rule reads whole rows or matrices, to the nearer end of the tensor; other cuts
 // stay. `cut` has `cuts` elements of the arena, in rising order.
 void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts);
 

@@ -15,6 +15,9 @@
 
 constexpr int OVERRIDES = 16;  // at most
 
+// The tensors that rules of matrices leave to adamw: embeddings, of which one is the head, and vectors.
+constexpr const char* MATRIX_REST = "wte|wpe|ln*|*.bias";
+
 struct Override {
     char patterns[128];                        // as typed, without spaces; part of the names of a checkpoint's arrays
     char rule[32], weights[32], m[32], v[32];  // "" leaves it as it is

@@ -76,6 +76,10 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     }
     if (!*pattern[1]) pattern[1] = pattern[0];
     const RuleRow* row = find_row(rule_table(), rule);
+    if (row->matrix && tensor->rows == 1) {
+        user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
+                   tensor->name, tensor->name);
+    }
     if (!v) v = row->keeps_v ? config->v : none_row()->name;
     plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name,
                                          find_state(config, m)->name, find_state(config, v)->name, pattern);
@@ -89,6 +93,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     const OptimConfig* config = &plan->launch[0].config;
     if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
     for (int i = 0; i < plan->override_count; i++) {
+        if (strcmp(plan->overrides[i].patterns, MATRIX_REST) == 0) continue;
         for (const char *p = plan->overrides[i].patterns, *end; *p; p = *end ? end + 1 : end) {
             end = p + strcspn(p, "|");
             int t = 0;
@@ -120,6 +125,10 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan->at = (int64_t(*)[SPANS])memory_zero((size_t)count + 1, sizeof(plan->at[0]));
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
+    for (int i = 0; i < plan->launches; i++) {
+        const MatrixRule matrix = find_row(rule_table(), plan->launch[i].config.rule)->matrix;
+        if (matrix == MATRIX_MUON || matrix == MATRIX_NORMUON) plan->launch[i].config.beta1 = config->momentum;
+    }
     return plan;
 }
 
@@ -163,8 +172,8 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
 // Refuses a shard that cuts a tensor with numbers of spans, since these belong to whole tensors.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
     Rows rows = config_rows(&launch->config);
-    if (rows.rule->by_rows) {
-        user_error("%s reads whole rows, and the shard of elements %lld to %lld cuts %s; take --shard none",
+    if (reads_whole(rows.rule)) {
+        user_error("%s reads whole rows or matrices, and the shard of elements %lld to %lld cuts %s; take --shard none",
                    rows.rule->name, (long long)plan->begin, (long long)plan->end, tensor->name);
     }
     for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
@@ -209,7 +218,7 @@ void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count
     Plan* plan = plan_create(config, tensors, count);
     for (int t = 0; t < count; t++) {
         const int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
-        if (!find_row(rule_table(), plan->launch[plan->launch_of[t]].config.rule)->by_rows) continue;
+        if (!reads_whole(find_row(rule_table(), plan->launch[plan->launch_of[t]].config.rule))) continue;
         for (int i = 0; i < cuts; i++) {
             if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
         }

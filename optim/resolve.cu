@@ -1,5 +1,6 @@
 // optim_resolve: the names and values of a configuration, checked, with defaults filled in. A mistake is one sentence
 // that names the option, what was found and what to type.
+#include "matrix/matrix.h"
 #include "storage.h"
 #include "optim.h"
 #include "override.h"
@@ -105,7 +106,10 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     if (config->stored || !rows.weights->feeds_back) return true;
     const char* type = overridden ? "m=e4m3:sr" : "--m e4m3:sr";
     char why[256];
-    if (!rows.rule->divides) {
+    if (rows.rule->matrix) {
+        type = overridden ? "rule=adamw" : "--rule adamw";
+        snprintf(why, sizeof(why), "%s's m passes through products of whole matrices", config->rule);
+    } else if (!rows.rule->divides) {
         type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
@@ -163,12 +167,31 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     return false;
 }
 
+// Rules of matrices leave some tensors to adamw: as the preset says if it has such a rule and its formats are used, else
+// with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else what the preset says, unless
+// that begins so already or is "none".
+static void matrix_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
+    const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->matrix != MATRIX_NONE;
+    const char* more = config->overrides && *config->overrides ? config->overrides : its && !own ? preset->overrides : "";
+    char rest[256];
+    if (strcmp(more, NONE) == 0 || strncmp(more, MATRIX_REST, strlen(MATRIX_REST)) == 0) return;
+    snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
+             has_v ? preset->v : "fp32");
+    if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
+    const size_t bytes = strlen(rest) + strlen(more) + 3;
+    char* both = (char*)memory_take(bytes);  // lives as long as the process, as the options do
+    snprintf(both, bytes, "%s%s%s", rest, *more ? "; " : "", more);
+    config->overrides = both;
+}
+
 // A preset's overrides go with its formats; a checkpoint has only those that it names.
 static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
                      (strcmp(config->v, preset->v) == 0 || !find_row(rule_table(), config->rule)->keeps_v);
-    if (its && !config->stored) take_default(&config->overrides, preset->overrides);
+    const bool matrix = find_row(rule_table(), config->rule)->matrix != MATRIX_NONE;
+    if (matrix && !config->stored) matrix_overrides(config, preset, its);
+    if (its && !matrix && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
@@ -188,6 +211,20 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
         }
     }
     return true;
+}
+
+static bool resolve_matrix(const OptimConfig* config, char* error, size_t bytes) {
+    NewtonSchulz coefficients;
+    const float momentum = config->momentum, steps = (float)config->ns_steps;
+    if (!newton_schulz_coefficients(config->ns_coefficients, 0, &coefficients)) {
+        snprintf(error, bytes, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
+                 NEWTON_SCHULZ_NAMES);
+        return false;
+    }
+    return resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
+                          error, bytes) &&
+           resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error,
+                          bytes);
 }
 
 double optim_usual_lr(const char* rule, int64_t channels) {
@@ -219,7 +256,7 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
            resolve_state(config, "--m", &config->m, error, bytes) &&
            resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
            optim_feedback_fits(config, false, error, bytes) && resolve_decay_mode(config, error, bytes) &&
-           resolve_overrides(config, error, bytes) &&
+           resolve_overrides(config, error, bytes) && resolve_matrix(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
            resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error, bytes) &&

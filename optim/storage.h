@@ -35,6 +35,7 @@ struct RuleRow {
     bool by_rows;    // v is one number a row (rows.cuh); keeps_v is then false
     bool decoupled;  // the decay does not pass through the gradient
     bool divides;    // the update divides by the root of v
+    MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
     double slower;   // adamw's usual learning rate over this rule's
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
@@ -47,6 +48,7 @@ const Table<FormatRow>& weights_table();
 const Table<FormatRow>& grads_table();
 const Table<FormatRow>& state_table();
 const Table<PresetRow>& preset_table();
+const RuleRow* matrix_apply_row();                // the second step of a rule that reads matrices
 const FormatRow* none_row();                      // for a state that a rule does not keep
 const FormatRow* row_moments_row();               // the v of a rule that reads rows
 const FormatRow* compute_row(OptimType compute);  // the type that the matmuls read
@@ -60,6 +62,14 @@ Rows config_rows(const OptimConfig* config);
 
 // The row of a moment's format, "none" and the user's own included; null if there is none of this name.
 const FormatRow* find_state(const OptimConfig* config, const char* name);
+
+// True if a rule reads more than an element, so that no tensor of it may be cut between shards.
+bool reads_whole(const RuleRow* rule);
+
+// The storages of the two steps of a rule that reads matrices: from the gradient to its direction, which takes the
+// weights' place in fp32; and from the update, which takes the gradient's place, to the weights.
+Rows moment_rows(const Rows* rows);
+Rows apply_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
 const void* built_in_kernel(const Rows* rows, bool copy);

@@ -42,6 +42,7 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .by_rows = T::BY_ROWS,
             .decoupled = T::DECOUPLED,
             .divides = T::ADAPTIVE,
+            .matrix = T::MATRIX,
             .slower = slower,
             .update = EachElement<T>::update};
 }
@@ -56,7 +57,7 @@ constexpr Table<Row> table_of(const Row (&rows)[COUNT]) {
 #define RULE_ROW(NAME, NOTE, SLOWER, TYPE) rule_row<TYPE>(NAME, NOTE, SLOWER, #TYPE),
 
 const Table<RuleRow>& rule_table() {
-    static const RuleRow rows[] = {OPTIM_RULES(RULE_ROW)};
+    static const RuleRow rows[] = {OPTIM_RULES(RULE_ROW) OPTIM_MATRIX_RULES(RULE_ROW)};
     static const Table<RuleRow> table = table_of(rows);
     return table;
 }
@@ -82,6 +83,11 @@ const Table<FormatRow>& state_table() {
 const Table<PresetRow>& preset_table() {
     static const Table<PresetRow> table = table_of(PRESETS);
     return table;
+}
+
+const RuleRow* matrix_apply_row() {
+    static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
+    return &row;
 }
 
 const FormatRow* none_row() {
@@ -115,4 +121,17 @@ Rows config_rows(const OptimConfig* config) {
     }
     if (rows.rule->by_rows) rows.v = row_moments_row();
     return rows;
+}
+
+bool reads_whole(const RuleRow* rule) {
+    return rule->by_rows || rule->matrix != MATRIX_NONE;
+}
+
+Rows moment_rows(const Rows* rows) {
+    return {rows->rule, find_row(weights_table(), "fp32"), rows->grads, rows->m,
+            rows->rule->by_rows ? none_row() : rows->v};
+}
+
+Rows apply_rows(const Rows* rows) {
+    return {matrix_apply_row(), rows->weights, find_row(grads_table(), "fp32"), none_row(), none_row()};
 }

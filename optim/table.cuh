@@ -26,6 +26,7 @@
 #include "rules/adamw.cuh"
 #include "rules/ademamix.cuh"
 #include "rules/lion.cuh"
+#include "rules/muon.cuh"
 #include "rules/sgd.cuh"
 
 // ROW(name, when to use, adamw's usual learning rate over the rule's, type)
@@ -37,6 +38,13 @@
     ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
         AdEMAMix)                                                                                                   \
     ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)
+
+// Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have another
+// rule; MATRIX_REST (override.h) gives them adamw.
+#define OPTIM_MATRIX_RULES(ROW)                                                                                       \
+    ROW("muon", "orthogonalised momentum (--momentum, --ns-steps, --ns-coefficients) for matrices; the rest is adamw", \
+        1, Muon)                                                                                                      \
+    ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)
 
 #define OPTIM_WEIGHTS(ROW)                                                                                          \
     ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>) \
@@ -237,12 +245,33 @@ constexpr PresetRow PRESETS[] = {
      .v = "sqrt4/32@dq8",
      .note = "2 bytes a parameter in all; beta2 up to 0.95",
      .overrides = "ln*|*.bias: weights=bf16:sr"},
+    {.name = "muon",
+     .rule = "muon",
+     .weights = "bf16+fp32",
+     .m = "fp32",
+     .v = "none",
+     .note = "muon with an fp32 momentum; the rest as adamw32",
+     .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+    {.name = "muon8",
+     .rule = "muon",
+     .weights = "bf16:sr",
+     .m = "soft8/32",
+     .v = "none",
+     .note = "8-bit momentum; the rest as adamw8c",
+     .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=soft8/32 v=sqrt8/32"},
+    {.name = "muon4",
+     .rule = "muon",
+     .weights = "bf16:sr",
+     .m = "de4/32@dq8",
+     .v = "none",
+     .note = "2.53 bytes a parameter; the rest as adamw4l",
+     .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
 };
 constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);
 
 // The names of each table, in order.
 #define OPTIM_NAME(NAME, ...) NAME,
-constexpr const char* RULE_NAMES[] = {OPTIM_RULES(OPTIM_NAME)};
+constexpr const char* RULE_NAMES[] = {OPTIM_RULES(OPTIM_NAME) OPTIM_MATRIX_RULES(OPTIM_NAME)};
 constexpr const char* WEIGHTS_NAMES[] = {OPTIM_WEIGHTS(OPTIM_NAME)};
 constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
 constexpr const char* STATE_NAMES[] = {OPTIM_STATES(OPTIM_NAME)};

@@ -89,6 +89,7 @@ TEST(override_rule) {
     for (const char* rule : RULE_NAMES) {
         char overrides[64];
         snprintf(overrides, sizeof(overrides), "h.0: rule=%s", rule);
+        if (find_row(rule_table(), rule)->matrix) continue;  // matrix.cu
         if (!is(rule, "adamw")) check_rules_mixed(test, overrides, rule, false);
     }
 }

@@ -828,7 +828,7 @@ TEST(optim_every_length_equals_cpu_gpu) {
     for (int64_t length : lengths) {
         Model model = make_model(&length, 1);
         bool large = length > 5000;
-        for (int preset = 0; preset < PRESET_COUNT; preset++) {
+        for (int preset = 0; preset < ELEMENT_PRESETS; preset++) {
             for (int compute = 0; compute < 2; compute++) {
                 if (large && compute != preset % 2) continue;
                 OptimConfig config = preset_config(preset_names[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32");
@@ -838,7 +838,7 @@ TEST(optim_every_length_equals_cpu_gpu) {
             }
         }
     }
-    snprintf(test->note, sizeof(test->note), "%d presets", PRESET_COUNT);
+    snprintf(test->note, sizeof(test->note), "%d presets", ELEMENT_PRESETS);
     device_close(&gpu);
 }
 
@@ -853,7 +853,7 @@ TEST(optim_every_preset_equals_cpu_gpu) {
             compare_with_cpu(test, &gpu, &config, &model, OPTIM_BF16, 20, "mixed lengths");
         }
     }
-    snprintf(test->note, sizeof(test->note), "%d presets x 2 kinds of gradients x 20 steps", PRESET_COUNT);
+    snprintf(test->note, sizeof(test->note), "%d presets x 2 kinds of gradients x 20 steps", ELEMENT_PRESETS);
     device_close(&gpu);
 }
 

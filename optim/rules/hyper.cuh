@@ -30,9 +30,13 @@ struct Hyper {
     float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
 };
 
+// What a rule does with whole matrices (matrix/matrix.h); MATRIX_NONE: nothing.
+enum MatrixRule { MATRIX_NONE, MATRIX_MUON, MATRIX_NORMUON };
+
 // The optional members of a rule.
 struct RuleDefaults {
     static constexpr bool BY_ROWS = false;
+    static constexpr MatrixRule MATRIX = MATRIX_NONE;
 };
 
 // a + rest (x - a), and a + rest (x^2 - a).

@@ -1,0 +1,312 @@
+// See matrix.h.
+#include "matrix.h"
+
+#include "../../kernels/matmul.cuh"
+#include "../rules/muon.cuh"
+
+constexpr int64_t CHUNK_ELEMENTS = 1 << 25;
+constexpr int SLICES = 16;  // of a matrix, whose sums of squares are added in order
+constexpr float NORM_EPS = 1e-7f;
+
+// Dimensions are padded with zeros, which stay zero, to what bf16 products want.
+static int64_t padded(int64_t n) {
+    return ceil_div(n, 8) * 8;
+}
+
+// The plan.
+
+static int compare_shapes(const void* a, const void* b) {
+    const Matrix *x = (const Matrix*)a, *y = (const Matrix*)b;
+    if (x->rows != y->rows) return x->rows < y->rows ? -1 : 1;
+    if (x->cols != y->cols) return x->cols < y->cols ? -1 : 1;
+    return x->at < y->at ? -1 : x->at > y->at;
+}
+
+static bool same_shape(const Matrix* a, const Matrix* b) {
+    return a->rows == b->rows && a->cols == b->cols;
+}
+
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+// Sorts a chunk's matrices, from number `first` on, into batches.
+static void chunk_close(MatrixPlan* plan, int first) {
+    MatrixChunk* chunk = &plan->chunk[plan->chunks - 1];
+    qsort(plan->matrix + first, plan->matrices - first, sizeof(Matrix), compare_shapes);
+    chunk->batch = plan->batches;
+    for (int i = first; i < plan->matrices; i++) {
+        const Matrix* matrix = &plan->matrix[i];
+        if (i == first || !same_shape(matrix, matrix - 1)) plan->batch[plan->batches++] = {i, 0};
+        MatrixBatch* batch = &plan->batch[plan->batches - 1];
+        batch->count++;
+        const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
+        const int64_t bf16s = 2 * (padded(rows) * padded(cols) + padded(side) * padded(side)) * batch->count;
+        const int64_t floats = 2 * (rows * cols + side * side);  // the CPU takes one matrix at a time
+        plan->work = larger(plan->work, larger(bf16s * 2, floats * 4));
+        plan->sums = larger(plan->sums, batch->count * (SLICES + 2 * rows + 1) * (int64_t)sizeof(float));
+    }
+    chunk->batches = plan->batches - chunk->batch;
+    plan->scratch = larger(plan->scratch, (chunk->end - chunk->begin) * (int64_t)sizeof(float));
+}
+
+MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
+    MatrixPlan its = {};
+    int64_t matrices = 1, tile = 0;
+    for (int t = 0; t < count; t++) matrices += tensors[t].parts;
+    its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
+    its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
+    its.chunk = (MatrixChunk*)memory_zero((size_t)count + 1, sizeof(MatrixChunk));
+    int first = 0;  // matrix of the chunk
+    for (int t = 0; t < count; t++) {
+        const OptimTensor* tensor = &tensors[t];
+        const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
+        if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
+        MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
+        if (!chunk || end - chunk->begin > CHUNK_ELEMENTS) {
+            if (chunk) chunk_close(&its, first);
+            first = its.matrices;
+            chunk = &its.chunk[its.chunks++];
+            *chunk = {begin, begin, tile, 0, 0, 0};
+        }
+        const int64_t rows = tensor->rows / tensor->parts;
+        const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
+        for (int part = 0; part < tensor->parts; part++) {
+            its.matrix[its.matrices++] = {begin - chunk->begin + part * rows * tensor->cols, row + part * rows,
+                                          (int)rows, (int)tensor->cols};
+        }
+        chunk->end = end;
+        chunk->tiles += elements / TILE_ELEMENTS;
+        tile += elements / TILE_ELEMENTS;
+    }
+    if (its.chunks) chunk_close(&its, first);
+    return its;
+}
+
+void matrix_plan_free(MatrixPlan* plan) {
+    free(plan->matrix);
+    free(plan->batch);
+    free(plan->chunk);
+}
+
+// Newton-Schulz.
+
+bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coefficients) {
+    // Jordan's, the same in every step; and Polar Express (Amsel et al., arXiv 2505.16932), with its safety of 1.01 to
+    // the power of the degree, whose last ones repeat.
+    static const NewtonSchulz polar[] = {{8.2051f, -22.9019f, 16.4607f}, {4.0664f, -2.8612f, 0.5184f},
+                                         {3.9096f, -2.8234f, 0.5250f},   {3.2856f, -2.4153f, 0.4853f},
+                                         {2.2779f, -1.6198f, 0.3985f},   {1.8750f, -1.2500f, 0.3750f}};
+    const bool express = strcmp(name, "polar-express") == 0;
+    *coefficients = express ? polar[step < 5 ? step : 5] : NewtonSchulz{3.4445f, -4.7750f, 2.0315f};
+    return express || strcmp(name, "jordan") == 0;
+}
+
+// `count` matrices of `rows` x `cols`, one after another, in x; y has room for as many, and `a` and `b` for as many of
+// the shorter side squared. Returns where the result is: x or y.
+template <class T>
+static T* newton_schulz(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t rows,
+                        int64_t cols, int64_t count) {
+    const bool tall = rows > cols;
+    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
+    for (int step = 0; step < config->ns_steps; step++) {
+        NewtonSchulz c;
+        newton_schulz_coefficients(config->ns_coefficients, step, &c);
+        const MatmulProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, count, size, size, square};
+        matmul_product<T, T>(dev, &gram, a, x, x, nullptr);
+        const MatmulProduct square_of = {side, side, side, false, false, c.c, c.b, count, square, square, square};
+        matmul_product<T, T>(dev, &square_of, b, a, a, a);
+        const MatmulProduct next = {rows, cols, side, false, false, 1.0f, c.a, count, tall ? size : square,
+                                    tall ? square : size, size};
+        matmul_product<T, T>(dev, &next, y, tall ? x : b, tall ? b : x, x);
+        T* other = x;
+        x = y, y = other;
+    }
+    return x;
+}
+
+static bool by_rows(const OptimConfig* config) {
+    return find_row(rule_table(), config->rule)->matrix == MATRIX_NORMUON;
+}
+
+// Part 2, plainly.
+
+static double sum_of_squares(const float* x, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+    return sum;
+}
+
+// NorMuon's v of the rows of x, and the factor of each row.
+static void rows_cpu(const OptimConfig* config, const Matrix* m, float* x, const float* now, float* next) {
+    const float rest2 = (float)(1.0 - (double)config->beta2);
+    for (int64_t i = 0; i < m->rows; i++) {
+        float* row = x + i * m->cols;
+        const float mean = (float)(sum_of_squares(row, m->cols) / m->cols);
+        next[m->row + i] = canonical(exact_fma(rest2, exact_add(mean, -now[m->row + i]), now[m->row + i]));
+        const float factor = 1.0f / (sqrtf(next[m->row + i]) + config->eps);
+        for (int64_t j = 0; j < m->cols; j++) row[j] *= factor;
+    }
+}
+
+static void update_cpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const Matrix* m,
+                       const float* now, float* next) {
+    const int64_t size = (int64_t)m->rows * m->cols, side = m->rows < m->cols ? m->rows : m->cols;
+    float *u = work->scratch + m->at, *x = (float*)work->work, *y = x + size, *a = y + size, *b = a + side * side;
+    const float inverse = 1.0f / ((float)sqrt(sum_of_squares(u, size)) + NORM_EPS);
+    for (int64_t i = 0; i < size; i++) x[i] = u[i] * inverse;
+    x = newton_schulz<float>(dev, config, x, y, a, b, m->rows, m->cols, 1);
+    float factor = 0.2f * sqrtf((float)(m->rows > m->cols ? m->rows : m->cols));
+    if (by_rows(config)) {
+        rows_cpu(config, m, x, now, next);
+        factor = 0.2f * sqrtf((float)size) / ((float)sqrt(sum_of_squares(x, size)) + NORM_EPS);
+    }
+    for (int64_t i = 0; i < size; i++) u[i] = x[i] * factor;
+}
+
+// Part 2 on a GPU, for a batch of matrices of one shape at a time.
+#ifdef __CUDACC__
+struct BatchArguments {
+    const Matrix* matrix;  // (count)
+    float* scratch;
+    int rows, cols, padded_rows, padded_cols;
+    float* slices;   // (count, SLICES)
+    float* factors;  // (count, rows): of each row
+    float* squares;  // (count, rows): sum of the squares of each row of Y
+    float* norms;    // (count): 0.2 sqrt(R C) / ||Y||
+};
+
+// grid (SLICES, count), block 256; deterministic.
+__global__ void __launch_bounds__(256) matrix_norm_kernel(BatchArguments batch) {
+    const float* u = batch.scratch + batch.matrix[blockIdx.y].at;
+    const int64_t size = (int64_t)batch.rows * batch.cols;
+    float sum = 0.0f;
+    for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * SLICES) sum = exact_fma(u[i], u[i], sum);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) batch.slices[blockIdx.y * SLICES + blockIdx.x] = sum;
+}
+
+// Writes X, padded. grid (any, count), block 256; deterministic.
+__global__ void __launch_bounds__(256) matrix_pack_kernel(BatchArguments batch, bf16* x) {
+    const float* u = batch.scratch + batch.matrix[blockIdx.y].at;
+    const int64_t size = (int64_t)batch.padded_rows * batch.padded_cols;
+    float sum = 0.0f;
+    for (int s = 0; s < SLICES; s++) sum += batch.slices[blockIdx.y * SLICES + s];
+    const float inverse = 1.0f / (exact_sqrt(sum) + NORM_EPS);
+    x += blockIdx.y * size;
+    for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * (int64_t)gridDim.x) {
+        const int row = (int)(i / batch.padded_cols), col = (int)(i % batch.padded_cols);
+        const bool inside = row < batch.rows && col < batch.cols;
+        x[i] = __float2bfloat16(inside ? u[(int64_t)row * batch.cols + col] * inverse : 0.0f);
+    }
+}
+
+// NorMuon's v. grid (ceil(rows / 8), count), block 256, a warp a row; deterministic.
+__global__ void __launch_bounds__(256)
+    matrix_rows_kernel(BatchArguments batch, const bf16* x, const float* now, float* next, float rest2, float eps) {
+    const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= batch.rows) return;
+    x += ((int64_t)blockIdx.y * batch.padded_rows + row) * batch.padded_cols;
+    float sum = 0.0f;
+    for (int i = lane; i < batch.cols; i += 32) sum = exact_fma(to_float(x[i]), to_float(x[i]), sum);
+    sum = warp_sum(sum);
+    if (lane != 0) return;
+    const int64_t i = batch.matrix[blockIdx.y].row + row;
+    const float mean = sum / (float)batch.cols;
+    next[i] = canonical(exact_fma(rest2, exact_add(mean, -now[i]), now[i]));
+    const float factor = 1.0f / (exact_sqrt(next[i]) + eps);
+    batch.factors[blockIdx.y * batch.rows + row] = factor;
+    batch.squares[blockIdx.y * batch.rows + row] = factor * factor * sum;
+}
+
+// grid (count), block 256; deterministic.
+__global__ void __launch_bounds__(256) matrix_rows_norm_kernel(BatchArguments batch) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < batch.rows; i += 256) sum += batch.squares[blockIdx.x * batch.rows + i];
+    sum = block_sum(sum);
+    const float size = (float)batch.rows * (float)batch.cols;
+    if (threadIdx.x == 0) batch.norms[blockIdx.x] = 0.2f * exact_sqrt(size) / (exact_sqrt(sum) + NORM_EPS);
+}
+
+// Writes U; `factor` is 0 where each row has its own. grid (any, count), block 256; deterministic.
+__global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch, const bf16* x, float factor) {
+    float* u = batch.scratch + batch.matrix[blockIdx.y].at;
+    const int64_t size = (int64_t)batch.rows * batch.cols;
+    x += (int64_t)blockIdx.y * batch.padded_rows * batch.padded_cols;
+    for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * (int64_t)gridDim.x) {
+        const int row = (int)(i / batch.cols), col = (int)(i % batch.cols);
+        float of_row = factor;
+        if (factor == 0.0f) of_row = batch.norms[blockIdx.y] * batch.factors[blockIdx.y * batch.rows + row];
+        u[i] = to_float(x[(int64_t)row * batch.padded_cols + col]) * of_row;
+    }
+}
+
+__global__ void matrix_begin_kernel(float* unit, const float* grad_scale) {
+    *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u);
+}
+
+static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixBatch* batch,
+                       const float* now, float* next) {
+    const Matrix* first = &work->plan.matrix[batch->first];
+    const int rows = first->rows, cols = first->cols, count = batch->count;
+    const int64_t r = padded(rows), c = padded(cols), size = r * c, side = r < c ? r : c;
+    float* factors = work->sums + count * SLICES;
+    const BatchArguments arguments = {work->matrix + batch->first,
+                                      work->scratch,
+                                      rows,
+                                      cols,
+                                      (int)r,
+                                      (int)c,
+                                      work->sums,
+                                      factors,
+                                      factors + (int64_t)count * rows,
+                                      factors + 2 * (int64_t)count * rows};
+    bf16 *x = (bf16*)work->work, *y = x + size * count, *a = y + size * count, *b = a + side * side * count;
+    const int64_t blocks = ceil_div(size, 256 * 8);
+    const dim3 grid((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
+    matrix_norm_kernel<<<dim3(SLICES, (unsigned)count), 256, 0, dev->stream>>>(arguments);
+    check_launch();
+    matrix_pack_kernel<<<grid, 256, 0, dev->stream>>>(arguments, x);
+    check_launch();
+    x = newton_schulz<bf16>(dev, config, x, y, a, b, r, c, count);
+    float factor = 0.2f * sqrtf((float)(rows > cols ? rows : cols));
+    if (by_rows(config)) {
+        matrix_rows_kernel<<<dim3((unsigned)ceil_div(rows, 8), (unsigned)count), 256, 0, dev->stream>>>(
+            arguments, x, now, next, (float)(1.0 - (double)config->beta2), config->eps);
+        check_launch();
+        matrix_rows_norm_kernel<<<(unsigned)count, 256, 0, dev->stream>>>(arguments);
+        check_launch();
+        factor = 0.0f;
+    }
+    matrix_unpack_kernel<<<grid, 256, 0, dev->stream>>>(arguments, x, factor);
+    check_launch();
+}
+#endif
+
+void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        matrix_begin_kernel<<<1, 1, 0, dev->stream>>>(work->unit, grad_scale);
+        check_launch();
+        return;
+    }
+#endif
+    *work->unit = is_finite(*grad_scale) ? 1.0f : NAN;
+}
+
+void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,
+                   float* next) {
+    const MatrixChunk* taken = &work->plan.chunk[chunk];
+    for (int i = 0; i < taken->batches; i++) {
+        const MatrixBatch* batch = &work->plan.batch[taken->batch + i];
+#ifdef __CUDACC__
+        if (dev->gpu) {
+            update_gpu(dev, config, work, batch, now, next);
+            continue;
+        }
+#endif
+        for (int k = 0; k < batch->count && isfinite(*work->unit); k++) {
+            update_cpu(dev, config, work, &work->plan.matrix[batch->first + k], now, next);
+        }
+    }
+}

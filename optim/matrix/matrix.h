@@ -1,0 +1,82 @@
+// Rules that read whole matrices. A step has three parts, so that formats, rounding and noise are those of every rule:
+//     1. the step's kernel, with the rule's element part (rules/muon.cuh): gradient and momentum -> new momentum, and a
+//        direction u in fp32, in a scratch buffer that takes the weights' place
+//     2. here: products of matrices turn u into the update U, in place
+//     3. the step's kernel again, which takes U for a gradient: p = p (1 - lr wd) - lr U
+// Muon (K. Jordan et al. 2024), u of a matrix of R x C, with a, b, c by --ns-coefficients and 5 steps by --ns-steps:
+//     X = u / (||u|| + 1e-7);  each step:  A = X X^T;  B = b A + c A^2;  X = a X + B X      (Newton-Schulz)
+//     U = 0.2 sqrt(max(R, C)) X
+// X ends near the orthogonal factor of u: all singular values lie near 1. A tall matrix (R > C) takes A = X^T X and X B.
+// The factor 0.2 sqrt(max) is Moonshot's (arXiv 2502.16982): U has the size of an update of adamw, so that matrices and
+// the tensors left to adamw share one learning rate and one decay. NorMuon (arXiv 2510.05491) keeps a v for each row:
+//     v_i = v_i + (1 - beta2) (mean over row i of X^2 - v_i);   Y_i = X_i / (sqrt(v_i) + eps)
+//     U = 0.2 sqrt(R C) Y / ||Y||
+// A tensor of several stacked matrices (GPT-2's queries, keys and values) is that many matrices, as in the papers' runs.
+//
+// Arithmetic. Plain C, in fp32, is the definition. On a GPU X, A and B are rounded to bf16 where they are stored, with
+// fp32 sums. A rounding error E grows like the polynomials' derivatives, at most |a| a step, so in the norm of Frobenius
+//     e' = L e + 2^-9 (||X|| s (|b| ||A|| + |c| (2 ||A|| s^2 + ||A^2||)) + ||B|| s + ||X'||),  s the largest singular
+// value, L the largest |a + 3 b x^2 + 5 c x^4| up to it (dev/unit/matrix.cu computes it beside each comparison).
+// The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts), and
+// its bits do not depend on those beside it.
+//
+// Memory. The launch's tensors are taken in chunks of about 2^25 elements, so the scratch (4 bytes an element of a
+// chunk) and the products' buffers (up to 8) do not grow with the model: at most 384 MB, or what one tensor needs.
+// Cost: 5 (4 m^2 n + 2 m^3) flop a matrix, m its shorter side; one batch for all matrices of a shape in a chunk.
+#pragma once
+#include "../plan.h"
+#include "../storage.h"
+
+struct Matrix {
+    int64_t at;   // its first element in the scratch of its chunk
+    int64_t row;  // number of its first row among those of the launch
+    int rows, cols;
+};
+
+// Matrices of one shape.
+struct MatrixBatch {
+    int first, count;
+};
+
+struct MatrixChunk {
+    int64_t begin, end;  // of the arena
+    int64_t tile, tiles;
+    int batch, batches;
+};
+
+// How the matrices of a launch are taken, and what that needs.
+struct MatrixPlan {
+    Matrix* matrix;
+    MatrixBatch* batch;
+    MatrixChunk* chunk;
+    int matrices, batches, chunks;
+    int64_t scratch, work, sums;  // bytes
+};
+
+// `index` is the launch's. Freed by matrix_plan_free.
+MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count);
+void matrix_plan_free(MatrixPlan* plan);
+
+// Coefficients of a step of Newton-Schulz; `step` counts from 0. False if there are none of this name.
+struct NewtonSchulz {
+    float a, b, c;
+};
+bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coefficients);
+constexpr const char* NEWTON_SCHULZ_NAMES = "jordan or polar-express";
+
+// A launch's buffers, in device memory.
+struct MatrixWork {
+    MatrixPlan plan;
+    Matrix* matrix;  // plan.matrix
+    float* scratch;  // the directions, then the updates, of one chunk
+    void* work;      // X, X', A and B of a batch
+    float* sums;     // sums over matrices and rows of a batch
+    float* unit;     // what multiplies U: 1, or NaN if the step changes nothing
+};
+
+// Part 2 for one chunk. `now` and `next` are the v of rows, of a rule that keeps one.
+void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,
+                   float* next);
+
+// Sets work->unit from the factor of the gradients.
+void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale);

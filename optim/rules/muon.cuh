@@ -1,0 +1,37 @@
+// What Muon (Jordan et al. 2024) and NorMuon (Li et al., arXiv 2510.05491) do with single elements; matrix/matrix.h has
+// the rest. The step before the products keeps the momentum and writes its Nesterov direction u where other rules have
+// the weight:
+//     m = m + (1 - momentum) * (g - m)
+//     u = g + momentum * (m - g)
+// beta1 and rest1 of these rules are those of --momentum. The step after the products applies an update U, which it
+// reads as a gradient of fp32:
+//     p = p * (1 - lr * wd) - lr * U
+#pragma once
+#include "hyper.cuh"
+
+EMBED_SOURCE
+
+struct Muon : RuleDefaults {
+    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
+    static constexpr MatrixRule MATRIX = MATRIX_MUON;
+
+    static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
+        *m = average(*m, g, hyper.rest1);
+        *p = average(g, *m, hyper.beta1);
+    }
+};
+
+// Its v is one number a row of the orthogonal factor, which matrix/ computes.
+struct NorMuon : Muon {
+    static constexpr bool BY_ROWS = true;
+    static constexpr MatrixRule MATRIX = MATRIX_NORMUON;
+};
+
+// Not in the table of rules: the second step of every rule that reads matrices.
+struct MatrixApply : RuleDefaults {
+    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
+
+    static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float*, float*, float*) {
+        *p = exact_fma(-hyper.lr, g, exact_mul(hyper.keep, *p));
+    }
+};
