@@ -312,7 +312,8 @@ void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a,
                    (long long)p->rows, (long long)p->cols, (long long)p->depth);
     }
     matmul_batch(plan, (int32_t)p->batch);
-    check(cublasLtMatmul(dev->cublaslt, plan->desc, &p->alpha, b, plan->a, a, plan->b, &p->beta, p->beta != 0.0f ? c : d,
-                         plan->d, d, plan->d, &plan->algorithm, dev->workspace, WORKSPACE_BYTES, dev->stream));
+    check(cublasLtMatmul(dev->cublaslt, plan->desc, &p->alpha, b, plan->a, a, plan->b, &p->beta,
+                         p->beta != 0.0f ? c : d, plan->d, d, plan->d, &plan->algorithm, dev->workspace,
+                         WORKSPACE_BYTES, dev->stream));
 #endif
 }

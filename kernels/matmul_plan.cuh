@@ -11,8 +11,8 @@
 #pragma once
 #include "common.cuh"
 
-// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first. A batched one
-// (matmul_product) has strides, in elements; others have none.
+// A product d (m, n) = op(a) op(b) in cuBLASLt's column-major terms. Compared byte by byte: zero it first. A batched
+// one (matmul_product) has strides, in elements; others have none.
 struct MatmulShape {
     int64_t m, n, k;
     cublasOperation_t op_a, op_b;

@@ -21,8 +21,7 @@ constexpr int RULE_BASE = __COUNTER__ + 1;
     struct RuleType<__COUNTER__ - RULE_BASE> { \
         typedef TYPE Type;                     \
     };
-OPTIM_RULES(RULE_TYPE) OPTIM_MATRIX_RULES(RULE_TYPE)
-constexpr int WEIGHTS_BASE = __COUNTER__ + 1;
+OPTIM_RULES(RULE_TYPE) OPTIM_MATRIX_RULES(RULE_TYPE) constexpr int WEIGHTS_BASE = __COUNTER__ + 1;
 #define WEIGHTS_TYPE(NAME, NOTE, ...)                \
     template <>                                      \
     struct WeightsType<__COUNTER__ - WEIGHTS_BASE> { \
@@ -96,7 +95,6 @@ template <class Types>
 struct MomentTypes : Types {
     typedef Elementwise<Fp32, NEAREST> Weights;
 };
-
 
 // The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
 template <class Types, class Copy>

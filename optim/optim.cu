@@ -80,7 +80,8 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         int64_t kept = rows.rule->keeps_slow ? 2 : 1;
         bytes.states += format_bytes(rows.m, run) * kept + format_bytes(rows.v, run);
         bytes.tables += format_table_bytes(rows.m, run) * kept + format_table_bytes(rows.v, run);
-        if (rows.rule->by_rows && !rows.rule->matrix) bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
+        if (rows.rule->by_rows && !rows.rule->matrix)
+            bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
         if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
     plan_free(plan);
@@ -295,8 +296,7 @@ static void jit_create(const Device* dev, const OptimConfig* config, OptimType c
     memset(&image, 0, sizeof(image));
     kernel_expression(name, config, rows, compute, expression, sizeof(expression));
     if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
-        !jit_get(expression, architecture, &image, error, user_source(rows)) ||
-        !jit_load(&image, kernel, error)) {
+        !jit_get(expression, architecture, &image, error, user_source(rows)) || !jit_load(&image, kernel, error)) {
         user_error("%s", error);
     }
     jit_free(&image);

@@ -167,12 +167,14 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     return false;
 }
 
-// Rules of matrices leave some tensors to adamw: as the preset says if it has such a rule and its formats are used, else
-// with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else what the preset says, unless
-// that begins so already or is "none".
+// Rules of matrices leave some tensors to adamw: as the preset says if it has such a rule and its formats are used,
+// else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else what the preset says,
+// unless that begins so already or is "none".
 static void matrix_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
     const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->matrix != MATRIX_NONE;
-    const char* more = config->overrides && *config->overrides ? config->overrides : its && !own ? preset->overrides : "";
+    const char* more = config->overrides && *config->overrides ? config->overrides
+                       : its && !own                           ? preset->overrides
+                                                               : "";
     char rest[256];
     if (strcmp(more, NONE) == 0 || strncmp(more, MATRIX_REST, strlen(MATRIX_REST)) == 0) return;
     snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",

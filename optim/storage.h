@@ -32,11 +32,11 @@ struct RuleRow {
     const char* note;
     const char* type;
     bool keeps_v, keeps_slow;
-    bool by_rows;    // v is one number a row (rows.cuh); keeps_v is then false
-    bool decoupled;  // the decay does not pass through the gradient
-    bool divides;    // the update divides by the root of v
+    bool by_rows;       // v is one number a row (rows.cuh); keeps_v is then false
+    bool decoupled;     // the decay does not pass through the gradient
+    bool divides;       // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
-    double slower;   // adamw's usual learning rate over this rule's
+    double slower;      // adamw's usual learning rate over this rule's
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 

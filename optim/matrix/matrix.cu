@@ -116,8 +116,8 @@ static T* newton_schulz(const Device* dev, const OptimConfig* config, T* x, T* y
         matmul_product<T, T>(dev, &gram, a, x, x, nullptr);
         const MatmulProduct square_of = {side, side, side, false, false, c.c, c.b, count, square, square, square};
         matmul_product<T, T>(dev, &square_of, b, a, a, a);
-        const MatmulProduct next = {rows, cols, side, false, false, 1.0f, c.a, count, tall ? size : square,
-                                    tall ? square : size, size};
+        const MatmulProduct next = {
+            rows, cols, side, false, false, 1.0f, c.a, count, tall ? size : square, tall ? square : size, size};
         matmul_product<T, T>(dev, &next, y, tall ? x : b, tall ? b : x, x);
         T* other = x;
         x = y, y = other;

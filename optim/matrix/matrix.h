@@ -6,19 +6,22 @@
 // Muon (K. Jordan et al. 2024), u of a matrix of R x C, with a, b, c by --ns-coefficients and 5 steps by --ns-steps:
 //     X = u / (||u|| + 1e-7);  each step:  A = X X^T;  B = b A + c A^2;  X = a X + B X      (Newton-Schulz)
 //     U = 0.2 sqrt(max(R, C)) X
-// X ends near the orthogonal factor of u: all singular values lie near 1. A tall matrix (R > C) takes A = X^T X and X B.
-// The factor 0.2 sqrt(max) is Moonshot's (arXiv 2502.16982): U has the size of an update of adamw, so that matrices and
-// the tensors left to adamw share one learning rate and one decay. NorMuon (arXiv 2510.05491) keeps a v for each row:
+// X ends near the orthogonal factor of u: all singular values lie near 1. A tall matrix (R > C) takes A = X^T X and X
+// B. The factor 0.2 sqrt(max) is Moonshot's (arXiv 2502.16982): U has the size of an update of adamw, so that matrices
+// and the tensors left to adamw share one learning rate and one decay. NorMuon (arXiv 2510.05491) keeps a v for each
+// row:
 //     v_i = v_i + (1 - beta2) (mean over row i of X^2 - v_i);   Y_i = X_i / (sqrt(v_i) + eps)
 //     U = 0.2 sqrt(R C) Y / ||Y||
-// A tensor of several stacked matrices (GPT-2's queries, keys and values) is that many matrices, as in the papers' runs.
+// A tensor of several stacked matrices (GPT-2's queries, keys and values) is that many matrices, as in the papers'
+// runs.
 //
 // Arithmetic. Plain C, in fp32, is the definition. On a GPU X, A and B are rounded to bf16 where they are stored, with
-// fp32 sums. A rounding error E grows like the polynomials' derivatives, at most |a| a step, so in the norm of Frobenius
+// fp32 sums. A rounding error E grows like the polynomials' derivatives, at most |a| a step, so in the norm of
+// Frobenius
 //     e' = L e + 2^-9 (||X|| s (|b| ||A|| + |c| (2 ||A|| s^2 + ||A^2||)) + ||B|| s + ||X'||),  s the largest singular
 // value, L the largest |a + 3 b x^2 + 5 c x^4| up to it (dev/unit/matrix.cu computes it beside each comparison).
-// The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts), and
-// its bits do not depend on those beside it.
+// The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
+// and its bits do not depend on those beside it.
 //
 // Memory. The launch's tensors are taken in chunks of about 2^25 elements, so the scratch (4 bytes an element of a
 // chunk) and the products' buffers (up to 8) do not grow with the model: at most 384 MB, or what one tensor needs.

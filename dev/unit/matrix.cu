@@ -1,0 +1,510 @@
+// Tests of the rules that read whole matrices: muon and normuon against the papers' equations in double, with bounds
+// that are carried along with the reference; resumes, skipped steps and shards to the bit; what is refused.
+#include "../../optim/jit.h"
+#include "../../optim/matrix/matrix.h"
+#include "../../optim/table.cuh"
+#include "rules.h"
+
+constexpr int TENSORS = 6;
+constexpr int64_t MOST = 96 * 40;
+static const OptimTensor model[TENSORS] = {{"wte.weight", 50, 32, true, 0},
+                                           {"h.0.ln_1.weight", 1, 32, false, 0},
+                                           {"h.0.attn.c_attn.weight", 96, 32, true, 0, 3},
+                                           {"h.0.mlp.c_fc.weight", 96, 40, true, 0},
+                                           {"h.0.mlp.c_proj.weight", 17, 75, true, 0},
+                                           {"h.1.mlp.c_proj.weight", 17, 75, true, 0}};
+constexpr float LR = 0.02f;
+
+struct MatrixRun {
+    Device dev;
+    OptimTensor tensor[TENSORS];
+    Optim* optim;
+};
+
+static OptimConfig matrix_config(const char* rule, const char* weights, const char* m) {
+    OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    char error[1024];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+// Gradients of one size, since a bound of matrices is of norms; some matrix of them is zero in the first step.
+static double matrix_gradient(int step, int t, int64_t i) {
+    return step == 1 && t == 5 ? 0.0 : (double)test_uniform(100 + (uint64_t)step, t * 10000 + i);
+}
+
+// Steps `first` to `last`; in step `bad` the factor is NaN. Gradients of a shard begin at element `begin`.
+static void matrix_steps(MatrixRun* run, int first, int last, int bad = 0, int64_t begin = 0) {
+    int64_t elements = 0;
+    for (const OptimTensor& t : run->tensor) {
+        const int64_t end = t.offset + tensor_padded(&t);
+        elements = end > elements ? end : elements;
+    }
+    float *host = (float*)calloc((size_t)elements, sizeof(float)), *scale = (float*)device_alloc(&run->dev, 4);
+    float* grads = (float*)device_alloc(&run->dev, elements * 4);
+    for (int step = first; step <= last; step++) {
+        const float factor = step == bad ? NAN : 0.5f;
+        for (int t = 0; t < TENSORS; t++) {
+            const int64_t n = run->tensor[t].rows * run->tensor[t].cols;
+            for (int64_t i = 0; i < n; i++) host[run->tensor[t].offset + i] = (float)matrix_gradient(step, t, i);
+        }
+        copy_to_device(&run->dev, grads, host, elements * 4);
+        copy_to_device(&run->dev, scale, &factor, 4);
+        optim_step(run->optim, grads + begin, scale, LR, step);
+    }
+    device_sync(&run->dev);
+    device_free(&run->dev, grads);
+    device_free(&run->dev, scale);
+    free(host);
+}
+
+static void matrix_open(MatrixRun* run, const OptimConfig* config, bool gpu) {
+    static float values[MOST];
+    device_open(&run->dev, gpu, 0);
+    memcpy(run->tensor, model, sizeof(model));
+    optim_layout(run->tensor, TENSORS, config);
+    run->optim = optim_create(&run->dev, config, run->tensor, TENSORS, OPTIM_FP32);
+    for (int t = 0; t < TENSORS; t++) {
+        for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) values[i] = start(t * 10000 + i);
+        optim_set_weights(run->optim, t, values);
+    }
+    optim_decode(run->optim);
+}
+
+static void matrix_close(MatrixRun* run) {
+    optim_free(run->optim);
+    device_close(&run->dev);
+}
+
+// Products and norms in double.
+
+struct Dense {
+    int rows, cols;
+    double x[MOST];
+};
+
+// op(a) op(b), where a `t` transposes.
+static void multiply(Dense* d, const Dense* a, bool at, const Dense* b, bool bt) {
+    const int depth = at ? a->rows : a->cols;
+    d->rows = at ? a->cols : a->rows, d->cols = bt ? b->rows : b->cols;
+    for (int i = 0; i < d->rows; i++) {
+        for (int j = 0; j < d->cols; j++) {
+            double sum = 0.0;
+            for (int k = 0; k < depth; k++) {
+                sum += a->x[at ? k * a->cols + i : i * a->cols + k] * b->x[bt ? j * b->cols + k : k * b->cols + j];
+            }
+            d->x[i * d->cols + j] = sum;
+        }
+    }
+}
+
+static double frobenius(const Dense* a) {
+    double sum = 0.0;
+    for (int i = 0; i < a->rows * a->cols; i++) sum += a->x[i] * a->x[i];
+    return sqrt(sum);
+}
+
+// The largest singular value, from above, of a Gram matrix: by 60 squarings' worth of power iteration and a hundredth.
+static double spectral(const Dense* gram) {
+    double v[128], next[128], norm = 0.0;
+    for (int i = 0; i < gram->rows; i++) v[i] = 1.0 + 0.01 * i;
+    for (int k = 0; k < 60; k++) {
+        norm = 0.0;
+        for (int i = 0; i < gram->rows; i++) {
+            next[i] = 0.0;
+            for (int j = 0; j < gram->cols; j++) next[i] += gram->x[i * gram->cols + j] * v[j];
+            norm += next[i] * next[i];
+        }
+        norm = sqrt(norm);
+        for (int i = 0; i < gram->rows; i++) v[i] = norm > 0.0 ? next[i] / norm : 0.0;
+    }
+    return 1.01 * sqrt(norm);
+}
+
+static double round_bf16(double x) {
+    return (double)Bf16::decode(Bf16::encode((float)x));
+}
+
+static void round_all(Dense* a, bool rounds) {
+    for (int i = 0; rounds && i < a->rows * a->cols; i++) a->x[i] = round_bf16(a->x[i]);
+}
+
+// The slope of a x + b x^3 + c x^5 between 0 and s at its steepest.
+static double steepest(NewtonSchulz c, double s) {
+    double most = 0.0;
+    for (int i = 0; i <= 200; i++) {
+        const double y = s * s * i * i / 40000.0;
+        most = fmax(most, fabs(c.a + 3.0 * c.b * y + 5.0 * c.c * y * y));
+    }
+    return most;
+}
+
+// Newton-Schulz in double, of x divided by its norm. Returns a bound to first order, in the norm of Frobenius, on the
+// error of an arithmetic that rounds what it stores by `unit` of itself and what it adds up, over K terms, by sqrt(K)
+// 2^-24, as independent roundings do (matrix.h has the formula). `rounds`: A, B and X are rounded to bf16, as on a GPU.
+static double reference_polar(const OptimConfig* config, Dense* x, double unit, bool rounds) {
+    static Dense gram, square, b, product;
+    const bool tall = x->rows > x->cols;
+    const double norm = frobenius(x), sums = ldexp(sqrt(tall ? x->rows : x->cols), -24);
+    for (int i = 0; i < x->rows * x->cols; i++) x->x[i] /= norm + 1e-7;
+    round_all(x, rounds);
+    double error = (unit + 64 * ldexp(1.0, -24)) * frobenius(x);
+    for (int step = 0; step < config->ns_steps; step++) {
+        NewtonSchulz c;
+        newton_schulz_coefficients(config->ns_coefficients, step, &c);
+        multiply(&gram, x, tall, x, !tall);
+        const double s = 1.02 * spectral(&gram), size = frobenius(x), of_gram = frobenius(&gram);
+        round_all(&gram, rounds);
+        multiply(&square, &gram, false, &gram, false);
+        b = gram;
+        for (int i = 0; i < b.rows * b.cols; i++) b.x[i] = c.b * gram.x[i] + c.c * square.x[i];
+        round_all(&b, rounds);
+        multiply(&product, tall ? x : &b, false, tall ? &b : x, false);
+        for (int i = 0; i < x->rows * x->cols; i++) x->x[i] = c.a * x->x[i] + product.x[i];
+        round_all(x, rounds);
+        const double a_error = unit * of_gram + sums * size * size, a = of_gram;
+        const double b_error = unit * frobenius(&b) + sums * (fabs(c.c) * a * a + fabs(c.b) * a) +
+                               (fabs(c.b) + 2.0 * fabs(c.c) * s * s) * a_error;
+        const double x_error = unit * frobenius(x) + sums * (c.a + frobenius(&b)) * size + s * b_error;
+        error = steepest(c, s) * error + x_error;
+    }
+    return error;
+}
+
+// The update U of direction x, and a bound on its error; NorMuon's v and the bound on it are kept in `v` and `v_error`.
+static double reference_update(const OptimConfig* config, Dense* x, double* v, double* v_error, double unit,
+                               bool rounds) {
+    double error = reference_polar(config, x, unit, rounds);
+    const int rows = x->rows, cols = x->cols;
+    double factor = 0.2 * sqrt(rows > cols ? rows : cols);
+    if (is(config->rule, "normuon")) {
+        double of_y = 0.0, largest = 0.0;
+        for (int i = 0; i < rows; i++) {
+            double sum = 0.0;
+            for (int j = 0; j < cols; j++) sum += x->x[i * cols + j] * x->x[i * cols + j];
+            const double rest2 = 1.0 - (double)config->beta2;
+            v[i] += rest2 * (sum / cols - v[i]);
+            v_error[i] += rest2 * ((2.0 * sqrt(sum) * error + 1e-6 * sum) / cols - v_error[i]);
+            const double root = sqrt(v[i]) + (double)config->eps, lost = v_error[i] / (2.0 * v[i]);
+            for (int j = 0; j < cols; j++) x->x[i * cols + j] /= root;
+            largest = fmax(largest, 1.0 / root);
+            of_y = fmax(of_y, lost * sqrt(sum) / root);  // the squares of the rows' errors add up to error^2
+        }
+        error = largest * error + of_y;
+        factor = 0.2 * sqrt((double)rows * cols) / (frobenius(x) + 1e-7);
+        error *= 2.0;  // the factor's own
+    }
+    for (int i = 0; i < rows * cols; i++) x->x[i] *= factor;
+    return factor * error + 1e-6 * frobenius(x);
+}
+
+constexpr int STEPS = 5;
+
+// Five steps of a matrix, part `part` of tensor t, in double; `p` receives the weights. Returns the bound. `rounds`:
+// the products' operands are rounded to bf16.
+static double reference_steps(const OptimConfig* config, int t, int part, Dense* p, double unit, bool rounds = false) {
+    static Dense u, m;
+    double v[128] = {}, v_error[128] = {}, bound = 0.0;
+    const int rows = (int)(model[t].rows / model[t].parts), cols = (int)model[t].cols, n = rows * cols;
+    p->rows = u.rows = m.rows = rows, p->cols = u.cols = m.cols = cols;
+    for (int i = 0; i < n; i++) p->x[i] = start(t * 10000 + part * n + i), m.x[i] = 0.0;
+    for (int step = 1; step <= STEPS; step++) {
+        const double mu = config->momentum, lr = LR;
+        for (int i = 0; i < n; i++) {
+            const double g = 0.5 * matrix_gradient(step, t, part * n + i);
+            m.x[i] = mu * m.x[i] + (1.0 - mu) * g;
+            u.x[i] = (1.0 - mu) * g + mu * m.x[i];
+        }
+        const double error = frobenius(&u) > 0.0 ? reference_update(config, &u, v, v_error, unit, rounds) : 0.0;
+        for (int i = 0; i < n; i++) p->x[i] = p->x[i] * (1.0 - lr * (double)config->weight_decay) - lr * u.x[i];
+        bound += lr * error + 4.0 * ldexp(1.0, -24) * frobenius(p);
+    }
+    return bound;
+}
+
+// On a GPU the bound, which holds for any roundings, is wider than the update itself; there the error is also held to
+// four times that of a reference which rounds at the same places.
+static void check_against_double(Test* test, const OptimConfig* config, bool gpu) {
+    static Dense p, rounded;
+    static float got[MOST];
+    MatrixRun run;
+    matrix_open(&run, config, gpu);
+    matrix_steps(&run, 1, STEPS);
+    double worst = 0.0, share = 0.0;
+    for (int t = 2; t < TENSORS; t++) {
+        optim_get_weights(run.optim, t, got);
+        for (int part = 0; part < model[t].parts; part++) {
+            double bound = reference_steps(config, t, part, &p, ldexp(1.0, gpu ? -9 : -24)), sum = 0.0, usual = 0.0;
+            const int n = p.rows * p.cols;
+            if (gpu) reference_steps(config, t, part, &rounded, 0.0, true);
+            for (int i = 0; i < n; i++) {
+                sum += pow((double)got[part * n + i] - p.x[i], 2);
+                usual += gpu ? pow(rounded.x[i] - p.x[i], 2) : 0.0;
+            }
+            if (gpu) bound = fmin(bound, 4.0 * sqrt(usual));
+            worst = fmax(worst, sqrt(sum) / bound);
+            // Updates of five steps, each 0.2 in every element.
+            share = fmax(share, bound / (STEPS * (double)LR * 0.2 * sqrt(n)));
+        }
+    }
+    expect(worst <= 1.0, "%s, %s: %g of the bound", config->rule, config->ns_coefficients, worst);
+    expect(worst > 1e-5 && share < 0.5, "%s: the bound tells nothing, %g and %g", config->rule, worst, share);
+    size_t used = strlen(test->note);
+    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g of the bound, which is %.1g of the steps",
+             used ? ", " : "", config->rule, worst, share);
+    matrix_close(&run);
+}
+
+static void check_all_against_double(Test* test, bool gpu) {
+    for (const char* rule : {"muon", "normuon"}) {
+        for (const char* coefficients : {"jordan", "polar-express"}) {
+            OptimConfig config = matrix_config(rule, "fp32", "fp32");
+            config.ns_coefficients = coefficients;
+            check_against_double(test, &config, gpu);
+        }
+    }
+}
+
+TEST(matrix_against_double) {
+    check_all_against_double(test, false);
+}
+
+TEST(matrix_against_double_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    check_all_against_double(test, true);
+}
+
+// The bound, for a rounding to bf16 where a GPU has one.
+TEST(matrix_bound_of_bf16) {
+    static Dense exact, rounded;
+    double worst = 0.0, share = 0.0;
+    for (int shape = 0; shape < 4; shape++) {
+        const int rows[] = {32, 96, 17, 40}, cols[] = {32, 40, 75, 40};
+        OptimConfig config = matrix_config("muon", "fp32", "fp32");
+        exact.rows = rows[shape], exact.cols = cols[shape];
+        for (int i = 0; i < exact.rows * exact.cols; i++) exact.x[i] = test_uniform(9, shape * 10000 + i);
+        if (shape == 3) {  // of low rank, whose small singular values grow most
+            for (int i = 0; i < 1600; i++) exact.x[i] = 1.0 + 0.01 * exact.x[i];
+        }
+        rounded = exact;
+        const double bound = reference_polar(&config, &exact, ldexp(1.0, -9), false);
+        reference_polar(&config, &rounded, 0.0, true);
+        for (int i = 0; i < exact.rows * exact.cols; i++) rounded.x[i] -= exact.x[i];
+        worst = fmax(worst, frobenius(&rounded) / bound), share = fmax(share, bound / frobenius(&exact));
+    }
+    expect(worst <= 1.0 && worst > 1e-3, "%g of the bound", worst);
+    snprintf(test->note, sizeof(test->note), "%.2g of the bound, which is at most %.2g of the result", worst, share);
+}
+
+TEST(matrix_orthogonalises) {
+    // Jordan's polynomial leaves singular values in 0.68 to 1.14; Polar Express with the margins of its coefficients
+    // for rounding, whose product is about 0.9, below 1.
+    static Dense x, gram;
+    for (const char* coefficients : {"jordan", "polar-express"}) {
+        OptimConfig config = matrix_config("muon", "fp32", "fp32");
+        config.ns_coefficients = coefficients;
+        x.rows = 24, x.cols = 96;
+        for (int i = 0; i < x.rows * x.cols; i++) x.x[i] = test_uniform(3, i);
+        reference_polar(&config, &x, 0.0, false);
+        multiply(&gram, &x, false, &x, true);
+        for (int i = 0; i < gram.rows; i++) gram.x[i * gram.cols + i] -= 1.0;
+        const double off = spectral(&gram);
+        expect(off * off <= (is(coefficients, "jordan") ? 0.56 : 0.3), "%s: X X^T is %g off", coefficients, off * off);
+    }
+}
+
+static bool same_streams(const MatrixRun* a, const MatrixRun* b) {
+    bool same = optim_stream_count(a->optim) == optim_stream_count(b->optim);
+    for (int s = 0; s < optim_stream_count(a->optim) && same; s++) {
+        OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
+        const int64_t bytes = x.elements * x.element_bytes;
+        char *of_a = (char*)malloc((size_t)bytes + 1), *of_b = (char*)malloc((size_t)bytes + 1);
+        copy_to_host(&a->dev, of_a, x.data, bytes);
+        copy_to_host(&b->dev, of_b, y.data, bytes);
+        same = is(x.name, y.name) && x.elements == y.elements && memcmp(of_a, of_b, (size_t)bytes) == 0;
+        free(of_a);
+        free(of_b);
+    }
+    return same;
+}
+
+static bool same_weights(const MatrixRun* a, const MatrixRun* b, int tensor) {
+    static float x[2][MOST];
+    optim_get_weights(a->optim, tensor, x[0]);
+    optim_get_weights(b->optim, tensor, x[1]);
+    return memcmp(x[0], x[1], (size_t)(model[tensor].rows * model[tensor].cols) * sizeof(float)) == 0;
+}
+
+// A step that changes nothing, a resume from the streams, and shards: equal bits.
+static void check_resume_and_shards(Test* test, const OptimConfig* config, bool gpu) {
+    MatrixRun whole, first, second;
+    for (MatrixRun* run : {&whole, &first, &second}) matrix_open(run, config, gpu);
+    matrix_steps(&whole, 1, 6);
+    matrix_steps(&first, 1, 3);
+    matrix_steps(&first, 4, 4, 4);
+    for (int s = 0; s < optim_stream_count(first.optim); s++) {
+        OptimStream from = optim_stream(first.optim, s), to = optim_stream(second.optim, s);
+        const int64_t bytes = from.elements * from.element_bytes;
+        void* host = malloc((size_t)bytes + 1);
+        copy_to_host(&first.dev, host, from.data, bytes);
+        copy_to_device(&second.dev, to.data, host, bytes);
+        free(host);
+    }
+    const char* what = config->m;
+    expect(!same_streams(&whole, &second), "%s, m %s: nothing moves", config->rule, what);
+    matrix_steps(&second, 4, 6);
+    expect(same_streams(&whole, &second), "%s, m %s: resumed", config->rule, what);
+    OptimBytes plan = optim_bytes(config, whole.tensor, TENSORS, OPTIM_FP32), real = optim_allocated(whole.optim);
+    expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s, m %s: planned and allocated", config->rule, what);
+    int64_t cut[] = {0, 0, 0, 0, 0}, elements = 0;
+    for (const OptimTensor& t : whole.tensor) {
+        const int64_t end = t.offset + tensor_padded(&t);
+        elements = end > elements ? end : elements;
+    }
+    for (int k = 0; k <= 4; k++) cut[k] = elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
+    optim_cuts(config, whole.tensor, TENSORS, cut, 5);
+    int held = 0;
+    for (int k = 0; k < 4; k++) {
+        OptimConfig part = *config;
+        part.begin = cut[k], part.end = cut[k + 1];
+        if (part.begin == part.end) continue;
+        MatrixRun shard;
+        matrix_open(&shard, &part, gpu);
+        matrix_steps(&shard, 1, 6, 0, part.begin);
+        for (int t = 0; t < TENSORS; t++) {
+            const int64_t begin = shard.tensor[t].offset, end = begin + tensor_padded(&shard.tensor[t]);
+            if (begin < part.begin || end > part.end) continue;
+            held++;
+            expect(same_weights(&whole, &shard, t), "%s, m %s: shard %d, %s", config->rule, what, k, model[t].name);
+        }
+        matrix_close(&shard);
+    }
+    expect(held >= TENSORS - 1, "%d tensors are whole in a shard", held);  // adamw's may be cut
+    for (MatrixRun* run : {&whole, &first, &second}) matrix_close(run);
+}
+
+static void check_all_resume_and_shards(Test* test, bool gpu) {
+    const char* const formats[][2] = {{"fp32", "fp32"},          {"bf16+fp32", "bf16:sr"},   {"bf16:sr", "soft8/32"},
+                                      {"lin8:sr", "de4/32@dq8"}, {"bf16+8:sr", "nf4/64:sr"}, {"bf16", "e4m3/tensor"}};
+    for (const char* rule : {"muon", "normuon"}) {
+        for (const auto& format : formats) {
+            OptimConfig config = matrix_config(rule, format[0], format[1]);
+            check_resume_and_shards(test, &config, gpu);
+        }
+    }
+    for (const char* preset : {"muon", "muon8", "muon4"}) {
+        OptimConfig config = {preset, "", "", "bf16", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 5};
+        config.grads = "fp32";
+        char error[1024];
+        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+        expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
+        check_resume_and_shards(test, &config, gpu);
+    }
+}
+
+TEST(matrix_resume_skip_and_shard) {
+    check_all_resume_and_shards(test, false);
+}
+
+static void matrix_on_gpu(Test* test) {
+    check_all_resume_and_shards(test, true);
+}
+
+TEST(matrix_resume_skip_and_shard_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, matrix_on_gpu);
+}
+
+// The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.
+TEST(matrix_moments_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    for (const char* m : {"fp32", "bf16:sr", "soft8/32", "de4/32@dq8"}) {
+        OptimConfig config = matrix_config("muon", "bf16:sr", m);
+        MatrixRun run[2];
+        for (int gpu = 0; gpu < 2; gpu++) {
+            matrix_open(&run[gpu], &config, gpu == 1);
+            matrix_steps(&run[gpu], 1, 4, 3);
+        }
+        for (int t = 0; t < 2; t++) expect(same_weights(&run[0], &run[1], t), "m %s: %s", m, model[t].name);
+        for (int s = 0; s < optim_stream_count(run[0].optim); s++) {
+            OptimStream x = optim_stream(run[0].optim, s), y = optim_stream(run[1].optim, s);
+            const int64_t bytes = x.elements * x.element_bytes;
+            char* host = (char*)malloc((size_t)bytes + 1);
+            copy_to_host(&run[1].dev, host, y.data, bytes);
+            expect(x.is_weights || memcmp(host, x.data, (size_t)bytes) == 0, "m %s: %s", m, x.name);
+            free(host);
+        }
+        for (MatrixRun& each : run) matrix_close(&each);
+    }
+}
+
+// A tensor of three matrices is as three tensors are.
+TEST(matrix_parts_are_matrices) {
+    OptimConfig config = matrix_config("muon", "fp32", "fp32");
+    static float got[2][MOST];
+    for (int split = 0; split < 2; split++) {
+        Device dev;
+        device_open(&dev, false, 0);
+        OptimTensor tensor[3];
+        const int count = split ? 3 : 1;
+        for (int t = 0; t < count; t++) tensor[t] = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};
+        const int64_t elements = optim_layout(tensor, count, &config), n = 96 * 64 / count;
+        Optim* optim = optim_create(&dev, &config, tensor, count, OPTIM_FP32);
+        float* grads = (float*)device_alloc(&dev, elements * 4);
+        float one = 1.0f;
+        for (int t = 0; t < count; t++) {
+            for (int64_t i = 0; i < n; i++) grads[tensor[t].offset + i] = test_uniform(4, t * n + i);
+        }
+        optim_step(optim, grads, &one, 1.0f, 1);
+        for (int t = 0; t < count; t++) {
+            float* all = (float*)malloc((size_t)n * sizeof(float));
+            optim_get_weights(optim, t, all);
+            for (int64_t i = 0; i < n; i++) {
+                if (t * n + i < MOST) got[split][t * n + i] = all[i];
+            }
+            free(all);
+        }
+        device_free(&dev, grads);
+        optim_free(optim);
+        device_close(&dev);
+    }
+    expect(memcmp(got[0], got[1], sizeof(got[0])) == 0, "parts and tensors differ");
+}
+
+TEST(matrix_rest_is_adamw) {
+    const struct {
+        const char *preset, *m, *overrides, *want;
+    } rows[] = {
+        {"", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"adamw8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
+        {"muon4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
+        {"muon4", "soft8", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"muon", "", "wpe: lr=0.5", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32; wpe: lr=0.5"},
+        {"int8w4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
+        {"muon", "", "none", "none"},
+    };
+    for (const auto& row : rows) {
+        OptimConfig config = {
+            row.preset, strncmp(row.preset, "muon", 4) ? "muon" : "", "", "fp32", row.m, "", 0.9f, 0.95f, 1e-8f, 0.1f,
+            7};
+        config.overrides = row.overrides;
+        char error[1024] = "";
+        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+        expect(is(config.overrides, row.want), "%s: %s", row.preset, config.overrides);
+        expect(optim_resolve(&config, error, sizeof(error)) && is(config.overrides, row.want), "again: %s", error);
+    }
+}
+
+TEST(matrix_refusals) {
+    OptimConfig config = matrix_config("muon", "fp32", "fp32");
+    config.ns_coefficients = "jordon";
+    expect_refusal(test, config, "--ns-coefficients: \"jordon\"", "jordan or polar-express");
+    config = matrix_config("muon", "fp32", "fp32"), config.ns_steps = 0;
+    expect_refusal(test, config, "--ns-steps: 0", "from 1 to 100");
+    config = matrix_config("muon", "fp32", "fp32"), config.momentum = 1.0f;
+    expect_refusal(test, config, "--momentum: 1", "below 1");
+    config = matrix_config("muon", "fp32", "fp32"), config.weights = "bf16:ef", config.m = "e4m3:sr";
+    expect_refusal(test, config, "--weights: weights \"bf16:ef\"", "products of whole matrices; type --rule adamw, or");
+    config = matrix_config("normuon", "fp32", "fp32"), config.v = "fp32";
+    expect_refusal(test, config, "--v: \"fp32\"", "one fp32 number a row");
+}
