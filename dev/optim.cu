@@ -17,7 +17,9 @@
 // nearest and with noise; each storage of weights beside states of bf16:sr.
 static int usual_names(const char** names, int most) {
     int count = 0;
-    for (const PresetRow& row : PRESETS) names[count++] = row.name;
+    for (const PresetRow& row : PRESETS) {
+        if (!find_row(rule_table(), row.rule)->matrix) names[count++] = row.name;  // whose size 1g is no matrix
+    }
     for (int i = 0; i < state_table().count; i++) {
         const FormatRow* row = &state_table().row[i];
         if (!row->note[0] || strchr(row->name, ':') || format_span(row) != SPAN_RUN) continue;

@@ -321,6 +321,10 @@ TEST(cli_resume_overrides) {
         {"--preset fp8w8e --override wpe:lr=2", "--preset int8w4 --weights bf16:sr", " override wpe:lr=2\n",
          "the run's"},
         {"--preset int8w4 --override wpe:lr=2", "--override wpe:lr=2", " override wpe:lr=2\n", "the run's"},
+        {"--rule muon", "", " override wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32\n", "notice"},
+        {"--preset muon4 --override wpe:lr=2", "", "v=lin4/64; wpe:lr=2\n", "notice"},
+        {"--preset adamw8", "--rule muon", " override wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256\n",
+         "the run's"},
         {"--preset adamw8", "--preset fp8w8e", "--override ln*|*.bias|wpe: weights=bf16:ef (was none)",
          "--override none"}};
     for (const auto& row : rows) {

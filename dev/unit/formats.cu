@@ -5,6 +5,7 @@
 #include <float.h>
 #include <time.h>
 
+#include "presets.h"
 #include "../../optim/jit.h"
 #include "../../optim/storage.h"
 #include "../../optim/kernel.cuh"
@@ -646,8 +647,7 @@ TEST(formats_names_and_streams) {
 TEST(formats_padding_of_weights_stays_zero) {
     Device dev;
     device_open(&dev, false, 0);
-    for (const PresetRow& row : PRESETS) {
-        const char* preset = row.name;
+    for (const char* preset : all_presets.name) {
         OptimConfig config = {};
         config.preset = preset, config.weights = "bf16:sr", config.overrides = "none", config.grads = "fp32",
         config.eps = 1e-8f, config.beta1 = 0.9f, config.beta2 = 0.95f;

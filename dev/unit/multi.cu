@@ -61,6 +61,8 @@ TEST(multi_modes) {
     check_modes(test, false, 2, 1, "--preset fp8w8e --override none");  // weights that no model file holds as they are
     check_modes(test, false, 3, 1, "--preset fp8w8e --override ln*|*.bias:weights=bf16+8:sr");  // but for some
     check_modes(test, false, 2, 1, "--recompute block --comm bf16");
+    check_modes(test, false, 4, 1, "--preset muon4");  // whose matrices are not cut
+    check_modes(test, false, 3, 1, "--rule normuon");
 }
 
 TEST(multi_modes_gpu) {
@@ -69,6 +71,8 @@ TEST(multi_modes_gpu) {
     int ranks = gpu_count() < 4 ? 2 : 4;
     check_modes(test, true, ranks, 1, "--preset adamw8");
     check_modes(test, true, ranks, 2, "--preset adamw32");
+    check_modes(test, true, ranks, 1, "--preset muon4");
+    check_modes(test, true, ranks, 1, "--rule normuon");
     snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
 }
 

@@ -259,7 +259,7 @@ TEST(tables_list_of_presets) {
         expect(strlen(line + used) > 10, "%s: no line on when to use it", name);
         rows++;
     }
-    expect(rows == (int)(sizeof(preset_names) / sizeof(preset_names[0])), "%d rows", rows);
+    expect(rows == PRESET_COUNT, "%d rows", rows);
     free(text);
 }
 

@@ -15,13 +15,16 @@
 // A tensor of several stacked matrices (GPT-2's queries, keys and values) is that many matrices, as in the papers'
 // runs.
 //
-// Arithmetic. Plain C, in fp32, is the definition. On a GPU X, A and B are rounded to bf16 where they are stored, with
-// fp32 sums. A rounding error E grows like the polynomials' derivatives, at most |a| a step, so in the norm of
-// Frobenius
-//     e' = L e + 2^-9 (||X|| s (|b| ||A|| + |c| (2 ||A|| s^2 + ||A^2||)) + ||B|| s + ||X'||),  s the largest singular
-// value, L the largest |a + 3 b x^2 + 5 c x^4| up to it (dev/unit/matrix.cu computes it beside each comparison).
-// The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
-// and its bits do not depend on those beside it.
+// Arithmetic. Plain C, in fp32, is the definition. On a GPU X, A and B are rounded to bf16 where they are stored
+// (unit = 2^-9 in place of 2^-24), with fp32 sums. To first order, and in the norm of Frobenius, an error e of X
+// becomes
+//     e' = L e + s e_B + unit ||X'|| + sums (a + ||B||) ||X||
+//     e_B = (|b| + 2 |c| s^2) e_A + unit ||B|| + sums (|b| + |c| ||A||) ||A||;   e_A = unit ||A|| + sums ||X||^2
+// where s is the largest singular value, L the steepest slope of a x + b x^3 + c x^5 up to it, and sums = sqrt(K) 2^-24
+// for sums of K terms. CPU and GPU agree within the sum of their bounds. dev/unit/matrix.cu carries the bound along
+// with a reference in double; rounding to bf16 took 0.12 of it. Small singular values of u are what grows, by a factor
+// of up to |a| a step, so that 2^-9 becomes some per cent of U. The same device gives the same bits for any number of
+// ranks and chunks: a matrix belongs to one rank (optim_cuts), and its bits do not depend on those beside it.
 //
 // Memory. The launch's tensors are taken in chunks of about 2^25 elements, so the scratch (4 bytes an element of a
 // chunk) and the products' buffers (up to 8) do not grow with the model: at most 384 MB, or what one tensor needs.
