@@ -276,12 +276,12 @@ struct BlockTensor {
     int parts = 1;  // matrices that its rows are stacked from
 };
 static const BlockTensor BLOCK[] = {
-    {"ln_1.weight", 0, 1, false, false},       {"ln_1.bias", 0, 1, false, false},
+    {"ln_1.weight", 0, 1, false, false},          {"ln_1.bias", 0, 1, false, false},
     {"attn.c_attn.weight", 3, 1, true, false, 3}, {"attn.c_attn.bias", 0, 3, false, false},
-    {"attn.c_proj.weight", 1, 1, true, true},  {"attn.c_proj.bias", 0, 1, false, false},
-    {"ln_2.weight", 0, 1, false, false},       {"ln_2.bias", 0, 1, false, false},
-    {"mlp.c_fc.weight", 4, 1, true, false},    {"mlp.c_fc.bias", 0, 4, false, false},
-    {"mlp.c_proj.weight", 1, 4, true, true},   {"mlp.c_proj.bias", 0, 1, false, false},
+    {"attn.c_proj.weight", 1, 1, true, true},     {"attn.c_proj.bias", 0, 1, false, false},
+    {"ln_2.weight", 0, 1, false, false},          {"ln_2.bias", 0, 1, false, false},
+    {"mlp.c_fc.weight", 4, 1, true, false},       {"mlp.c_fc.bias", 0, 4, false, false},
+    {"mlp.c_proj.weight", 1, 4, true, true},      {"mlp.c_proj.bias", 0, 1, false, false},
 };
 constexpr int BLOCK_TENSORS = sizeof(BLOCK) / sizeof(BLOCK[0]);
 // Arena order: wte, wpe, the blocks, ln_f.weight, ln_f.bias.

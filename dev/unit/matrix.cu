@@ -508,3 +508,26 @@ TEST(matrix_refusals) {
     config = matrix_config("normuon", "fp32", "fp32"), config.v = "fp32";
     expect_refusal(test, config, "--v: \"fp32\"", "one fp32 number a row");
 }
+
+// Both kernels of a step, as NVRTC compiles them where they are not built in.
+TEST(matrix_kernels_compile) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    const char* const formats[][2] = {{"lin8:sr", "nf4/64:sr"}, {"bf16+8:sr", "e4m3/tensor"}};
+    for (const char* rule : {"normuon"}) {
+        for (const auto& format : formats) {
+            OptimConfig config = matrix_config(rule, format[0], format[1]);
+            char expression[2][1024];
+            optim_expression(&config, OPTIM_BF16, expression[0], sizeof(expression[0]));
+            snprintf(expression[1], sizeof(expression[1]),
+                     "optim_step_kernel<MatrixApply, %s, None, None, None, Elementwise<Fp32, NEAREST>>",
+                     find_row(weights_table(), format[0])->type);
+            for (const char* each : expression) {
+                JitImage image;
+                const bool good = jit_compile(each, "sm_90", &image, error);
+                expect(good, "%s: %s", each, error);
+                if (good) jit_free(&image);
+            }
+        }
+    }
+}
