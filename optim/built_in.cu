@@ -21,7 +21,8 @@ constexpr int RULE_BASE = __COUNTER__ + 1;
     struct RuleType<__COUNTER__ - RULE_BASE> { \
         typedef TYPE Type;                     \
     };
-OPTIM_RULES(RULE_TYPE) OPTIM_MATRIX_RULES(RULE_TYPE) constexpr int WEIGHTS_BASE = __COUNTER__ + 1;
+OPTIM_ALL_RULES(RULE_TYPE)
+constexpr int WEIGHTS_BASE = __COUNTER__ + 1;
 #define WEIGHTS_TYPE(NAME, NOTE, ...)                \
     template <>                                      \
     struct WeightsType<__COUNTER__ - WEIGHTS_BASE> { \

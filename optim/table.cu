@@ -57,7 +57,7 @@ constexpr Table<Row> table_of(const Row (&rows)[COUNT]) {
 #define RULE_ROW(NAME, NOTE, SLOWER, TYPE) rule_row<TYPE>(NAME, NOTE, SLOWER, #TYPE),
 
 const Table<RuleRow>& rule_table() {
-    static const RuleRow rows[] = {OPTIM_RULES(RULE_ROW) OPTIM_MATRIX_RULES(RULE_ROW)};
+    static const RuleRow rows[] = {OPTIM_ALL_RULES(RULE_ROW)};
     static const Table<RuleRow> table = table_of(rows);
     return table;
 }

@@ -46,6 +46,8 @@
         1, Muon)                                                                                                      \
     ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)
 
+#define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
+
 #define OPTIM_WEIGHTS(ROW)                                                                                          \
     ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>) \
     ROW("bf16", "stands still when an update is below half a step, 2^-9 of a weight", Elementwise<Bf16, NEAREST>)   \
@@ -271,7 +273,7 @@ constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);
 
 // The names of each table, in order.
 #define OPTIM_NAME(NAME, ...) NAME,
-constexpr const char* RULE_NAMES[] = {OPTIM_RULES(OPTIM_NAME) OPTIM_MATRIX_RULES(OPTIM_NAME)};
+constexpr const char* RULE_NAMES[] = {OPTIM_ALL_RULES(OPTIM_NAME)};
 constexpr const char* WEIGHTS_NAMES[] = {OPTIM_WEIGHTS(OPTIM_NAME)};
 constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
 constexpr const char* STATE_NAMES[] = {OPTIM_STATES(OPTIM_NAME)};
