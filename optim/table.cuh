@@ -39,11 +39,11 @@
         AdEMAMix)                                                                                                   \
     ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)
 
-// Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have another
-// rule; MATRIX_REST (override.h) gives them adamw.
-#define OPTIM_MATRIX_RULES(ROW)                                                                                       \
+// Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have
+// another rule; MATRIX_REST (override.h) gives them adamw.
+#define OPTIM_MATRIX_RULES(ROW)                                                                                        \
     ROW("muon", "orthogonalised momentum (--momentum, --ns-steps, --ns-coefficients) for matrices; the rest is adamw", \
-        1, Muon)                                                                                                      \
+        1, Muon)                                                                                                       \
     ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)
 
 #define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
