@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Compares the scores of `./train --eval` with transformers on the same model folder, example by example.
+
+    ./train --model DIR --eval hellaswag --eval-out scores.jsonl
+    python dev/reference/check_eval.py DIR data/eval/hellaswag.eval scores.jsonl
+
+transformers scores every row of the evaluation file in float32. Both must make the same choice, except where the reference's
+scores of the two choices lie within twice the rounding: the largest difference that computing in bfloat16 makes to the
+reference's own scores of --rounding-rows rows, or --tolerance nats. No score may differ by more than that either. The last
+line counts; the exit status is 1 when an example differs. Mistakes are answered by one sentence and exit status 2.
+"""
+
+import argparse
+import json
+import os
+import struct
+import sys
+
+import numpy as np
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
+import torch
+from transformers import GPT2LMHeadModel
+
+HEADER = "<8s6IQI16xI"
+NORMS = ("choice", "choice_norm", "choice_bytes")
+
+
+class Problem(Exception):
+    """Something the user can mend: one sentence, exit status 2."""
+
+
+class Questions:
+    """An evaluation file as data/README.md describes it: examples (rows, answer), rows (tokens, continuation, lengths)."""
+
+    def __init__(self, path):
+        try:
+            data = open(path, "rb").read()
+            magic, version, self.kind, self.vocabulary, _, n, r, k, _, _ = struct.unpack(HEADER, data[:64])
+        except (OSError, struct.error) as error:
+            raise Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        if (magic, version) != (b"nib-eval", 1) or len(data) != 64 + 8 * n + 16 * r + 2 * k:
+            raise Problem(f"{path}: not an evaluation file of version 1; make it with data/prepare.py --eval")
+        table = np.frombuffer(data, "<u4", 4 * r, 64 + 8 * n).reshape(r, 4).astype(np.int64)
+        tokens = np.frombuffer(data, "<u2", k, 64 + 8 * n + 16 * r).astype(np.int64)
+        self.examples = np.frombuffer(data, "<u4", 2 * n, 64).reshape(n, 2).tolist()
+        ends = np.cumsum(table[:, 0] + table[:, 1])
+        starts = ends - table[:, 0] - table[:, 1]
+        self.rows = [(tokens[a:b], int(row[1])) for a, b, row in zip(starts, ends, table)]
+        self.lengths = table[:, 2:4]
+
+
+def load(folder, dtype, device):
+    try:
+        model = GPT2LMHeadModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Problem(f"{folder}: transformers cannot load it ({str(error).splitlines()[0]})") from None
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def score(model, rows, batch):
+    """(sum of ln p of the continuation, least lead of its tokens over all others) of each row, in its last T + 1 tokens."""
+    most, device = model.config.n_positions + 1, model.device
+    result = np.zeros((len(rows), 2))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    for start in range(0, len(order), batch):
+        picked = order[start : start + batch]
+        texts = [rows[i][0][-most:] for i in picked]
+        width = max(map(len, texts))
+        padded = torch.zeros(len(texts), width, dtype=torch.long)
+        for line, text in zip(padded, texts):
+            line[: len(text)] = torch.from_numpy(text)
+        logits = model(input_ids=padded[:, :-1].to(device)).logits.float()  # what follows the text is not seen by it
+        for j, (i, text) in enumerate(zip(picked, texts)):
+            count = rows[i][1]
+            its = logits[j, len(text) - 1 - count : len(text) - 1]
+            targets = padded[j, len(text) - count : len(text)].to(device)[:, None]
+            mine = its.gather(1, targets)[:, 0]
+            others = its.scatter(1, targets, -torch.inf).max(1).values
+            result[i] = (mine - its.logsumexp(1)).double().sum().item(), (mine - others).min().item()
+    return result
+
+
+def measured_rounding(options, questions, reference, device):
+    """The largest difference between float32 and bfloat16 among rows spread over the file."""
+    stride = max(1, len(questions.rows) // options.rounding_rows)
+    rows, want = questions.rows[::stride], reference[::stride, 0]
+    got = score(load(options.folder, torch.bfloat16, device), rows, options.batch)[:, 0]
+    return float(np.abs(got - want).max())
+
+
+def read_scores(path, count):
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if [line.get("example") for line in lines] != list(range(count)):
+        raise Problem(f"{path}: {len(lines)} examples, and the evaluation file has {count}; write both from one --eval")
+    return lines
+
+
+def differences(line, answer, reference, lengths, rounding):
+    """What is wrong in an example, as (what, whether rounding explains it)."""
+    mine = np.array([np.nan if score is None else score for score in line["scores"]])
+    if len(mine) != len(reference) or line["answer"] != answer:
+        return [("another question", False)]
+    wrong = []
+    if not np.all(np.abs(mine - reference[:, 0]) <= 2 * rounding):
+        wrong.append((f"scores {mine.round(4).tolist()}, want {reference[:, 0].round(4).tolist()}", False))
+    if "right" in line:
+        if line["right"] != (reference[0, 1] > 0):
+            wrong.append((f"right {line['right']}, lead {reference[0, 1]:.5f}", abs(reference[0, 1]) <= 2 * rounding))
+        return wrong
+    for name, norm in zip(NORMS, (np.ones(len(mine)), lengths[:, 0], lengths[:, 1])):
+        normal, mine_is = reference[:, 0] / norm, line[name]
+        best = int(np.argmax(normal))
+        if mine_is not in range(len(mine)):
+            wrong.append((f"{name} {mine_is}, want {best}", False))
+        elif mine_is != best:
+            gap, bound = normal[best] - normal[mine_is], rounding / norm[best] + rounding / norm[mine_is]
+            wrong.append((f"{name} {mine_is}, want {best}: {gap:.5f} apart", gap <= bound))
+    return wrong
+
+
+def check(options):
+    questions = Questions(options.questions)
+    lines = read_scores(options.scores, len(questions.examples))
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = load(options.folder, torch.float32, device)
+    if model.config.vocab_size < questions.vocabulary:
+        raise Problem(
+            f"{options.questions}: {questions.vocabulary} tokens, and the model has {model.config.vocab_size}"
+        )
+    if options.limit:
+        questions.examples = questions.examples[: options.limit]
+        questions.rows = questions.rows[: sum(rows for rows, _ in questions.examples)]
+    reference = score(model, questions.rows, options.batch)
+    rounding = options.tolerance or measured_rounding(options, questions, reference, device)
+    counts, at, largest = {"same": 0, "within rounding": 0, "DIFFERENT": 0}, 0, 0.0
+    for line, (rows, answer) in zip(lines, questions.examples):
+        mine, its = [x for x in line["scores"] if x is not None], reference[at : at + rows]
+        if len(mine) == rows:
+            largest = max(largest, float(np.abs(np.array(mine) - its[:, 0]).max()))
+        wrong = differences(line, answer, its, questions.lengths[at : at + rows], rounding)
+        kind = "same" if not wrong else "within rounding" if all(good for _, good in wrong) else "DIFFERENT"
+        counts[kind] += 1
+        at += rows
+        if kind != "same" and (kind == "DIFFERENT" or options.verbose):
+            print(f"example {line['example']}: {'; '.join(what for what, _ in wrong)} ({kind})")
+    if questions.kind == 0:
+        ends = np.cumsum([rows for rows, _ in questions.examples])[:-1]
+        picks = [int(np.argmax(part)) for part in np.split(reference[:, 0], ends)]
+        right = np.mean([pick == answer for pick, (_, answer) in zip(picks, questions.examples)])
+    else:
+        right = np.mean(reference[:, 1] > 0)
+        print(f"transformers: perplexity {np.exp(-reference[:, 0].mean()):.4f}")
+    print(f"transformers: acc {right:.5f}, float32 on {device}")
+    print(f"scores differ by at most {largest:.2e} nats, the rounding is {rounding:.2e}")
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return int(counts["DIFFERENT"] > 0)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Problem(f"{message}; --help lists the options")
+
+
+def main():
+    parser = Parser(prog="check_eval", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("folder", metavar="DIR", help="model folder that ./train --model read")
+    add("questions", metavar="FILE.eval", help="of data/prepare.py --eval")
+    add("scores", metavar="SCORES.jsonl", help="of ./train --eval-out")
+    add("--batch", type=int, default=32, metavar="B", help="rows at a time (default: %(default)s)")
+    add("--limit", type=int, metavar="N", help="the first N examples alone")
+    add("--device", help="cpu or cuda (default: cuda where there is one)")
+    add(
+        "--tolerance", type=float, metavar="NATS", help="instead of the rounding of bfloat16; 1e-3 for ./train on a CPU"
+    )
+    add("--rounding-rows", type=int, default=512, metavar="N", help="rows that measure it (default: %(default)s)")
+    add("--verbose", action="store_true", help="name also the examples that rounding explains")
+    try:
+        options = parser.parse_args()
+        if min(options.batch, options.rounding_rows, options.limit or 1) < 1:
+            raise Problem("--batch, --limit and --rounding-rows must be at least 1")
+        return check(options)
+    except Problem as problem:
+        print(f"check_eval: error: {problem}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
