@@ -9,6 +9,7 @@
 #include "dev/unit/tensors.h"
 #include "dev/unit/test.h"
 
+#include <errno.h>
 #include <malloc.h>
 
 // For the tests of dev/unit/cli_advice.cu.
@@ -894,7 +895,7 @@ TEST(model_file_orientation) {
     Model m;
     float* values = initial_weights(&m, &dev, &setup, 4);
     CheckpointFile sum = {"model.safetensors", 0, -1, false};
-    bool written = model_write(&m, path, &sum, error);
+    bool written = model_write(&m, folder, &sum, error);
     expect(written, "%s", error);
     Safetensors file;
     bool opened = written && safetensors_open(&file, path, error);

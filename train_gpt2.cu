@@ -1,17 +1,14 @@
 // nibble: pre-trains GPT-2-family language models on one GPU or several, or on this machine's cores.
 //
-// Read from top to bottom: options -> model (tensors, activations, memory) -> forward -> backward -> update and steps
-// -> samples -> checkpoints -> resolving what was left to the program -> resuming -> the step loop -> main. Operators
-// are in kernels/, the optimizer is behind optim/optim.h, files and messages are in data/. One Model lives on one
-// Device; where several GPUs train together, m->shard is what this rank shares with the others
-// (kernels/ranks/shard.cuh), otherwise null.
+// Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples -> checkpoints ->
+// resolve (what was left to the program) -> resume -> step loop -> main. Operators are in kernels/, the optimizer is
+// behind optim/optim.h, files and messages are in data/. One Model lives on one Device; where several GPUs train
+// together, m->shard is what this rank shares with the others (kernels/ranks/shard.cuh), otherwise null.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
 // the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
-#include <errno.h>
 #include <math.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,16 +58,10 @@ static void require(bool ok, const char* error) {
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
 
 struct Options {
-    // data
-    const char *data, *data_format;
-    const char* val;
+    const char *data, *data_format, *val;
     double val_fraction;
-    // model
     const char* model;
-    int64_t layers, channels, heads, seq;
-    // batch and length
-    int64_t batch, tokens_per_step, steps;
-    // optimizer
+    int64_t layers, channels, heads, seq, batch, tokens_per_step, steps;
     const char *preset, *rule, *weights, *grads, *m, *v;
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
     const char *decay_mode, *overrides, *formats;
@@ -80,174 +71,143 @@ struct Options {
     const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
-    // precision and memory
-    const char* matmul;
-    const char* recompute;
-    int64_t logit_rows;
-    // several GPUs
-    int64_t gpus;
+    const char *matmul, *recompute;
+    int64_t logit_rows, gpus;
     const char *shard, *comm;
-    int64_t join_timeout;
-    // validation and samples
-    int64_t val_every, val_tokens, sample_every, sample_tokens;
+    int64_t join_timeout, val_every, val_tokens, sample_every, sample_tokens;
     const char* prompt;
     double temperature;
     int64_t top_k;
-    // run
     const char* run;
     int64_t print_every, save_every, keep;
-    const char* resume;
-    const char* device;
+    const char *resume, *device;
     int64_t seed;
-    // instead of training
     const char* sample;
     bool dry_run, list_formats, list_presets, version, help;
     const char* completion;
 };
 
-#define FIELD(name) offsetof(Options, name)
+#define AT(name) offsetof(Options, name)
+constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, CHOICE = OPTION_CHOICE,
+                     FLAG = OPTION_FLAG;
+// A group's name stands in its first row.
 static const Option OPTIONS[] = {
-    {"data", OPTION_TEXT, FIELD(data), "", 0, 0, "PATH", "data",
+    {"data", TEXT, AT(data), "", 0, 0, "PATH", "data",
      "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
-    {"data-format", OPTION_CHOICE, FIELD(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "data",
+    {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "",
      "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
-    {"val", OPTION_TEXT, FIELD(val), "", 0, 0, "PATH", "data",
-     "validation data; none: the folder's, or a part of --data"},
-    {"val-fraction", OPTION_REAL, FIELD(val_fraction), "0.05", 0.0001, 0.5, "F", "data",
+    {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
+    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
      "share of a single file that is kept for validation"},
-    {"model", OPTION_TEXT, FIELD(model), "auto", 0, 0, "NAME|DIR", "model",
+    {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
-    {"layers", OPTION_INT, FIELD(layers), "auto", 1, 256, "L", "model", "instead of the model's"},
-    {"channels", OPTION_INT, FIELD(channels), "auto", 64, 12288, "C", "model",
-     "a multiple of the heads times 64 or 128"},
-    {"heads", OPTION_INT, FIELD(heads), "auto", 1, 1024, "NH", "model", "channels / heads is 64 or 128"},
-    {"seq", OPTION_INT, FIELD(seq), "auto", 1, 65536, "T", "model", "tokens of a training sequence"},
-    {"batch", OPTION_INT, FIELD(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
-    {"tokens-per-step", OPTION_INT, FIELD(tokens_per_step), "auto", 1, 1e12, "N", "batch and length",
+    {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
+    {"channels", INT, AT(channels), "auto", 64, 12288, "C", "", "a multiple of the heads times 64 or 128"},
+    {"heads", INT, AT(heads), "auto", 1, 1024, "NH", "", "channels / heads is 64 or 128"},
+    {"seq", INT, AT(seq), "auto", 1, 65536, "T", "", "tokens of a training sequence"},
+    {"batch", INT, AT(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
+    {"tokens-per-step", INT, AT(tokens_per_step), "auto", 1, 1e12, "N", "",
      "total batch of an optimizer step, a multiple of batch x seq"},
-    {"steps", OPTION_INT, FIELD(steps), "auto", 0, 1e12, "N", "batch and length",
+    {"steps", INT, AT(steps), "auto", 0, 1e12, "N", "",
      "optimizer steps; auto: one epoch, or of the built-in text 400 on a GPU and 1500 on the CPU"},
-    {"preset", OPTION_TEXT, FIELD(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
-    {"rule", OPTION_TEXT, FIELD(rule), "", 0, 0, "NAME", "optimizer", "the update, instead of the preset's"},
-    {"weights", OPTION_TEXT, FIELD(weights), "", 0, 0, "FORMAT", "optimizer",
-     "storage of the weights: see --list-formats"},
-    {"grads", OPTION_TEXT, FIELD(grads), "auto", 0, 0, "FORMAT", "optimizer",
+    {"preset", TEXT, AT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
+    {"rule", TEXT, AT(rule), "", 0, 0, "NAME", "", "the update, instead of the preset's"},
+    {"weights", TEXT, AT(weights), "", 0, 0, "FORMAT", "", "storage of the weights: see --list-formats"},
+    {"grads", TEXT, AT(grads), "auto", 0, 0, "FORMAT", "",
      "fp32, or bf16, half the memory: rounded once a micro-batch; auto: bf16 where a step has one"},
-    {"m", OPTION_TEXT, FIELD(m), "", 0, 0, "FORMAT", "optimizer", "storage of the first moment"},
-    {"v", OPTION_TEXT, FIELD(v), "", 0, 0, "FORMAT", "optimizer", "storage of the second moment"},
-    {"format", OPTION_TEXT, FIELD(formats), "", 0, 0, "FILE", "optimizer",
+    {"m", TEXT, AT(m), "", 0, 0, "FORMAT", "", "storage of the first moment"},
+    {"v", TEXT, AT(v), "", 0, 0, "FORMAT", "", "storage of the second moment"},
+    {"format", TEXT, AT(formats), "", 0, 0, "FILE", "",
      "formats of your own for --m and --v on a GPU, such as dev/examples/format.cuh; commas between files; runs the "
      "code in them, and so does a checkpoint that names one"},
-    {"override", OPTION_TEXT, FIELD(overrides), "", 0, 0, "TEXT", "optimizer",
+    {"override", TEXT, AT(overrides), "", 0, 0, "TEXT", "",
      "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the "
      "preset's, which go with its --weights, --m and --v"},
-    {"lr", OPTION_REAL, FIELD(lr), "auto", 0, 1000, "F", "optimizer",
-     "largest learning rate; auto: by the model's width and the rule"},
-    {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.999999, "F", "optimizer", "decay of m"},
-    {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.999999, "F", "optimizer", "decay of v"},
-    {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "F", "optimizer", "added to the root of v"},
-    {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 100, "F", "optimizer", "of matrices and embeddings"},
-    {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
+    {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "", "largest learning rate; auto: by the model's width and the rule"},
+    {"beta1", REAL, AT(beta1), "0.9", 0, 0.999999, "F", "", "decay of m"},
+    {"beta2", REAL, AT(beta2), "0.95", 0, 0.999999, "F", "", "decay of v"},
+    {"eps", REAL, AT(eps), "1e-8", 1e-30, 1, "F", "", "added to the root of v"},
+    {"weight-decay", REAL, AT(weight_decay), "0.1", 0, 100, "F", "", "of matrices and embeddings"},
+    {"decay-mode", CHOICE, AT(decay_mode), "coupled", 0, 0, "coupled|independent", "",
      "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
-    {"beta3", OPTION_REAL, FIELD(beta3), "auto", 0, 0.9999999, "F", "optimizer",
+    {"beta3", REAL, AT(beta3), "auto", 0, 0.9999999, "F", "",
      "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
-    {"alpha", OPTION_REAL, FIELD(alpha), "2", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
-    {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
-     "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"momentum", OPTION_REAL, FIELD(momentum), "0.95", 0, 0.999999, "F", "optimizer", "muon, normuon: decay of m"},
-    {"ns-steps", OPTION_INT, FIELD(ns_steps), "5", 1, 100, "N", "optimizer",
+    {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
+    {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
+    {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon: decay of m"},
+    {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "",
      "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
-    {"ns-coefficients", OPTION_CHOICE, FIELD(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "optimizer",
+    {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
      "muon, normuon: their polynomials"},
-    {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
-    {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
+    {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
+    {"on-nonfinite", CHOICE, AT(on_nonfinite), "skip", 0, 0, "skip|stop", "",
      "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
-    {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "optimizer",
-     "how the learning rate falls"},
-    {"warmup", OPTION_INT, FIELD(warmup), "auto", 0, 1e12, "N", "optimizer", "steps of linear warm-up"},
-    {"final-lr", OPTION_REAL, FIELD(final_lr), "0.1", 0, 1, "F", "optimizer", "last learning rate as a share of --lr"},
-    {"decay-fraction", OPTION_REAL, FIELD(decay_fraction), "0.2", 0.001, 1, "F", "optimizer",
-     "share of the steps in which wsd decays"},
-    {"matmul", OPTION_CHOICE, FIELD(matmul), "auto", 0, 0, "auto|bf16|fp32", "precision and memory",
+    {"schedule", CHOICE, AT(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "", "how the learning rate falls"},
+    {"warmup", INT, AT(warmup), "auto", 0, 1e12, "N", "", "steps of linear warm-up"},
+    {"final-lr", REAL, AT(final_lr), "0.1", 0, 1, "F", "", "last learning rate as a share of --lr"},
+    {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
+    {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp32", "precision and memory",
      "precision of the matrix products; sums are fp32"},
-    {"recompute", OPTION_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", "precision and memory",
+    {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "",
      "what the backward pass computes again instead of keeping it"},
-    {"logit-rows", OPTION_INT, FIELD(logit_rows), "auto", 1, 1e9, "N", "precision and memory",
-     "rows of logits in memory at a time"},
-    {"gpus", OPTION_INT, FIELD(gpus), "1", 1, 1024, "N", "several GPUs",
+    {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
+    {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs",
      "of this machine, a process each; torchrun, srun and mpirun give their own number"},
-    {"shard", OPTION_CHOICE, FIELD(shard), "none", 0, 0, "none|states|grads|weights", "several GPUs",
+    {"shard", CHOICE, AT(shard), "none", 0, 0, "none|states|grads|weights", "",
      "what is spread over the GPUs instead of kept by each: ZeRO 0, 1, 2, 3"},
-    {"comm", OPTION_CHOICE, FIELD(comm), "grads", 0, 0, "grads|bf16", "several GPUs",
+    {"comm", CHOICE, AT(comm), "grads", 0, 0, "grads|bf16", "",
      "what gradients are sent as: as they are, or rounded to bf16; their sum is fp32"},
-    {"join-timeout", OPTION_INT, FIELD(join_timeout), "300", 1, 1e6, "SECONDS", "several GPUs",
-     "how long the first wait for the last"},
-    {"val-every", OPTION_INT, FIELD(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
-    {"val-tokens", OPTION_INT, FIELD(val_tokens), "auto", 1, 1e12, "N", "validation and samples",
+    {"join-timeout", INT, AT(join_timeout), "300", 1, 1e6, "SECONDS", "", "seconds to wait for all ranks to connect"},
+    {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
+    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "",
      "tokens of one validation, at most: the first windows of the validation data"},
-    {"sample-every", OPTION_INT, FIELD(sample_every), "auto", 0, 1e12, "N", "validation and samples",
-     "steps; 0: never; auto: at the end"},
-    {"sample-tokens", OPTION_INT, FIELD(sample_tokens), "128", 1, 65536, "N", "validation and samples",
-     "length of a sample"},
-    {"prompt", OPTION_TEXT, FIELD(prompt), "", 0, 0, "TEXT", "validation and samples", "begins the samples of a run"},
-    {"temperature", OPTION_REAL, FIELD(temperature), "0.8", 0, 100, "F", "validation and samples",
-     "0: the likeliest token"},
-    {"top-k", OPTION_INT, FIELD(top_k), "50", 0, 1e9, "N", "validation and samples",
-     "draw from the k likeliest; 0: all"},
-    {"run", OPTION_TEXT, FIELD(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
-    {"print-every", OPTION_INT, FIELD(print_every), "auto", 1, 1e12, "N", "run",
+    {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps; 0: never; auto: at the end"},
+    {"sample-tokens", INT, AT(sample_tokens), "128", 1, 65536, "N", "", "length of a sample"},
+    {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
+    {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
+    {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
+    {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
+    {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "",
      "steps between lines on the terminal; log.jsonl has every step"},
-    {"save-every", OPTION_INT, FIELD(save_every), "1000", 0, 1e12, "N", "run",
+    {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "",
      "steps between checkpoints; one is always written at the end and on a signal"},
-    {"keep", OPTION_INT, FIELD(keep), "2", 1, 1e9, "N", "run", "checkpoints that stay; older ones are removed"},
-    {"resume", OPTION_TEXT, FIELD(resume), "off", 0, 0, "off|auto|DIR", "run",
+    {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "checkpoints that stay; older ones are removed"},
+    {"resume", TEXT, AT(resume), "off", 0, 0, "off|auto|DIR", "",
      "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
-    {"device", OPTION_CHOICE, FIELD(device), "auto", 0, 0, "auto|gpu|cpu", "run", "auto: a GPU when there is one"},
-    {"seed", OPTION_INT, FIELD(seed), "1", 0, 9e15, "N", "run", "of initial weights, data order and rounding noise"},
-    {"sample", OPTION_TEXT, FIELD(sample), "", 0, 0, "PROMPT", "instead of training",
-     "continue PROMPT with --model DIR"},
-    {"dry-run", OPTION_FLAG, FIELD(dry_run), "", 0, 0, "", "instead of training", "print the plan and stop"},
-    {"list-formats", OPTION_FLAG, FIELD(list_formats), "", 0, 0, "", "instead of training", "storage formats"},
-    {"list-presets", OPTION_FLAG, FIELD(list_presets), "", 0, 0, "", "instead of training", "optimizer presets"},
-    {"completion", OPTION_CHOICE, FIELD(completion), "off", 0, 0, "off|bash|zsh", "instead of training",
+    {"device", CHOICE, AT(device), "auto", 0, 0, "auto|gpu|cpu", "", "auto: a GPU when there is one"},
+    {"seed", INT, AT(seed), "1", 0, 9e15, "N", "", "of initial weights, data order and rounding noise"},
+    {"sample", TEXT, AT(sample), "", 0, 0, "PROMPT", "instead of training", "continue PROMPT with --model DIR"},
+    {"dry-run", FLAG, AT(dry_run), "", 0, 0, "", "", "print the plan and stop"},
+    {"list-formats", FLAG, AT(list_formats), "", 0, 0, "", "", "storage formats"},
+    {"list-presets", FLAG, AT(list_presets), "", 0, 0, "", "", "optimizer presets"},
+    {"completion", CHOICE, AT(completion), "off", 0, 0, "off|bash|zsh", "",
      "print a script for that shell, which completes options and their values"},
-    {"version", OPTION_FLAG, FIELD(version), "", 0, 0, "", "instead of training", "version, commit, build"},
-    {"help", OPTION_FLAG, FIELD(help), "", 0, 0, "", "instead of training", "this text"},
+    {"version", FLAG, AT(version), "", 0, 0, "", "", "version, commit, build"},
+    {"help", FLAG, AT(help), "", 0, 0, "", "", "this text"},
 };
-#undef FIELD
+#undef AT
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
 static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0])};
 
-// The optimizer that the options ask for, with names for what they leave to the preset. Numbers that depend on the
-// length of the run may still be AUTO: resolve() sets them. False with a sentence where there is no such optimizer.
-static bool optim_config_try(const Options* o, OptimConfig* config, char* error, size_t error_bytes) {
-    *config = {o->preset,
-               o->rule,
-               o->weights,
-               strcmp(o->grads, "auto") == 0 ? "fp32" : o->grads,
-               o->m,
-               o->v,
-               (float)o->beta1,
-               (float)o->beta2,
-               (float)o->eps,
-               (float)o->weight_decay,
-               (uint64_t)o->seed,
-               o->decay_mode,
-               (float)o->lr,
-               (float)(o->beta3 == AUTO ? 0.9999 : o->beta3),
-               (float)o->alpha,
-               o->ramp,
-               o->overrides,
-               o->formats};
-    config->momentum = (float)o->momentum;
-    config->ns_steps = o->ns_steps;
-    config->ns_coefficients = o->ns_coefficients;
-    return optim_resolve(config, error, error_bytes);
+// The optimizer that the options ask for; what they leave to the preset, and numbers that depend on the length of the
+// run, are not known yet.
+static OptimConfig optim_config_of(const Options* o) {
+    OptimConfig c = {};
+    c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
+    c.grads = strcmp(o->grads, "auto") == 0 ? "fp32" : o->grads;
+    c.beta1 = (float)o->beta1, c.beta2 = (float)o->beta2, c.eps = (float)o->eps;
+    c.weight_decay = (float)o->weight_decay, c.decay_mode = o->decay_mode, c.lr_max = (float)o->lr;
+    c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
+    c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
+    c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
+    return c;
 }
 
+// The same resolved, with the preset's names in the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
-    require(optim_config_try(o, config, error, sizeof(error)), error);
+    *config = optim_config_of(o);
+    require(optim_resolve(config, error, sizeof(error)), error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
 }
@@ -266,26 +226,9 @@ struct Config {
 
 enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
 
-// The twelve tensors of a block, in arena order. In files a matrix stands as (in, out), transformers' Conv1D; here as
-// (out, in), so that a row is an output's weights.
-struct BlockTensor {
-    const char* name;
-    int rows, cols;  // in multiples of C; rows 0: a vector of cols*C
-    bool transposed;
-    bool residual;  // writes into the residual stream: initialised 1/sqrt(2L) smaller
-    int parts = 1;  // matrices that its rows are stacked from
-};
-static const BlockTensor BLOCK[] = {
-    {"ln_1.weight", 0, 1, false, false},          {"ln_1.bias", 0, 1, false, false},
-    {"attn.c_attn.weight", 3, 1, true, false, 3}, {"attn.c_attn.bias", 0, 3, false, false},
-    {"attn.c_proj.weight", 1, 1, true, true},     {"attn.c_proj.bias", 0, 1, false, false},
-    {"ln_2.weight", 0, 1, false, false},          {"ln_2.bias", 0, 1, false, false},
-    {"mlp.c_fc.weight", 4, 1, true, false},       {"mlp.c_fc.bias", 0, 4, false, false},
-    {"mlp.c_proj.weight", 1, 4, true, true},      {"mlp.c_proj.bias", 0, 1, false, false},
-};
-constexpr int BLOCK_TENSORS = sizeof(BLOCK) / sizeof(BLOCK[0]);
-// Arena order: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
-constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2;
+// Arena order: wte, wpe, the blocks with their twelve tensors (BlockParameters has them in this order), ln_f.weight,
+// ln_f.bias. data/model_folder.h has their names and shapes.
+constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
 
 struct Model {
     const Device* dev;
@@ -325,35 +268,17 @@ static int ranks_of(const Model* m) {
 
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
-    model->count = 2 + c->L * BLOCK_TENSORS + 2;
+    model->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
     model->tensors = (OptimTensor*)memory_zero(model->count, sizeof(OptimTensor));
-    model->stored = (ModelTensor*)memory_zero(model->count, sizeof(ModelTensor));
     model->part = (int*)memory_zero(model->count, sizeof(int));
-    OptimTensor* t = model->tensors;
-    *t++ = {"wte.weight", c->Vp, c->C, true, 0};
-    *t++ = {"wpe.weight", c->max_T, c->C, true, 0};
-    for (int l = 0; l < c->L; l++) {
-        for (int i = 0; i < BLOCK_TENSORS; i++) {
-            char name[64];
-            snprintf(name, sizeof(name), "h.%d.%s", l, BLOCK[i].name);
-            int64_t rows = BLOCK[i].rows ? (int64_t)BLOCK[i].rows * c->C : 1;
-            *t++ = {text_copy(name), rows, (int64_t)BLOCK[i].cols * c->C, BLOCK[i].rows > 0, 0, BLOCK[i].parts};
-        }
-    }
-    *t++ = {"ln_f.weight", 1, c->C, false, 0};
-    *t++ = {"ln_f.bias", 1, c->C, false, 0};
-    model->elements = optim_layout(model->tensors, model->count);
     model->parameters = 0;
     for (int i = 0; i < model->count; i++) {
-        const OptimTensor* tensor = &model->tensors[i];
-        bool in_block = i >= FIRST_BLOCK && i < model->count - 2;
-        bool transposed = in_block && BLOCK[(i - FIRST_BLOCK) % BLOCK_TENSORS].transposed;
-        model->part[i] = in_block          ? (i - FIRST_BLOCK) / BLOCK_TENSORS
-                         : i < FIRST_BLOCK ? decoded_embeddings(c->L)
-                                           : decoded_final(c->L);
-        model->stored[i] = {tensor->name, tensor->rows, tensor->cols, i == WTE ? c->V : tensor->rows, transposed};
-        model->parameters += tensor->rows * tensor->cols;
+        const ModelTensor* t = &model->stored[i];
+        model->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
+        model->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
+        model->parameters += t->rows * t->cols;
     }
+    model->elements = optim_layout(model->tensors, model->count);
 }
 
 // An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G). Where it is packed, those
@@ -493,10 +418,11 @@ static Input input_layout(const Model* m, int* base) {
 
 // Forward.
 
-// The weights of a part are where parameters_view says once this has been called: decoded, or gathered from the ranks.
-static void weights_need(const Model* m, int part) {
+// The weights of a part are where parameters_view says once this has been called: decoded, or gathered from the ranks,
+// which then send those of layer `next`.
+static void weights_need(const Model* m, int part, int next = -1) {
     if (m->decoded) decoded_need(m->decoded, part);
-    if (part <= m->config.L) shard_need(m->shard, part);
+    if (part <= m->config.L) shard_need(m->shard, part, next);
 }
 
 // The optimizer's weights have changed.
@@ -636,8 +562,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
                              a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
     for (int l = L - 1; l >= 0; l--) {
-        weights_need(m, l);
-        shard_prefetch(m->shard, l - 1);
+        weights_need(m, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->shard, l - 1);
         layernorm_backward<X, G>(dev, a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
@@ -667,13 +592,9 @@ static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, in
 
 static void micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
                         float share) {
-    if (m->type == OPTIM_FP32) {
-        gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
-    } else if (m->grads_bf16) {
-        gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
-    } else {
-        gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
-    }
+    if (m->type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
+    if (m->grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
+    gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
 }
 
 // Logits of the last of T tokens (B = 1), V of them, to the host.
@@ -694,20 +615,11 @@ static void gpt2_next_logits(const Model* m, int T, int last, float* logits) {
 }
 
 static void next_logits(const Model* m, int T, int last, float* logits) {
-    if (m->type == OPTIM_FP32) {
-        gpt2_next_logits<float>(m, T, last, logits);
-    } else {
-        gpt2_next_logits<bf16>(m, T, last, logits);
-    }
+    if (m->type == OPTIM_FP32) return gpt2_next_logits<float>(m, T, last, logits);
+    gpt2_next_logits<bf16>(m, T, last, logits);
 }
 
-// Memory. The plan is made of the same figures that are allocated.
-
-struct MemoryPlan {
-    int64_t weights, states, grads, activations, other;
-    int64_t taken;  // before anything of these: the driver's context, NCCL, and kernels that are loaded on the way
-    int64_t total;
-};
+// Memory. The plan (MemoryPlan of data/report.h) is made of the same figures that are allocated.
 
 static int64_t activations_bytes(const Model* m, bool backward) {
     if (m->type == OPTIM_FP32) {
@@ -778,15 +690,10 @@ static void model_free(Model* m) {
     decoded_close(m->decoded);
     if (m->optim) optim_free(m->optim);
     if (m->shard) shard_close(m->shard);
-    device_free(m->dev, m->grads);
-    device_free(m->dev, m->activations);
-    device_free(m->dev, m->input);
-    device_free(m->dev, m->losses);
-    device_free(m->dev, m->scalars);
-    for (int i = FIRST_BLOCK; i < m->count - 2; i++) free((void*)m->tensors[i].name);
-    free(m->tensors);
-    free(m->stored);
-    free(m->part);
+    void* const memory[] = {m->grads, m->activations, m->input, m->losses, m->scalars};
+    for (void* block : memory) device_free(m->dev, block);
+    for (int i = 0; i < m->count; i++) free((void*)m->stored[i].name);
+    free(m->tensors), free(m->stored), free(m->part);
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
@@ -827,12 +734,10 @@ static void model_set_tensor(Model* m, int tensor, const float* values) {
 
 static void model_init(Model* m, uint64_t seed) {
     for (int t = 0; t < m->count; t++) {
-        const OptimTensor* tensor = &m->tensors[t];
-        int64_t n = tensor->rows * tensor->cols, used = t == WTE ? (int64_t)m->config.V * m->config.C : n;
-        int in_block = t >= FIRST_BLOCK && t < m->count - 2 ? (t - FIRST_BLOCK) % BLOCK_TENSORS : -1;
-        float deviation = in_block >= 0 && BLOCK[in_block].residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
-        const char* dot = strrchr(tensor->name, '.');
-        bool layernorm_weight = tensor->rows == 1 && strcmp(dot, ".weight") == 0;
+        const ModelTensor* tensor = &m->stored[t];
+        int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
+        float deviation = tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
+        bool layernorm_weight = tensor->rows == 1 && strcmp(strrchr(tensor->name, '.'), ".weight") == 0;
         float* values = (float*)memory_zero(n, sizeof(float));
         if (tensor->rows > 1) {
 #pragma omp parallel for
@@ -847,20 +752,18 @@ static void model_init(Model* m, uint64_t seed) {
 
 // Update and steps.
 
+template <typename G>
+static void gradient_norm(Model* m, float clip) {
+    // The activations are dead by now: their first bytes serve as scratch.
+    if (m->shard) return shard_norm<G>(m->shard, m->scalars, (double*)m->activations, clip);
+    global_norm<G>(m->dev, m->scalars + SCALAR_NORM, (float*)m->activations, (const G*)m->grads, m->elements, clip,
+                   m->scalars);
+}
+
 // The norm of the gradients, the clip factor and the update, which does nothing when the loss or the norm is not
 // finite: then the factor is NaN.
 static void update(Model* m, float lr, float clip, int64_t step) {
-    // The activations are dead by now: their first bytes serve as the norm's scratch.
-    float *norm = m->scalars + SCALAR_NORM, *scratch = (float*)m->activations;
-    if (m->shard && m->grads_bf16) {
-        shard_norm<bf16>(m->shard, m->scalars, (double*)scratch, clip);
-    } else if (m->shard) {
-        shard_norm<float>(m->shard, m->scalars, (double*)scratch, clip);
-    } else if (m->grads_bf16) {
-        global_norm<bf16>(m->dev, norm, scratch, (const bf16*)m->grads, m->elements, clip, m->scalars);
-    } else {
-        global_norm<float>(m->dev, norm, scratch, (const float*)m->grads, m->elements, clip, m->scalars);
-    }
+    m->grads_bf16 ? gradient_norm<bf16>(m, clip) : gradient_norm<float>(m, clip);
     bool split = shard_splits(m->shard, SHARD_STATES);
     optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
     weights_changed(m);
@@ -935,9 +838,8 @@ static void put_text(FILE* to, const char* text, int bytes) {
 // finite: there it ends.
 static bool sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, const Options* o, FILE* to) {
     constexpr int END = -1, NOT_FINITE = -2;
-    const int64_t length = o->sample_tokens;
     int T = m->T, V = m->config.V, max = (int)strlen(prompt) + 16;
-    int* tokens = (int*)memory_zero(max + length + 1, sizeof(int));
+    int* tokens = (int*)memory_zero(max + o->sample_tokens + 1, sizeof(int));
     int used = tokenizer ? tokenizer_prompt(tokenizer, prompt, V, tokens, max) : 0;
     if (used < 0) user_error("the prompt cannot be encoded without merges.txt; put it beside vocab.json");
     shard_share(m->shard, &used, sizeof(used));
@@ -945,7 +847,7 @@ static bool sample(const Model* m, const Tokenizer* tokenizer, const char* promp
     float* logits = (float*)memory_take(V * sizeof(float));
     int* window = (int*)memory_take(T * sizeof(int));
     int token = 0;
-    for (int64_t i = 0; i < length && !asks_to_stop(m); i++) {
+    for (int64_t i = 0; i < o->sample_tokens && !asks_to_stop(m); i++) {
         shard_hurry(m->shard, "a sample");
         int visible = used < T ? used : T;  // the last T tokens
         int rounded = (visible + 63) / 64 * 64 < T ? (visible + 63) / 64 * 64 : T;
@@ -966,9 +868,7 @@ static bool sample(const Model* m, const Tokenizer* tokenizer, const char* promp
         put_text(to, text, bytes);
     }
     shard_rest(m->shard);
-    free(window);
-    free(logits);
-    free(tokens);
+    free(window), free(logits), free(tokens);
     return token != NOT_FINITE;
 }
 
@@ -998,108 +898,39 @@ struct Run {
     bool nonfinite;                     // the checkpoint that could not be written held a value that is not finite
     double last_val;                    // loss of the last validation; 0 before the first
     double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
+    char error[DATA_ERROR_BYTES];       // the sentence about what has failed
 };
 
-static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
-static bool is_in_model_file(const OptimStream* stream) {
-    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
+static void read_weights(void* context, int t, void* to) {
+    const Model* m = (const Model*)context;
+    optim_saved_weights(m->optim, m->shard, m->dev, m->tensors, t, to);
 }
 
-// The stored weights of a tensor when a Hugging Face file can hold them as they are; otherwise is_weights is false, and
-// the file holds them as fp32.
-static OptimStream weights_stream(const Model* m, int t) {
-    OptimStream stream = optim_weights_stream(m->optim, t);
-    if (is_in_model_file(&stream)) return stream;
-    stream = {};
-    stream.dtype = "F32";
-    stream.element_bytes = 4;
-    return stream;
+// Writes the model's weights into FOLDER/FILE->name. All ranks call it; rank 0 writes.
+static bool model_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
+    for (int t = 0; t < m->count; t++) m->stored[t].dtype = optim_saved_dtype(m->optim, t);
+    return checkpoint_model_write(rank_of(m) == 0 ? folder : nullptr, m->stored, m->count, read_weights, (void*)m, file,
+                                  error);
 }
 
-struct ModelWriter {
-    const Model* m;
-    void* values;  // a tensor as the optimizer has it
-};
-
-// The weights of a tensor as model.safetensors holds them, on rank 0; other ranks send their parts.
-static void model_writer_read(void* context, int t, int64_t, int64_t bytes, void* to) {
-    const ModelWriter* writer = (const ModelWriter*)context;
-    const Model* m = writer->m;
-    const ModelTensor* stored = &m->stored[t];
-    const OptimStream stream = weights_stream(m, t);
-    int64_t offset = m->tensors[t].offset, n = stored->rows * stored->cols, size = stream.element_bytes;
-    if (!stream.is_weights) optim_get_weights(m->optim, t, (float*)writer->values);
-    if (shard_splits(m->shard, SHARD_STATES)) {
-        shard_collect(m->shard, writer->values, offset, n, (int)size, stream.is_weights ? stream.data : nullptr);
-    } else if (stream.is_weights) {
-        copy_to_host(m->dev, writer->values, (char*)stream.data + offset * size, n * size);
-    }
-    if (rank_of(m) > 0) return;
-    if (stored->transposed) transpose(to, writer->values, stored->stored_rows, stored->cols, (int)size);
-    if (!stored->transposed) memcpy(to, writer->values, bytes);
+static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to) {
+    optim_saved_read((const OptimSaved*)context, i, at, bytes, to);
 }
 
-// Writes model.safetensors: transformers' names and orientation, no padding of the vocabulary. All ranks call it.
-static bool model_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
-    SafetensorsEntry* entries = (SafetensorsEntry*)memory_zero(m->count, sizeof(SafetensorsEntry));
-    int64_t largest = 0;
-    for (int t = 0; t < m->count; t++) {
-        const ModelTensor* stored = &m->stored[t];
-        int64_t rows = stored->stored_rows, cols = stored->cols;
-        entries[t] = {text_format("transformer.%s", stored->name), weights_stream(m, t).dtype, {rows, cols}, 2};
-        if (stored->transposed) entries[t].shape[0] = cols, entries[t].shape[1] = rows;
-        if (stored->rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
-        if (stored->rows * cols > largest) largest = stored->rows * cols;
+// The same for every stream of the optimizer that is not in model.safetensors.
+static bool optimizer_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
+    OptimSaved* saved = optim_saved_open(m->optim, m->shard, m->dev);
+    SafetensorsEntry entries[OPTIM_STREAMS] = {};
+    int count = optim_saved_count(saved);
+    for (int i = 0; i < count; i++) {
+        const OptimStream array = optim_saved_array(saved, i);
+        entries[i] = {array.name, array.dtype, {array.elements}, 1};
     }
-    ModelWriter writer = {m, memory_take(largest * sizeof(float))};
-    const CheckpointSource source = {entries, m->count, 0, "pt", model_writer_read, &writer};
-    bool ok = checkpoint_file_write(rank_of(m) == 0 ? path : nullptr, &source, file, error);
-    for (int t = 0; t < m->count; t++) free((void*)entries[t].name);
-    free(entries);
-    free(writer.values);
-    return ok;
-}
-
-struct OptimizerWriter {
-    const Model* m;
-    ShardArrays arrays;
-};
-
-static void optimizer_writer_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
-    const OptimizerWriter* writer = (const OptimizerWriter*)context;
-    const Model* m = writer->m;
-    if (writer->arrays.ranks > 1) {
-        shard_arrays_read(m->shard, &writer->arrays, i, at, bytes, to);
-    } else if (rank_of(m) == 0) {
-        copy_to_host(m->dev, to, (const char*)writer->arrays.own[i] + at, bytes);
-    }
-}
-
-// Writes optimizer.safetensors: every stream that is not in model.safetensors. All ranks call it.
-static bool optimizer_write(const Model* m, const char* path, CheckpointFile* file, char* error) {
-    int count = 0, streams = optim_stream_count(m->optim);
-    ShardArray* kept = (ShardArray*)memory_zero(streams, sizeof(*kept));
-    for (int i = 0; i < streams; i++) {
-        OptimStream stream = optim_stream(m->optim, i);
-        if (is_in_model_file(&stream)) continue;
-        ShardArray* array = &kept[count++];
-        *array = {"", "", stream.elements, stream.element_bytes, stream.data};
-        snprintf(array->name, sizeof(array->name), "%s", stream.name);
-        snprintf(array->dtype, sizeof(array->dtype), "%s", stream.dtype);
-    }
-    OptimizerWriter writer = {m, shard_arrays(m->shard, kept, count)};
-    const ShardArrays* all = &writer.arrays;
-    SafetensorsEntry* entries = (SafetensorsEntry*)memory_zero(all->count + 1, sizeof(*entries));
-    for (int i = 0; i < all->count; i++) {
-        entries[i] = {all->whole[i].name, all->whole[i].dtype, {all->whole[i].elements}, 1};
-    }
-    const CheckpointSource source = {entries, all->count, COPY_BYTES, nullptr, optimizer_writer_read, &writer};
-    bool ok = checkpoint_file_write(rank_of(m) == 0 ? path : nullptr, &source, file, error);
-    free(kept);
-    free(entries);
-    shard_arrays_free(&writer.arrays);
+    const CheckpointSource source = {entries, count, COPY_BYTES, nullptr, read_array, saved};
+    bool ok = checkpoint_file_write(rank_of(m) == 0 ? folder : nullptr, &source, file, error);
+    optim_saved_close(saved);
     return ok;
 }
 
@@ -1121,27 +952,19 @@ static void model_read(Model* m, const char* path) {
 
 // Weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
-    const Json* formats = json_get(state, "formats");
-    char error[DATA_ERROR_BYTES];
     Model* m = run->model;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->count, m->config.L, error), error);
+    require(checkpoint_open(&reader, folder, m->stored, m->count, m->config.L, run->error), run->error);
     reader.run = &run->folder;
     OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
                           checkpoint_weights, checkpoint_notice,      &reader};
     stored.read = checkpoint_array_read;
-    stored.own_formats = json_string(formats, "own", "");
-    stored.config.rule = json_string(formats, "rule", "");
-    stored.config.weights = json_string(formats, "weights", "");
-    stored.config.m = json_string(formats, "m", "");
-    stored.config.v = json_string(formats, "v", "");
-    stored.config.overrides = json_string(formats, "override", "");
-    stored.config.decay_mode = "coupled";  // whatever it was: nothing is stored of it
-    stored.config.stored = true;
-    if (!optim_resolve(&stored.config, error, sizeof(error))) user_error("%s/state.json: %s", folder, error);
-    bool loaded = optim_load(m->optim, &stored, error, sizeof(error));
+    if (!optim_saved_config(&stored, json_get(state, "formats"), run->error, sizeof(run->error))) {
+        user_error("%s/state.json: %s", folder, run->error);
+    }
+    bool loaded = optim_load(m->optim, &stored, run->error, sizeof(run->error));
     require(!*reader.error, reader.error);
-    if (!loaded) user_error("%s/optimizer.safetensors: %s", folder, error);
+    if (!loaded) user_error("%s/optimizer.safetensors: %s", folder, run->error);
     checkpoint_close(&reader);
 }
 
@@ -1149,102 +972,51 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
 static bool checkpoint_write(Run* run, const char* folder, char* error) {
     const Model* m = run->model;
     const Config* c = &m->config;
-    const Options *o = run->options, *asked = &run->asked;
     CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
-    char path[2][RUN_PATH_BYTES + 32], own[OPTIM_OWN_FORMATS_BYTES];
     const bool first = rank_of(m) == 0;
     if (!first && !shard_splits(m->shard, SHARD_STATES)) return true;
     if (first && !folder_new(folder, error)) return false;
-    for (int i = 0; i < 2; i++) snprintf(path[i], sizeof(path[i]), "%s/%s", folder, files[i].name);
-    bool written = model_write(m, path[0], &files[0], error) && optimizer_write(m, path[1], &files[1], error);
+    bool written = model_write(m, folder, &files[0], error) && optimizer_write(m, folder, &files[1], error);
     run->nonfinite = files[0].nonfinite || files[1].nonfinite;
     if (!written || !first) return written;
-    const char* dtype = "bfloat16";
-    for (int t = 0; t < m->count; t++) {
-        if (strcmp(weights_stream(m, t).dtype, "BF16") != 0) dtype = "float32";
-    }
-    optim_own_formats(m->optim, own);
-    const char* const formats[][2] = {{"rule", o->rule}, {"weights", o->weights},    {"m", o->m},
-                                      {"v", o->v},       {"override", o->overrides}, {"own", own}};
-    Options saved = *o;
-    saved.grads = asked->grads, saved.overrides = asked->overrides;
-    saved.val_every = asked->val_every, saved.sample_every = asked->sample_every;
-    saved.print_every = asked->print_every;
-    const Checkpoint checkpoint = {{c->L, c->C, c->NH, c->max_T, c->V},
-                                   dtype,
-                                   run->tokenizer.config,
-                                   &run->tokenizer.special,
-                                   run->folder.path,
-                                   &run->state,
-                                   formats,
-                                   6,
-                                   &TABLE,
-                                   &saved};
-    return checkpoint_finish(folder, &checkpoint, files, error);
-}
-
-// What goes on from the last checkpoint when it is typed after --resume.
-static const char* resume_words_of(const Run* run) {
-    if (run->folder.last_checkpoint[0]) return shell_word(run->folder.last_checkpoint);
-    return text_format("auto --run %s", shell_word(run->folder.path));
-}
-
-// Ends the run, whose checkpoint could not be written for the reason in `why`.
-[[noreturn]] static void save_failed(const Run* run, const char* why) {
-    const long long step = (long long)run->state.step;
-    if (!run->nonfinite) {
-        user_error("checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s", step,
-                   why, resume_words_of(run));
-    }
-    if (run->folder.last_checkpoint[0]) {
-        user_error("step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)", step, why,
-                   resume_words_of(run), run->options->lr);
-    }
-    user_error(
-        "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a smaller --lr "
-        "(now %g)",
-        step, why, run->options->lr);
-}
-
-// Do all ranks that keep whole weights have the same? All call it.
-static bool weights_agree(const Model* m) {
-    if (!m->shard || shard_splits(m->shard, SHARD_WEIGHTS)) return true;
-    if (m->weights) return shard_equal(m->shard, m->weights, m->elements * m->shard->weight_bytes);
-    for (int i = 0; i < optim_stream_count(m->optim); i++) {
-        const OptimStream stream = optim_stream(m->optim, i);
-        const int64_t bytes = stream.elements * stream.element_bytes;
-        if (stream.is_weights && !shard_equal(m->shard, stream.data, bytes)) return false;
-    }
-    return true;
+    Options saved = *run->options;
+    saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
+    saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
+    saved.print_every = run->asked.print_every;
+    char* formats = optim_saved_formats(m->optim, &run->config);
+    Checkpoint checkpoint = {};
+    checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
+    checkpoint.tensors = m->stored, checkpoint.count = m->count, checkpoint.tokenizer = &run->tokenizer;
+    checkpoint.run_folder = run->folder.path, checkpoint.state = &run->state, checkpoint.formats = formats;
+    checkpoint.table = &TABLE, checkpoint.options = &saved;
+    written = checkpoint_finish(folder, &checkpoint, files, error);
+    free(formats);
+    return written;
 }
 
 // Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
 // it. Without `prune` all older ones stay: this one may be of no use.
 static void checkpoint_save(Run* run, bool prune = true) {
-    char path[RUN_PATH_BYTES], temporary[RUN_PATH_BYTES + 8], error[DATA_ERROR_BYTES], ignored[DATA_ERROR_BYTES];
+    char path[RUN_PATH_BYTES], temporary[RUN_PATH_BYTES + 8];
     double begin = seconds_now();
     signals_doing("this save", run->save_seconds);
     checkpoint_name(run->folder.path, run->state.step, path, sizeof(path));
     snprintf(temporary, sizeof(temporary), "%s.tmp", path);
     const Model* m = run->model;
-    if (!weights_agree(m)) {
+    if (m->shard && !optim_saved_equal(m->optim, m->shard, m->weights, m->elements)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
             "go on elsewhere with --resume %s",
-            (long long)run->state.step, resume_words_of(run));
+            (long long)run->state.step, run_resume_words(&run->folder));
     }
-    bool written = checkpoint_write(run, temporary, error);
-    if (rank_of(m) == 0 && (!written || !checkpoint_commit(path, error))) {
-        folder_remove(temporary, ignored);
-        save_failed(run, error);
+    const bool written = checkpoint_write(run, temporary, run->error);
+    if (rank_of(m) == 0) {
+        const CheckpointSave save = {run->state.step, begin, prune ? run->options->keep : 0, run->nonfinite,
+                                     run->options->lr};
+        require(checkpoint_saved(&run->folder, path, written, &save, run->error), run->error);
+        run->save_seconds = seconds_now() - begin;
     }
     memcpy(run->folder.last_checkpoint, path, sizeof(path));
-    if (rank_of(m) > 0) return;
-    run_say(&run->folder, "save %6lld  %s  %.1f s\n", (long long)run->state.step, path, seconds_now() - begin);
-    run->save_seconds = seconds_now() - begin;
-    if (prune && !checkpoint_prune(run->folder.path, run->options->keep, run->state.step, error)) {
-        fprintf(stderr, "train: notice: %s\n", error);
-    }
 }
 
 // Resolving: resolve() gives every option that was left to the program its value, in an order in which each depends
@@ -1274,22 +1046,6 @@ static void resolve_shape(Options* o, const Device* dev, int vocabulary, bool by
                (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = config->max_T;
     o->layers = config->L, o->channels = config->C, o->heads = config->NH;
-}
-
-static void open_data(Run* run, const DataSource* source) {
-    const Options* o = run->options;
-    Dataset *train = &run->train_data, *val = &run->val_data;
-    char error[DATA_ERROR_BYTES];
-    require(dataset_open_source(train, source, DATASET_TRAIN, run->model->T, error), error);
-    require(dataset_open_source(val, source, DATASET_VALIDATION, run->model->T, error), error);
-    if (val->bytes != train->bytes) {
-        user_error("--val %s is %s and --data %s; prepare both alike", o->val, val->bytes ? "read as bytes" : "tokens",
-                   train->bytes ? "is read as bytes" : "tokens");
-    }
-    if (val->vocabulary > run->model->config.V) {
-        user_error("the validation data has a vocabulary of %d tokens and the model of %d; prepare both alike",
-                   val->vocabulary, run->model->config.V);
-    }
 }
 
 // What this rank keeps of the arena.
@@ -1330,49 +1086,21 @@ static int64_t largest_batch(const Options* o, Model m, const OptimConfig* confi
     return 0;
 }
 
-// Batch sizes. Four numbers must agree: batch x seq x micro-batches x ranks = tokens-per-step.
+// Batch sizes, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    int64_t T = m->T, ranks = ranks_of(m), unit = T * ranks;
-    if (o->tokens_per_step != AUTO && o->tokens_per_step % unit != 0) {
-        int64_t below = o->tokens_per_step / unit * unit;
-        char gpus[32] = "";
-        if (ranks > 1) snprintf(gpus, sizeof(gpus), " x %lld GPUs", (long long)ranks);
-        user_error("--tokens-per-step %lld is not a multiple of --seq %lld%s; type --tokens-per-step %lld",
-                   (long long)o->tokens_per_step, (long long)T, gpus, (long long)(below > 0 ? below : unit));
-    }
-    int64_t sequences = o->tokens_per_step != AUTO ? o->tokens_per_step / unit : 0;  // of one rank
+    char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
     // Of the whole memory, not of what happens to be free: the same command takes the same batch.
     int64_t exchange = m->shard ? m->shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
     int64_t fits = shard_least(m->shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
-    if (o->batch == AUTO) {
-        int64_t batch = 1;
-        while (batch * 2 <= fits) batch *= 2;
-        while (sequences && sequences % batch != 0) batch /= 2;
-        o->batch = batch;
-    }
-    if (o->tokens_per_step == AUTO) {
-        // GPT-2's and llm.c's half million
-        int64_t usual = bytes || !m->dev->gpu ? o->batch * T : 524288 / ranks;
-        int64_t micro_batches = (usual + o->batch * T / 2) / (o->batch * T);
-        o->tokens_per_step = o->batch * unit * (micro_batches > 0 ? micro_batches : 1);
-        sequences = o->tokens_per_step / unit;
-    }
-    if (sequences % o->batch != 0) {
-        int64_t batch = o->batch < sequences ? o->batch : sequences;
-        while (sequences % batch != 0) batch--;
-        user_error(
-            "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; type --batch "
-            "%lld or --tokens-per-step %lld",
-            (long long)o->batch, (long long)T, (long long)ranks, ranks > 1 ? "s" : "", (long long)(o->batch * unit),
-            (long long)o->tokens_per_step, (long long)batch,
-            (long long)ceil_div(o->tokens_per_step, o->batch * unit) * o->batch * unit);
-    }
+    BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m)};
+    // GPT-2's and llm.c's half million; of bytes or on the CPU one micro-batch a rank
+    require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
+    o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
-    m->logit_rows = logit_rows_for(o, m);
-    o->logit_rows = m->logit_rows;
+    m->logit_rows = o->logit_rows = logit_rows_for(o, m);
 }
 
 // Gradients are bf16 where a step has one micro-batch of bf16, which rounds them once, and fp32 elsewhere.
@@ -1394,11 +1122,8 @@ static Schedule schedule_of(const Options* o) {
 // Steps and what depends on them.
 static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_typed) {
     const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
+    char error[DATA_ERROR_BYTES];
     if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
-    const bool wsd = strcmp(o->schedule, "wsd") == 0, automatic = o->warmup == AUTO;
-    const Schedule schedule = schedule_of(o);
-    const int64_t flat = wsd ? (int64_t)schedule_flat(&schedule) : o->steps;
-    if (o->warmup == AUTO) o->warmup = o->steps / 20 < 700 ? o->steps / 20 : 700;
     if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
@@ -1406,22 +1131,9 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
     if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
-    if (automatic && o->warmup > flat) o->warmup = flat;
-    if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter
-    if (wsd && warmup_typed && o->warmup > flat && o->steps > 0) {
-        user_error(
-            "--warmup %lld reaches into wsd's decay, which begins at step %lld; type --warmup %lld or a smaller "
-            "--decay-fraction",
-            (long long)o->warmup, (long long)flat, (long long)flat);
-    }
-    if (o->warmup > o->steps && o->steps > 0) {
-        user_error("--warmup %lld is longer than --steps %lld; type --warmup %lld or less", (long long)o->warmup,
-                   (long long)o->steps, (long long)o->steps);
-    }
-}
-
-static Recompute recompute_from(const char* name) {
-    return strcmp(name, "block") == 0 ? RECOMPUTE_BLOCK : strcmp(name, "gelu") == 0 ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+    Schedule schedule = schedule_of(o);
+    require(schedule_choose(&schedule, warmup_typed, error), error);
+    o->warmup = schedule.warmup;
 }
 
 static void resolve(Run* run) {
@@ -1430,16 +1142,16 @@ static void resolve(Run* run) {
     OptimConfig* config = &run->config;
     const DataSource source = {o->data,         o->val,       o->data_format,
                                o->val_fraction, corpus_begin, corpus_end - corpus_begin};
-    char error[DATA_ERROR_BYTES];
     int vocabulary;
     bool bytes;
     m->type = resolve_matmul(o, m->dev);
-    m->recompute = recompute_from(o->recompute);
-    require(dataset_look(&source, &vocabulary, &bytes, error), error);
+    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
+    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+    require(dataset_look(&source, &vocabulary, &bytes, run->error), run->error);
     resolve_shape(o, m->dev, vocabulary, bytes, run->from, run->model_folder, &m->config);
     m->T = (int)o->seq;
     config_tensors(m);
-    open_data(run, &source);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->error), run->error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     optim_config_from(o, config);
     m->elements = optim_layout(m->tensors, m->count, config);
@@ -1461,65 +1173,18 @@ static int64_t available_to(const Model* m) {
            (m->shard ? m->shard->comm.bytes : 0);
 }
 
-// FLOP/s of all ranks; 0 when unknown.
-static double peak_of(const Model* m) {
-    return ranks_of(m) * device_peak(m->dev, m->type == OPTIM_FP32);
-}
-
-static void print_device(Run* run) {
-    const Device* dev = run->model->dev;
-    if (!dev->gpu) {
-        run_say(&run->folder, " device   CPU, %ld cores: the plain C versions, fp32\n", sysconf(_SC_NPROCESSORS_ONLN));
-        return;
-    }
-    int driver = 0, runtime = 0;
-    check(cudaDriverGetVersion(&driver));
-    check(cudaRuntimeGetVersion(&runtime));
-    double peak = device_peak(dev, run->model->type == OPTIM_FP32);
-    run_say(&run->folder, " device   %s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d", dev->name,
-            dev->compute, dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-    if (peak > 0) run_say(&run->folder, "  peak %.0f TFLOP/s %s", peak * 1e-12, run->options->matmul);
-    run_say(&run->folder, "\n");
-}
-
 static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
-    RunFolder* to = &run->folder;
-    char line[256], ranks[32] = "";
-    run_say(to, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, (long long)o->layers,
-            (long long)o->channels, (long long)o->heads, (long long)m->parameters);
-    print_device(run);
-    if (m->shard) {
-        comm_describe(&m->shard->comm, line, sizeof(line));
-        run_say(to, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", ranks_of(m),
-                m->shard->comm.launch->source, line, o->shard, strcmp(o->comm, "grads") == 0 ? o->grads : o->comm);
-        snprintf(ranks, sizeof(ranks), "%d ranks x ", ranks_of(m));
-    }
-    report_data(to, &run->train_data, &run->val_data, m->T, o->val_tokens, m->config.V);
-    int64_t sequences = o->tokens_per_step / o->seq, windows = dataset_windows(&run->train_data, m->T);
-    int64_t micro_batches = sequences / o->batch / ranks_of(m);
-    run_say(to, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
-            (long long)o->batch, (long long)o->seq, ranks, (long long)micro_batches, micro_batches == 1 ? "" : "es",
-            (long long)o->tokens_per_step, (long long)o->steps, (double)o->steps * (double)sequences / (double)windows);
-    optim_describe(&run->config, line, sizeof(line));
-    run_say(to, " optim    %s\n", line);
-    if (strcmp(o->overrides, "none") != 0) run_say(to, " override %s\n", o->overrides);
-    bool usual = o->lr == optim_usual_lr(o->rule, o->channels) && o->lr != optim_usual_lr("", o->channels);
-    run_say(to, " schedule lr %g%s%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr,
-            usual ? ", usual for " : "", usual ? o->rule : "", o->schedule,
-            strcmp(o->schedule, "constant") == 0 ? 1.0 : o->final_lr, (long long)o->warmup, o->clip, o->weight_decay);
-    double unit = plan->total >= (1ll << 30) ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
-    run_say(to, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
-            m->shard ? "of rank 0: " : "", plan->weights * unit, plan->states * unit, plan->grads * unit,
-            plan->activations * unit, plan->other * unit);
-    if (m->dev->gpu) run_say(to, "  driver%s %.2f", m->shard ? " and exchange" : "", plan->taken * unit);
-    run_say(to, " = %.2f %s", plan->total * unit, unit == 1.0 / (1 << 30) ? "GiB" : "MiB");
-    // What a parameter costs while it trains, the room for decoded weights and the gradients included.
-    const double each = (double)(plan->weights + plan->states + plan->grads) / (double)m->parameters;
-    run_say(to, " of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)available_to(m) / (1 << 30),
-            o->matmul, o->recompute, each);
-    if (run->resume.changed[0]) run_say(to, " changed %s\n", run->resume.changed);
+    PlanReport report = {};
+    report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
+    device_describe(m->dev, m->type == OPTIM_FP32, report.device, sizeof(report.device));
+    if (m->shard) comm_describe(&m->shard->comm, report.ranks, sizeof(report.ranks));
+    optim_describe(&run->config, report.optim, sizeof(report.optim));
+    report.source = m->shard ? m->shard->comm.launch->source : "", report.world = ranks_of(m);
+    report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
+    report.usual = o->lr == optim_usual_lr(o->rule, o->channels) && o->lr != optim_usual_lr("", o->channels);
+    report_plan(&run->folder, &TABLE, o, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
 static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
@@ -1544,124 +1209,57 @@ static void require_memory(const Options* o, const Model* m, const OptimConfig* 
         have, m->dev->name, one ? "type --recompute block --batch 1, or take" : "take");
 }
 
-// Resuming: data/resume.h merges the options; here is what needs the optimizer.
+// Resuming.
 
-// Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own:
-// one that was not typed is the new rule's usual one where that differs from the old rule's.
-static void resume_rule(Options* o, Resume* resume) {
-    char error[DATA_ERROR_BYTES];
-    OptimConfig config;
-    Options trial = *o;
-    trial.grads = "fp32", trial.overrides = "none";  // which have no part in v and the learning rate
-    const bool v_typed = resume_given(resume, "v");
-    if (!v_typed && !optim_config_try(&trial, &config, error, sizeof(error))) trial.v = o->v = "";
-    if (!optim_config_try(&trial, &config, error, sizeof(error))) return;  // it will be refused
-    const char *rule = config.rule, *before = json_string(resume->saved, "rule", rule);
-    double old = optim_usual_lr(before, o->channels), usual = optim_usual_lr(rule, o->channels);
-    if (resume_given(resume, "lr") || old == usual || o->lr == usual) return;
-    resume_changed(resume, " --lr %g, usual for %s (was %g, for %s)", usual, rule, o->lr, before);
-    o->lr = usual;
+// What is the optimizer's to merge with the state of a checkpoint. Returns --override as it was asked for.
+static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
+    OptimResume r = {};
+    r.config = optim_config_of(o), r.lr = o->lr, r.channels = o->channels;
+    r.v_typed = resume_given(merge, "v"), r.lr_typed = resume_given(merge, "lr");
+    r.overrides_typed = resume_given(merge, "override");
+    r.options = json_get(state, "options"), r.formats = json_get(state, "formats");
+    r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
+    optim_resume(&r);
+    o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
+    return r.asked;
 }
 
-// --override, once the other options are known: what is typed; else what the user had asked for ("none" of its preset
-// only); else what the run had, with its own preset and formats; else "", the preset's. Returns what was asked for, for
-// the next checkpoint: "" where the run keeps what it had, as it will then again.
-static const char* resume_override(Options* o, Resume* resume, const Json* formats) {
-    char error[DATA_ERROR_BYTES];
-    const char* had = json_string(formats, "override", "none");
-    const char* asked = json_string(resume->saved, "override", "");
-    const bool typed = resume_given(resume, "override");
-    const bool other = strcmp(json_string(resume->saved, "preset", ""), o->preset) != 0;
-    if (other && strcmp(had, "none") == 0) asked = "";
-    OptimConfig config;
-    Options trial = *o;
-    trial.grads = "fp32", trial.overrides = "";
-    const bool known = optim_config_try(&trial, &config, error, sizeof(error));
-    const bool same = known && !other && strcmp(json_string(formats, "weights", ""), config.weights) == 0 &&
-                      strcmp(json_string(formats, "m", ""), config.m) == 0 &&
-                      strcmp(json_string(formats, "v", ""), config.v) == 0;
-    const bool has_own = known && strcmp(config.overrides, "none") != 0;
-    if (!typed) o->overrides = text_copy(*asked ? asked : same ? had : "");
-    trial.overrides = o->overrides;
-    const char* next = typed ? o->overrides : text_copy(asked);
-    if (!optim_config_try(&trial, &config, error, sizeof(error))) return next;  // it will be refused
-    if (strcmp(config.overrides, had) != 0) {
-        resume_changed(resume, " --override %s (was %s)", config.overrides, had);
-    } else if (!typed && *asked && other && has_own) {
-        resume_changed(resume, " --override %s (the run's, not %s's)", had, o->preset);
-    }
-    return next;
-}
-
-// Holds the run folder, before one of its checkpoints is chosen.
-static void hold_folder(Run* run) {
-    const Options* o = run->options;
-    const bool again = strcmp(o->resume, "off") != 0;
-    char error[DATA_ERROR_BYTES], state[RUN_PATH_BYTES + 16];
-    if (o->run[0]) require(run_folder_free(o->run, again, error), error);
-    const char* folder = o->run[0] ? o->run : o->resume;
-    snprintf(state, sizeof(state), "%s/state.json", folder);  // of a checkpoint: its run is held once it is known
-    if (!again || o->dry_run || !folder_exists(folder) || file_exists(state)) return;
-    require(run_folder_hold(&run->folder, folder, error), error);
-}
-
-// The checkpoint to go on from, which rank 0 chooses, into run->from and run->loaded. NULL: begin anew.
-static void locate_checkpoint(Run* run, bool* named_itself) {
-    const Options* o = run->options;
-    const Launch* launch = run->launch;
-    char error[DATA_ERROR_BYTES];
-    if (launch->rank == 0) {
-        require(checkpoint_locate(o->resume, o->run, run->from, sizeof(run->from), named_itself, &run->loaded, error),
-                error);
-    }
-    if (!run->loaded) run->from[0] = 0;
-    launch_share(launch, 0, run->from, sizeof(run->from));
-    run->from[sizeof(run->from) - 1] = 0;
-    if (launch->rank > 0 && run->from[0]) run->loaded = checkpoint_state(run->from, error);
-    if (run->from[0]) require(run->loaded != nullptr, error);
-}
-
-// The checkpoint to go on from, if any, and its options.
+// The checkpoint to go on from, if any, which rank 0 chooses, and its options.
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
-    const bool first = run->launch->rank == 0;
+    const Launch* launch = run->launch;
+    const bool first = launch->rank == 0;
+    char* error = run->error;
     bool named_itself = false;
-    char error[DATA_ERROR_BYTES], parent[RUN_PATH_BYTES];
     require(resume_words(merge, error), error);
-    if (first) hold_folder(run);
     run->asked = *o;
-    locate_checkpoint(run, &named_itself);
-    if (!run->loaded) return;
+    if (first) {
+        require(run_folder_begin(&run->folder, o->run, o->resume, o->dry_run, error), error);
+        require(checkpoint_locate(o->resume, o->run, run->from, sizeof(run->from), &named_itself, &run->loaded, error),
+                error);
+        if (!run->loaded) run->from[0] = 0;
+    }
+    launch_share(launch, 0, run->from, sizeof(run->from));
+    run->from[sizeof(run->from) - 1] = 0;
+    if (!run->from[0]) return;
+    if (!first) run->loaded = checkpoint_state(run->from, error);
+    require(run->loaded != nullptr, error);
     merge->saved = json_get(run->loaded, "options");
     require(resume_options(merge, error), error);
     require(resume_formats(merge, run->from, first, error), error);
-    resume_rule(o, merge);
-    const char* overrides = resume_override(o, merge, json_get(run->loaded, "formats"));
+    const char* overrides = resume_optim(o, merge, run->loaded);
     run->asked = *o, run->asked.overrides = overrides;
-    if (!o->run[0]) {
-        if (first && named_itself) require(checkpoint_run(run->from, parent, sizeof(parent), error), error);
-        o->run = text_copy(folder_parent(run->from, parent, sizeof(parent)));
-        if (first && !o->dry_run) require(run_folder_hold(&run->folder, o->run, error), error);
-    }
-    if (first) require(checkpoint_continue(o->run, run->from, named_itself, !o->dry_run, error), error);
+    if (first) require(checkpoint_continue(&run->folder, &o->run, run->from, named_itself, o->dry_run, error), error);
 }
 
 // Where the run stands, and whether its data is the same as before.
 static void count_state(Run* run) {
-    RunState now = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY}, before = now;
-    if (run->loaded) run_state_read(&before, run->loaded);
-    run->state = before;
-    run->state.data_tokens = now.data_tokens, run->state.data_crc = now.data_crc, run->state.val_crc = now.val_crc;
-    if (before.data_tokens != now.data_tokens) {
-        resume_changed(&run->resume, " the data: %lld tokens (were %lld), so the order from here on is another",
-                       (long long)now.data_tokens, (long long)before.data_tokens);
-    } else if (before.data_crc != now.data_crc) {
-        resume_changed(&run->resume, " the data: as many tokens as before, and others");
-    }
-    if (before.val_crc == now.val_crc) return;
-    run->state.best_val = INFINITY;
-    resume_changed(&run->resume, " the validation data, so the best loss begins anew");
+    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY};
+    const char* changes[2];
+    if (!run->loaded) return;
+    const int count = run_state_resume(&run->state, run->loaded, changes);
+    for (int i = 0; i < count; i++) resume_changed(&run->resume, " %s", changes[i]);
 }
 
 // The step loop.
@@ -1671,20 +1269,18 @@ static int64_t tokens_done(const Run* run) {
 }
 
 static void run_validation(Run* run) {
-    char error[DATA_ERROR_BYTES];
     signals_doing("this batch of the validation", run->step_seconds);
     double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
     if (stops(run->model)) return;
     if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
     run->last_val = loss;
     require(report_validation(&run->folder, &run->state, loss, run->val_data.bytes_per_token, seconds_now() - begin,
-                              tokens_done(run), error),
-            error);
+                              tokens_done(run), run->error),
+            run->error);
 }
 
 static void run_sample(Run* run) {
     const Options* o = run->options;
-    char error[DATA_ERROR_BYTES];
     char* text = nullptr;
     size_t bytes = 0;
     FILE* memory = text_stream(&text, &bytes);
@@ -1696,21 +1292,12 @@ static void run_sample(Run* run) {
         run_say_text(&run->folder, text, bytes);
         run_say(&run->folder, "\n-------------------------------------------------------------------\n");
         const char* after = text + (bytes > 0 ? strlen(o->prompt) : 0);
-        require(run_log_sample(&run->folder, run->state.step, tokens_done(run), 0, o->prompt, after, error), error);
+        require(run_log_sample(&run->folder, run->state.step, tokens_done(run), 0, o->prompt, after, run->error),
+                run->error);
     } else {
         run_say(&run->folder, "sample   none: the model's output is not finite\n");
     }
     free(text);
-}
-
-// A signal, or a file called save in the run folder.
-static bool save_asked(const Run* run) {
-    char request[RUN_PATH_BYTES + 8];
-    snprintf(request, sizeof(request), "%s/save", run->folder.path);
-    bool asked = signal_save || (!run->folder.quiet && file_exists(request));
-    if (asked && !run->folder.quiet) unlink(request);
-    signal_save = 0;
-    return asked;
 }
 
 // True if the weights at the end of a run are of no use: no step of it changed them, or they give no finite loss, by
@@ -1738,28 +1325,26 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     const Options* o = run->options;
     const Model* m = run->model;
     RunState* state = &run->state;
-    char error[DATA_ERROR_BYTES];
     state->step++;
     state->sequences += o->tokens_per_step / o->seq;
     bool skipped = !isfinite(scalars[SCALAR_FACTOR]), first = state->step == timer->first + 1;
     state->skipped += skipped;
     state->skipped_last = skipped ? state->skipped_last + 1 : 0;
     double now = seconds_now(), loss = scalars[SCALAR_LOSS], norm = scalars[SCALAR_NORM];
-    if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
-    if (isnan(norm)) norm = fabs(norm);
+    if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
+    if (isnan(norm)) norm = NAN;
     double eta = step_timed(timer, state->step, begin, now) * (double)(o->steps - state->step);
     if (m->dev->gpu && first && state->step < o->steps) eta = -1;  // it was slower than those to come
-    const StepReport step = {o->steps, o->tokens_per_step, loss,       norm,       lr, now - begin,
-                             eta,      flops_per_token(m), peak_of(m), run->memory};
-    bool ok = report_step_log(&run->folder, state, &step, tokens_done(run), error);
-    if (ok && state->step == timer->first + 2 && m->dev->gpu) {
-        const char* const names[] = {"planned_bytes", "used_bytes"};
-        const double values[] = {(double)run->memory, (double)memory_used(m->dev)};  // used by all processes
-        ok = run_log(&run->folder, "memory", state->step, tokens_done(run), 2, names, values, error);
-    }
-    require(ok, error);
+    const double peak = ranks_of(m) * device_peak(m->dev, m->type == OPTIM_FP32);
+    const StepReport step = {o->steps, o->tokens_per_step, loss, norm,       lr, now - begin,
+                             eta,      flops_per_token(m), peak, run->memory};
+    const bool measured = m->dev->gpu && state->step == timer->first + 2;
+    require(
+        report_step_log(&run->folder, state, &step, tokens_done(run), measured ? memory_used(m->dev) : 0, run->error),
+        run->error);
     if (skipped) {
-        require(report_skip(&run->folder, state, &step, strcmp(o->on_nonfinite, "stop") == 0, o->lr, error), error);
+        require(report_skip(&run->folder, state, &step, strcmp(o->on_nonfinite, "stop") == 0, o->lr, run->error),
+                run->error);
     } else if (state->step % o->print_every == 0 || first || state->step == o->steps) {
         report_step(&run->folder, state, &step);
     }
@@ -1785,7 +1370,7 @@ static void train(Run* run) {
         double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
         signals_doing("this step", run->step_seconds);
         int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = save_asked(run);
+        if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = run_folder_asks_save(&run->folder);
         int64_t micro_batches = slice.run / m->B;
         bool ok = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, number);
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
@@ -1795,7 +1380,7 @@ static void train(Run* run) {
         step_done(run, scalars, lr, begin, &timer);
         bool last = state->step == o->steps;
         if (o->val_every > 0 && (state->step % o->val_every == 0 || last)) run_validation(run);
-        bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : save_asked(run);
+        bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         due = due || (o->save_every > 0 && state->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
         if (asked || last || stops(m) || (due && state->skipped_last == 0)) {
@@ -1807,10 +1392,9 @@ static void train(Run* run) {
         if (o->sample_every > 0 && (state->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
     }
     if (saved_at != state->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
-    char error[DATA_ERROR_BYTES];
     require(report_end(&run->folder, state, stops(m), (double)(state->step - timer.from), (double)o->tokens_per_step,
-                       timer.seconds, useless, o->lr, error),
-            error);
+                       timer.seconds, useless, o->lr, run->error),
+            run->error);
     signals_doing(nullptr, 0);
     feeder_close(&feeder);
     (m->dev->gpu ? pinned_free : free)(scalars);
@@ -1818,40 +1402,21 @@ static void train(Run* run) {
 
 // Main: one run from its options to its end, or a sample.
 
-// The folder that --model names, or "" where it names a built-in shape; o->model becomes the folder's path.
-static const char* model_folder(Options* o) {
-    char error[DATA_ERROR_BYTES];
-    const char* folder = checkpoint_model(o->model, error);
-    require(folder != nullptr, error);
-    if (*folder) o->model = folder;
-    return folder;
-}
-
 // --sample: continue a prompt with a model folder.
 static int sample_main(Options* o) {
     char error[DATA_ERROR_BYTES];
     Device dev;
     Model m = {};
-    const char* folder = model_folder(o);
-    if (!*folder && folder_exists(o->model)) {
-        user_error("--model %s is a built-in shape, without weights to sample from; type --model ./%s for the folder",
-                   o->model, o->model);
-    }
-    if (!*folder) {
-        user_error("--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is one)");
-    }
+    const char* folder = checkpoint_model(&o->model, true, error);
+    require(folder != nullptr, error);
     device_choose(&dev, o->device, nullptr, 1);
     m.type = resolve_matmul(o, &dev);
     m.dev = &dev;
     resolve_shape(o, &dev, 0, false, "", folder, &m.config);
     m.B = 1, m.T = (int)o->seq, m.logit_rows = 1;
     config_tensors(&m);
-    Tokenizer* tokenizer = tokenizer_open(m.config.V == 256 ? nullptr : folder, error);
+    Tokenizer* tokenizer = tokenizer_open_for(m.config.V == 256 ? nullptr : folder, m.config.V, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
-    if (tokenizer_vocabulary(tokenizer) > m.config.V) {
-        user_error("--model %s: its tokenizer has %d tokens and its vocab_size is %d; they do not belong together",
-                   o->model, tokenizer_vocabulary(tokenizer), m.config.V);
-    }
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (!sample(&m, tokenizer, o->sample, o, stdout)) {
@@ -1881,27 +1446,18 @@ static void open_device(Run* run) {
     if (run->launch->world == 1) return;
     if (run->dev.gpu) comm_require_own_gpu(run->launch);
     comm_open(&shard->comm, run->launch, &run->dev);
-    shard->mode = shard_mode_from(o->shard);
-    shard->late = !shard->comm.peers && shard->comm.rate > SHARD_LATE_RATE;
-    shard->format = comm_format_from(o->comm);
+    shard_choose(shard, o->shard, o->comm);
     run->model->shard = shard;
 }
 
 // Ranks that would not train the same are a mistake: other options, or other data.
 static void require_same(Run* run) {
-    char *text = nullptr, error[DATA_ERROR_BYTES];
-    size_t length = 0;
     Options same = *run->options;
-    Dataset *train = &run->train_data, *val = &run->val_data;
-    if (!dataset_fingerprint(train, error) || !dataset_fingerprint(val, error)) user_error("--data: %s", error);
     same.run = same.resume = same.data = same.val = same.formats = "";
     same.join_timeout = 0;
-    FILE* file = text_stream(&text, &length);
-    options_json(&TABLE, &same, false, file);
-    fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
-            (long long)val->tokens, train->crc, val->crc);
-    fclose(file);
-    uint32_t own = crc32c(0, text, (int64_t)length), first = own;
+    char* text = run_identity(&TABLE, &same, &run->train_data, &run->val_data, run->error);
+    if (!text) user_error("--data: %s", run->error);
+    uint32_t own = crc32c(0, text, (int64_t)strlen(text)), first = own;
     launch_share(run->launch, 0, &first, sizeof(first));
     if (first != own) user_error("it has other options or other data than rank 0: %s; start all alike", text);
     free(text);
@@ -1910,7 +1466,6 @@ static void require_same(Run* run) {
 // Weights and states: from the checkpoint, from --model DIR, or drawn.
 static void model_begin(Run* run) {
     Model* m = run->model;
-    char path[RUN_PATH_BYTES + 32];
     if (run->loaded) {
         checkpoint_read(run, run->loaded, run->from);
         snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->from);
@@ -1918,13 +1473,7 @@ static void model_begin(Run* run) {
     } else if (*run->model_folder) {
         model_read(m, run->model_folder);
     } else {
-        snprintf(path, sizeof(path), "%s/model.safetensors", run->options->model);
-        if (file_exists(path)) {
-            run_say(&run->folder,
-                    " notice   %s is built in and its weights are new; type --model ./%s for those of the "
-                    "folder\n",
-                    run->options->model, run->options->model);
-        }
+        report_new_weights(&run->folder, run->options->model);
         model_init(m, (uint64_t)run->options->seed);
     }
 }
@@ -1932,16 +1481,14 @@ static void model_begin(Run* run) {
 // The run folder and the tokenizer in it, which are rank 0's; all know whether there are samples.
 static void folder_begin(Run* run) {
     Options* o = run->options;
-    char error[DATA_ERROR_BYTES];
     launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder
     if (run->launch->rank == 0) {
         const char* const folders[] = {run->from, run->model_folder, run->train_data.tokenizer};
         const bool again = run->loaded || strcmp(o->resume, "auto") == 0;
-        require(run_folder_make(&run->folder, &o->run, o->model, again, &TABLE, o, error), error);
-        run_say(&run->folder, " run      %s\n", run->folder.path);
-        require(run_tokenizer_open(&run->folder, folders, run->loaded, run->train_data.bytes, run->model->config.V,
-                                   &run->tokenizer, &run->samples, error),
-                error);
+        require(run_folder_make(&run->folder, &o->run, o->model, again, &TABLE, o, run->error), run->error);
+        run->samples = run_tokenizer_open(&run->folder, folders, run->loaded, run->train_data.bytes,
+                                          run->model->config.V, &run->tokenizer, run->error);
+        require(!run->error[0], run->error);
         if (!run->samples) o->sample_every = 0;
     }
     launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
@@ -1953,22 +1500,20 @@ static void folder_begin(Run* run) {
 static void begin(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
-    char error[DATA_ERROR_BYTES];
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     rehearse(m, &run->dev);
     model_begin(run);
-    if (m->shard) shard_publish(m->shard);
+    weights_changed(m);
     signals_doing("this step", 0);
-    // Paths as they are found from any folder, so that the run can be resumed from anywhere.
-    if (o->data[0]) o->data = path_absolute(o->data);
-    if (o->val[0]) o->val = path_absolute(o->val);
-    if (o->formats[0]) o->formats = paths_absolute(o->formats);
+    // So that the run can be resumed from any folder.
+    o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
     if (!run->loaded) return;
-    require(run_log(&run->folder, "resume", run->state.step, tokens_done(run), 0, nullptr, nullptr, error), error);
+    require(run_log(&run->folder, "resume", run->state.step, tokens_done(run), 0, nullptr, nullptr, run->error),
+            run->error);
 }
 
 static void end(Run* run) {
@@ -1976,8 +1521,7 @@ static void end(Run* run) {
     run_folder_close(&run->folder);
     run_tokenizer_close(&run->tokenizer);
     json_free(run->loaded);
-    dataset_close(&run->train_data);
-    dataset_close(&run->val_data);
+    dataset_close(&run->train_data), dataset_close(&run->val_data);
     model_free(run->model);
     device_close(&run->dev);
 }
@@ -1987,7 +1531,8 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.options = o, run.launch = launch, run.model = &run.own_model;
     run.resume.table = &TABLE, run.resume.fields = o, run.resume.given = given;
     resume(&run);
-    run.model_folder = run.loaded ? "" : model_folder(o);
+    run.model_folder = run.loaded ? "" : checkpoint_model(&o->model, false, run.error);
+    require(run.model_folder != nullptr, run.error);
     open_device(&run);
     resolve(&run);
     require_same(&run);

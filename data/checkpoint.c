@@ -1,6 +1,7 @@
 // See checkpoint.h.
 #define _GNU_SOURCE
 #include "checkpoint.h"
+#include "clock.h"
 #include "finite.h"
 #include "options.h"
 #include <dirent.h>
@@ -15,7 +16,7 @@
 
 char* path_absolute(const char* path) {
     char folder[PATH_BYTES], whole[2 * PATH_BYTES];
-    if (path[0] == '/' || !getcwd(folder, sizeof(folder))) return text_copy(path);
+    if (!path[0] || path[0] == '/' || !getcwd(folder, sizeof(folder))) return text_copy(path);
     snprintf(whole, sizeof(whole), "%s/%s", folder, path);
     return text_copy(whole);
 }
@@ -81,18 +82,34 @@ static const struct {
              {"skipped_last", offsetof(RunState, skipped_last)}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
-void run_state_read(RunState* state, const Json* json) {
+int run_state_resume(RunState* state, const Json* json, const char* changes[2]) {
+    const RunState now = *state;
+    int count = 0;
     for (int i = 0; i < STATE_FIELDS; i++) {
         int64_t* field = (int64_t*)((char*)state + STATE[i].offset);
         *field = json_int(json, STATE[i].name, *field);
     }
-    state->best_val = json_number(json, "best_val", state->best_val);
+    state->best_val = json_number(json, "best_val", now.best_val);
+    if (state->data_tokens != now.data_tokens) {
+        changes[count++] = text_format("the data: %lld tokens (were %lld), so the order from here on is another",
+                                       (long long)now.data_tokens, (long long)state->data_tokens);
+    } else if (state->data_crc != now.data_crc) {
+        changes[count++] = "the data: as many tokens as before, and others";
+    }
+    if (state->val_crc != now.val_crc) {
+        changes[count++] = "the validation data, so the best loss begins anew";
+        state->best_val = now.best_val;
+    }
+    state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
+    return count;
 }
 
-bool checkpoint_file_write(const char* path, const CheckpointSource* source, CheckpointFile* file, char* error) {
+bool checkpoint_file_write(const char* folder, const CheckpointSource* source, CheckpointFile* file, char* error) {
+    char path[PATH_BYTES];
+    if (folder) snprintf(path, sizeof(path), "%s/%s", folder, file->name);
     SafetensorsWriter* writer =
-        path ? safetensors_begin(path, source->entries, source->count, source->format, error) : NULL;
-    bool ok = writer || !path;
+        folder ? safetensors_begin(path, source->entries, source->count, source->format, error) : NULL;
+    bool ok = writer || !folder;
     void* piece = NULL;
     for (int i = 0; i < source->count && ok; i++) {
         const SafetensorsEntry* entry = &source->entries[i];
@@ -114,6 +131,49 @@ bool checkpoint_file_write(const char* path, const CheckpointSource* source, Che
     if (ok) return safetensors_finish(writer, &file->crc, &file->bytes, error);
     safetensors_abandon(writer);
     return false;
+}
+
+typedef struct {
+    const ModelTensor* tensors;
+    void (*read)(void* context, int tensor, void* to);
+    void* context;
+    void* values;  // a tensor as the program has it
+} ModelSource;
+
+static void model_source_read(void* context, int t, int64_t at, int64_t bytes, void* to) {
+    const ModelSource* source = context;
+    const ModelTensor* tensor = &source->tensors[t];
+    (void)at;  // a tensor is read at once
+    source->read(source->context, t, source->values);
+    if (tensor->transposed) {
+        transpose(to, source->values, tensor->stored_rows, tensor->cols, safetensors_dtype_bytes(tensor->dtype));
+    } else {
+        memcpy(to, source->values, (size_t)bytes);
+    }
+}
+
+bool checkpoint_model_write(const char* folder, const ModelTensor* tensors, int count,
+                            void (*read)(void* context, int tensor, void* to), void* context, CheckpointFile* file,
+                            char* error) {
+    SafetensorsEntry* entries = memory_zero((size_t)count, sizeof(*entries));
+    int64_t largest = 0;
+    for (int t = 0; t < count; t++) {
+        const ModelTensor* tensor = &tensors[t];
+        const int64_t rows = tensor->stored_rows, cols = tensor->cols;
+        const bool turn = tensor->transposed || tensor->rows == 1;
+        entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name),
+                                        tensor->dtype,
+                                        {turn ? cols : rows, turn ? rows : cols},
+                                        tensor->rows == 1 ? 1 : 2};
+        if (tensor->rows * cols > largest) largest = tensor->rows * cols;
+    }
+    ModelSource tensor = {tensors, read, context, memory_zero((size_t)largest, sizeof(float))};
+    const CheckpointSource source = {entries, count, 0, "pt", model_source_read, &tensor};
+    const bool ok = checkpoint_file_write(folder, &source, file, error);
+    for (int t = 0; t < count; t++) free((void*)entries[t].name);
+    free(entries);
+    free(tensor.values);
+    return ok;
 }
 
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error) {
@@ -156,12 +216,7 @@ static bool state_write(const char* folder, const Checkpoint* checkpoint, const 
     }
     fprintf(state, "\"best_val\": ");
     json_write_number(state, checkpoint->state->best_val);
-    fprintf(state, ",\n\"formats\": ");
-    for (int i = 0; i < checkpoint->format_count; i++) {
-        fprintf(state, "%s\"%s\": ", i ? ", " : "{", checkpoint->formats[i][0]);
-        json_write_string(state, checkpoint->formats[i][1]);
-    }
-    fprintf(state, "},\n\"options\": ");
+    fprintf(state, ",\n\"formats\": %s,\n\"options\": ", checkpoint->formats);
     options_json(checkpoint->table, checkpoint->options, false, state);
     fprintf(state, ",\n");
     fclose(state);
@@ -175,8 +230,12 @@ bool checkpoint_finish(const char* folder, const Checkpoint* checkpoint, const C
     char path[PATH_BYTES];
     int count = 3;
     snprintf(path, sizeof(path), "%s/config.json", folder);
-    bool ok =
-        gpt2_config_write(path, &checkpoint->shape, checkpoint->dtype, checkpoint->config, checkpoint->tokens, error);
+    const RunTokenizer* tokenizer = checkpoint->tokenizer;
+    const char* dtype = "bfloat16";
+    for (int t = 0; t < checkpoint->count; t++) {
+        if (strcmp(checkpoint->tensors[t].dtype, "BF16") != 0) dtype = "float32";
+    }
+    bool ok = gpt2_config_write(path, &checkpoint->shape, dtype, tokenizer->config, &tokenizer->special, error);
     for (int i = 0; MODEL_FOLDER_FILES[i] && ok; i++) {
         files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
         ok = file_copy(checkpoint->run_folder, MODEL_FOLDER_FILES[i], folder, error);
@@ -346,9 +405,23 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
     return state;
 }
 
-const char* checkpoint_model(const char* model, char* error) {
+const char* checkpoint_model(const char** name, bool needed, char* error) {
+    const char* model = *name;
     char path[PATH_BYTES], names[256], reason[DATA_ERROR_BYTES];
-    if (strcmp(model, "auto") == 0 || gpt2_named(model)) return "";
+    const bool shape = strcmp(model, "auto") == 0 || gpt2_named(model);
+    if (shape && !needed) return "";
+    if (shape && folder_exists(model)) {
+        data_error(error,
+                   "--model %s is a built-in shape, without weights to sample from; type --model ./%s for the folder",
+                   model, model);
+        return NULL;
+    }
+    if (shape) {
+        data_error(error,
+                   "--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is "
+                   "one)");
+        return NULL;
+    }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
     if (!folder) {
         data_error(error,
@@ -361,6 +434,7 @@ const char* checkpoint_model(const char* model, char* error) {
     if (state) folder = text_copy(path);
     json_free(state);
     snprintf(path, sizeof(path), "%s/state.json", folder);
+    *name = folder;
     if (!weights || access(path, F_OK) != 0 || checkpoint_model_whole(folder, reason)) return folder;
     data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, reason);
     return NULL;
@@ -420,16 +494,17 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     return false;
 }
 
-bool checkpoint_run(const char* checkpoint, char* run_folder, size_t bytes, char* error) {
-    char log[PATH_BYTES];
+// The run folder that a checkpoint lies in; false with a sentence where that is none, as of a copied checkpoint.
+static bool run_of(const char* checkpoint, char* run_folder, size_t bytes, char* error) {
+    char log[PATH_BYTES + 16];
     const char* slash = strrchr(checkpoint, '/');
     snprintf(log, sizeof(log), "%s/log.jsonl", folder_parent(checkpoint, run_folder, bytes));
     if (step_of(slash ? slash + 1 : checkpoint) >= 0 && file_exists(log)) return true;
     return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
 }
 
-bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
-                         char* error) {
+static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
+                            char* error) {
     char path[PATH_BYTES], aside[PATH_BYTES + 16];
     char *own = realpath(folder_parent(checkpoint, path, sizeof(path)), NULL), *chosen = realpath(run_folder, NULL);
     bool same = own && chosen && strcmp(own, chosen) == 0;
@@ -461,6 +536,17 @@ bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool na
     return fine;
 }
 
+bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
+                         char* error) {
+    char parent[PATH_BYTES];
+    if (!**name) {
+        if (named_itself && !run_of(checkpoint, parent, sizeof(parent), error)) return false;
+        *name = text_copy(folder_parent(checkpoint, parent, sizeof(parent)));
+        if (!dry_run && !run_folder_hold(run, *name, error)) return false;
+    }
+    return put_newer_aside(*name, checkpoint, named_itself, !dry_run, error);
+}
+
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
     char path[PATH_BYTES];
     bool fine = true;
@@ -482,4 +568,38 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     }
     if (dir) closedir(dir);
     return fine;
+}
+
+// Completes the sentence in `error` about a checkpoint that could not be written.
+static bool save_failed(const RunFolder* run, const CheckpointSave* save, char* error) {
+    const long long number = (long long)save->step;
+    char* why = text_copy(error);
+    if (!save->nonfinite) {
+        data_error(error, "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
+                   number, why, run_resume_words(run));
+    } else if (run->last_checkpoint[0]) {
+        data_error(error, "step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)", number,
+                   why, run_resume_words(run), save->lr);
+    } else {
+        data_error(error,
+                   "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a smaller "
+                   "--lr (now %g)",
+                   number, why, save->lr);
+    }
+    free(why);
+    return false;
+}
+
+bool checkpoint_saved(RunFolder* run, const char* path, bool written, const CheckpointSave* save, char* error) {
+    char temporary[PATH_BYTES], ignored[DATA_ERROR_BYTES];
+    if (!written || !checkpoint_commit(path, error)) {
+        snprintf(temporary, sizeof(temporary), "%s.tmp", path);
+        folder_remove(temporary, ignored);
+        return save_failed(run, save, error);
+    }
+    run_say(run, "save %6lld  %s  %.1f s\n", (long long)save->step, path, seconds_now() - save->begin);
+    if (save->keep > 0 && !checkpoint_prune(run->path, save->keep, save->step, ignored)) {
+        fprintf(stderr, "train: notice: %s\n", ignored);
+    }
+    return true;
 }

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-// The path from the root; glob patterns stay what they are. The caller owns it.
+// The path from the root, "" where it is ""; glob patterns stay what they are. The caller owns it.
 char* path_absolute(const char* path);
 // The same for each path of a list with commas.
 char* paths_absolute(const char* list);
@@ -34,8 +34,9 @@ typedef struct {
     int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
     double best_val;                // infinite before the first validation
 } RunState;
-// Out of state.json's tree; what it lacks stays as it is.
-void run_state_read(RunState* state, const Json* json);
+// Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
+// sentences about other data are in `changes`; with other validation data the best loss begins anew.
+int run_state_resume(RunState* state, const Json* json, const char* changes[2]);
 
 // The tensors of a safetensors file, whose bytes are asked for in the file's order: read(context, i, at, bytes, to)
 // puts `bytes` bytes of tensor i from byte `at` on into `to`; at most `piece` at a time, or, where it is 0, all at
@@ -55,10 +56,15 @@ typedef struct {
     int64_t bytes;   // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
     bool nonfinite;  // it was not written to the end, because a value is not finite
 } CheckpointFile;
-// Writes a safetensors file and sums it into `file`. With path NULL the bytes are asked for and dropped, which is all
+// Writes FOLDER/FILE->name and sums it into `file`. With folder NULL the bytes are asked for and dropped, which is all
 // that ranks other than 0 do. A value that is not finite is an error.
-bool checkpoint_file_write(const char* path, const CheckpointSource* source, CheckpointFile* file, char* error);
+bool checkpoint_file_write(const char* folder, const CheckpointSource* source, CheckpointFile* file, char* error);
 
+// Writes model.safetensors like this: transformers' names and orientation, no padding of the vocabulary. read(context,
+// t, to) puts tensor t as the program has it, of its dtype, into `to`.
+bool checkpoint_model_write(const char* folder, const ModelTensor* tensors, int count,
+                            void (*read)(void* context, int tensor, void* to), void* context, CheckpointFile* file,
+                            char* error);
 // Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
 // follow.
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
@@ -66,13 +72,12 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
 // What a checkpoint holds beside its arrays.
 typedef struct {
     Gpt2Shape shape;
-    const char* dtype;   // of the weights, as transformers call it
-    const Json* config;  // see gpt2_config_write
-    const SpecialTokens* tokens;
-    const char* run_folder;  // the tokenizer's files in it are copied
+    const ModelTensor* tensors;  // (count) as they were written
+    int count;
+    const RunTokenizer* tokenizer;  // and the config.json that the run began with
+    const char* run_folder;         // the tokenizer's files in it are copied
     const RunState* state;
-    const char* const (*formats)[2];  // names and values: how the optimizer stores weights and states
-    int format_count;
+    const char* formats;  // JSON: how the optimizer stores weights and states
     const OptionTable* table;
     const void* options;  // the fields of `table`
 } Checkpoint;
@@ -111,24 +116,35 @@ bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char
 Json* checkpoint_verify(const char* folder, char* error);
 // The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
 Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
-// The folder that --model names, from the root, or "" where it names a built-in shape or is "auto"; NULL with a
-// sentence. Nothing else decides which is meant: a built-in shape's bare name is always that shape, and a folder of the
-// same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint must be whole. The path is
-// the caller's.
-const char* checkpoint_model(const char* model, char* error);
+// The folder that --model names, from the root, which *model becomes, or "" where it names a built-in shape or is
+// "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that shape,
+// and a folder of the same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint must be
+// whole. `needed`: for
+// --sample, which goes with a folder only.
+const char* checkpoint_model(const char** model, bool needed, char* error);
 // The checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which sets
 // *named_itself, a checkpoint's. Its name into `folder` and its state.json's tree into *state, NULL: begin anew.
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error);
-// The run folder that a checkpoint lies in; false with a sentence where that is none, as of a copied checkpoint.
-bool checkpoint_run(const char* checkpoint, char* run_folder, size_t bytes, char* error);
-// May a run go on from `checkpoint` in `run_folder`? That is the checkpoint's own folder, in which it is the newest, or
-// one without a run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged
-// when `put_aside`. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
-bool checkpoint_continue(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
+// May a run go on from `checkpoint` in the folder `*name` ("": the one that it lies in, whose name it becomes, and
+// which is then held)? That is the checkpoint's own folder, in which it is the newest, or one without a run. Newer ones
+// in its own folder are damaged and were passed over: they are renamed to NAME.damaged, but not in a dry run. With
+// `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
+bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
                          char* error);
 // Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
+
+typedef struct {
+    int64_t step;
+    double begin;    // seconds_now() when the save began
+    int64_t keep;    // checkpoints that stay; 0: all
+    bool nonfinite;  // it could not be written because a value is not finite
+    double lr;       // --lr
+} CheckpointSave;
+// Ends a save of PATH.tmp. One that was `written` takes its place, older ones go, and a line says so; of another
+// nothing stays, and the sentence in `error` is completed.
+bool checkpoint_saved(RunFolder* run, const char* path, bool written, const CheckpointSave* save, char* error);
 
 #ifdef __cplusplus
 }

@@ -517,7 +517,8 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     return fine;
 }
 
-bool dataset_open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
+// Opens the training or the validation part.
+static bool open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
     static const char* const formats[] = {"auto", "bytes", "shards", "nanogpt"};  // as DataFormat numbers them
     const bool val = part == DATASET_VALIDATION && *source->val;
     const char *path = val ? source->val : source->data, *option = val ? "--val" : "--data";
@@ -534,9 +535,22 @@ bool dataset_open_source(Dataset* data, const DataSource* source, DatasetPart pa
            data_error(error, "%s %s: %s", option, path, reason);
 }
 
+bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error) {
+    if (!open_source(train, source, DATASET_TRAIN, T, error)) return false;
+    if (!open_source(val, source, DATASET_VALIDATION, T, error)) return false;
+    if (val->bytes != train->bytes) {
+        return data_error(error, "--val %s is %s and --data %s; prepare both alike", source->val,
+                          val->bytes ? "read as bytes" : "tokens", train->bytes ? "is read as bytes" : "tokens");
+    }
+    return val->vocabulary <= V ||
+           data_error(error,
+                      "the validation data has a vocabulary of %d tokens and the model of %d; prepare both alike",
+                      val->vocabulary, V);
+}
+
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error) {
     Dataset data;
-    if (!dataset_open_source(&data, source, DATASET_TRAIN, 1, error)) return false;
+    if (!open_source(&data, source, DATASET_TRAIN, 1, error)) return false;
     *vocabulary = data.vocabulary, *bytes = data.bytes;
     dataset_close(&data);
     return true;

@@ -57,8 +57,8 @@ typedef struct {
     const char* text;
     int64_t text_bytes;
 } DataSource;
-// Opens the training or the validation part; the sentence names the option.
-bool dataset_open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error);
+// Opens both parts, which must be of one kind and of a model's V tokens at most. The sentence names the option.
+bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error);
 // What the training data is, before the length of a window is known: bytes, or tokens of a vocabulary.
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);

@@ -21,6 +21,39 @@ const char* const MODEL_FOLDER_FILES[] = {"vocab.json",
                                           "generation_config.json",
                                           NULL};
 
+// The tensors of a block. In files a matrix is (in, out), transformers' Conv1D; in the program it is (out, in), so that
+// a row is an output's weights.
+static const struct {
+    const char* name;
+    int rows, cols;  // in multiples of the channels; rows 0: a vector
+    bool transposed, residual;
+    int parts;
+} BLOCK[MODEL_BLOCK_TENSORS] = {
+    {"ln_1.weight", 0, 1, false, false, 1},       {"ln_1.bias", 0, 1, false, false, 1},
+    {"attn.c_attn.weight", 3, 1, true, false, 3}, {"attn.c_attn.bias", 0, 3, false, false, 1},
+    {"attn.c_proj.weight", 1, 1, true, true, 1},  {"attn.c_proj.bias", 0, 1, false, false, 1},
+    {"ln_2.weight", 0, 1, false, false, 1},       {"ln_2.bias", 0, 1, false, false, 1},
+    {"mlp.c_fc.weight", 4, 1, true, false, 1},    {"mlp.c_fc.bias", 0, 4, false, false, 1},
+    {"mlp.c_proj.weight", 1, 4, true, true, 1},   {"mlp.c_proj.bias", 0, 1, false, false, 1},
+};
+
+int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocabulary, int64_t padded,
+                  ModelTensor** tensors) {
+    const int count = 2 + layers * MODEL_BLOCK_TENSORS + 2;
+    ModelTensor* t = *tensors = memory_zero((size_t)count, sizeof(ModelTensor));
+    *t++ = (ModelTensor){text_copy("wte.weight"), padded, channels, vocabulary, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){text_copy("wpe.weight"), positions, channels, positions, false, -1, false, 1, ""};
+    for (int i = 0; i < layers * MODEL_BLOCK_TENSORS; i++) {
+        const int l = i / MODEL_BLOCK_TENSORS, b = i % MODEL_BLOCK_TENSORS;
+        const int64_t rows = BLOCK[b].rows ? BLOCK[b].rows * channels : 1, cols = BLOCK[b].cols * channels;
+        char* name = text_format("h.%d.%s", l, BLOCK[b].name);
+        *t++ = (ModelTensor){name, rows, cols, rows, BLOCK[b].transposed, l, BLOCK[b].residual, BLOCK[b].parts, ""};
+    }
+    *t++ = (ModelTensor){text_copy("ln_f.weight"), 1, channels, 1, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){text_copy("ln_f.bias"), 1, channels, 1, false, -1, false, 1, ""};
+    return count;
+}
+
 static bool has(const char* folder, const char* name) {
     char path[PATH_BYTES];
     snprintf(path, sizeof(path), "%s/%s", folder, name);

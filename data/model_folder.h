@@ -15,7 +15,17 @@ typedef struct {
     int64_t rows, cols;
     int64_t stored_rows;  // as many of the rows are in files: the vocabulary without its padding
     bool transposed;      // files hold (cols, stored_rows), as transformers' Conv1D has it
+    int layer;            // that it belongs to, -1: none
+    bool residual;        // writes into the residual stream: initialised smaller
+    int parts;            // equal matrices that its rows are stacked from, such as queries, keys and values: 3
+    const char* dtype;    // in a file that is written: F32 or BF16
 } ModelTensor;
+
+// The tensors of a GPT-2: wte, wpe, MODEL_BLOCK_TENSORS for each layer, ln_f.weight, ln_f.bias. Returns how many. The
+// caller frees *tensors and the names. wte has `padded` rows, of which files have the vocabulary's.
+enum { MODEL_BLOCK_TENSORS = 12 };
+int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocabulary, int64_t padded,
+                  ModelTensor** tensors);
 
 typedef struct {
     const char* path;  // the folder

@@ -20,6 +20,11 @@ const Option* option_find(const OptionTable* table, const char* name) {
     return NULL;
 }
 
+const char* option_group(const OptionTable* table, const Option* option) {
+    while (!*option->group && option > table->option) option--;
+    return option->group;
+}
+
 // Is `typed` a slip of the finger away from `name`: a letter too many, too few or wrong, or two exchanged? Long names
 // may have two such. Short ones are not guessed at all: there, another letter makes another word. Another digit always
 // makes another thing, as in adam-beta3 and fp16, so the digits of both must be the same.
@@ -214,7 +219,7 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
 void options_help(const OptionTable* table, FILE* file) {
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
-        if (i == 0 || strcmp(option->group, option[-1].group) != 0) fprintf(file, "\n%s\n", option->group);
+        if (*option->group) fprintf(file, "\n%s\n", option->group);
         char left[256];
         snprintf(left, sizeof(left), "--%s %s", option->name, option->values);
         if (strlen(left) > 38) fprintf(file, "  %s\n", left), left[0] = 0;
@@ -229,7 +234,7 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('{', file);
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
-        if (option->type == OPTION_FLAG || strcmp(option->group, "instead of training") == 0) continue;
+        if (option->type == OPTION_FLAG || strcmp(option_group(table, option), "instead of training") == 0) continue;
         char text[OPTION_TEXT_BYTES];
         const char* value = option_text(option, fields, text, sizeof(text));
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;

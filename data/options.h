@@ -22,7 +22,7 @@ typedef struct {
     const char* standard;  // the default, as typed; "auto" lets the value be OPTION_AUTO
     double low, high;      // range of a number
     const char* values;    // choices separated by '|', or what the value is, for --help
-    const char* group;
+    const char* group;     // for --help; "" where it is that of the row before
     const char* help;
 } Option;
 
@@ -41,6 +41,7 @@ typedef struct {
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
+const char* option_group(const OptionTable* table, const Option* option);
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);
 // The value as one would type it: the text itself, or a number's in `text`, for which OPTION_TEXT_BYTES are enough.

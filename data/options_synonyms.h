@@ -172,5 +172,5 @@ static const OptionSynonym SYNONYMS[] = {
      "leave it out: nibble has none"},
     {"config config-file cfg conf yaml job-config-file args-file",
      "leave it out: options are typed; a run's config.json lists them all"},
-    {"version verbose quiet debug mode", "leave it out (--help lists the options)"},
+    {"verbose quiet debug mode", "leave it out (--help lists the options)"},
 };

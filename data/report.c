@@ -1,9 +1,12 @@
 // See report.h.
 #include "report.h"
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
-void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens, int vocabulary) {
+// How much data there is, how much of it a validation of windows of T tokens reads, and what is left out.
+static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
+                        int vocabulary) {
     const struct {
         const char* name;
         const Dataset* data;
@@ -23,12 +26,99 @@ void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T
     }
 }
 
-bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, char* error) {
+// The values of options by name.
+typedef struct {
+    const OptionTable* table;
+    const void* fields;
+} Values;
+
+static const void* value_of(const Values* values, const char* name) {
+    return (const char*)values->fields + option_find(values->table, name)->offset;
+}
+
+static const char* text(const Values* values, const char* name) {
+    return *(const char* const*)value_of(values, name);
+}
+
+static long long whole(const Values* values, const char* name) {
+    return *(const int64_t*)value_of(values, name);
+}
+
+static double real(const Values* values, const char* name) {
+    return *(const double*)value_of(values, name);
+}
+
+void report_plan(RunFolder* run, const OptionTable* table, const void* fields, const PlanReport* plan,
+                 const Dataset* train, const Dataset* val, int V) {
+    const Values o = {table, fields};
+    const MemoryPlan* memory = &plan->memory;
+    const bool several = *plan->ranks, constant = strcmp(text(&o, "schedule"), "constant") == 0;
+    const long long sequences = whole(&o, "tokens-per-step") / whole(&o, "seq"),
+                    micro = sequences / whole(&o, "batch") / plan->world;
+    char ranks[32] = "";
+    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", text(&o, "model"),
+            whole(&o, "layers"), whole(&o, "channels"), whole(&o, "heads"), (long long)plan->parameters);
+    run_say(run, " device   %s\n", plan->device);
+    if (several) {
+        run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
+                plan->ranks, text(&o, "shard"), text(&o, strcmp(text(&o, "comm"), "grads") == 0 ? "grads" : "comm"));
+        snprintf(ranks, sizeof(ranks), "%d ranks x ", plan->world);
+    }
+    report_data(run, train, val, (int)whole(&o, "seq"), whole(&o, "val-tokens"), V);
+    run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
+            whole(&o, "batch"), whole(&o, "seq"), ranks, micro, micro == 1 ? "" : "es", whole(&o, "tokens-per-step"),
+            whole(&o, "steps"), (double)whole(&o, "steps") * (double)sequences / (double)plan->windows);
+    run_say(run, " optim    %s\n", plan->optim);
+    if (strcmp(text(&o, "override"), "none") != 0) run_say(run, " override %s\n", text(&o, "override"));
+    run_say(run, " schedule lr %g%s%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", real(&o, "lr"),
+            plan->usual ? ", usual for " : "", plan->usual ? text(&o, "rule") : "", text(&o, "schedule"),
+            constant ? 1.0 : real(&o, "final-lr"), whole(&o, "warmup"), real(&o, "clip"), real(&o, "weight-decay"));
+    const bool large = memory->total >= (1ll << 30);
+    const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
+    run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
+            several ? "of rank 0: " : "", (double)memory->weights * unit, (double)memory->states * unit,
+            (double)memory->grads * unit, (double)memory->activations * unit, (double)memory->other * unit);
+    if (memory->taken > 0)
+        run_say(run, "  driver%s %.2f", several ? " and exchange" : "", (double)memory->taken * unit);
+    // What a parameter costs while it trains, the room for decoded weights and the gradients included.
+    const double each = (double)(memory->weights + memory->states + memory->grads) / (double)plan->parameters;
+    run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
+            large ? "GiB" : "MiB", (double)plan->available / (1 << 30), text(&o, "matmul"), text(&o, "recompute"),
+            each);
+    if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
+}
+
+char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error) {
+    char* text = NULL;
+    size_t length = 0;
+    if (!dataset_fingerprint(train, error) || !dataset_fingerprint(val, error)) return NULL;
+    FILE* file = text_stream(&text, &length);
+    options_json(table, fields, false, file);
+    fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
+            (long long)val->tokens, train->crc, val->crc);
+    fclose(file);
+    return text;
+}
+
+void report_new_weights(RunFolder* run, const char* model) {
+    char* path = text_format("%s/model.safetensors", model);
+    if (file_exists(path)) {
+        run_say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+                model, model);
+    }
+    free(path);
+}
+
+bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, int64_t used,
+                     char* error) {
     static const char* const names[] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped", "mfu"};
     const double rate = (double)step->tokens / step->seconds, loss = state->skipped_last > 0 ? NAN : step->loss;
     const double values[] = {
         loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped, rate * step->flops / step->peak};
-    return run_log(run, "train", state->step, tokens, step->peak > 0 ? 7 : 6, names, values, error);
+    static const char* const bytes[] = {"planned_bytes", "used_bytes"};
+    const double memory[] = {(double)step->memory, (double)used};  // used by all processes
+    return run_log(run, "train", state->step, tokens, step->peak > 0 ? 7 : 6, names, values, error) &&
+           (used == 0 || run_log(run, "memory", state->step, tokens, 2, bytes, memory, error));
 }
 
 void report_step(RunFolder* run, const RunState* state, const StepReport* step) {

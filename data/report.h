@@ -8,9 +8,33 @@
 extern "C" {
 #endif
 
-// The banner's lines about the data: how much there is, how much of it a validation of windows of T tokens reads, and
-// what is left out. `vocabulary` is the model's.
-void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens, int vocabulary);
+// Bytes of device memory; on the CPU of this machine's.
+typedef struct {
+    int64_t weights, states, grads, activations, other;
+    int64_t
+        taken;  // before any of these: the driver's context, NCCL, and kernels that are loaded on the way; 0 on a CPU
+    int64_t total;
+} MemoryPlan;
+
+// What the banner says beside the options.
+typedef struct {
+    char device[256], ranks[256], optim[256];  // descriptions; ranks "" for one alone
+    const char* source;                        // of the ranks
+    int world;                                 // ranks
+    int64_t windows, parameters;               // of the training data; of the model
+    bool usual;                                // the learning rate is the usual one of a rule that needs its own
+    MemoryPlan memory;
+    int64_t available;    // bytes
+    const char* changed;  // options that differ from the checkpoint's
+} PlanReport;
+// The banner. `fields` are the options as resolved, V is the model's vocabulary.
+void report_plan(RunFolder* run, const OptionTable* table, const void* fields, const PlanReport* plan,
+                 const Dataset* train, const Dataset* val, int V);
+// What must be the same on all ranks: the options, and the data by its size and checksums, which are made here. The
+// caller frees the text; NULL with a sentence where the data cannot be read.
+char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error);
+// A notice where new weights begin a built-in shape although a model lies in a folder of the same name.
+void report_new_weights(RunFolder* run, const char* model);
 
 // A step that is done.
 typedef struct {
@@ -20,8 +44,10 @@ typedef struct {
     double flops, peak;     // FLOPs of a token; FLOP/s of all ranks, 0 when unknown
     int64_t memory;         // bytes of the plan
 } StepReport;
-// Into log.jsonl; `tokens` are all since the run began.
-bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, char* error);
+// Into log.jsonl; `tokens` are all since the run began. `used`: bytes of the GPU that are taken, for a line of their
+// own, or 0.
+bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, int64_t used,
+                     char* error);
 void report_step(RunFolder* run, const RunState* state, const StepReport* step);
 // A step that changed nothing. False: the run ends with it, as `stop` says or because ten in a row did. `lr` is --lr.
 bool report_skip(RunFolder* run, const RunState* state, const StepReport* step, bool stop, double lr, char* error);

@@ -13,6 +13,7 @@
 #include <unistd.h>
 #include "checkpoint.h"
 #include "clock.h"
+#include "signals.h"
 #include "text.h"
 #include "version.h"
 
@@ -57,6 +58,16 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
     if (!run->held && !folder_lock(folder, error)) return false;
     run->held = true;
     return true;
+}
+
+bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error) {
+    char state[PATH_BYTES];
+    const bool again = strcmp(resume, "off") != 0;
+    const char* named = *run ? run : resume;
+    if (*run && !run_folder_free(run, again, error)) return false;
+    snprintf(state, sizeof(state), "%s/state.json", named);  // of a checkpoint: its run is held once it is known
+    if (!again || dry_run || !folder_exists(named) || file_exists(state)) return true;
+    return run_folder_hold(folder, named, error);
 }
 
 // Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: of several runs that start in the same
@@ -116,6 +127,7 @@ bool run_folder_make(RunFolder* run, const char** name, const char* model, bool 
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);
     run->text = text;
+    run_say(run, " run      %s\n", run->path);
     return true;
 }
 
@@ -161,6 +173,20 @@ void run_say_next(RunFolder* run, bool stopped, bool samples) {
     run_say(run, "%-9s%s %s %s\n", samples || stopped ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
             shell_word(run->path));
     free(cwd);
+}
+
+const char* run_resume_words(const RunFolder* run) {
+    if (run->last_checkpoint[0]) return shell_word(run->last_checkpoint);
+    return text_format("auto --run %s", shell_word(run->path));
+}
+
+bool run_folder_asks_save(RunFolder* run) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof(path), "%s/save", run->path);
+    const bool file = !run->quiet && file_exists(path), asked = file || signal_save;
+    if (asked && !run->quiet) unlink(path);
+    signal_save = 0;
+    return asked;
 }
 
 static void log_begin(RunFolder* run, const char* type, int64_t step, int64_t tokens) {
@@ -291,9 +317,10 @@ static bool tokenizer_take(RunFolder* run, const char* const folders[3], const J
 }
 
 bool run_tokenizer_open(RunFolder* run, const char* const folders[3], const Json* state, bool bytes, int vocabulary,
-                        RunTokenizer* tokenizer, bool* samples, char* error) {
+                        RunTokenizer* tokenizer, char* error) {
     char reason[DATA_ERROR_BYTES];
     int token;
+    *error = 0;
     if (!tokenizer_take(run, folders, state, tokenizer, error)) return false;
     bool there = bytes || tokenizer_exists(run->path);
     Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : run->path, reason) : NULL;
@@ -303,11 +330,12 @@ bool run_tokenizer_open(RunFolder* run, const char* const folders[3], const Json
     if (opened && !tokenizer_special(opened, run->path, &tokenizer->special, reason)) {
         run_say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", reason);
     }
-    *samples = opened && tokenizer_encode(opened, "a", 1, &token, 1) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
-    if (!*samples && (opened || !there)) {
+    const bool fits =
+        opened && tokenizer_encode(opened, "a", 1, &token, 1) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
+    if (!fits && (opened || !there)) {
         run_say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", vocabulary);
     }
-    return true;
+    return fits;
 }
 
 void run_tokenizer_close(RunTokenizer* tokenizer) {

@@ -28,6 +28,9 @@ bool run_folder_free(const char* folder, bool again, char* error);
 // Keeps other processes of this machine from training in `folder` as long as this one lives; false where one does.
 // Where the file system knows no locks there are none.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);
+// Before a checkpoint is chosen: is the folder `run` ("": none is named) free for what --resume says, and held where
+// the run goes on in it, or in the folder that `resume` names?
+bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
 // Makes the folder `asked`, or, where that is "", runs/DATE_TIME_MODEL (_2, _3, ... where that is taken), with
 // config.json out of `fields`, log.txt and log.jsonl. `*name`, one of these fields, becomes its path.
 bool run_folder_make(RunFolder* run, const char** name, const char* model, bool again, const OptionTable* table,
@@ -41,6 +44,11 @@ void run_say_text(RunFolder* run, const char* text, size_t bytes);
 // Prints the commands that go on after a run, as a shell takes them: resume, or sample, and the plot where it can be
 // drawn.
 void run_say_next(RunFolder* run, bool stopped, bool samples);
+
+// What is typed after --resume to go on from the last checkpoint.
+const char* run_resume_words(const RunFolder* run);
+// Is a checkpoint asked for, by a signal or by a file called save in the run folder, which is removed?
+bool run_folder_asks_save(RunFolder* run);
 
 // A line of log.jsonl: {"type": ..., "step": ..., "tokens": ..., "time_s": ..., NAME: value, ...}. Values that are not
 // finite are null, and "nonfinite" is then true. False when the disk is full.
@@ -62,10 +70,10 @@ typedef struct {
 } RunTokenizer;
 // Keeps in the run folder what comes with the tokenizer and the model, whatever becomes of where they came from, and
 // opens the tokenizer. `folders` may have it, the first one before the others: the checkpoint's, the model's and the
-// data's, or "". `state` is the checkpoint's, or NULL. A model of `vocabulary` tokens, or bytes, has samples where the
-// tokenizer fits: *samples says so, and a line is printed where not.
+// data's, or "". `state` is the checkpoint's, or NULL. True: a model of `vocabulary` tokens, or bytes, has samples;
+// false: the tokenizer does not fit, and a line says so, or there is a sentence in `error`, which is "" otherwise.
 bool run_tokenizer_open(RunFolder* run, const char* const folders[3], const Json* state, bool bytes, int vocabulary,
-                        RunTokenizer* tokenizer, bool* samples, char* error);
+                        RunTokenizer* tokenizer, char* error);
 void run_tokenizer_close(RunTokenizer* tokenizer);
 
 #ifdef __cplusplus

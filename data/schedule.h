@@ -1,32 +1,31 @@
-// Learning-rate schedules.
+// The sizes and the learning rate of a run. A function that returns false has written a sentence into `error`.
 #pragma once
-#include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
-#include <string.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step.
+typedef struct {
+    int64_t batch, tokens_per_step;  // -1: left to the program
+    int64_t seq, ranks;
+} BatchSizes;
+// Gives the ones that are left a value: the batch is a power of two, at most `fits`; a step has about `usual` tokens,
+// or, where that is 0, one micro-batch.
+bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error);
 
 typedef struct {
     const char* kind;       // cosine, linear, constant or wsd
     double lr, final_lr;    // the largest rate; the last one as a share of it
     double decay_fraction;  // wsd: share of the steps in which the rate falls
-    int64_t steps, warmup;  // of the run; of linear warm-up
+    int64_t steps, warmup;  // of the run; of linear warm-up, -1: left to the program
 } Schedule;
-
-// The step from which wsd decays; may lie between two.
-static inline double schedule_flat(const Schedule* s) {
-    return (double)s->steps - (double)s->steps * s->decay_fraction;
-}
-
+// Gives the warm-up a value. One that was typed must end before the run, or before wsd's decay.
+bool schedule_choose(Schedule* schedule, bool warmup_typed, char* error);
 // The learning rate of step 0, 1, ... steps-1.
-static inline double learning_rate(const Schedule* s, int64_t step) {
-    const double last = s->lr * s->final_lr;
-    if (step < s->warmup) return s->lr * (double)(step + 1) / (double)s->warmup;
-    double done = (double)(step - s->warmup) / (double)(s->steps > s->warmup ? s->steps - s->warmup : 1);
-    if (done > 1) done = 1;
-    if (strcmp(s->kind, "cosine") == 0) return last + (s->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
-    if (strcmp(s->kind, "linear") == 0) return s->lr + (last - s->lr) * done;
-    if (strcmp(s->kind, "constant") == 0) return s->lr;
-    // wsd: flat, then down by 1 - sqrt(share of the decay done).
-    const double begin = schedule_flat(s);
-    if ((double)step < begin) return s->lr;
-    return last + (s->lr - last) * (1.0 - sqrt(((double)step - begin) / ((double)s->steps * s->decay_fraction)));
+double learning_rate(const Schedule* schedule, int64_t step);
+
+#ifdef __cplusplus
 }
+#endif

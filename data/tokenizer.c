@@ -610,6 +610,15 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
     return (int)total;
 }
 
+Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
+    Tokenizer* tokenizer = tokenizer_open(folder, error);
+    if (!tokenizer || tokenizer_vocabulary(tokenizer) <= vocabulary) return tokenizer;
+    data_error(error, "its tokenizer has %d tokens and its vocab_size is %d; they do not belong together",
+               tokenizer_vocabulary(tokenizer), vocabulary);
+    tokenizer_close(tokenizer);
+    return NULL;
+}
+
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most) {
     const int end = tokenizer_end(tokenizer), begin = end >= 0 && end < V;
     if (begin) tokens[0] = end;

@@ -16,6 +16,8 @@ typedef struct Tokenizer Tokenizer;
 // Without merges, tokens decode and tokenizer_encode returns -1. Tokens that were added later (in tokenizer.json or
 // added_tokens.json) decode to their text.
 Tokenizer* tokenizer_open(const char* folder, char* error);
+// The same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
+Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
 // Whether the folder holds a vocabulary.
 bool tokenizer_exists(const char* folder);
 // Copies those files of FROM that describe a tokenizer or a model's use of it, and that TO does not have yet. OpenAI's

@@ -190,6 +190,43 @@ struct OptimStored {
 // missing, or if one of the user's own formats has changed; the optimizer must then not be used.
 bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t error_bytes);
 
+// The optimizer in a checkpoint, whose files are unsharded. `shard` says what the ranks keep; NULL: this is the only
+// one. All ranks call these functions in one order. What is read arrives on rank 0; elsewhere `to` is room for as much.
+
+// The safetensors type of a tensor's weights in a model file: F32 or BF16 if they are stored so, otherwise F32.
+const char* optim_saved_dtype(const Optim* optim, int tensor);
+// The weights of tensors[t] in this type, rows x cols.
+void optim_saved_weights(const Optim* optim, struct Shard* shard, const Device* dev, const OptimTensor* tensors, int t,
+                         void* to);
+// All arrays but those weights, and `bytes` bytes of array i from byte `at` on. The data of optim_saved_array is NULL.
+typedef struct OptimSaved OptimSaved;
+OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const Device* dev);
+int optim_saved_count(const OptimSaved* saved);
+OptimStream optim_saved_array(const OptimSaved* saved, int i);
+void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to);
+void optim_saved_close(OptimSaved* saved);
+// Do all ranks that keep whole weights have the same bytes of them? `weights` is the arena of `elements` that the
+// matmuls read, or NULL: what is stored is compared.
+bool optim_saved_equal(const Optim* optim, struct Shard* shard, const void* weights, int64_t elements);
+// Rule, formats and overrides as a JSON object, which the caller frees; and from it into `stored`, whose config has the
+// run's numbers already.
+char* optim_saved_formats(const Optim* optim, const OptimConfig* config);
+bool optim_saved_config(OptimStored* stored, const struct Json* formats, char* error, size_t error_bytes);
+
+// A run that goes on with other options than its checkpoint's.
+struct OptimResume {
+    OptimConfig config;  // not resolved: the options now; v and overrides may become others
+    double lr;           // becomes another rule's usual one unless it was typed
+    int64_t channels;
+    bool v_typed, lr_typed, overrides_typed;
+    const struct Json *options, *formats;  // of the checkpoint
+    char* changed;                         // what is not as it was is added here, for the banner
+    size_t changed_bytes;
+    const char*
+        asked;  // set: overrides as the user asked for them, for the next checkpoint; "" where the run keeps its
+};
+void optim_resume(OptimResume* resume);
+
 // Bytes really allocated: equal to optim_bytes.
 OptimBytes optim_allocated(const Optim* optim);
 

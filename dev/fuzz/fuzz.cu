@@ -94,8 +94,9 @@ static void fuzz_json(FuzzInput input) {
 
 // model.safetensors, or an index and the two files that it may name.
 static void fuzz_safetensors(FuzzInput input) {
-    static const ModelTensor tensors[] = {
-        {"h.0.attn.bias", 1, 4, 1, false}, {"wte.weight", 8, 4, 7, false}, {"lm_head.weight", 4, 8, 4, true}};
+    static const ModelTensor tensors[] = {{"h.0.attn.bias", 1, 4, 1, false, 0, false, 1, ""},
+                                          {"wte.weight", 8, 4, 7, false, -1, false, 1, ""},
+                                          {"lm_head.weight", 4, 8, 4, true, -1, false, 1, ""}};
     char error[DATA_ERROR_BYTES] = "";
     ModelFolder model;
     const bool several = input.count > 0 && input.bytes[0] == '{';
@@ -162,10 +163,11 @@ static void fuzz_state(FuzzInput input) {
     static Resume merge;
     merge = {&TABLE, &options, given, json_get(state, "options"), ""};
     if (!resume_options(&merge, error)) demand_sentence(error);
-    resume_rule(&options, &merge);
-    resume_override(&options, &merge, json_get(state, "formats"));
+    resume_optim(&options, &merge, state);
+    demand(strlen(merge.changed) < sizeof(merge.changed));
     RunState counts = {};
-    run_state_read(&counts, state);
+    const char* changes[2];
+    run_state_resume(&counts, state, changes);
     json_free(state);
 }
 
@@ -258,7 +260,8 @@ static void fuzz_overrides(FuzzInput input) {
     Options options = standard_options();
     OptimConfig config;
     options.overrides = text;
-    if (!optim_config_try(&options, &config, error, sizeof(error))) demand_sentence(error);
+    config = optim_config_of(&options);
+    if (!optim_resolve(&config, error, sizeof(error))) demand_sentence(error);
     free(text), free(name);
 }
 

@@ -396,7 +396,8 @@ TEST(cli_first_line) {
     int missing = 0;
     for (int i = 0; i < option_table()->count; i++) {
         const Option* option = &option_table()->option[i];
-        const bool trains = option->type != OPTION_FLAG && strcmp(option->group, "instead of training") != 0;
+        const char* group = option_group(option_table(), option);
+        const bool trains = option->type != OPTION_FLAG && strcmp(group, "instead of training") != 0;
         const Json* value = json_get(options, option->name);
         missing += trains != (value != nullptr);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;

@@ -81,8 +81,8 @@ TEST(model_skips_nonfinite_steps_gpu) {
 // One value of each stored array in turn is no longer finite: the checkpoint's files are refused, each with its array's
 // name, and are written once it is mended.
 static void check_refuses_to_save(Test* test, const Device* dev, const Setup* setup) {
-    char path[] = "/tmp/nibble_nonfinite_XXXXXX", error[DATA_ERROR_BYTES];
-    close(mkstemp(path));
+    char folder[PATH_BYTES], error[DATA_ERROR_BYTES];
+    temporary_folder(folder);
     Model m;
     model_open(&m, dev, setup);
     model_init(&m, 5);
@@ -96,15 +96,15 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
         const int64_t bytes = fp32 ? 4 : 2;
         char* at = (char*)stream.data + 7 * bytes;
         if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
-        CheckpointFile model = {"", 0, -1, false}, states = {"", 0, -1, false};
-        bool written = model_write(&m, path, &model, error) && optimizer_write(&m, path, &states, error);
+        CheckpointFile model = {"model", 0, -1, false}, states = {"states", 0, -1, false};
+        bool written = model_write(&m, folder, &model, error) && optimizer_write(&m, folder, &states, error);
         expect(written == (i < 0), "%s: %s", i < 0 ? "finite" : stream.name, written ? "written" : error);
-        expect((model.nonfinite || states.nonfinite) == (i >= 0), "%s is not told", i < 0 ? "finite" : stream.name);
+        expect((model.nonfinite || states.nonfinite) == (i >= 0), "%s is not reported", i < 0 ? "finite" : stream.name);
         if (i >= 0) expect(strstr(error, "holds nan at element 7"), "%s: %s", stream.name, error);
         if (i >= 0) copy_to_device(dev, at, before, bytes);
     }
     model_free(&m);
-    unlink(path);
+    remove_folder(folder);
 }
 
 TEST(model_refuses_to_save_nonfinite) {

@@ -102,6 +102,13 @@ struct Shard {
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
 };
 
+// What is spread, and what gradients are sent as, by the names of --shard and --comm; the ranks are connected.
+inline void shard_choose(Shard* s, const char* shard, const char* comm) {
+    s->mode = shard_mode_from(shard);
+    s->late = !s->comm.peers && s->comm.rate > SHARD_LATE_RATE;
+    s->format = comm_format_from(comm);
+}
+
 inline bool shard_splits(const Shard* s, ShardMode mode) {
     return s && s->mode >= mode;
 }

@@ -1,0 +1,78 @@
+// See schedule.h.
+#include "schedule.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include "errors.h"
+
+bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
+    const long long T = sizes->seq, ranks = sizes->ranks, unit = T * ranks, tokens = sizes->tokens_per_step;
+    if (tokens >= 0 && tokens % unit != 0) {
+        const long long below = tokens / unit * unit;
+        char gpus[32] = "";
+        if (ranks > 1) snprintf(gpus, sizeof(gpus), " x %lld GPUs", ranks);
+        return data_error(error,
+                          "--tokens-per-step %lld is not a multiple of --seq %lld%s; type --tokens-per-step %lld",
+                          tokens, T, gpus, below > 0 ? below : unit);
+    }
+    int64_t sequences = tokens >= 0 ? tokens / unit : 0;  // of one rank
+    if (sizes->batch < 0) {
+        sizes->batch = 1;
+        while (sizes->batch * 2 <= fits) sizes->batch *= 2;
+        while (sequences && sequences % sizes->batch != 0) sizes->batch /= 2;
+    }
+    const long long micro = sizes->batch * T;  // tokens of a micro-batch
+    if (tokens < 0) {
+        const int64_t micro_batches = usual ? (usual / ranks + micro / 2) / micro : 1;
+        sizes->tokens_per_step = micro * ranks * (micro_batches > 0 ? micro_batches : 1);
+        sequences = sizes->tokens_per_step / unit;
+    }
+    if (sequences % sizes->batch == 0) return true;
+    int64_t batch = sizes->batch < sequences ? sizes->batch : sequences;
+    while (sequences % batch != 0) batch--;
+    return data_error(
+        error,
+        "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; type "
+        "--batch %lld or --tokens-per-step %lld",
+        (long long)sizes->batch, T, ranks, ranks > 1 ? "s" : "", micro * ranks, tokens, (long long)batch,
+        (tokens + micro * ranks - 1) / (micro * ranks) * micro * ranks);
+}
+
+// wsd: the rate falls from here on, which may lie between two steps.
+static double decay_begin(const Schedule* s) {
+    return (double)s->steps - (double)s->steps * s->decay_fraction;
+}
+
+bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
+    const bool wsd = strcmp(s->kind, "wsd") == 0;
+    const int64_t flat = wsd ? (int64_t)decay_begin(s) : s->steps;
+    if (s->warmup < 0) {
+        s->warmup = s->steps / 20 < 700 ? s->steps / 20 : 700;
+        if (s->warmup > flat) s->warmup = flat;
+    }
+    if (s->warmup > s->steps && !warmup_typed) s->warmup = s->steps;  // a resumed run that was made shorter
+    const long long warmup = s->warmup, steps = s->steps;
+    if (wsd && warmup_typed && warmup > flat && steps > 0) {
+        return data_error(error,
+                          "--warmup %lld reaches into wsd's decay, which begins at step %lld; type --warmup %lld or a "
+                          "smaller --decay-fraction",
+                          warmup, (long long)flat, (long long)flat);
+    }
+    return warmup <= steps || steps == 0 ||
+           data_error(error, "--warmup %lld is longer than --steps %lld; type --warmup %lld or less", warmup, steps,
+                      steps);
+}
+
+double learning_rate(const Schedule* s, int64_t step) {
+    const double last = s->lr * s->final_lr;
+    if (step < s->warmup) return s->lr * (double)(step + 1) / (double)s->warmup;
+    double done = (double)(step - s->warmup) / (double)(s->steps > s->warmup ? s->steps - s->warmup : 1);
+    if (done > 1) done = 1;
+    if (strcmp(s->kind, "cosine") == 0) return last + (s->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
+    if (strcmp(s->kind, "linear") == 0) return s->lr + (last - s->lr) * done;
+    if (strcmp(s->kind, "constant") == 0) return s->lr;
+    // wsd: flat, then down by 1 - sqrt(share of the decay done).
+    const double decay = (double)s->steps * s->decay_fraction, begin = decay_begin(s);
+    if ((double)step < begin) return s->lr;
+    return last + (s->lr - last) * (1.0 - sqrt(((double)step - begin) / decay));
+}

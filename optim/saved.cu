@@ -1,0 +1,180 @@
+// The optimizer in a checkpoint: its arrays, which files hold unsharded, its formats as JSON, and what a run that goes
+// on from them with other options does. See optim.h. Only optim.h's own functions are used here, so this is also an
+// example of them.
+#include <stdlib.h>
+#include <string.h>
+
+#include "../data/json.h"
+#include "../kernels/ranks/shard.cuh"
+#include "optim.h"
+
+static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");
+
+static bool is_in_model_file(const OptimStream* stream) {
+    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
+}
+
+const char* optim_saved_dtype(const Optim* optim, int tensor) {
+    const OptimStream stream = optim_weights_stream(optim, tensor);
+    return is_in_model_file(&stream) ? stream.dtype : "F32";
+}
+
+void optim_saved_weights(const Optim* optim, Shard* shard, const Device* dev, const OptimTensor* tensors, int t,
+                         void* to) {
+    const OptimStream stream = optim_weights_stream(optim, t);
+    const bool stored = is_in_model_file(&stream);
+    const int64_t offset = tensors[t].offset, n = tensors[t].rows * tensors[t].cols;
+    const int size = stored ? stream.element_bytes : 4;
+    if (!stored) optim_get_weights(optim, t, (float*)to);
+    if (shard_splits(shard, SHARD_STATES)) {
+        shard_collect(shard, to, offset, n, size, stored ? stream.data : nullptr);
+    } else if (stored) {
+        copy_to_host(dev, to, (const char*)stream.data + offset * size, n * size);
+    }
+}
+
+struct OptimSaved {
+    Shard* shard;
+    const Device* dev;
+    ShardArrays arrays;
+};
+
+OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const Device* dev) {
+    const int streams = optim_stream_count(optim);
+    int count = 0;
+    ShardArray* kept = (ShardArray*)memory_zero(streams, sizeof(*kept));
+    for (int i = 0; i < streams; i++) {
+        const OptimStream stream = optim_stream(optim, i);
+        if (is_in_model_file(&stream)) continue;
+        ShardArray* array = &kept[count++];
+        *array = {"", "", stream.elements, stream.element_bytes, stream.data};
+        snprintf(array->name, sizeof(array->name), "%s", stream.name);
+        snprintf(array->dtype, sizeof(array->dtype), "%s", stream.dtype);
+    }
+    OptimSaved* saved = (OptimSaved*)memory_zero(1, sizeof(*saved));
+    *saved = {shard, dev, shard_arrays(shard, kept, count)};
+    free(kept);
+    return saved;
+}
+
+int optim_saved_count(const OptimSaved* saved) {
+    return saved->arrays.count;
+}
+
+OptimStream optim_saved_array(const OptimSaved* saved, int i) {
+    const ShardArray* array = &saved->arrays.whole[i];
+    return {array->name, array->dtype, nullptr, array->elements, array->element_bytes, false};
+}
+
+void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to) {
+    if (saved->arrays.ranks > 1) {
+        shard_arrays_read(saved->shard, &saved->arrays, i, at, bytes, to);
+    } else if (!saved->shard || saved->shard->comm.rank == 0) {
+        copy_to_host(saved->dev, to, (const char*)saved->arrays.own[i] + at, bytes);
+    }
+}
+
+void optim_saved_close(OptimSaved* saved) {
+    shard_arrays_free(&saved->arrays);
+    free(saved);
+}
+
+bool optim_saved_equal(const Optim* optim, Shard* shard, const void* weights, int64_t elements) {
+    if (shard_splits(shard, SHARD_WEIGHTS)) return true;
+    if (weights) return shard_equal(shard, weights, elements * shard->weight_bytes);
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        const OptimStream stream = optim_stream(optim, i);
+        const int64_t bytes = stream.elements * stream.element_bytes;
+        if (stream.is_weights && !shard_equal(shard, stream.data, bytes)) return false;
+    }
+    return true;
+}
+
+char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
+    char own[OPTIM_OWN_FORMATS_BYTES], *text = nullptr;
+    size_t bytes = 0;
+    optim_own_formats(optim, own);
+    const char* const formats[][2] = {{"rule", config->rule}, {"weights", config->weights},    {"m", config->m},
+                                      {"v", config->v},       {"override", config->overrides}, {"own", own}};
+    FILE* file = text_stream(&text, &bytes);
+    for (int i = 0; i < 6; i++) {
+        fprintf(file, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
+        json_write_string(file, formats[i][1]);
+    }
+    fputc('}', file);
+    fclose(file);
+    return text;
+}
+
+bool optim_saved_config(OptimStored* stored, const Json* formats, char* error, size_t error_bytes) {
+    OptimConfig* config = &stored->config;
+    stored->own_formats = json_string(formats, "own", "");
+    config->rule = json_string(formats, "rule", "");
+    config->weights = json_string(formats, "weights", "");
+    config->m = json_string(formats, "m", "");
+    config->v = json_string(formats, "v", "");
+    config->overrides = json_string(formats, "override", "");
+    config->decay_mode = "coupled";  // whatever it was: nothing is stored of it
+    config->stored = true;
+    return optim_resolve(config, error, error_bytes);
+}
+
+// Resuming.
+
+__attribute__((format(printf, 2, 3))) static void changed(OptimResume* resume, const char* format, ...) {
+    const size_t used = strlen(resume->changed);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(resume->changed + used, resume->changed_bytes - used, format, arguments);
+    va_end(arguments);
+}
+
+// Resolves a copy of the options, with other overrides, into *config; false where there is no such optimizer.
+static bool tried(const OptimResume* resume, const char* overrides, OptimConfig* config) {
+    char error[DATA_ERROR_BYTES];
+    *config = resume->config;
+    config->grads = "fp32", config->overrides = overrides;
+    return optim_resolve(config, error, sizeof(error));
+}
+
+// Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own:
+// one that was not typed is the new rule's usual one where that differs from the old rule's.
+static void resume_rule(OptimResume* resume) {
+    OptimConfig config;
+    if (!resume->v_typed && !tried(resume, "none", &config)) resume->config.v = "";
+    if (!tried(resume, "none", &config)) return;
+    const char* before = json_string(resume->options, "rule", config.rule);
+    const double old = optim_usual_lr(before, resume->channels), usual = optim_usual_lr(config.rule, resume->channels);
+    if (resume->lr_typed || old == usual || resume->lr == usual) return;
+    changed(resume, " --lr %g, usual for %s (was %g, for %s)", usual, config.rule, resume->lr, before);
+    resume->lr = usual;
+}
+
+// The overrides, once the rest is known: those that are typed; else those that the user had asked for ("none" of its
+// preset only); else those that the run had, with its own preset and formats; else "", the preset's.
+static void resume_overrides(OptimResume* resume) {
+    const char* had = json_string(resume->formats, "override", "none");
+    const char *typed = resume->config.overrides, *preset = resume->config.preset;
+    const bool other = strcmp(json_string(resume->options, "preset", ""), preset) != 0;
+    OptimConfig config;
+    const bool known = tried(resume, "", &config);
+    const bool same = known && !other && strcmp(json_string(resume->formats, "weights", ""), config.weights) == 0 &&
+                      strcmp(json_string(resume->formats, "m", ""), config.m) == 0 &&
+                      strcmp(json_string(resume->formats, "v", ""), config.v) == 0;
+    const bool has_own = known && strcmp(config.overrides, "none") != 0;
+    resume->asked = other && strcmp(had, "none") == 0 ? "" : text_copy(json_string(resume->options, "override", ""));
+    if (resume->overrides_typed) resume->asked = typed;
+    if (!resume->overrides_typed)
+        resume->config.overrides = *resume->asked ? resume->asked : same ? text_copy(had) : "";
+    if (!tried(resume, resume->config.overrides, &config)) return;
+    if (strcmp(config.overrides, had) != 0) {
+        changed(resume, " --override %s (was %s)", config.overrides, had);
+    } else if (!resume->overrides_typed && *resume->asked && other && has_own) {
+        changed(resume, " --override %s (the run's, not %s's)", had, preset);
+    }
+}
+
+void optim_resume(OptimResume* resume) {
+    resume_rule(resume);
+    resume_overrides(resume);
+}
