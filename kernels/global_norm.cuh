@@ -21,8 +21,8 @@ __host__ __device__ inline void global_norm_result(float* norm, double sum, floa
     norm[1] = !finite ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
 }
 
-// norm: (2); parts: (GLOBAL_NORM_CPU_PARTS); grads: (n); loss: a scalar, or null
-inline void global_norm_cpu(float* norm, double* parts, const float* grads, int64_t n, float clip, const float* loss) {
+// The sum of the squares of grads (n); parts: (GLOBAL_NORM_CPU_PARTS).
+inline double squares_cpu(double* parts, const float* grads, int64_t n) {
     int64_t length = ceil_div(ceil_div(n, GLOBAL_NORM_CPU_PARTS), 8) * 8;
 #pragma omp parallel for schedule(static)
     for (int part = 0; part < GLOBAL_NORM_CPU_PARTS; part++) {
@@ -34,7 +34,12 @@ inline void global_norm_cpu(float* norm, double* parts, const float* grads, int6
     }
     double sum = 0.0;
     for (int part = 0; part < GLOBAL_NORM_CPU_PARTS; part++) sum += parts[part];
-    global_norm_result(norm, sum, clip, loss);
+    return sum;
+}
+
+// norm: (2); parts: (GLOBAL_NORM_CPU_PARTS); grads: (n); loss: a scalar, or null
+inline void global_norm_cpu(float* norm, double* parts, const float* grads, int64_t n, float clip, const float* loss) {
+    global_norm_result(norm, squares_cpu(parts, grads, n), clip, loss);
 }
 
 #ifdef __CUDACC__
@@ -50,9 +55,9 @@ __device__ inline double global_norm_block_sum(double value) {
     return value;
 }
 
-// Grid any (one part each), block GLOBAL_NORM_THREADS, any n. Deterministic for a given grid.
+// The sum of the squares that this block of row blockIdx.y of the grid takes of grads (n), valid in thread 0.
 template <typename G>
-__global__ void __launch_bounds__(GLOBAL_NORM_THREADS) global_norm_kernel(double* parts, const G* grads, int64_t n) {
+__device__ inline double squares_of_block(const G* grads, int64_t n) {
     constexpr int size = Vec<G>::size;
     int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
     float sum[2] = {0.0f, 0.0f};  // two chains a thread: the additions wait for each other half as long
@@ -66,7 +71,13 @@ __global__ void __launch_bounds__(GLOBAL_NORM_THREADS) global_norm_kernel(double
     }
     int64_t tail = n / size * size + thread;
     if (tail < n) sum[0] = fmaf(to_float(grads[tail]), to_float(grads[tail]), sum[0]);
-    double total = global_norm_block_sum((double)sum[0] + (double)sum[1]);
+    return global_norm_block_sum((double)sum[0] + (double)sum[1]);
+}
+
+// Grid any (one part each), block GLOBAL_NORM_THREADS, any n. Deterministic for a given grid.
+template <typename G>
+__global__ void __launch_bounds__(GLOBAL_NORM_THREADS) global_norm_kernel(double* parts, const G* grads, int64_t n) {
+    const double total = squares_of_block(grads, n);
     if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
 

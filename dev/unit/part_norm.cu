@@ -1,0 +1,113 @@
+// Tests of kernels/part_norm.cuh: clip factors of a part of the model from its own gradients.
+#include "../../kernels/part_norm.cuh"
+#include "kernels.h"
+
+constexpr int64_t LENGTH[] = {5, 4096, 70001};
+constexpr int COUNT = 3;
+
+struct PartCase {
+    const char* what;
+    ClipBy by;
+    float clip, loss, last;
+    int bad;  // tensor with an infinite gradient; -1: none
+};
+
+// What part_norm must give, from sums of squares in double.
+static void want_factors(const PartCase& row, const double* square, double* total, float* factor) {
+    *total = square[0] + square[1] + square[2];
+    for (int t = 0; t < COUNT; t++) {
+        double norm = sqrt(row.by == CLIP_TENSOR ? square[t] : *total);
+        if (row.by == CLIP_LAST) norm = fmax(norm, row.last);
+        factor[t] = row.clip > 0 && norm > row.clip ? (float)(row.clip / norm) : 1.0f;
+        if (row.bad >= 0 || !isfinite(row.loss)) factor[t] = NAN;
+    }
+}
+
+static void check_part(Test* test, const Device* dev, const PartCase& row) {
+    PartGrads part = {{}, {}, COUNT};
+    double square[COUNT] = {};
+    for (int t = 0; t < COUNT; t++) {
+        float* host = (float*)malloc(LENGTH[t] * sizeof(float));
+        for (int64_t i = 0; i < LENGTH[t]; i++) host[i] = test_uniform(t, i);
+        if (t == row.bad) host[LENGTH[t] - 1] = INFINITY;
+        for (int64_t i = 0; i < LENGTH[t]; i++) square[t] += (double)host[i] * host[i];
+        part.grads[t] = device_alloc(dev, LENGTH[t] * 4);
+        part.n[t] = LENGTH[t];
+        copy_to_device(dev, (void*)part.grads[t], host, LENGTH[t] * 4);
+        free(host);
+    }
+    float scalars[2] = {row.loss, row.last}, factor[PART_TENSORS], want[COUNT];
+    double got, total;
+    float* on_device = (float*)device_alloc(dev, sizeof(scalars));
+    copy_to_device(dev, on_device, scalars, sizeof(scalars));
+    PartClip clip = {row.by,
+                     row.clip,
+                     on_device,
+                     on_device + 1,
+                     (double*)device_alloc(dev, 8),
+                     (float*)device_alloc(dev, sizeof(factor))};
+    void* scratch = device_alloc(dev, part_norm_scratch_bytes(dev));
+    part_norm<float>(dev, clip, part, scratch);
+    copy_to_host(dev, factor, clip.factor, sizeof(factor));
+    copy_to_host(dev, &got, clip.square, sizeof(got));
+    want_factors(row, square, &total, want);
+    const bool left = isnan(want[0]);
+    // On a GPU a thread adds up to 70001 / (32 * 512) squares in fp32.
+    const double bound = dev->gpu ? 6 * ldexp(1, -24) : 1e-12;
+    expect(left ? isnan(got) : fabs(got - total) <= bound * total, "%s: square %.17g, want %.17g", row.what, got,
+           total);
+    for (int t = 0; t < COUNT; t++) {
+        expect(left ? isnan(factor[t]) : fabs(factor[t] - want[t]) <= (bound + ldexp(1, -23)) * want[t],
+               "%s: factor %d is %.9g, want %.9g", row.what, t, factor[t], want[t]);
+        device_free(dev, (void*)part.grads[t]);
+    }
+    device_free(dev, on_device), device_free(dev, clip.square), device_free(dev, clip.factor);
+    device_free(dev, scratch);
+}
+
+// The end of a step: parts that are NaN are left out and counted, and `last` stays where nothing was stepped.
+static void check_end(Test* test, const Device* dev) {
+    const struct {
+        double square[3];
+        float norm, factor, left, last;
+    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5}, {{9, NAN, 16}, 5, 1, 1, 5}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7}};
+    float* values = (float*)device_alloc(dev, 5 * sizeof(float));
+    double* square = (double*)device_alloc(dev, sizeof(rows[0].square));
+    for (const auto& row : rows) {
+        float host[5] = {1, 0, 0, 0, 7};  // scalars, left alone, last
+        copy_to_device(dev, values, host, sizeof(host));
+        copy_to_device(dev, square, row.square, sizeof(row.square));
+        part_norm_finish(dev, values, values + 3, values + 4, square, 3);
+        copy_to_host(dev, host, values, sizeof(host));
+        const float want[5] = {1, row.norm, row.factor, row.left, row.last};
+        for (int i = 0; i < 5; i++) {
+            expect(host[i] == want[i] || (isnan(host[i]) && isnan(want[i])), "value %d is %g, want %g", i, host[i],
+                   want[i]);
+        }
+    }
+    device_free(dev, values), device_free(dev, square);
+}
+
+static void check_parts(Test* test, bool gpu) {
+    const PartCase rows[] = {{"no clipping", CLIP_LAST, 0, 2, 900, -1},
+                             {"by last, which is larger", CLIP_LAST, 1.5f, 2, 900, -1},
+                             {"by last, the part is larger", CLIP_LAST, 1.5f, 2, 3, -1},
+                             {"by last, the first step", CLIP_LAST, 1.5f, 2, 0, -1},
+                             {"by last, nothing to clip", CLIP_LAST, 1e6f, 2, 900, -1},
+                             {"by tensor", CLIP_TENSOR, 1.5f, 2, 900, -1},
+                             {"an infinite gradient", CLIP_TENSOR, 1.5f, 2, 900, 1},
+                             {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1}};
+    Device dev;
+    device_open(&dev, gpu, 0);
+    for (const PartCase& row : rows) check_part(test, &dev, row);
+    check_end(test, &dev);
+    device_close(&dev);
+}
+
+TEST(part_norm) {
+    check_parts(test, false);
+}
+
+TEST(part_norm_gpu) {
+    check_parts(test, true);
+}
