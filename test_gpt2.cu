@@ -436,14 +436,19 @@ static char* streams(const Model* m, int64_t* bytes) {
 static const Setup TRAINED = {
     {2, 128, 2, 32, 256, 256}, 4, 31, OPTIM_FP32, false, RECOMPUTE_NONE, 50, "bf16:sr", "bf16:sr", "bf16:sr"};
 
-// `steps` steps of two micro-batches on a text of random words, through the loader; losses into `losses`.
-static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
+// A text of random words.
+static void open_words(Dataset* data, int T) {
     constexpr int BYTES = 6000;
     static char text[BYTES];
     char error[DATA_ERROR_BYTES];
     for (int i = 0; i < BYTES; i++) text[i] = i % 5 == 4 ? ' ' : (char)('a' + (int)(13 * (1 + test_uniform(9, i / 5))));
+    if (!dataset_open_memory(data, text, BYTES, DATASET_TRAIN, 0.1, T, error)) user_error("%s", error);
+}
+
+// `steps` steps of two micro-batches on a text of random words, through the loader; losses into `losses`.
+static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
     Dataset data;
-    if (!dataset_open_memory(&data, text, BYTES, DATASET_TRAIN, 0.1, setup->T, error)) user_error("%s", error);
+    open_words(&data, setup->T);
     model_open(m, dev, setup);
     model_init(m, 5);
     Feeder feeder;
@@ -727,6 +732,69 @@ TEST(model_decoded_parts_gpu) {
     Device dev;
     device_open(&dev, true, 0);
     check_decoded_model(test, &dev, OPTIM_BF16);
+    device_close(&dev);
+}
+
+// Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
+// over the whole arena.
+static void check_release(Test* test, const Device* dev, const Setup* setup, ClipBy by, float clip) {
+    constexpr int STEPS = 3;
+    char* state[3];
+    int64_t bytes[3], grads[3];
+    float norm[3];
+    for (int k = 0; k < 3; k++) {  // one step over the arena; parts after the backward pass; parts inside it
+        Model m;
+        OptimConfig config = setup_optim(setup);
+        model_shape(&m, dev, setup);
+        m.elements = optim_layout(m.tensors, m.count, &config);
+        m.clip_by = k == 0 ? CLIP_STEP : by;
+        m.releases = k == 2;
+        model_allocate(&m, &config);
+        model_init(&m, 5);
+        Dataset data;
+        Feeder feeder;
+        open_words(&data, setup->T);
+        feeder_open(&feeder, dev, &data, m.B, m.T, 3, true, 0);
+        for (int step = 1; step <= STEPS; step++) train_step(&m, &feeder, 1, 1e-2f, k == 0 ? 0 : clip, step);
+        feeder_close(&feeder);
+        dataset_close(&data);
+        norm[k] = scalar(&m, SCALAR_NORM);
+        grads[k] = grads_bytes(&m);
+        expect(k == 0 || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
+        state[k] = streams(&m, &bytes[k]);
+        model_free(&m);
+    }
+    expect(grads[2] < grads[1], "released gradients take %lld of %lld bytes", (long long)grads[2], (long long)grads[1]);
+    expect(norm[1] == norm[2], "norms %.9g and %.9g", norm[1], norm[2]);
+    expect(bytes[1] == bytes[2] && memcmp(state[1], state[2], bytes[1]) == 0, "inside the backward pass: other bits");
+    const bool same = memcmp(state[0], state[1], bytes[0]) == 0;
+    expect(same == (clip == 0), "clip %g: %s the bits without", clip, same ? "" : "not");
+    for (char* each : state) free(each);
+}
+
+static void check_releases(Test* test, const Device* dev, OptimType type) {
+    for (const char* weights : {"bf16:sr", "lin8:sr"}) {
+        for (bool grads_bf16 : {false, true}) {
+            if (grads_bf16 && type == OPTIM_FP32) continue;
+            const Setup setup = {
+                {4, 128, 2, 64, 128, 128}, 2, 64, type, grads_bf16, RECOMPUTE_NONE, 48, weights, "bf16:sr", "dyn8/256"};
+            check_release(test, dev, &setup, CLIP_LAST, 0);
+            check_release(test, dev, &setup, CLIP_LAST, 0.05f);
+            check_release(test, dev, &setup, CLIP_TENSOR, 0.05f);
+        }
+    }
+}
+
+TEST(model_release) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_releases(test, &dev, OPTIM_FP32);
+}
+
+TEST(model_release_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_releases(test, &dev, OPTIM_BF16);
     device_close(&dev);
 }
 

@@ -43,6 +43,7 @@
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "optim/decoded.h"          // Decoded: weights as the matmuls read them, a part at a time
+#include "optim/release.h"          // Release: a step taken part by part, inside the backward pass or after it
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
@@ -64,6 +65,7 @@ struct Options {
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps;
     const char *preset, *rule, *weights, *grads, *m, *v;
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
+    const char* clip_by;
     const char *decay_mode, *overrides, *formats;
     int64_t ramp, ns_steps;
     double momentum;
@@ -71,7 +73,7 @@ struct Options {
     const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
-    const char *matmul, *recompute;
+    const char *matmul, *recompute, *release;
     int64_t logit_rows, gpus;
     const char *shard, *comm;
     int64_t join_timeout, val_every, val_tokens, sample_every, sample_tokens;
@@ -140,6 +142,8 @@ static const Option OPTIONS[] = {
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
      "muon, normuon: their polynomials"},
     {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
+    {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
+     "the norm that --clip limits: the whole step's; the larger of the step's before and the layer's; each tensor's"},
     {"on-nonfinite", CHOICE, AT(on_nonfinite), "skip", 0, 0, "skip|stop", "",
      "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
     {"schedule", CHOICE, AT(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "", "how the learning rate falls"},
@@ -150,6 +154,8 @@ static const Option OPTIONS[] = {
      "precision of the matrix products; sums are fp32"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "",
      "what the backward pass computes again instead of keeping it"},
+    {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "",
+     "update each layer in the backward pass and reuse its gradients' memory; auto: where the plan does not fit"},
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs",
      "of this machine, a process each; torchrun, srun and mpirun give their own number"},
@@ -244,19 +250,24 @@ struct Model {
     int64_t elements;    // length of an arena
     int64_t parameters;  // sum of the tensors' sizes, padding of the vocabulary included
 
-    OptimType type;     // X: of weights and activations
-    bool grads_bf16;    // G is bf16, otherwise float
-    Optim* optim;       // owns the weights; NULL when the model only runs forward
-    void* weights;      // X, the arena; NULL: `decoded` has them
-    Decoded* decoded;   // NULL: the arena has them
-    void* grads;        // G, the arena; NULL without optim
-    float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
-    void* activations;  // laid out by activations_layout
-    int* input;         // laid out by input_layout
-    float* losses;      // (N)
-    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
-                        // then what ranks agree upon, see SCALARS
-    Shard* shard;       // NULL: this is the only rank
+    OptimType type;    // X: of weights and activations
+    bool grads_bf16;   // G is bf16, otherwise float
+    Optim* optim;      // owns the weights; NULL when the model only runs forward
+    void* weights;     // X, the arena; NULL: `decoded` has them
+    Decoded* decoded;  // NULL: the arena has them
+    ClipBy clip_by;
+    bool releases;           // parts are stepped inside the backward pass, where their gradients take turns
+    int64_t* place;          // (count) first element of each tensor's gradients
+    Release* release;        // steps taken part by part; NULL: one step over the arena
+    ReleaseStep* releasing;  // the step that the backward pass takes; NULL: none
+    void* grads;             // G, the arena; NULL without optim
+    float* dwte_sum;         // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
+    void* activations;       // laid out by activations_layout
+    int* input;              // laid out by input_layout
+    float* losses;           // (N)
+    float* scalars;  // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
+                     // then what ranks agree upon, see SCALARS
+    Shard* shard;    // NULL: this is the only rank
 };
 
 static int rank_of(const Model* m) {
@@ -271,6 +282,7 @@ static void config_tensors(Model* model) {
     model->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
     model->tensors = (OptimTensor*)memory_zero(model->count, sizeof(OptimTensor));
     model->part = (int*)memory_zero(model->count, sizeof(int));
+    model->place = (int64_t*)memory_zero(model->count, sizeof(int64_t));
     model->parameters = 0;
     for (int i = 0; i < model->count; i++) {
         const ModelTensor* t = &model->stored[i];
@@ -307,6 +319,7 @@ static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
     bool packed = shard_is_packed(model->shard, arena);
     auto at = [&](int t) {
         if (!arena && model->decoded) return (T*)decoded_at(model->decoded, t);
+        if (arena == model->grads && model->releases) return (T*)arena + model->place[t];
         return (T*)arena + (packed ? model->shard->place[t] : model->tensors[t].offset);
     };
     p->wte = at(WTE);
@@ -543,6 +556,13 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     matmul_backward_weight<X, G>(dev, g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
 }
 
+// The gradients of a part are complete: its step, where the backward pass takes it, or their sum over the ranks.
+template <typename G>
+static void part_done(const Model* m, int part) {
+    if (m->releasing) release_part(m->release, part, m->grads, m->place, m->releasing);
+    if (part <= m->config.L) shard_reduce<G>(m->shard, part);
+}
+
 // Every gradient from dbranch (that of lnf). The first micro-batch of a step overwrites, later ones add. Each sum over
 // rows is fp32 and is rounded to G once a micro-batch; unless --grads bf16 asks for less memory, G is float wherever a
 // step has several.
@@ -561,6 +581,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     shard_grads_free(m->shard, L - 1);
     layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
                              a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
+    part_done<G>(m, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
         weights_need(m, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
@@ -569,11 +590,11 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate);
-        shard_reduce<G>(m->shard, l);
+        part_done<G>(m, l);
     }
     embedding_backward<X, G>(dev, d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order, input->bucket, buckets, B, T,
                              C, m->config.Vp, accumulate);
-    shard_reduce<G>(m->shard, L);
+    part_done<G>(m, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
@@ -632,10 +653,17 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return a.bytes;
 }
 
-// The arena, or what is packed and the sums of the part.
+// The arena; or what is packed and the sums of the part; or what takes turns.
 static int64_t grads_bytes(const Model* m) {
-    bool split = shard_splits(m->shard, SHARD_GRADS);
-    return (split ? m->shard->packed + shard_kept(m->shard) : m->elements) * (m->grads_bf16 ? 2 : 4);
+    int64_t elements = m->elements;
+    if (shard_splits(m->shard, SHARD_GRADS)) elements = m->shard->packed + shard_kept(m->shard);
+    if (m->releases) elements = release_places(m->tensors, m->part, m->count, m->config.L, m->place);
+    return elements * (m->grads_bf16 ? 2 : 4);
+}
+
+// Are steps taken part by part?
+static bool takes_parts(const Model* m) {
+    return m->releases || m->clip_by != CLIP_STEP;
 }
 
 static int64_t wte_sum_bytes(const Model* m) {
@@ -653,7 +681,8 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     plan.grads = grads_bytes(m) + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + (m->shard ? shard_bytes(m->shard) : 0);
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + (m->shard ? shard_bytes(m->shard) : 0) +
+                 (takes_parts(m) ? release_bytes(m->dev, m->config.L) : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->shard ? m->shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     return plan;
@@ -671,9 +700,14 @@ static void model_allocate(Model* m, const OptimConfig* config) {
         m->grads = device_alloc(m->dev, grads_bytes(m));
         device_zero(m->dev, m->grads, grads_bytes(m));
         if (m->shard) m->weights = shard_open(m->shard, m->grads, m->weights);
-        bool packed = shard_is_packed(m->shard, m->grads);
-        m->dwte_sum = m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
-                                    : (float*)m->grads + (packed ? m->shard->place[WTE] : m->tensors[WTE].offset);
+        if (takes_parts(m)) {
+            for (int t = 0; t < m->count && !m->releases; t++) m->place[t] = m->tensors[t].offset;
+            m->release =
+                release_open(m->dev, m->optim, m->tensors, m->part, m->count, m->config.L, m->clip_by, m->grads_bf16);
+        }
+        Parameters<float> d;
+        if (!m->grads_bf16) parameters_view(m, m->grads, &d);
+        m->dwte_sum = m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m)) : d.wte;
     } else {
         m->weights = device_alloc(m->dev, m->elements * (m->type == OPTIM_FP32 ? 4 : 2));
     }
@@ -688,12 +722,13 @@ static void model_free(Model* m) {
     if (m->optim && m->grads_bf16) device_free(m->dev, m->dwte_sum);
     if (!m->optim || shard_splits(m->shard, SHARD_STATES)) device_free(m->dev, m->weights);
     decoded_close(m->decoded);
+    release_close(m->release);
     if (m->optim) optim_free(m->optim);
     if (m->shard) shard_close(m->shard);
     void* const memory[] = {m->grads, m->activations, m->input, m->losses, m->scalars};
     for (void* block : memory) device_free(m->dev, block);
     for (int i = 0; i < m->count; i++) free((void*)m->stored[i].name);
-    free(m->tensors), free(m->stored), free(m->part);
+    free(m->tensors), free(m->stored), free(m->part), free(m->place);
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
@@ -761,8 +796,17 @@ static void gradient_norm(Model* m, float clip) {
 }
 
 // The norm of the gradients, the clip factor and the update, which does nothing when the loss or the norm is not
-// finite: then the factor is NaN.
+// finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its own.
 static void update(Model* m, float lr, float clip, int64_t step) {
+    if (m->release) {
+        const ReleaseStep by_parts = {clip, lr, step, m->scalars + SCALAR_LOSS};
+        for (int part = 0; part <= decoded_final(m->config.L) && !m->releases; part++) {
+            release_part(m->release, part, m->grads, m->place, &by_parts);
+        }
+        release_end(m->release, m->scalars, SCALAR_LEFT);
+        weights_changed(m);
+        return;
+    }
     m->grads_bf16 ? gradient_norm<bf16>(m, clip) : gradient_norm<float>(m, clip);
     bool split = shard_splits(m->shard, SHARD_STATES);
     optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
@@ -774,6 +818,8 @@ static void update(Model* m, float lr, float clip, int64_t step) {
 // wait for this one, which goes through the step like them, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
+    ReleaseStep inside = {clip, lr, step, m->scalars + SCALAR_LOSS};
+    m->releasing = m->releases ? &inside : nullptr;
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->shard, i == 0, i == micro_batches - 1);
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
@@ -782,6 +828,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
         micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
+    m->releasing = nullptr;
     update(m, lr, clip, step);
     return true;
 }
@@ -982,7 +1029,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     Options saved = *run->options;
     saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
-    saved.print_every = run->asked.print_every;
+    saved.print_every = run->asked.print_every, saved.release = run->asked.release;
     char* formats = optim_saved_formats(m->optim, &run->config);
     Checkpoint checkpoint = {};
     checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
@@ -1009,6 +1056,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
             "go on elsewhere with --resume %s",
             (long long)run->state.step, run_resume_words(&run->folder));
     }
+    run->state.last_norm = m->release ? release_last(m->release) : 0;
     const bool written = checkpoint_write(run, temporary, run->error);
     if (rank_of(m) == 0) {
         const CheckpointSave save = {run->state.step, begin, prune ? run->options->keep : 0, run->nonfinite,
@@ -1136,6 +1184,40 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     o->warmup = schedule.warmup;
 }
 
+// Memory available to the plan, including what we already hold.
+static int64_t available_to(const Model* m) {
+    const Device* dev = m->dev;
+    return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
+           (m->shard ? m->shard->comm.bytes : 0);
+}
+
+// Are steps taken part by part, and do their gradients take turns? --release auto does where the plan does not fit.
+static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
+    const int64_t one = o->batch * o->seq;
+    const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
+    char why[1024] = "";
+    m->clip_by = strcmp(o->clip_by, "tensor") == 0 ? CLIP_TENSOR
+                 : strcmp(o->clip_by, "last") == 0 ? CLIP_LAST
+                                                   : CLIP_STEP;
+    if (m->shard) {
+        snprintf(why, sizeof(why), "several GPUs sum whole gradients");
+    } else if (!optim_releases(config, m->tensors, m->count, why, sizeof(why)) && !why[0]) {
+        snprintf(why, sizeof(why), "the optimizer needs all gradients");
+    }
+    if (why[0]) strcat(why, m->clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
+    if (m->clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
+    if (!why[0] && o->clip > 0 && m->clip_by == CLIP_STEP) {
+        snprintf(why, sizeof(why), "--clip %g by the norm of the step needs all gradients; type --clip-by last",
+                 o->clip);
+    } else if (!why[0] && o->tokens_per_step != one) {
+        snprintf(why, sizeof(why),
+                 "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld", (long long)one);
+    }
+    if (on && why[0]) user_error("--release on: %s", why);
+    m->releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
+    o->release = m->releases ? "on" : "off";
+}
+
 static void resolve(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
@@ -1160,18 +1242,12 @@ static void resolve(Run* run) {
     config->keeps_copy = shard_splits(m->shard, SHARD_STATES);  // for the others, or to be gathered by them
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
+    resolve_release(o, m, config);
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
 
 // The banner, and whether the plan fits.
-
-// Memory available to the plan, including what we already hold.
-static int64_t available_to(const Model* m) {
-    const Device* dev = m->dev;
-    return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
-           (m->shard ? m->shard->comm.bytes : 0);
-}
 
 static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
@@ -1255,7 +1331,7 @@ static void resume(Run* run) {
 
 // Where the run stands, and whether its data is the same as before.
 static void count_state(Run* run) {
-    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY};
+    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0};
     const char* changes[2];
     if (!run->loaded) return;
     const int count = run_state_resume(&run->state, run->loaded, changes);
@@ -1330,6 +1406,12 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     bool skipped = !isfinite(scalars[SCALAR_FACTOR]), first = state->step == timer->first + 1;
     state->skipped += skipped;
     state->skipped_last = skipped ? state->skipped_last + 1 : 0;
+    if (m->release && !skipped && scalars[SCALAR_LEFT] > 0) {
+        state->parts_left += (int64_t)scalars[SCALAR_LEFT];
+        run_say(&run->folder,
+                "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
+                (long long)state->step, scalars[SCALAR_LEFT], (long long)state->parts_left);
+    }
     double now = seconds_now(), loss = scalars[SCALAR_LOSS], norm = scalars[SCALAR_NORM];
     if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
     if (isnan(norm)) norm = NAN;
@@ -1505,6 +1587,7 @@ static void begin(Run* run) {
     rehearse(m, &run->dev);
     model_begin(run);
     weights_changed(m);
+    if (m->release) release_set_last(m->release, (float)run->state.last_norm);
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);

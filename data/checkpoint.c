@@ -79,7 +79,8 @@ static const struct {
              {"data_crc", offsetof(RunState, data_crc)},
              {"val_crc", offsetof(RunState, val_crc)},
              {"skipped", offsetof(RunState, skipped)},
-             {"skipped_last", offsetof(RunState, skipped_last)}};
+             {"skipped_last", offsetof(RunState, skipped_last)},
+             {"parts_left", offsetof(RunState, parts_left)}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
 int run_state_resume(RunState* state, const Json* json, const char* changes[2]) {
@@ -90,6 +91,7 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
         *field = json_int(json, STATE[i].name, *field);
     }
     state->best_val = json_number(json, "best_val", now.best_val);
+    state->last_norm = json_number(json, "last_norm", 0);
     if (state->data_tokens != now.data_tokens) {
         changes[count++] = text_format("the data: %lld tokens (were %lld), so the order from here on is another",
                                        (long long)now.data_tokens, (long long)state->data_tokens);
@@ -216,6 +218,8 @@ static bool state_write(const char* folder, const Checkpoint* checkpoint, const 
     }
     fprintf(state, "\"best_val\": ");
     json_write_number(state, checkpoint->state->best_val);
+    fprintf(state, ",\n\"last_norm\": ");
+    json_write_number(state, checkpoint->state->last_norm);
     fprintf(state, ",\n\"formats\": %s,\n\"options\": ", checkpoint->formats);
     options_json(checkpoint->table, checkpoint->options, false, state);
     fprintf(state, ",\n");

@@ -33,6 +33,8 @@ typedef struct {
     int64_t data_crc, val_crc;      // checksums of training and validation data
     int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
     double best_val;                // infinite before the first validation
+    double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
+    int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
 } RunState;
 // Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
 // sentences about other data are in `changes`; with other validation data the best loss begins anew.

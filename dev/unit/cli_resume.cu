@@ -204,9 +204,11 @@ TEST(cli_resume_presets_gpu) {
     check_resume_presets(test, true);
 }
 
-// The same of formats whose scales are of whole tensors, of rows and columns, and of an fp8 copy of the weights.
+// The same for formats whose scales are of whole tensors, or of rows and columns, and for an fp8 copy of the weights;
+// and for steps taken inside the backward pass, clipped by the norm of the step before.
 TEST(cli_resume_spans) {
-    const char* const formats[][2] = {{"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
+    const char* const formats[][2] = {{"released", "--weights lin8:sr --m de4/32 --clip-by last --release on"},
+                                      {"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
                                       {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
     const char* work = work_folder();
     char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX];

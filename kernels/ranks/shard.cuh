@@ -50,7 +50,7 @@ struct ShardBucket {
 };
 
 // The device scalars of a step, which ranks agree upon.
-enum { SCALAR_LOSS, SCALAR_NORM, SCALAR_FACTOR, SCALAR_STOP, SCALAR_SAVE, SCALAR_BAD, SCALARS = 8 };
+enum { SCALAR_LOSS, SCALAR_NORM, SCALAR_FACTOR, SCALAR_STOP, SCALAR_SAVE, SCALAR_BAD, SCALAR_LEFT, SCALARS = 8 };
 
 // As --shard and --comm name them.
 inline ShardMode shard_mode_from(const char* name) {

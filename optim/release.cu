@@ -1,0 +1,133 @@
+// See release.h.
+#include "release.h"
+
+#include <string.h>
+
+#include "decoded.h"
+#include "kernel.cuh"
+
+struct Release {
+    const Device* dev;
+    Optim* optim;
+    OptimTensor* tensors;  // (count)
+    int *order, *first;    // (count) tensors by part, in the arena's order; (parts + 1) where a part's begin
+    int parts;
+    ClipBy by;
+    bool grads_bf16;
+    double* square;        // (parts) device memory
+    float *factor, *last;  // (PART_TENSORS), scalar: device memory
+    void* scratch;
+};
+
+static int64_t padded(const OptimTensor* tensor) {
+    return ceil_div(tensor->rows * tensor->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
+}
+
+// The tensors of a part into `order`, by their offsets; returns how many.
+static int part_order(const OptimTensor* tensors, const int* part, int count, int number, int* order) {
+    int found = 0;
+    for (int t = 0; t < count; t++) {
+        if (part[t] != number) continue;
+        int i = found++;
+        for (; i > 0 && tensors[order[i - 1]].offset > tensors[t].offset; i--) order[i] = order[i - 1];
+        order[i] = t;
+    }
+    return found;
+}
+
+int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, int64_t* place) {
+    int* order = (int*)memory_take((size_t)count * sizeof(int) + 1);
+    int64_t layer = 0, used = 0;
+    // All layers take the order of layer 0, so that the padding between tensors, which stays zero, lies in the same
+    // places whichever layer has the room.
+    const int in_layer = part_order(tensors, part, count, 0, order);
+    for (int i = 0; i < in_layer; i++) layer += padded(&tensors[order[i]]);
+    for (int l = 0; l < layers; l++) {
+        const int shift = l * in_layer;  // layers follow each other in the list of tensors
+        used = l % 2 * layer;
+        for (int i = 0; i < in_layer; i++) {
+            place[order[i] + shift] = used;
+            used += padded(&tensors[order[i] + shift]);
+        }
+    }
+    used = (layers > 1 ? 2 : 1) * layer;
+    for (int p = layers; p < layers + 2; p++) {
+        const int rest = part_order(tensors, part, count, p, order);
+        for (int i = 0; i < rest; i++) {
+            place[order[i]] = used;
+            used += padded(&tensors[order[i]]);
+        }
+    }
+    free(order);
+    return used;
+}
+
+// Bytes of the one allocation: squares, factors, last, scratch.
+static int64_t numbers_bytes(int parts) {
+    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float) + 4;
+}
+
+int64_t release_bytes(const Device* dev, int layers) {
+    return ceil_div(numbers_bytes(layers + 2), 256) * 256 + ceil_div(part_norm_scratch_bytes(dev), 256) * 256;
+}
+
+Release* release_open(const Device* dev, Optim* optim, const OptimTensor* tensors, const int* part, int count,
+                      int layers, ClipBy by, bool grads_bf16) {
+    Release* r = (Release*)memory_zero(1, sizeof(Release));
+    r->dev = dev, r->optim = optim, r->parts = layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
+    r->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
+    memcpy(r->tensors, tensors, (size_t)count * sizeof(OptimTensor));
+    r->order = (int*)memory_take((size_t)count * sizeof(int) + 1);
+    r->first = (int*)memory_zero((size_t)r->parts + 1, sizeof(int));
+    for (int p = 0; p < r->parts; p++) {
+        const int found = part_order(tensors, part, count, p, r->order + r->first[p]);
+        assert(found <= PART_TENSORS);
+        r->first[p + 1] = r->first[p] + found;
+    }
+    const int64_t bytes = numbers_bytes(r->parts);
+    r->square = (double*)device_alloc(dev, bytes);
+    device_zero(dev, r->square, bytes);
+    r->factor = (float*)(r->square + r->parts);
+    r->last = r->factor + PART_TENSORS;
+    r->scratch = device_alloc(dev, part_norm_scratch_bytes(dev));
+    return r;
+}
+
+void release_close(Release* r) {
+    if (!r) return;
+    device_free(r->dev, r->square);
+    device_free(r->dev, r->scratch);
+    free(r->tensors), free(r->order), free(r->first);
+    free(r);
+}
+
+void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
+    const int64_t element = r->grads_bf16 ? 2 : 4;
+    const int* tensor = r->order + r->first[part];
+    PartGrads its = {{}, {}, r->first[part + 1] - r->first[part]};
+    for (int i = 0; i < its.count; i++) {
+        its.grads[i] = (const char*)grads + place[tensor[i]] * element;
+        its.n[i] = r->tensors[tensor[i]].rows * r->tensors[tensor[i]].cols;
+    }
+    const PartClip clip = {r->by, step->clip, step->loss, r->last, r->square + part, r->factor};
+    r->grads_bf16 ? part_norm<bf16>(r->dev, clip, its, r->scratch) : part_norm<float>(r->dev, clip, its, r->scratch);
+    // One factor for the part, or one for each tensor.
+    const int each = r->by == CLIP_TENSOR ? 1 : its.count;
+    for (int i = 0; i < its.count; i += each) {
+        optim_step_tensors(r->optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);
+    }
+}
+
+void release_end(Release* r, float* scalars, int left_alone) {
+    part_norm_finish(r->dev, scalars, scalars + left_alone, r->last, r->square, r->parts);
+}
+
+float release_last(const Release* r) {
+    float last;
+    copy_to_host(r->dev, &last, r->last, sizeof(last));
+    return last;
+}
+
+void release_set_last(Release* r, float last) {
+    copy_to_device(r->dev, r->last, &last, sizeof(last));
+}

@@ -1,0 +1,46 @@
+// Steps that are taken part by part: a layer, the embeddings, the last layernorm (the parts of decoded.h). Inside the
+// backward pass each part is stepped as soon as its gradients are complete, and the next layer but one writes its
+// gradients where they lay, so that gradients take the room of two layers and the embeddings instead of the model's.
+// After a backward pass with all gradients kept, the same calls give the same bits.
+//
+// The factor that clips a part comes from kernels/part_norm.cuh. A part whose gradients are not finite, or any part if
+// the loss is not, keeps its weights and states and is counted.
+//
+// Cost: the norm of a part reads its gradients once, as the norm of all would; two small kernels and a launch of the
+// step for each part and launch of the optimizer.
+#pragma once
+#include "../kernels/part_norm.cuh"
+#include "optim.h"
+
+typedef struct Release Release;
+
+// Where gradients lie that are released: place[t] becomes the first element of tensor t's, two layers taking turns and
+// the rest behind them. Returns their elements. Tensors of a part lie in the arena's order where all layers have the
+// same; `part` has the part of each tensor and `layers` the number of layers.
+int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, int64_t* place);
+
+// Device memory that release_open takes.
+int64_t release_bytes(const Device* dev, int layers);
+
+// `optim` must outlive it, and optim_releases hold. The arrays are copied.
+Release* release_open(const Device* dev, Optim* optim, const OptimTensor* tensors, const int* part, int count,
+                      int layers, ClipBy by, bool grads_bf16);
+void release_close(Release* release);
+
+// What a step clips with and how large it is.
+struct ReleaseStep {
+    float clip, lr;
+    int64_t step;
+    const float* loss;  // device scalar
+};
+
+// Steps a part; grads + place[t] elements is where the gradients of tensor t lie.
+void release_part(Release* release, int part, const void* grads, const int64_t* place, const ReleaseStep* step);
+
+// After all parts: scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number
+// of parts that kept their weights. Device memory; scalars[0] is the loss.
+void release_end(Release* release, float* scalars, int left_alone);
+
+// The norm that the next step clips by, for a checkpoint; 0: there was no step.
+float release_last(const Release* release);
+void release_set_last(Release* release, float last);
