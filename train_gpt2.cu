@@ -74,8 +74,8 @@ struct Options {
     const char *preset, *rule, *weights, *grads, *m, *v;
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
     const char *decay_mode, *overrides, *formats;
-    int64_t ramp, ns_steps;
-    double momentum;
+    int64_t ramp, ns_steps, rank, rank_gap;
+    double momentum, rank_scale;
     const char* ns_coefficients;
     const char *on_nonfinite, *schedule;
     int64_t warmup;
@@ -159,6 +159,12 @@ static const Option OPTIONS[] = {
      "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
     {"ns-coefficients", OPTION_CHOICE, FIELD(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "optimizer",
      "muon, normuon: their polynomials"},
+    {"rank", OPTION_INT, FIELD(rank), "0", 0, 65536, "N", "optimizer",
+     "galore, fira, apollo: rank of the moments; 0: a quarter of a matrix's shorter side"},
+    {"rank-gap", OPTION_INT, FIELD(rank_gap), "200", 1, 1e9, "N", "optimizer",
+     "galore, fira, apollo, apollo-mini: steps until the directions change"},
+    {"rank-scale", OPTION_REAL, FIELD(rank_scale), "0", 0, 1e6, "F", "optimizer",
+     "and the factor on the update; 0: 0.25, of apollo 1 and apollo-mini 128, under a root"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
     {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
      "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
@@ -242,6 +248,9 @@ static bool optim_config_try(const Options* o, OptimConfig* config, char* error,
     config->momentum = (float)o->momentum;
     config->ns_steps = o->ns_steps;
     config->ns_coefficients = o->ns_coefficients;
+    config->rank = o->rank;
+    config->rank_gap = o->rank_gap;
+    config->rank_scale = (float)o->rank_scale;
     return optim_resolve(config, error, error_bytes);
 }
 
