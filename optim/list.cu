@@ -20,7 +20,7 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
                         rows.grads->name, rows.m->name);
     if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
     if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    if (rows.rule->by_rows) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
+    if (rows.rule->by_rows && rows.v->stream[1].bits > 0) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
     snprintf(line + used, bytes - used, "  %.4g B/param", rows_bytes_each(&rows));
 }
 
