@@ -75,8 +75,8 @@ struct Options {
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
     const char *decay_mode, *overrides, *formats;
     int64_t ramp, ns_steps;
-    double momentum;
-    const char* ns_coefficients;
+    double momentum, limit_growth, clip_update;
+    const char *ns_coefficients, *adafactor_lr;
     const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
@@ -150,15 +150,23 @@ static const Option OPTIONS[] = {
     {"decay-mode", OPTION_CHOICE, FIELD(decay_mode), "coupled", 0, 0, "coupled|independent", "optimizer",
      "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
     {"beta3", OPTION_REAL, FIELD(beta3), "auto", 0, 0.9999999, "F", "optimizer",
-     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
+     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps. came: decay of "
+     "the confidence; auto: 1 - (1 - beta2) / 10"},
     {"alpha", OPTION_REAL, FIELD(alpha), "2", 0, 1000, "F", "optimizer", "ademamix: weight of the slow average"},
     {"ramp", OPTION_INT, FIELD(ramp), "auto", 0, 1e12, "N", "optimizer",
      "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"momentum", OPTION_REAL, FIELD(momentum), "0.95", 0, 0.999999, "F", "optimizer", "muon, normuon: decay of m"},
+    {"momentum", OPTION_REAL, FIELD(momentum), "0.95", 0, 0.999999, "F", "optimizer", "muon, normuon, rmnp, normuon-lite: decay of m"},
     {"ns-steps", OPTION_INT, FIELD(ns_steps), "5", 1, 100, "N", "optimizer",
      "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
     {"ns-coefficients", OPTION_CHOICE, FIELD(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "optimizer",
      "muon, normuon: their polynomials"},
+    {"adafactor-lr", OPTION_CHOICE, FIELD(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "optimizer",
+     "adafactor: relative: at most 1 / sqrt(step); scaled: times the RMS of a tensor's weights; paper: both, with --lr "
+     "0.01 --schedule constant"},
+    {"clip-update", OPTION_REAL, FIELD(clip_update), "1.0", 0, 1e9, "F", "optimizer",
+     "adafactor, came: largest RMS of a tensor's update before m and lr; 0: no limit"},
+    {"limit-growth", OPTION_REAL, FIELD(limit_growth), "0", 0, 1e9, "F", "optimizer",
+     "any rule but muon's: a tensor's update is at most F times its last one, as Fira's 1.01; 0: no limit"},
     {"clip", OPTION_REAL, FIELD(clip), "1.0", 0, 1e9, "F", "optimizer", "largest norm of the gradient; 0: no clipping"},
     {"on-nonfinite", OPTION_CHOICE, FIELD(on_nonfinite), "skip", 0, 0, "skip|stop", "optimizer",
      "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
@@ -242,6 +250,11 @@ static bool optim_config_try(const Options* o, OptimConfig* config, char* error,
     config->momentum = (float)o->momentum;
     config->ns_steps = o->ns_steps;
     config->ns_coefficients = o->ns_coefficients;
+    config->limit_growth = (float)o->limit_growth;
+    config->clip_update = (float)o->clip_update;
+    const bool both = strcmp(o->adafactor_lr, "paper") == 0;
+    config->relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;
+    config->scale_by_rms = both || strcmp(o->adafactor_lr, "scaled") == 0;
     return optim_resolve(config, error, error_bytes);
 }
 
@@ -1136,6 +1149,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     stored.config.m = json_string(formats, "m", "");
     stored.config.v = json_string(formats, "v", "");
     stored.config.overrides = json_string(formats, "override", "");
+    stored.config.limit_growth = strcmp(json_string(formats, "norms", "none"), "none") ? 1.0f : 0.0f;
     stored.config.decay_mode = "coupled";  // whatever it was: nothing is stored of it
     stored.config.stored = true;
     if (!optim_resolve(&stored.config, error, sizeof(error))) user_error("%s/state.json: %s", folder, error);
@@ -1165,7 +1179,8 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     }
     optim_own_formats(m->optim, own);
     const char* const formats[][2] = {{"rule", o->rule}, {"weights", o->weights},    {"m", o->m},
-                                      {"v", o->v},       {"override", o->overrides}, {"own", own}};
+                                      {"v", o->v},       {"override", o->overrides}, {"own", own},
+                                      {"norms", o->limit_growth > 0.0 ? "fp32" : "none"}};
     Options saved = *o;
     saved.grads = asked->grads, saved.overrides = asked->overrides;
     saved.val_every = asked->val_every, saved.sample_every = asked->sample_every;
@@ -1177,7 +1192,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
                                    run->folder.path,
                                    &run->state,
                                    formats,
-                                   6,
+                                   7,
                                    &TABLE,
                                    &saved};
     return checkpoint_finish(folder, &checkpoint, files, error);
@@ -1405,6 +1420,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO && strcmp(o->rule, "came") == 0) o->beta3 = 1.0 - 0.1 * (1.0 - o->beta2);
     if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
     if (automatic && o->warmup > flat) o->warmup = flat;
     if (o->warmup > o->steps && !warmup_typed) o->warmup = o->steps;  // a resumed run that was made shorter

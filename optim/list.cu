@@ -72,7 +72,7 @@ void optim_list_formats(FILE* file, const char* formats) {
 // Bytes for each parameter: "stored" is what a checkpoint has; "held" adds the gradients of a run with bf16 ones. The
 // room for decoded layers, which depends on the model's shape, is in the banner.
 void optim_list_presets(FILE* file) {
-    fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",
+    fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",
             "B/param", "held");
     for (const PresetRow& row : PRESETS) {
         OptimConfig config = {};

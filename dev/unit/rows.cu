@@ -200,9 +200,9 @@ TEST(rows_against_double) {
 TEST(rows_numbers_kept) {
     const struct {
         const char* rule;
-        int64_t each[2], tensors;  // for a row, for a column
-    } rows[] = {{"adam-mini", {1, 0}, 0}, {"rmnp", {0, 0}, 0},     {"normuon-lite", {1, 0}, 0},
-                {"adafactor", {1, 1}, 0}, {"came", {2, 2}, 0}};
+        int64_t each[2];  // for a row, for a column
+    } rows[] = {{"adam-mini", {1, 0}}, {"rmnp", {0, 0}}, {"normuon-lite", {1, 0}}, {"adafactor", {1, 1}},
+                {"came", {2, 2}}};
     for (const auto& row : rows) {
         const RowCase c = {row.rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
