@@ -79,7 +79,7 @@ void optim_list_presets(FILE* file) {
         config.rule = row.rule, config.weights = row.weights, config.grads = "bf16", config.m = row.m, config.v = row.v;
         Rows rows = config_rows(&config);
         const double each = rows_bytes_each(&rows);
-        fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %6.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m, row.v,
+        fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %6.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m, row.v,
                 each, each + format_bytes_each(rows.grads), row.note);
         if (*row.overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row.overrides);
     }
