@@ -277,6 +277,114 @@ TEST(rows_resume_skip_and_shard) {
     expect(cut[1] == TILE_ELEMENTS, "cuts of element rules stay");
 }
 
+// Conversions on load: what v becomes, from the checkpoint's run to another rule's.
+
+static const void* of_run(void* context, const char* name, const char*, int64_t bytes) {
+    const Kind* run = (const Kind*)context;
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        const OptimStream stream = optim_stream(run->optim, s);
+        if (is(stream.name, name) && stream.elements * stream.element_bytes == bytes) return stream.data;
+    }
+    return nullptr;
+}
+
+static void weights_of_run(void* context, int tensor, float* values) {
+    optim_get_weights(((const Kind*)context)->optim, tensor, values);
+}
+
+static void ignore(void*, const char*) {}
+
+// Loads what `from` holds into `to`, whose rule is another.
+static bool load(const Kind* from, const OptimConfig* config, Kind* to, char* error, size_t bytes) {
+    OptimStored stored = {*config, optim_stream_count(from->optim) - 1, of_run, weights_of_run, ignore, (void*)from};
+    return optim_load(to->optim, &stored, error, bytes);
+}
+
+static const float* numbers_of(const Kind* run) {
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        if (is(optim_stream(run->optim, s).name, "v")) return (const float*)optim_stream(run->optim, s).data;
+    }
+    return nullptr;
+}
+
+TEST(rows_convert_v) {
+    const RowCase adamw = {"adamw", "fp32"}, adafactor = {"adafactor", "fp32"}, mini = {"adam-mini", "fp32"};
+    const OptimConfig config[] = {case_config(&adamw, "fp32", "fp32"), case_config(&adafactor, "fp32", "fp32"),
+                                  case_config(&mini, "fp32", "fp32")};
+    Kind run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
+    char error[1024] = "";
+    for (int k = 0; k < 4; k++) kind_open(&run[k], &config[k % 3], false);
+    kind_steps(&run[0], 1, 3);
+    for (int k = 1; k < 3; k++) expect(load(&run[0], &config[0], &run[k], error, sizeof(error)), "%s", error);
+    expect(load(&run[1], &config[1], &run[3], error, sizeof(error)), "%s", error);
+    const float *v = numbers_of(&run[0]), *factors = numbers_of(&run[1]), *rows = numbers_of(&run[2]);
+    const float* back = numbers_of(&run[3]);
+    int64_t first = 0, row = 0;
+    double worst = 0.0;
+    for (int t = 0; t < TENSORS; t++) {
+        const int64_t R = model[t].rows, C = model[t].cols, at = run[0].tensor[t].offset;
+        double all = 0.0;
+        for (int64_t i = 0; i < R; i++) {
+            double mean = 0.0;
+            for (int64_t j = 0; j < C; j++) mean += (double)v[at + i * C + j] / (double)C;
+            worst = fmax(worst, fabs((double)factors[first + i] / mean - 1.0));
+            worst = fmax(worst, fabs((double)rows[row + i] / mean - 1.0));
+            all += mean / (double)R;
+        }
+        for (int64_t j = 0; j < C; j++) {
+            double mean = 0.0;
+            for (int64_t i = 0; i < R; i++) mean += (double)v[at + i * C + j] / (double)R;
+            worst = fmax(worst, fabs((double)factors[first + R + j] - mean) / (mean > 0.0 ? mean : 1.0));
+            const double product = (double)factors[first] * (double)factors[first + R + j] / all;
+            worst = fmax(worst, fabs((double)back[at + j] - product) / (product > 0.0 ? product : 1.0));
+        }
+        first += R + C, row += R;
+    }
+    expect(worst < 1e-6, "off by %.1e", worst);
+    for (Kind& each : run) kind_close(&each);
+}
+
+// What has no counterpart is refused; what the new rule does not keep is left behind.
+TEST(rows_convert_refusals) {
+    const struct {
+        const char *from, *to, *says;
+    } rows[] = {{"adamw", "came", "is by rows"}, {"adamw", "normuon-lite", "is by rows"},
+                {"normuon-lite", "adamw", "is of elements"}, {"lion", "adafactor", "keeps no second moment"},
+                {"rmnp", "adam-mini", "keeps no second moment"}, {"adamw", "rmnp", nullptr}, {"lion", "rmnp", nullptr},
+                {"came", "adafactor", nullptr}, {"adafactor", "rmnp", nullptr}};
+    for (const auto& row : rows) {
+        const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
+        const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");
+        Kind run[2];
+        char error[1024] = "";
+        kind_open(&run[0], &from, false);
+        kind_open(&run[1], &to, false);
+        kind_steps(&run[0], 1, 1);
+        const bool loaded = load(&run[0], &from, &run[1], error, sizeof(error));
+        expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
+        for (Kind& each : run) kind_close(&each);
+    }
+}
+
+// The limiter's norms are part of a checkpoint, and a run without them begins anew.
+TEST(limit_growth_resumes) {
+    const RowCase off = {"adamw", "fp32"}, on = {"adamw", "fp32", 1.01f};
+    const OptimConfig config[] = {case_config(&off, "fp32", "fp32"), case_config(&on, "fp32", "fp32")};
+    for (int from = 0; from < 2; from++) {
+        for (int to = 0; to < 2; to++) {
+            Kind run[2];
+            char error[1024] = "";
+            kind_open(&run[0], &config[from], false);
+            kind_open(&run[1], &config[to], false);
+            kind_steps(&run[0], 1, 3);
+            expect(load(&run[0], &config[from], &run[1], error, sizeof(error)), "%s", error);
+            for (Kind& each : run) kind_steps(&each, 4, 6);
+            expect(kind_equal(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
+            for (Kind& each : run) kind_close(&each);
+        }
+    }
+}
+
 // A tensor whose first gradients are zero must not be held near 0 afterwards (families.md: 1387 steps).
 TEST(limit_growth_begins_after_zeros) {
     const SettleArguments none = {};
