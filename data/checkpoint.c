@@ -45,12 +45,14 @@ void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t by
     snprintf(path, bytes, "%s/step_%08lld", run_folder, (long long)step);
 }
 
-// Step of a checkpoint's folder name, -1 for any other name.
-static int64_t step_of(const char* name) {
-    long long step;
-    int end = 0;
-    if (sscanf(name, "step_%12lld%n", &step, &end) == 1 && end > 0 && name[end] == 0) return step;
-    return -1;
+// Step of a checkpoint's folder name as checkpoint_name writes it, perhaps with `ending` behind it; -1 for any other
+// name: step_5 or step_notes.tmp are the user's own.
+static int64_t step_of(const char* name, const char* ending) {
+    long long step = -1;
+    char wanted[64];
+    if (sscanf(name, "step_%12lld", &step) != 1 || step < 0) return -1;
+    snprintf(wanted, sizeof(wanted), "step_%08lld%s", step, ending);
+    return strcmp(name, wanted) == 0 ? step : -1;
 }
 
 int checkpoint_list(const char* run_folder, int64_t** steps) {
@@ -58,7 +60,7 @@ int checkpoint_list(const char* run_folder, int64_t** steps) {
     *steps = NULL;
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
-        int64_t step = step_of(entry->d_name);
+        int64_t step = step_of(entry->d_name, "");
         if (step < 0) continue;
         *steps = memory_grow(*steps, (count + 1) * sizeof(int64_t));
         int at = count++;
@@ -463,7 +465,7 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         snprintf(folder, bytes, "%s", named);
         while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
         const char* slash = strrchr(folder, '/');
-        char* real = step_of(slash ? slash + 1 : folder) < 0 ? realpath(named, NULL) : NULL;  // such as "."
+        char* real = step_of(slash ? slash + 1 : folder, "") < 0 ? realpath(named, NULL) : NULL;  // such as "."
         if (real) snprintf(folder, bytes, "%s", real);
         free(real);
         *state = checkpoint_verify(folder, reason);
@@ -503,7 +505,7 @@ static bool run_of(const char* checkpoint, char* run_folder, size_t bytes, char*
     char log[PATH_BYTES + 16];
     const char* slash = strrchr(checkpoint, '/');
     snprintf(log, sizeof(log), "%s/log.jsonl", folder_parent(checkpoint, run_folder, bytes));
-    if (step_of(slash ? slash + 1 : checkpoint) >= 0 && file_exists(log)) return true;
+    if (step_of(slash ? slash + 1 : checkpoint, "") >= 0 && file_exists(log)) return true;
     return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
 }
 
@@ -520,7 +522,7 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
                           checkpoint);
     }
     const char* slash = strrchr(checkpoint, '/');
-    int64_t *steps = NULL, step = step_of(slash ? slash + 1 : checkpoint);
+    int64_t *steps = NULL, step = step_of(slash ? slash + 1 : checkpoint, "");
     int count = same ? checkpoint_list(run_folder, &steps) : 0;
     bool ok = true;
     for (int i = 0; i < count && steps[i] > step && ok; i++) {
@@ -563,10 +565,7 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     free(steps);
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
-        size_t length = strlen(entry->d_name);
-        if (strncmp(entry->d_name, "step_", 5) != 0 || length < 4 || strcmp(entry->d_name + length - 4, ".tmp") != 0) {
-            continue;
-        }
+        if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
         snprintf(path, sizeof(path), "%s/%s", run_folder, entry->d_name);
         ok = folder_remove(path, error) && ok;
     }

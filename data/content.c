@@ -21,6 +21,10 @@ typedef struct {
 // What to do about a file. %s is its name as a shell takes it.
 static const char prepare[] = "type make venv && .venv/bin/python data/prepare.py %s, or unpack it";
 static const char not_text[] = "name a text or shards of tokens";
+static const char unlz4[] = "type lz4 -d %s, and name the text that comes out";
+static const char unzlib[] =
+    "type python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress(open(sys.argv[1], \"rb\").read()))' %s "
+    "> unpacked.txt, and name that file";
 static const char utf16[] = "type iconv -f UTF-16 -t UTF-8 %s > text.txt, and name text.txt";
 static const char utf16_little[] = "type iconv -f UTF-16LE -t UTF-8 %s > text.txt, and name text.txt";
 static const char utf16_big[] = "type iconv -f UTF-16BE -t UTF-8 %s > text.txt, and name text.txt";
@@ -36,8 +40,22 @@ static const struct {
     {0, 4, "\x28\xB5\x2F\xFD", "zstd data", prepare},
     {4, 6, "1AY&SY", "bzip2 data", prepare},
     {0, 4, "PAR1", "a parquet table", "type make venv && .venv/bin/python data/prepare.py %s"},
+    {0, 4, "PARE", "an encrypted parquet table", not_text},
+    {0, 4, "FEA1", "a Feather table", not_text},
+    {0, 7, "MMIDIDX", "an index of Megatron-LM's",
+     "add --data-format nanogpt and name the .bin beside it if its tokens are uint16"},
     {0, 3, "\x5D\0\0", "lzma data", prepare},
-    {0, 4, "\x04\x22\x4D\x18", "lz4 data", "type lz4 -d %s, and name the text that comes out"},
+    {1, 3, "\x2A\x4D\x18", "packed data (a skippable frame of zstd or lz4)",
+     "type unzstd %s or lz4 -d, and name the text that comes out"},
+    {0, 4, "\x04\x22\x4D\x18", "lz4 data", unlz4},
+    {0, 4, "\x02\x21\x4C\x18", "lz4 data", unlz4},
+    {0, 5, "LZIP\1", "lzip data", "type lzip -d %s, and name the text that comes out"},
+    {0, 4, "\x89LZO", "lzop data", "type lzop -d %s, and name the text that comes out"},
+    {0, 10, "\xFF\6\0\0sNaPpY", "snappy data", "unpack it, and name the text that comes out"},
+    {0, 2, "x\1", "zlib data", unzlib},
+    {0, 2, "x^", "zlib data", unzlib},
+    {0, 2, "x\x9C", "zlib data", unzlib},
+    {0, 2, "x\xDA", "zlib data", unzlib},
     {0, 2, "\x1F\x9D", "compressed data (.Z)", "type zcat %s > unpacked.txt, and name that file"},
     {0, 6, "7z\xBC\xAF\x27\x1C", "a 7z archive", "type 7z x %s, and name a text that comes out"},
     {0, 6, "Rar!\x1A\x07", "a rar archive", "type unrar x %s, and name a text that comes out"},
@@ -112,9 +130,10 @@ static bool is_safetensors(const unsigned char* head, int64_t bytes, int64_t siz
     return length >= 2 && length <= size - 8 && length <= 100 << 20;
 }
 
-// A pickle begins with its protocol and goes on with a frame, a memo, or a dictionary, list, tuple, text or class.
+// A pickle begins with its protocol and goes on with a frame, a dictionary, list, tuple, text, bytes, class or a long
+// number, with which PyTorch's files begin.
 static bool is_pickle(const unsigned char* head, int64_t bytes) {
-    return bytes > 3 && head[0] == 0x80 && head[1] >= 2 && head[1] <= 5 && memchr("\x95}](cXq", head[2], 7);
+    return bytes > 3 && head[0] == 0x80 && head[1] >= 2 && head[1] <= 5 && memchr("\x95}](cXBC\x8A", head[2], 9);
 }
 
 static void refuse(char* error, const char* path, const char* name, const char* advice) {

@@ -25,24 +25,45 @@ const char* option_group(const OptionTable* table, const Option* option) {
     return option->group;
 }
 
-// Is `typed` a slip of the finger away from `name`: a letter too many, too few or wrong, or two exchanged? Long names
-// may have two such. Short ones are not guessed at all: there, another letter makes another word. Another digit always
-// makes another thing, as in adam-beta3 and fp16, so the digits of both must be the same.
+// Whether one word of an option's name is a slip away from another: two neighbours exchanged, or, where both begin
+// alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two. In a short
+// word another letter makes another word, as dir is not dim and notes are not nodes.
+static bool word_slips(const char* typed, size_t length, const char* name, size_t other) {
+    char a[64], b[64];
+    if (length >= sizeof(a) || other >= sizeof(b)) return false;
+    snprintf(a, sizeof(a), "%.*s", (int)length, typed);
+    snprintf(b, sizeof(b), "%.*s", (int)other, name);
+    if (strcmp(a, b) == 0) return true;
+    for (size_t i = 0; i + 1 < length && length == other; i++) {
+        char left = a[i], right = a[i + 1];
+        a[i] = right, a[i + 1] = left;
+        bool same = strcmp(a, b) == 0;
+        a[i] = left, a[i + 1] = right;
+        if (same) return true;
+    }
+    if (length < 3 || other < 4 || a[0] != b[0]) return false;
+    if (other >= 6) return text_distance(a, b) <= (length < 10 ? 1 : 2);
+    size_t alike = 0;
+    while (a[alike] && a[alike] == b[alike]) alike++;
+    if (other == length + 1) return strcmp(a + alike, b + alike + 1) == 0;
+    return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
+}
+
+// Is `typed` a slip of the finger away from `name`? Each word must be; names of other numbers of words are compared as
+// one. Short names are not guessed at all. Another digit always makes another thing, as in adam-beta3 and fp16, so the
+// digits of both must be the same.
 static bool is_slip(const char* typed, const char* name) {
-    char exchanged[64];
-    size_t length = strlen(typed);
-    if (length < 4 || length >= sizeof(exchanged)) return false;
     static const char DIGITS[] = "0123456789";
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
     while (a && b && *a == *b) a = strpbrk(a + 1, DIGITS), b = strpbrk(b + 1, DIGITS);
-    if (a || b) return false;
-    if (text_distance(typed, name) <= (length < 10 ? 1 : 2)) return true;
-    for (size_t i = 0; i + 1 < length; i++) {
-        memcpy(exchanged, typed, length + 1);
-        exchanged[i] = typed[i + 1], exchanged[i + 1] = typed[i];
-        if (strcmp(exchanged, name) == 0) return true;
+    if (a || b || strlen(typed) < 4) return false;
+    for (a = typed, b = name;; a++, b++) {
+        size_t length = strcspn(a, "-"), other = strcspn(b, "-");
+        if (!a[length] != !b[other]) return word_slips(typed, strlen(typed), name, strlen(name));
+        if (!word_slips(a, length, b, other)) return false;
+        a += length, b += other;
+        if (!*a) return true;
     }
-    return false;
 }
 
 // The answer for a name that other programs have, or for a slip in one; NULL when it is none of these.

@@ -11,7 +11,9 @@ static const OptionSynonym SYNONYMS[] = {
      "type --data PATH"},
     {"input-val-bin val-bin val-data val-file val-dataset validation-file eval-file eval-dataset validation-dataset -j",
      "type --val PATH"},
-    {"validation-split-percentage val-split validation-split test-size", "type --val-fraction F, a share of 1"},
+    {"validation-split-percentage val-split validation-split test-size test-split val-frac val-ratio eval-fraction "
+     "validation-fraction",
+     "type --val-fraction F, a share of 1"},
     {"tokenizer tokenizer-name tokenizer-path tokenizer-file encoding vocab-file merges-file",
      "leave it out: nibble takes the tokenizer from the --data folder, which data/prepare.py writes"},
     {"vocab-size vocabulary vocab padded-vocab-size", "leave it out: the vocabulary is the data's"},
@@ -20,7 +22,8 @@ static const OptionSynonym SYNONYMS[] = {
      "group-by-length",
      "leave it out: data is mapped and read in a seeded order, with nothing to choose"},
     // model
-    {"init-from model-name-or-path model-name model-path pretrained pretrained-model from-pretrained config-name "
+    {"init-from model-name-or-path model-name model-path model-dir hf-model pretrained pretrained-model "
+     "from-pretrained config-name "
      "model-type flavor model.name model.flavor -e",
      "type --model NAME|DIR"},
     {"n-layer n-layers num-layers num-hidden-layers hidden-layers", "type --layers L"},
@@ -28,7 +31,7 @@ static const OptionSynonym SYNONYMS[] = {
      "type --channels C"},
     {"n-head n-heads num-heads num-attention-heads attention-heads num-query-heads", "type --heads NH"},
     {"head-dim head-size", "type --heads NH: channels / heads is 64 or 128"},
-    {"block-size seq-len seq-length sequence-length max-seq-len max-seq-length context-length context-size context "
+    {"block-size seq-len seq-length sequence-length max-seq-len max-seq-length context-length context-size context ctx "
      "max-sequence-length n-positions n-ctx -t",
      "type --seq T"},
     {"depth aspect-ratio", "type --model d12 or such a name, or --layers L and --channels C"},
@@ -109,7 +112,8 @@ static const OptionSynonym SYNONYMS[] = {
      "grad-checkpointing checkpoint-activations activation-checkpoint.mode -r",
      "type --recompute block"},
     // several GPUs
-    {"num-gpus n-gpus n-gpu ngpu ngpus nproc nproc-per-node gpus-per-node devices num-devices world-size",
+    {"num-gpus n-gpus n-gpu gpu-ids device-ids ngpu ngpus nproc nproc-per-node gpus-per-node devices num-devices "
+     "world-size",
      "type --gpus N"},
     {"gpu", "type --gpus N for several, or --device gpu"},
     {"zero-stage zero zero-optimization fsdp fsdp-mode deepspeed ddp ddp-backend data-parallel-shard-degree "
@@ -118,7 +122,8 @@ static const OptionSynonym SYNONYMS[] = {
     {"tensor-parallel-degree tensor-parallel tensor-parallel-size tp-size pipeline-parallel-degree pipeline-parallel "
      "pipeline-parallel-size pp-size context-parallel-degree context-parallel-size expert-parallel-degree",
      "leave it out: nibble has data parallelism and --shard alone"},
-    {"backend local-rank node-rank nnodes nodes rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id -pn "
+    {"backend local-rank node-rank nnodes nodes num-nodes dist-backend dist-url rank master-addr master-port "
+     "rdzv-backend rdzv-endpoint rdzv-id -pn "
      "-pr -pm -ps -pi -pg",
      "leave it out: ranks are read from the variables of torchrun, srun and mpirun"},
     // validation and samples
@@ -138,6 +143,7 @@ static const OptionSynonym SYNONYMS[] = {
      "type --sample-tokens N"},
     {"start generate prompt-text sample-prompt input-text",
      "type --sample PROMPT with --model DIR, or --prompt TEXT for the samples of a run"},
+    {"temp", "type --temperature F"},
     {"top-p min-p num-samples num-beams repetition-penalty typical-p",
      "leave it out: samples are drawn one at a time, by --temperature and --top-k"},
     // run

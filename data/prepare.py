@@ -265,11 +265,12 @@ def measure(paths, field):
 
 def cut_for_validation(data, at):
     """Where to cut a text near `at`: after the next line end, else before a space, else between two characters."""
-    line = data.find(b"\n", at) + 1
+    near = min(len(data), at + max(at // 8, 1 << 12))  # what follows a long line or a long word is not near
+    line = data.find(b"\n", at, near) + 1
     if 0 < line < len(data):
         return line
     space = safe_cut(data, at)
-    if space:
+    if 0 < space < near:
         return space
     while at < len(data) and data[at] & 0xC0 == 0x80:
         at += 1
@@ -775,6 +776,16 @@ def check_parts(writers, train_files, notes):
             raise Problem(f"no text is left for the part {part}: {advice}")
 
 
+def holds_records(path, field):
+    """Whether the first line of a text is a JSON object with this field."""
+    try:
+        with open_input(path) as stream:
+            record = json.loads(stream.readline(PIECE_BYTES))
+    except (*READ_ERRORS, RecursionError):
+        return False
+    return isinstance(record, dict) and field in record
+
+
 def write_corpus(options, folder, train_files, validation_files):
     """Fills the folder and returns the contents of meta.json, and the notes."""
     notes = Notes()
@@ -783,6 +794,12 @@ def write_corpus(options, folder, train_files, validation_files):
             if options.strict:
                 raise Problem(f"{path}: empty; leave it, or --strict, out")
             notes.add("empty files", path)
+        elif input_kind(path) == "txt" and holds_records(path, options.field):
+            what = f'files of JSON lines, encoded as they are; name them .jsonl to take the field "{options.field}" alone'
+            notes.add(what, path)
+    for path in validation_files:
+        if any(os.path.samefile(path, name) for name in train_files):
+            notes.add("validation files that are trained on, so their loss says nothing of other texts", path)
     if options.tokenizer:
         vocabulary.open_vocabulary(options.tokenizer)  # a mistake there is told before the text is read
     parts = Parts(options, train_files, validation_files)
@@ -829,9 +846,12 @@ def prepare(options):
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    seconds = max(time.time() - started, 1e-3)
+    report(out, meta, notes, max(time.time() - started, 1e-3), options.workers)
+
+
+def report(out, meta, notes, seconds, workers):
     speed = (meta["train"]["bytes"] + meta["val"]["bytes"]) / seconds / 1e6
-    print(f"{out}: vocabulary {meta['vocabulary']}, {seconds:.1f} s, {speed:.1f} MB/s, processes: {options.workers}")
+    print(f"{out}: vocabulary {meta['vocabulary']}, {seconds:.1f} s, {speed:.1f} MB/s, processes: {workers}")
     for part in ("train", "val"):
         tokens, size, shards = (meta[part][key] for key in ("tokens", "bytes", "shards"))
         print(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
@@ -846,11 +866,17 @@ def main(arguments=None):
     try:
         options = parse(arguments)
         eval_files.write_all(options) if options.eval else prepare(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads what is printed, which comes last
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Problem as problem:
         print(f"prepare: error: {problem}", file=sys.stderr)
         return 2
     except OSError as error:  # the disk is full, a folder cannot be written
         print(f"prepare: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("prepare: error: out of memory; free some, or try fewer --workers", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("prepare: interrupted; nothing was written", file=sys.stderr)

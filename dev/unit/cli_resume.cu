@@ -677,10 +677,15 @@ TEST(cli_keep) {
     int64_t newest;
     for (int keep : {1, 3}) {
         snprintf(run, sizeof(run), "%s/keep_%d", work, keep);
+        // Names that are nearly those of checkpoints are the user's own: they are neither counted nor removed.
+        const char* const own[] = {"step_50", "step_11", "step_notes.tmp", "step_00000002.bak.tmp"};
+        mkdir(run, 0755);
+        for (const char* name : own) write_text(run, name, "mine");
         train_well("%s %s --data %s/text.txt --run %s --steps 11 --save-every 2 --keep %d", SHAPE, QUICK, work, run,
                    keep);
         expect(checkpoints(run, &newest) == keep && newest == 11, "--keep %d keeps %d, newest %lld", keep,
                checkpoints(run, &newest), (long long)newest);
+        for (const char* name : own) expect(exists(run, name), "%s was removed", name);
     }
     remove_tree(work);
 }

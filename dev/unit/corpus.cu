@@ -151,6 +151,18 @@ TEST(corpus_content) {
          "a",
          4, 0, "UTF-16", "type iconv -f UTF-16 "},
         {"GGUF\3\0\0\0", 8, 0, "GGUF", "name a text"},
+        {"\x5A\x2A\x4D\x18\4\0\0\0", 8, 0, "skippable frame", "type unzstd"},
+        {"\x02\x21\x4C\x18", 4, 0, "lz4 data", "type lz4 -d"},
+        {"LZIP\1", 5, 0, "lzip data", "type lzip -d"},
+        {"\x89LZO\0\r\n\x1A\n", 9, 0, "lzop data", "type lzop -d"},
+        {"\xFF\6\0\0sNaPpY", 10, 0, "snappy data", "unpack it"},
+        {"x\1", 2, 0, "zlib data", "type python3"},
+        {"x\x9C", 2, 0, "zlib data", "type python3"},
+        {"PARE", 4, 0, "encrypted parquet", "name a text"},
+        {"FEA1", 4, 0, "Feather", "name a text"},
+        {"MMIDIDX\0\0", 9, 0, "Megatron", "--data-format nanogpt"},
+        {"\x80\2\x8A\nl\xFC\x9C", 7, 0, "pickle", "name a text"},
+        {"\x80\3B\0\1", 5, 0, "pickle", "name a text"},
         {"??", 2, 0, "binary", "--data-format nanogpt"},
     };
     char error[DATA_ERROR_BYTES] = "";
@@ -168,7 +180,8 @@ TEST(corpus_content) {
         expect(strstr(error, item.advice), "%s", error);
     }
     // Printable signatures may begin a text.
-    const char* printable[] = {"PAR1", "GGUF", "ORC", "RIFF", "MZ", "ID3", "GIF8", "OggS", "fLaC"};
+    const char* printable[] = {"PAR1", "PARE", "FEA1", "x^",   "GGUF", "ORC",
+                               "RIFF", "MZ",   "ID3",  "GIF8", "OggS", "fLaC"};
     for (const char* signature : printable) {
         put_signed(test, path, 0, signature, (int)strlen(signature), false);
         expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);

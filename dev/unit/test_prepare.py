@@ -314,6 +314,10 @@ def test_packed_by_contents_and_names(case):
         case.refuse("cannot be read (it is not packed, as its name says)", "plain.txt" + ending)
     (case.folder / "a.lzma").write_bytes(lzma.compress(text.encode(), format=lzma.FORMAT_ALONE))
     assert len(case.prepare("a.lzma", "--val", val, out="lzma").documents("train")) == len(documents)
+    for head, what in (("PK\3\4", "zip"), ("\4\x22M\x18", "lz4"), ("LZIP\1", "lzip"), ("x\1", "zlib"), ("%PDF-1", "PDF")):
+        case.refuse(f"other.txt: {'a ' * (what in ('zip', 'PDF'))}{what}", case.write("other.txt", head + text))
+    done = case.run(case.write("records.txt", lines), "--val", val, "--out", "records")
+    assert "name them .jsonl to take the field \"text\" alone: 1 (records.txt)" in done.stdout, done.stdout
     for name, content in (("a.tar.gz", b"a/file\0\0\0\0text"), ("utf16.txt", text.encode("utf-16-le"))):
         (case.folder / name).write_bytes(content if name.endswith("txt") else gzip.compress(content))
         case.refuse(f"{name}: binary, not text", name)
@@ -628,6 +632,11 @@ def test_single_document_split(case):
     corpus = case.prepare(case.write("a.txt", text), "--val-fraction", 0.1)
     (val,), (train,) = corpus.documents("val"), corpus.documents("train")
     assert val + train == text and val.endswith("\n") and abs(len(val) / len(text) - 0.1) < 0.002
+    # A line end that is far behind the place of the cut is none to cut at.
+    text = "word " * 20000 + "\n" + "line\n" * 100
+    corpus = case.prepare(case.write("c.txt", text), "--val-fraction", 0.1, out="c")
+    (val,), (train,) = corpus.documents("val"), corpus.documents("train")
+    assert val + train == text and abs(len(val) / len(text) - 0.1) < 0.002
     text = "日本" * 3000
     corpus = case.prepare(case.write("b.txt", text), "--val-fraction", 0.1, out="b")
     (val,), (train,) = corpus.documents("val"), corpus.documents("train")
@@ -670,6 +679,8 @@ def test_errors(case):
     good = case.write("good.txt", "the the\n" * 100)
     case.refuse("none.txt: no such file", "none.txt")
     case.refuse("no such file", good, "--val", "none.txt")
+    done = case.run(good, "--val", "./good.txt", "--out", "same")
+    assert "validation files that are trained on" in done.stdout and "1 (./good.txt)" in done.stdout, done
     case.refuse("a folder", "vocabulary")
     case.refuse(".jsonl", case.write("a.csv", "a,b"))
     case.refuse("empty.txt: empty, there is no text", case.write("empty.txt", ""))
