@@ -115,6 +115,44 @@ inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* d
     }
 }
 
+// Scratch memory of the backward pass, known without a GPU too, for the plan of one that is not there.
+
+// What lies in the scratch memory of the backward pass: {ticket, flags}, D, dq_sum.
+struct AttentionScratch {
+    int64_t flags;   // bytes of the ticket (the first 256) and of the flags, one per 32 queries of a head
+    int64_t D;       // bytes
+    int64_t dq_sum;  // bytes
+};
+
+inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
+    const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 64) * 64;
+    AttentionScratch scratch;
+    scratch.flags = 256 + ceil_div(heads * (padded / 32) * 4, 256) * 256;
+    scratch.D = ceil_div(heads * T * 4, 256) * 256;
+    scratch.dq_sum = heads * padded * (C / NH) * 4;
+    return scratch;
+}
+
+// The same on Hopper: {ticket, flags}, rows, dq_sum, column sums.
+struct HopperBackwardScratch {
+    int64_t flags, rows, dq_sum, bytes;  // bytes: of all
+};
+
+// Of 16 tokens, rows of column sums.
+inline int64_t hopper_backward_strips(int B, int T) {
+    return B * ceil_div(T, 16);
+}
+
+inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int HS) {
+    const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 128) * 128;
+    HopperBackwardScratch scratch;
+    scratch.flags = 256 + ceil_div(heads * (padded / 64) * 2 * 4, 256) * 256;
+    scratch.rows = heads * padded * 2 * 4;
+    scratch.dq_sum = heads * padded * HS * 4;
+    scratch.bytes = scratch.flags + scratch.rows + scratch.dq_sum + hopper_backward_strips(B, T) * 3 * NH * HS * 4;
+    return scratch;
+}
+
 #ifdef __CUDACC__
 #include "attention_hopper_backward.cuh"
 #include "attention_hopper_forward.cuh"
@@ -872,34 +910,12 @@ void attention_forward(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
 
-#ifdef __CUDACC__
-// What lies in the scratch memory of the backward pass: {ticket, flags}, D, dq_sum.
-struct AttentionScratch {
-    int64_t flags;   // bytes of the ticket (the first 256) and of the flags, one per 32 queries of a head
-    int64_t D;       // bytes
-    int64_t dq_sum;  // bytes
-};
-
-inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
-    const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 64) * 64;
-    AttentionScratch scratch;
-    scratch.flags = 256 + ceil_div(heads * (padded / 32) * 4, 256) * 256;
-    scratch.D = ceil_div(heads * T * 4, 256) * 256;
-    scratch.dq_sum = heads * padded * (C / NH) * 4;
-    return scratch;
-}
-#endif
-
 // Whatever X is. fp32 needs less, the CPU none.
 inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
     if (!dev->gpu) return 0;
-#ifdef __CUDACC__
     if (dev->compute == 90) return hopper_backward_scratch(B, T, NH, C / NH).bytes;  // never less than the other
     AttentionScratch scratch = attention_scratch(B, T, C, NH);
     return scratch.flags + scratch.D + scratch.dq_sum;
-#else
-    return 0;
-#endif
 }
 
 #ifdef __CUDACC__

@@ -633,26 +633,6 @@ __global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t fl
     to[BM] = mine;
 }
 
-// Bytes of scratch: {ticket, flags}, rows, dq_sum, column sums.
-struct HopperBackwardScratch {
-    int64_t flags, rows, dq_sum, bytes;  // bytes: of all
-};
-
-// Of 16 tokens, rows of column sums.
-inline int64_t hopper_backward_strips(int B, int T) {
-    return B * ceil_div(T, 16);
-}
-
-inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int HS) {
-    const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 128) * 128;
-    HopperBackwardScratch scratch;
-    scratch.flags = 256 + ceil_div(heads * (padded / 64) * 2 * 4, 256) * 256;
-    scratch.rows = heads * padded * 2 * 4;
-    scratch.dq_sum = heads * padded * HS * 4;
-    scratch.bytes = scratch.flags + scratch.rows + scratch.dq_sum + hopper_backward_strips(B, T) * 3 * NH * HS * 4;
-    return scratch;
-}
-
 template <typename Shape>
 inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* dout, const bf16* out, const float* lse,
                                   int B, int T, int NH) {

@@ -56,14 +56,6 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
     cpu_gemm(&gemm);
 }
 
-#ifdef __CUDACC__
-[[noreturn]] inline void matmul_unsupported(const char* product, int64_t N, int C, int OC) {
-    user_error(
-        "cuBLASLt has no algorithm for the %s of a linear layer with %lld rows, %d inputs and %d outputs; take "
-        "--channels and --heads that are multiples of 8",
-        product, (long long)N, C, OC);
-}
-
 // The columns of dout that a block of matmul_backward_bias_kernel takes, the blocks that a multiprocessor has room for,
 // and the rows of partial sums: no more blocks than there is room for, since one block more would run alone.
 template <typename X>
@@ -75,6 +67,19 @@ template <typename X>
 int matmul_bias_slices(const Device* dev, int OC) {
     int slices = MATMUL_BIAS_BLOCKS * dev->sm_count / (int)ceil_div(OC, matmul_bias_columns<X>);
     return slices < 1 ? 1 : slices;
+}
+
+// Of matmul_gelu.cuh's backward product.
+inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
+    return ceil_div(N, 64) * C * (int64_t)sizeof(float);
+}
+
+#ifdef __CUDACC__
+[[noreturn]] inline void matmul_unsupported(const char* product, int64_t N, int C, int OC) {
+    user_error(
+        "cuBLASLt has no algorithm for the %s of a linear layer with %lld rows, %d inputs and %d outputs; take "
+        "--channels and --heads that are multiples of 8",
+        product, (long long)N, C, OC);
 }
 
 // Grid (ceil(OC / (32 vectors)), slices), block (32, 8), OC a multiple of 8, any N: a lane sums one vector of columns
@@ -177,12 +182,8 @@ void matmul_backward_weight(const Device* dev, G* dweight, const X* dout, const 
 
 inline int64_t matmul_backward_bias_scratch_bytes(const Device* dev, int OC) {
     if (!dev->gpu) return 0;
-#ifdef __CUDACC__
     int a = matmul_bias_slices<float>(dev, OC), b = matmul_bias_slices<bf16>(dev, OC);
     return (int64_t)(a > b ? a : b) * OC * sizeof(float);
-#else
-    return 0;
-#endif
 }
 
 // dbias: (OC) (+)= the column sums of dout: (N, OC); scratch: matmul_backward_bias_scratch_bytes
@@ -206,12 +207,8 @@ void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* 
 
 inline int64_t matmul_backward_gelu_scratch_bytes(const Device* dev, int64_t N, int C) {
     if (!dev->gpu) return 0;
-#ifdef __CUDACC__
     int64_t ours = matmul_gelu_scratch_bytes(N, C), bias = matmul_backward_bias_scratch_bytes(dev, C);
     return ours > bias ? ours : bias;
-#else
-    return 0;
-#endif
 }
 
 // Back through a linear layer to the GELU before it and the bias before that: dinp: (N, C) = (dout W) *

@@ -462,10 +462,6 @@ inline void matmul_gelu_forward(const Device* dev, bf16* out, bf16* pre, const b
     matmul_gelu_launch<false>(dev, &maps, (int)N, OC, C, bias, nullptr);
 }
 
-inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
-    return ceil_div(N, 64) * C * (int64_t)sizeof(float);
-}
-
 // dinp: (N, C) = (dout W) * gelu'(pre); dbias: (C) (+)= its column sums; scratch: matmul_gelu_scratch_bytes;
 // dout: (N, OC); weight: (OC, C); pre: (N, C). Where matmul_gelu_fits(dev, N, C, OC).
 template <typename G>
