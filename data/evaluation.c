@@ -75,7 +75,8 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
         return data_error(error, "%s is damaged: its %s; make it again with data/prepare.py", path,
                           fits ? "checksum differs" : "size is not what its header says");
     }
-    if ((int)header.vocabulary != tokenizer_vocabulary(tokenizer) || header.fingerprint != fingerprint(tokenizer)) {
+    if (tokenizer &&
+        ((int)header.vocabulary != tokenizer_vocabulary(tokenizer) || header.fingerprint != fingerprint(tokenizer))) {
         return data_error(error,
                           "%s was made for another vocabulary (of %u tokens) than the model's (of %d); make it again "
                           "with data/prepare.py --eval --tokenizer DIR, the folder of the model's tokenizer (bytes: "

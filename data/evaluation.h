@@ -32,7 +32,8 @@ typedef struct {
 } Evaluation;
 
 // Opens NAME.eval of data/eval, or the file itself if the name has a slash or ends in .eval. A file that was made for
-// another vocabulary than the tokenizer's is refused, and so is a damaged one.
+// another vocabulary than the tokenizer's is refused, and so is a damaged one. With tokenizer NULL the vocabulary is
+// not compared.
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
 
