@@ -641,22 +641,6 @@ TEST(learning_rate) {
     }
 }
 
-// Counts over coins that fill [0, 1) evenly: each token's share is its probability to within a coin or two.
-static void expect_shares(Test* test, const float* logits, int V, double temperature, int64_t k, const double* want) {
-    constexpr int COINS = 20000;
-    int count[16] = {};
-    for (int i = 0; i < COINS; i++) {
-        int token = draw_token(logits, V, temperature, k, (i + 0.5) / COINS);
-        expect(token >= 0 && token < V, "token %d", token);
-        count[token & 15]++;
-    }
-    for (int t = 0; t < V; t++) {
-        expect(fabs((double)count[t] / COINS - want[t]) < 2.0 / COINS,
-               "token %d at temperature %g, top %lld: %g, want %g", t, temperature, (long long)k,
-               (double)count[t] / COINS, want[t]);
-    }
-}
-
 // The first step is left out, then the first ten. What lies between two steps counts as time left to wait, not as the
 // steps' own time.
 TEST(step_timer) {
@@ -671,22 +655,6 @@ TEST(step_timer) {
     }
     expect(timer.from == 110 && timer.seconds == 40, "%g s in the steps after step %lld", timer.seconds,
            (long long)timer.from);
-}
-
-TEST(draw_token) {
-    const float logits[] = {logf(2), logf(1), logf(4), logf(1), logf(8)};
-    const double all[] = {2 / 16.0, 1 / 16.0, 4 / 16.0, 1 / 16.0, 8 / 16.0}, top2[] = {0, 0, 1 / 3.0, 0, 2 / 3.0};
-    const double cold[] = {4 / 86.0, 1 / 86.0, 16 / 86.0, 1 / 86.0, 64 / 86.0}, best[] = {0, 0, 0, 0, 1};
-    expect_shares(test, logits, 5, 1.0, 0, all);
-    expect_shares(test, logits, 5, 1.0, 99, all);
-    expect_shares(test, logits, 5, 1.0, 2, top2);
-    expect_shares(test, logits, 5, 0.5, 0, cold);
-    expect_shares(test, logits, 5, 0.0, 0, best);
-    expect_shares(test, logits, 5, 2.0, 1, best);
-    const float tied[] = {1, 3, 3, 2};
-    expect(draw_token(tied, 4, 0.0, 0, 0.99) == 1, "of equal logits the first is the likeliest");
-    const float far[] = {-1e30f, 1e30f, 0};
-    expect(draw_token(far, 3, 0.7, 0, 0.9999999) == 1, "logits far apart");
 }
 
 // The plan against what is allocated.

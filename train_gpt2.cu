@@ -17,7 +17,7 @@
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
-#include "data/finite.h"            // values_finite
+#include "data/evaluation.h"        // Evaluation: questions in tokens, their batches and figures
 #include "data/gpt2_config.h"       // gpt2_shape_choose: the model's shape by name or from a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
@@ -26,6 +26,7 @@
 #include "data/report.h"            // report_step, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // Resume: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
+#include "data/sampling.h"          // Prompts, and samples as text
 #include "data/schedule.h"          // learning_rate
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
@@ -33,15 +34,17 @@
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error
+#include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
 #include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
-#include "kernels/random.h"         // random_bits, random_normal
+#include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
+#include "kernels/score.cuh"        // score: losses of given tokens
 #include "optim/decoded.h"          // Decoded: weights as the matmuls read them, a part at a time
 #include "optim/release.h"          // Release: a step taken part by part, inside the backward pass or after it
 #include "optim/optim.h"            // Optim: weights, states and the step
@@ -77,10 +80,13 @@ struct Options {
     int64_t logit_rows, gpus;
     const char *shard, *comm;
     int64_t join_timeout, val_every, val_tokens, sample_every, sample_tokens;
-    const char* prompt;
+    int64_t samples;
+    const char *prompt, *prompt_file, *stop;
     double temperature;
     int64_t top_k;
-    const char* run;
+    const char* eval;
+    int64_t eval_every;
+    const char *eval_out, *run;
     int64_t print_every, save_every, keep;
     const char *resume, *device;
     int64_t seed;
@@ -169,9 +175,18 @@ static const Option OPTIONS[] = {
      "tokens of one validation, at most: the first windows of the validation data"},
     {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps; 0: never; auto: at the end"},
     {"sample-tokens", INT, AT(sample_tokens), "128", 1, 65536, "N", "", "length of a sample"},
+    {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
     {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
+    {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts instead, one a line"},
+    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "",
+     "a sample ends at the end-of-text token, or at its length"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
+    {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "",
+     "tasks such as hellaswag,lambada (data/eval/NAME.eval) or paths: with --eval-every in a run, else of --model DIR"},
+    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "",
+     "steps between evaluations, and one at the end; 0: none"},
+    {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
     {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "",
      "steps between lines on the terminal; log.jsonl has every step"},
@@ -313,15 +328,17 @@ struct Parameters {
     T *lnfw, *lnfb;  // (C)
 };
 
+static void* tensor_at(const Model* model, void* arena, int t, int64_t element_bytes) {
+    if (!arena && model->decoded) return decoded_at(model->decoded, t);
+    if (arena == model->grads && model->releases) return (char*)arena + element_bytes * model->place[t];
+    const bool packed = shard_is_packed(model->shard, arena);
+    return (char*)arena + element_bytes * (packed ? model->shard->place[t] : model->tensors[t].offset);
+}
+
 template <typename T>
 static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
     static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
-    bool packed = shard_is_packed(model->shard, arena);
-    auto at = [&](int t) {
-        if (!arena && model->decoded) return (T*)decoded_at(model->decoded, t);
-        if (arena == model->grads && model->releases) return (T*)arena + model->place[t];
-        return (T*)arena + (packed ? model->shard->place[t] : model->tensors[t].offset);
-    };
+    auto at = [&](int t) { return (T*)tensor_at(model, arena, t, sizeof(T)); };
     p->wte = at(WTE);
     p->wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
@@ -381,6 +398,13 @@ static int64_t scratch_bytes(const Model* m) {
     return bytes;
 }
 
+// Rows of fp32 logits that have room where logit_rows of X have, at least 1.
+template <typename X>
+static int score_rows(const Model* m) {
+    const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
+    return rows > 1 ? (int)rows : 1;
+}
+
 // Lays the activations of m->B x m->T tokens out from `base`; with base NULL only a->bytes means anything. This one
 // function is the memory plan, the allocation and the pointers. With recompute=block the blocks share one set of
 // buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
@@ -414,7 +438,7 @@ static void activations_layout(const Model* m, void* base, bool backward, Activa
     a->lnf = values(N * C);
     a->branch = values(N * C);
     int64_t blocks = used;
-    a->logits = values(m->logit_rows * m->config.Vp);
+    a->logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
     a->bytes = used;
     if (!backward) return;
     used = blocks;  // what the blocks' backward pass needs lies where the logits were, which are over by then
@@ -618,39 +642,51 @@ static void micro_batch(const Model* m, const Input* input, int buckets, int B, 
     gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
 }
 
-// Logits of the last of T tokens (B = 1), V of them, to the host.
+// The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
+// likeliest. All are on the host. The logits are fp32 and lie where those of training lie, a fixed number of rows at a
+// time.
 template <typename X>
-static void gpt2_next_logits(const Model* m, int T, int last, float* logits) {
+static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
+                       int count, float* losses, int* likeliest) {
     Activations<X> a;
-    activations_layout(m, m->activations, m->optim != nullptr, &a);
     Parameters<X> w;
+    activations_layout(m, m->activations, m->optim != nullptr, &a);
     parameters_view(m, m->weights, &w);
-    int C = m->config.C, V = m->config.V;
-    gpt2_forward(m, &a, m->input, 1, T);
+    const Input input = input_layout(m, m->input);
+    const int C = m->config.C, Vp = m->config.Vp, rows = score_rows<X>(m);
+    copy_to_device(m->dev, input.tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
+    gpt2_forward(m, &a, input.tokens, B, T);
     weights_need(m, decoded_embeddings(m->config.L));
-    matmul_forward<X>(m->dev, a.logits, nullptr, a.lnf + (int64_t)last * C, w.wte, nullptr, 1, C, m->config.Vp);
-    X* host = (X*)memory_take(V * sizeof(X));
-    copy_to_host(m->dev, host, a.logits, V * (int64_t)sizeof(X));
-    for (int i = 0; i < V; i++) logits[i] = to_float(host[i]);
-    free(host);
-}
-
-static void next_logits(const Model* m, int T, int last, float* logits) {
-    if (m->type == OPTIM_FP32) return gpt2_next_logits<float>(m, T, last, logits);
-    gpt2_next_logits<bf16>(m, T, last, logits);
+    for (int i = 0; i < count; i += rows) {
+        const int64_t bytes = (count - i < rows ? count - i : rows) * (int64_t)sizeof(int);
+        device_zero(m->dev, input.order, rows * (int64_t)sizeof(int));  // rows without a place take the first one
+        device_zero(m->dev, input.targets, rows * (int64_t)sizeof(int));
+        copy_to_device(m->dev, input.order, places + i, bytes);
+        copy_to_device(m->dev, input.targets, targets + i, bytes);
+        gather_rows<X>(m->dev, a.branch, a.lnf, input.order, rows, C);
+        score_logits<X>(m->dev, (float*)a.logits, a.branch, w.wte, rows, C, Vp);
+        score(m->dev, m->losses, input.bucket, (float*)a.logits, input.targets, rows, m->config.V, Vp);
+        copy_to_host(m->dev, losses + i, m->losses, bytes);
+        copy_to_host(m->dev, likeliest + i, input.bucket, bytes);
+    }
 }
 
 // Memory. The plan (MemoryPlan of data/report.h) is made of the same figures that are allocated.
 
+static DecodeShape decode_shape(const Model* m) {
+    return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
+}
+
+// With backward, a decoder of one sequence has room as well: a run samples between its steps.
 static int64_t activations_bytes(const Model* m, bool backward) {
-    if (m->type == OPTIM_FP32) {
-        Activations<float> a;
-        activations_layout(m, nullptr, backward, &a);
-        return a.bytes;
-    }
-    Activations<bf16> a;
-    activations_layout(m, nullptr, backward, &a);
-    return a.bytes;
+    const DecodeShape shape = decode_shape(m);
+    const int64_t least = backward ? decode_bytes(&shape, m->type == OPTIM_FP32, 1) : 0;
+    Activations<float> wide;
+    Activations<bf16> narrow;
+    if (m->type == OPTIM_FP32) activations_layout(m, nullptr, backward, &wide);
+    if (m->type == OPTIM_BF16) activations_layout(m, nullptr, backward, &narrow);
+    const int64_t bytes = m->type == OPTIM_FP32 ? wide.bytes : narrow.bytes;
+    return bytes > least ? bytes : least;
 }
 
 // The arena; or what is packed and the sums of the part; or what takes turns.
@@ -871,52 +907,93 @@ static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
-// Samples.
+// Samples and evaluations: here is what they need of the model; kernels/decode.cuh, data/sampling.h and
+// data/evaluation.h do the rest.
 
-static void put_text(FILE* to, const char* text, int bytes) {
-    fwrite(text, 1, bytes, to);
-    fflush(to);
-    if (to == stdout && ferror(stdout)) exit(0);  // nobody reads on
+// Of several ranks the first alone has a tokenizer and decides; the others compute the same.
+struct Sampler {
+    const Model* m;
+    Samples samples;
+    bool finite;  // the model's output was, so far
+};
+
+static void sampler_need(void* context, int part) {
+    weights_need(((Sampler*)context)->m, part);
 }
 
-// Continues `prompt` by `length` tokens; the text goes to `to`. There is no key-value cache: the whole window is
-// computed again for each token, its length rounded up to 64 so that few matmul shapes occur. Of several ranks the
-// first alone has a tokenizer and draws; the others compute with it. Returns false where the model's output is not
-// finite: there it ends.
-static bool sample(const Model* m, const Tokenizer* tokenizer, const char* prompt, const Options* o, FILE* to) {
-    constexpr int END = -1, NOT_FINITE = -2;
-    int T = m->T, V = m->config.V, max = (int)strlen(prompt) + 16;
-    int* tokens = (int*)memory_zero(max + o->sample_tokens + 1, sizeof(int));
-    int used = tokenizer ? tokenizer_prompt(tokenizer, prompt, V, tokens, max) : 0;
-    if (used < 0) user_error("the prompt cannot be encoded without merges.txt; put it beside vocab.json");
-    shard_share(m->shard, &used, sizeof(used));
-    shard_share(m->shard, tokens, max * (int64_t)sizeof(int));
-    float* logits = (float*)memory_take(V * sizeof(float));
-    int* window = (int*)memory_take(T * sizeof(int));
-    int token = 0;
-    for (int64_t i = 0; i < o->sample_tokens && !asks_to_stop(m); i++) {
-        shard_hurry(m->shard, "a sample");
-        int visible = used < T ? used : T;  // the last T tokens
-        int rounded = (visible + 63) / 64 * 64 < T ? (visible + 63) / 64 * 64 : T;
-        memset(window, 0, T * sizeof(int));
-        memcpy(window, tokens + used - visible, visible * sizeof(int));
-        copy_to_device(m->dev, m->input, window, rounded * (int64_t)sizeof(int));
-        next_logits(m, rounded, visible - 1, logits);
-        double coin = (double)(random_bits((uint64_t)o->seed, (uint64_t)1 << 20, used) >> 11) / 9007199254740992.0;
-        int bytes = 0;
-        token = draw_token(logits, V, o->temperature, o->top_k, coin);
-        if (tokenizer && token == tokenizer_end(tokenizer)) token = END;
-        if (!values_finite("", "F32", logits, V * (int64_t)sizeof(float), 0, nullptr)) token = NOT_FINITE;
-        shard_share(m->shard, &token, sizeof(token));
-        if (i == 0 && token != NOT_FINITE) put_text(to, prompt, (int)strlen(prompt));
-        if (token < 0) break;
-        tokens[used++] = token;
-        const char* text = tokenizer ? tokenizer_decode(tokenizer, token, &bytes) : "";
-        put_text(to, text, bytes);
-    }
+static bool sampler_next(void* context, int* tokens, int count) {
+    Sampler* s = (Sampler*)context;
+    samples_stop(&s->samples, tokens, count, DECODE_END);
+    shard_share(s->m->shard, tokens, count * (int64_t)sizeof(int));
+    for (int i = 0; i < count; i++) s->finite = s->finite && tokens[i] != DRAW_NOT_FINITE;
+    if (s->finite) samples_stream(&s->samples, tokens[0]);
+    shard_hurry(s->m->shard, "a sample");
+    return s->finite && !asks_to_stop(s->m);
+}
+
+static void sampler_done(void* context, int index, const int* tokens, int64_t used) {
+    Sampler* s = (Sampler*)context;
+    if (s->finite) samples_done(&s->samples, index, tokens, used);
+}
+
+// Continues each prompt by up to o->sample_tokens tokens. Between the steps of a run the decoder takes the memory of
+// the activations. False where the model's output is not finite: there it ends. All ranks call it.
+static bool sample(Sampler* s, const Options* o) {
+    const Model* m = s->m;
+    const Prompts* prompts = s->samples.prompts;
+    const DecodeShape shape = decode_shape(m);
+    const bool fp32 = m->type == OPTIM_FP32, run = m->optim != nullptr;
+    const int64_t room = run ? activations_bytes(m, true) : memory_available(m->dev) / 2;
+    const int S = decode_sequences(&shape, fp32, prompts->count * s->samples.each, room);
+    if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", m->T);
+    const void** tensors = (const void**)memory_take(m->count * sizeof(void*));
+    for (int t = 0; t < m->count; t++) tensors[t] = tensor_at(m, m->weights, t, fp32 ? 4 : 2);
+    const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
+    const DecodeCalls calls = {s, m->decoded || m->shard ? sampler_need : nullptr, sampler_next, sampler_done};
+    Decoder d;
+    decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? m->activations : nullptr);
+    s->finite = true;
+    decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, s->samples.each, o->sample_tokens);
     shard_rest(m->shard);
-    free(window), free(logits), free(tokens);
-    return token != NOT_FINITE;
+    decode_close(&d);
+    free(tensors);
+    return s->finite;
+}
+
+constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
+
+struct Scorer {
+    const Model* m;
+    const Launch* launch;
+};
+
+static void scorer_score(void* context, const int* tokens, int B, int T, const int* places, const int* targets,
+                         int count, float* losses, int* likeliest) {
+    const Model* m = ((Scorer*)context)->m;
+    shard_hurry(m->shard, "an evaluation");
+    if (m->type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
+    if (m->type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
+}
+
+static void scorer_share(void* context, int from, void* bytes, int64_t count) {
+    launch_share(((Scorer*)context)->launch, from, bytes, count);
+}
+
+static bool scorer_stops(void* context) {
+    const Scorer* s = (const Scorer*)context;
+    return s->m->shard ? asks_to_stop(s->m) : launch_any(s->launch, signal_stop);
+}
+
+// Scores the tasks of --eval; `done` gets the figures of each on rank 0. All ranks call it.
+static void evaluate(const Model* m, const Launch* launch, const Tokenizer* tokenizer, const Options* o,
+                     EvaluationDone done, void* context) {
+    char error[DATA_ERROR_BYTES];
+    Scorer scorer = {m, launch};
+    const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
+    const Evaluator evaluator = {launch->rank, launch->world, m->T,    tokens, m->config.V, scorer_score,
+                                 scorer_share, scorer_stops,  &scorer, done,   context};
+    require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
+    shard_rest(m->shard);
 }
 
 // Model files and checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as
@@ -940,6 +1017,7 @@ struct Run {
     RunFolder folder;
     RunTokenizer tokenizer;
     bool samples;  // the tokenizer fits the model
+    Prompts prompts;
     RunState state;
     int64_t memory;                     // bytes of the plan
     bool nonfinite;                     // the checkpoint that could not be written held a value that is not finite
@@ -1355,25 +1433,36 @@ static void run_validation(Run* run) {
             run->error);
 }
 
+static void sample_say(void* context, int index, const char* prompt, const char* text, size_t bytes) {
+    Run* run = (Run*)context;
+    require(report_sample(&run->folder, &run->state, index, run->prompts.count * (int)run->options->samples, prompt,
+                          text, bytes, tokens_done(run), run->error),
+            run->error);
+}
+
 static void run_sample(Run* run) {
     const Options* o = run->options;
-    char* text = nullptr;
-    size_t bytes = 0;
-    FILE* memory = text_stream(&text, &bytes);
+    const Samples samples = {&run->prompts,
+                             (int)o->samples,
+                             run->tokenizer.tokenizer,
+                             strcmp(o->stop, "end") == 0,
+                             nullptr,
+                             sample_say,
+                             run,
+                             0};
+    Sampler sampler = {run->model, samples, true};
     signals_doing("this token of the sample", run->step_seconds);
-    const bool finite = sample(run->model, run->tokenizer.tokenizer, o->prompt, o, memory);
-    fclose(memory);
-    if (finite) {
-        run_say(&run->folder, "sample ------------------------------------------------------------\n");
-        run_say_text(&run->folder, text, bytes);
-        run_say(&run->folder, "\n-------------------------------------------------------------------\n");
-        const char* after = text + (bytes > 0 ? strlen(o->prompt) : 0);
-        require(run_log_sample(&run->folder, run->state.step, tokens_done(run), 0, o->prompt, after, run->error),
-                run->error);
-    } else {
-        run_say(&run->folder, "sample   none: the model's output is not finite\n");
-    }
-    free(text);
+    if (!sample(&sampler, o)) run_say(&run->folder, "sample   none: the model's output is not finite\n");
+}
+
+static void evaluation_say(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
+    Run* run = (Run*)context;
+    require(report_evaluation(&run->folder, &run->state, e, result, seconds, tokens_done(run), run->error), run->error);
+}
+
+static void run_evaluation(Run* run) {
+    signals_doing("this batch of the evaluation", run->step_seconds);
+    evaluate(run->model, run->launch, run->tokenizer.tokenizer, run->options, evaluation_say, run);
 }
 
 // True if the weights at the end of a run are of no use: no step of it changed them, or they give no finite loss, by
@@ -1471,6 +1560,7 @@ static void train(Run* run) {
             checkpoint_save(run, state->skipped_last == 0 && !useless);
             saved_at = state->step;
         }
+        if (o->eval_every > 0 && (state->step % o->eval_every == 0 || last) && !stops(m)) run_evaluation(run);
         if (o->sample_every > 0 && (state->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
     }
     if (saved_at != state->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
@@ -1484,27 +1574,59 @@ static void train(Run* run) {
 
 // Main: one run from its options to its end, or a sample.
 
-// --sample: continue a prompt with a model folder.
+// A model of a folder that only runs forward, in batches of up to `tokens` tokens, and its tokenizer.
+static Tokenizer* model_open(Model* m, Device* dev, Options* o, const Launch* launch, int64_t tokens) {
+    char error[DATA_ERROR_BYTES];
+    const char* folder = checkpoint_model(&o->model, true, error);
+    require(folder != nullptr, error);
+    device_choose(dev, o->device, launch, o->gpus);
+    m->type = resolve_matmul(o, dev);
+    m->dev = dev;
+    resolve_shape(o, dev, 0, false, "", folder, &m->config);
+    m->T = (int)o->seq, m->B = tokens > m->T ? (int)(tokens / m->T) : 1;
+    m->logit_rows = tokens > 1 ? 1024 : 1;
+    config_tensors(m);
+    Tokenizer* tokenizer = tokenizer_open_for(m->config.V == 256 ? nullptr : folder, m->config.V, error);
+    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    model_allocate(m, nullptr);
+    model_read(m, folder);
+    return tokenizer;
+}
+
+// --sample: continue prompts with a model folder.
 static int sample_main(Options* o) {
     char error[DATA_ERROR_BYTES];
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, error);
-    require(folder != nullptr, error);
-    device_choose(&dev, o->device, nullptr, 1);
-    m.type = resolve_matmul(o, &dev);
-    m.dev = &dev;
-    resolve_shape(o, &dev, 0, false, "", folder, &m.config);
-    m.B = 1, m.T = (int)o->seq, m.logit_rows = 1;
-    config_tensors(&m);
-    Tokenizer* tokenizer = tokenizer_open_for(m.config.V == 256 ? nullptr : folder, m.config.V, error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, error);
-    model_allocate(&m, nullptr);
-    model_read(&m, folder);
-    if (!sample(&m, tokenizer, o->sample, o, stdout)) {
+    Prompts prompts;
+    Tokenizer* tokenizer = model_open(&m, &dev, o, nullptr, 1);
+    require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+    const Samples samples = {&prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0,
+                             stdout,   nullptr,         nullptr,   0};
+    Sampler sampler = {&m, samples, true};
+    if (!sample(&sampler, o)) {
         user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
     }
-    printf("\n");
+    prompts_close(&prompts);
+    tokenizer_close(tokenizer);
+    model_free(&m);
+    device_close(&dev);
+    return 0;
+}
+
+static void evaluation_print(void*, const Evaluation* e, const EvaluationResult* result, double seconds) {
+    char line[512];
+    evaluation_describe(e, result, seconds, line, sizeof(line));
+    printf("eval     %s\n", line);
+    fflush(stdout);
+}
+
+// --eval without --eval-every: the tasks with a model folder.
+static int evaluation_main(Options* o, const Launch* launch) {
+    Device dev;
+    Model m = {};
+    Tokenizer* tokenizer = model_open(&m, &dev, o, launch, EVALUATION_TOKENS);
+    evaluate(&m, launch, tokenizer, o, evaluation_print, nullptr);
     tokenizer_close(tokenizer);
     model_free(&m);
     device_close(&dev);
@@ -1560,6 +1682,10 @@ static void model_begin(Run* run) {
     }
 }
 
+static void launch_share_from_first(void* launch, void* bytes, int64_t count) {
+    launch_share((const Launch*)launch, 0, bytes, count);
+}
+
 // The run folder and the tokenizer in it, which are rank 0's; all know whether there are samples.
 static void folder_begin(Run* run) {
     Options* o = run->options;
@@ -1572,10 +1698,15 @@ static void folder_begin(Run* run) {
                                           run->model->config.V, &run->tokenizer, run->error);
         require(!run->error[0], run->error);
         if (!run->samples) o->sample_every = 0;
+        const Tokenizer* tokenizer = run->samples ? run->tokenizer.tokenizer : nullptr;
+        if (o->eval_every > 0) require(evaluation_check(o->eval, tokenizer, run->error), run->error);
+        require(prompts_open(&run->prompts, o->prompt, o->prompt_file, tokenizer, run->model->config.V, run->error),
+                run->error);
     }
     launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_share(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
+    prompts_share(&run->prompts, launch_share_from_first, (void*)run->launch);
 }
 
 // The weights come before the run folder: a bad model file leaves nothing behind.
@@ -1591,6 +1722,11 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
+    if (o->eval_every > 0) {
+        Tokenizer* bytes = run->train_data.bytes ? tokenizer_open(nullptr, run->error) : nullptr;
+        require(evaluation_check(o->eval, bytes, run->error), run->error);
+        if (bytes) tokenizer_close(bytes);
+    }
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1602,6 +1738,7 @@ static void begin(Run* run) {
 static void end(Run* run) {
     run_say_next(&run->folder, stops(run->model), run->samples);
     run_folder_close(&run->folder);
+    prompts_close(&run->prompts);
     run_tokenizer_close(&run->tokenizer);
     json_free(run->loaded);
     dataset_close(&run->train_data), dataset_close(&run->val_data);
@@ -1676,7 +1813,8 @@ int main(int argc, char** argv) {
     if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
     if (launch.rank > 0) signals_quiet();
     if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
-    int code = train_main(&options, given, &launch);
+    const bool evaluates = given[option_find(&TABLE, "eval") - OPTIONS] && options.eval_every == 0;
+    int code = evaluates ? evaluation_main(&options, &launch) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;
 }

@@ -1,9 +1,11 @@
 #include "evaluation.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
 #include "files.h"
 #include "json.h"
 
@@ -127,6 +129,18 @@ void evaluation_close(Evaluation* e) {
     free(e->file);
     free(e->first);
     memset(e, 0, sizeof(*e));
+}
+
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error) {
+    bool ok = true;
+    char *list = text_copy(names), *rest = list;
+    for (char* name; ok && (name = strsep(&rest, ","));) {
+        Evaluation e;
+        ok = evaluation_open(&e, name, tokenizer, error);
+        if (ok) evaluation_close(&e);
+    }
+    free(list);
+    return ok;
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
@@ -295,4 +309,72 @@ bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* sc
         row += count, scores += count;
     }
     return fflush(file) == 0 || data_error(error, "the scores cannot be written: the disk may be full");
+}
+
+// The scores of all rows on all processes; false where they are to stop.
+static bool evaluation_score(const Evaluator* by, const Evaluation* e, EvaluationScore* scores) {
+    EvaluationPlan plan = evaluation_plan(e, by->T, by->tokens);
+    const size_t room = (size_t)(by->tokens > by->T ? by->tokens : by->T);
+    int* tokens = memory_take(4 * room * sizeof(int));
+    int *places = tokens + room, *targets = tokens + 2 * room, *likeliest = tokens + 3 * room;
+    float* losses = memory_take(room * sizeof(float));
+    bool stopped = false;
+    for (int i = 0; i < plan.batches && !stopped; i += by->world) {
+        const int own = i + by->rank, batch = own < plan.batches ? own : plan.batches - 1;
+        const int count = evaluation_fill(e, &plan, batch, tokens, places, targets);
+        by->score(by->model, tokens, plan.batch[batch].B, plan.batch[batch].T, places, targets, count, losses,
+                  likeliest);
+        evaluation_take(e, &plan, batch, losses, likeliest, scores);
+        stopped = by->stops(by->model);
+    }
+    EvaluationScore* theirs = memory_take((size_t)e->rows * sizeof(*theirs));
+    for (int rank = 0; rank < by->world && by->world > 1 && !stopped; rank++) {
+        memcpy(theirs, scores, (size_t)e->rows * sizeof(*theirs));
+        by->share(by->model, rank, theirs, e->rows * (int64_t)sizeof(*theirs));
+        for (int i = rank; i < plan.batches; i += by->world) {
+            const int* row = plan.order + plan.batch[i].first;
+            for (int j = 0; j < plan.batch[i].count; j++) scores[row[j]] = theirs[row[j]];
+        }
+    }
+    free(theirs);
+    free(losses);
+    free(tokens);
+    evaluation_plan_free(&plan);
+    return !stopped;
+}
+
+// One task.
+static bool evaluation_one(const Evaluator* by, const char* name, const Tokenizer* tokenizer, FILE* out, bool* stopped,
+                           char* error) {
+    Evaluation e;
+    const double begin = seconds_now();
+    if (!evaluation_open(&e, name, tokenizer, error)) return false;
+    bool ok = e.vocabulary <= by->vocabulary ||
+              data_error(error, "--eval %s has a vocabulary of %d tokens and the model of %d", name, e.vocabulary,
+                         by->vocabulary);
+    EvaluationScore* scores = memory_zero((size_t)e.rows, sizeof(*scores));
+    *stopped = ok && !evaluation_score(by, &e, scores);
+    if (ok && !*stopped && by->rank == 0) {
+        const EvaluationResult result = evaluation_result(&e, scores);
+        by->done(by->context, &e, &result, seconds_now() - begin);
+        ok = !out || evaluation_write(out, &e, scores, error);
+    }
+    free(scores);
+    evaluation_close(&e);
+    return ok;
+}
+
+bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
+    FILE* file = *out && by->rank == 0 ? fopen(out, "w") : NULL;
+    if (*out && by->rank == 0 && !file) {
+        return data_error(error, "--eval-out %s cannot be written: %s", out, strerror(errno));
+    }
+    bool ok = true, stopped = false;
+    char *list = text_copy(names), *rest = list;
+    for (char* name; ok && !stopped && (name = strsep(&rest, ","));) {
+        ok = evaluation_one(by, name, tokenizer, file, &stopped, error);
+    }
+    free(list);
+    if (file) fclose(file);
+    return ok;
 }

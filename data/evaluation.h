@@ -36,6 +36,8 @@ typedef struct {
 // not compared.
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
+// Can all these tasks be opened, names with commas between them?
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
 
 // Rows [first, first + count) of `order` in a batch of B sequences of T tokens; count is at most B.
 typedef struct {
@@ -73,6 +75,30 @@ typedef struct {
     double acc_error, acc_norm_error;
 } EvaluationResult;
 EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores);
+// How tasks are scored by the processes of a run. All call evaluation_run; they take batches in turn, and all the same
+// number of them.
+typedef void (*EvaluationDone)(void* context, const Evaluation* evaluation, const EvaluationResult* result,
+                               double seconds);
+typedef struct {
+    int rank, world;
+    int T;           // the model's context
+    int64_t tokens;  // of a batch, at most
+    int vocabulary;  // the model's
+    // The loss (-ln p) at each of `count` places, as evaluation_fill gives them, and whether the target is the
+    // likeliest.
+    void (*score)(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
+                  float* losses, int* likeliest);
+    void (*share)(void* model, int from, void* bytes, int64_t count);  // bytes of process `from` go to all
+    bool (*stops)(void* model);                                        // all end, without figures; asked by all
+    void* model;
+    EvaluationDone done;  // the figures of a task, on rank 0
+    void* context;
+} Evaluator;
+// `names` are tasks or files, with commas between them. The scores of all examples go to the file `out` unless it is
+// "".
+bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokenizer* tokenizer, const char* out,
+                    char* error);
+
 // A line for the terminal, and the members of a line of log.jsonl after "type": "eval", ...
 void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds, char* line,
                          size_t bytes);

@@ -1,5 +1,6 @@
 // See report.h.
 #include "report.h"
+#include "sampling.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -163,6 +164,34 @@ bool report_validation(RunFolder* run, RunState* state, double loss, double byte
     if (known) run_say(run, "  %.4f bits per byte", values[1]);
     run_say(run, "  %.1f s\n", seconds);
     return run_log(run, "val", state->step, tokens, known ? 2 : 1, names, values, error);
+}
+
+bool report_sample(RunFolder* run, const RunState* state, int index, int count, const char* prompt, const char* text,
+                   size_t bytes, int64_t tokens, char* error) {
+    char* whole = NULL;
+    size_t length = 0;
+    FILE* memory = text_stream(&whole, &length);
+    sample_write(memory, index, count, prompt, text, bytes);
+    fclose(memory);
+    if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
+    run_say_text(run, whole, length);
+    if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
+    free(whole);
+    return run_log_sample(run, state->step, tokens, index, prompt, text, error);
+}
+
+bool report_evaluation(RunFolder* run, const RunState* state, const Evaluation* evaluation,
+                       const EvaluationResult* result, double seconds, int64_t tokens, char* error) {
+    char line[512], *members = NULL;
+    size_t bytes = 0;
+    evaluation_describe(evaluation, result, seconds, line, sizeof(line));
+    run_say(run, "eval %6lld  %s\n", (long long)state->step, line);
+    FILE* memory = text_stream(&members, &bytes);
+    evaluation_log(memory, evaluation, result);
+    fclose(memory);
+    const bool ok = run_log_members(run, "eval", state->step, tokens, members, error);
+    free(members);
+    return ok;
 }
 
 bool report_end(RunFolder* run, const RunState* state, bool stopped, double steps, double tokens, double seconds,

@@ -2,6 +2,7 @@
 // function that returns false has written a sentence into `error`, with which the run ends.
 #pragma once
 #include "checkpoint.h"
+#include "evaluation.h"
 #include "loader.h"
 #include "run_folder.h"
 #ifdef __cplusplus
@@ -54,6 +55,12 @@ bool report_skip(RunFolder* run, const RunState* state, const StepReport* step, 
 // Also sets state->best_val.
 bool report_validation(RunFolder* run, RunState* state, double loss, double bytes_per_token, double seconds,
                        int64_t tokens, char* error);
+// A sample, the `index`th of `count`: what follows its prompt.
+bool report_sample(RunFolder* run, const RunState* state, int index, int count, const char* prompt, const char* text,
+                   size_t bytes, int64_t tokens, char* error);
+// A task that was scored in `seconds`.
+bool report_evaluation(RunFolder* run, const RunState* state, const Evaluation* evaluation,
+                       const EvaluationResult* result, double seconds, int64_t tokens, char* error);
 // The end of a run, which a signal may have `stopped`: `steps` steps of `tokens` each took `seconds`. False where the
 // weights are `useless`; `lr` is the --lr that they had.
 bool report_end(RunFolder* run, const RunState* state, bool stopped, double steps, double tokens, double seconds,

@@ -214,6 +214,13 @@ bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int
     return log_end(run, error);
 }
 
+bool run_log_members(RunFolder* run, const char* type, int64_t step, int64_t tokens, const char* members, char* error) {
+    if (run->quiet) return true;
+    log_begin(run, type, step, tokens);
+    fprintf(run->log, ", %s}\n", members);
+    return log_end(run, error);
+}
+
 bool run_log_sample(RunFolder* run, int64_t step, int64_t tokens, int index, const char* prompt, const char* text,
                     char* error) {
     if (run->quiet) return true;

@@ -58,6 +58,8 @@ bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int
 // and of its tokens. `device` is the name of one of `ranks`.
 void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device, int ranks,
                     int64_t parameters, double bytes_per_token);
+// A line of this type whose other members are `members`, as JSON.
+bool run_log_members(RunFolder* run, const char* type, int64_t step, int64_t tokens, const char* members, char* error);
 // A sample, the `index`th of its step: what follows the prompt.
 bool run_log_sample(RunFolder* run, int64_t step, int64_t tokens, int index, const char* prompt, const char* text,
                     char* error);

@@ -3,22 +3,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool prompt_add(Prompts* prompts, const char* text, size_t bytes, const Tokenizer* tokenizer, int V,
-                       char* error) {
-    Prompt prompt = {text_part(text, bytes), NULL, 1};
-    const int room = (int)bytes + 16;
-    prompt.tokens = memory_zero((size_t)room, sizeof(int));
-    if (tokenizer) prompt.count = tokenizer_prompt(tokenizer, prompt.text, V, prompt.tokens, room);
-    prompts->prompt = memory_grow(prompts->prompt, (size_t)(prompts->count + 1) * sizeof(Prompt));
-    prompts->prompt[prompts->count++] = prompt;
-    return prompt.count > 0 ||
+static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const Tokenizer* tokenizer, int V,
+                        char* error) {
+    const int at = prompts->count++, room = (int)bytes + 16;
+    prompts->text = memory_grow(prompts->text, (size_t)prompts->count * sizeof(char*));
+    prompts->tokens = memory_grow(prompts->tokens, (size_t)prompts->count * sizeof(int*));
+    prompts->length = memory_grow(prompts->length, (size_t)prompts->count * sizeof(int));
+    prompts->text[at] = text_part(text, bytes);
+    prompts->tokens[at] = memory_zero((size_t)room, sizeof(int));
+    prompts->length[at] = tokenizer ? tokenizer_prompt(tokenizer, prompts->text[at], V, prompts->tokens[at], room) : 1;
+    return prompts->length[at] > 0 ||
            data_error(error, "the prompt cannot be encoded without merges.txt; put it beside vocab.json");
 }
 
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V,
                   char* error) {
     memset(prompts, 0, sizeof(*prompts));
-    if (!*file) return prompt_add(prompts, text, strlen(text), tokenizer, V, error);
+    if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
     int64_t bytes = 0;
     char* lines = file_read(file, &bytes, error);
     if (!lines) return false;
@@ -26,7 +27,7 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     for (char* line = lines; fine && *line;) {
         size_t length = strcspn(line, "\n"), used = length;
         if (used > 0 && line[used - 1] == '\r') used--;
-        if (used > 0) fine = prompt_add(prompts, line, used, tokenizer, V, error);
+        if (used > 0) fine = prompts_add(prompts, line, used, tokenizer, V, error);
         line += length + (line[length] == '\n');
     }
     free(lines);
@@ -36,27 +37,65 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     return fine;
 }
 
+void prompts_share(Prompts* prompts, void (*share)(void* context, void* bytes, int64_t count), void* context) {
+    char ignored[DATA_ERROR_BYTES];
+    int count = prompts->count;
+    share(context, &count, sizeof(count));
+    while (prompts->count < count) prompts_add(prompts, "", 0, NULL, 0, ignored);
+    for (int i = 0; i < count; i++) {
+        int length = prompts->length[i];
+        share(context, &length, sizeof(length));
+        prompts->tokens[i] = memory_grow(prompts->tokens[i], (size_t)length * sizeof(int));
+        share(context, prompts->tokens[i], length * (int64_t)sizeof(int));
+        prompts->length[i] = length;
+    }
+}
+
 void prompts_close(Prompts* prompts) {
-    for (int i = 0; i < prompts->count; i++) free(prompts->prompt[i].text), free(prompts->prompt[i].tokens);
-    free(prompts->prompt);
+    for (int i = 0; i < prompts->count; i++) free(prompts->text[i]), free(prompts->tokens[i]);
+    free(prompts->text), free(prompts->tokens), free(prompts->length);
     memset(prompts, 0, sizeof(*prompts));
 }
 
-char* tokens_text(const Tokenizer* tokenizer, const int* tokens, int64_t count, size_t* bytes) {
-    char* text = NULL;
-    FILE* to = text_stream(&text, bytes);
-    for (int64_t i = 0; i < count; i++) {
-        int length = 0;
-        const char* piece = tokenizer_decode(tokenizer, tokens[i], &length);
-        fwrite(piece, 1, (size_t)length, to);
-    }
-    fclose(to);
-    return text;
+void samples_stop(const Samples* samples, int* tokens, int count, int end) {
+    const int stop = samples->tokenizer && samples->stop ? tokenizer_end(samples->tokenizer) : -1;
+    for (int i = 0; i < count; i++) tokens[i] = tokens[i] == stop ? end : tokens[i];
+}
+
+static int samples_count(const Samples* samples) {
+    return samples->prompts->count * samples->each;
+}
+
+void samples_stream(Samples* samples, int token) {
+    if (!samples->to || samples_count(samples) > 1) return;
+    int bytes = 0;
+    const char* text = token >= 0 ? tokenizer_decode(samples->tokenizer, token, &bytes) : "";
+    if (samples->streamed++ == 0) fputs(samples->prompts->text[0], samples->to);
+    fwrite(text, 1, (size_t)bytes, samples->to);
+    if (fflush(samples->to) != 0) exit(0);
 }
 
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes) {
     if (count > 1) fprintf(to, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
     fputs(prompt, to);
     fwrite(text, 1, bytes, to);
-    if (count > 1) fputc('\n', to);
+    fputc('\n', to);
+}
+
+void samples_done(Samples* samples, int index, const int* tokens, int64_t used) {
+    const int prompt = index / samples->each, count = samples_count(samples);
+    if (!samples->tokenizer) return;
+    char* text = NULL;
+    size_t bytes = 0;
+    FILE* memory = text_stream(&text, &bytes);
+    for (int64_t i = samples->prompts->length[prompt]; i < used; i++) {
+        int length = 0;
+        const char* piece = tokenizer_decode(samples->tokenizer, tokens[i], &length);
+        fwrite(piece, 1, (size_t)length, memory);
+    }
+    fclose(memory);
+    if (samples->to && count > 1) sample_write(samples->to, index, count, samples->prompts->text[prompt], text, bytes);
+    if (samples->to && count == 1) fputc('\n', samples->to);
+    if (samples->done) samples->done(samples->context, index, samples->prompts->text[prompt], text, bytes);
+    free(text);
 }

@@ -6,24 +6,38 @@ extern "C" {
 #endif
 
 typedef struct {
-    char* text;
-    int* tokens;  // begins with the end-of-text token, if the tokenizer has one
-    int count;    // of tokens, at least 1
-} Prompt;
-
-typedef struct {
-    Prompt* prompt;
+    char** text;
+    int** tokens;  // of each; begin with the end-of-text token, if the tokenizer has one
+    int* length;   // of each, at least 1 token
     int count;
 } Prompts;
 
 // The prompts of a file, one a line, blank lines left out; or `text` alone if `file` is "". `V` is the model's
-// vocabulary. Without a tokenizer (NULL) the prompts have a token each, which the caller replaces.
+// vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
+// Gives all processes rank 0's prompts: share(context, bytes, count) sends bytes of rank 0 to the others.
+void prompts_share(Prompts* prompts, void (*share)(void* context, void* bytes, int64_t count), void* context);
 void prompts_close(Prompts* prompts);
 
-// The text of `count` tokens, followed by a NUL byte, and its length. The caller frees it.
-char* tokens_text(const Tokenizer* tokenizer, const int* tokens, int64_t count, size_t* bytes);
-// Writes sample `index` (from 0) of `count`: a line that says which one if there are several, the prompt, and the text.
+// What becomes of the samples of prompts: `each` of the first, of the second, ...
+typedef struct {
+    const Prompts* prompts;
+    int each;
+    const Tokenizer* tokenizer;  // NULL on processes that only compute
+    bool stop;                   // at the end-of-text token
+    FILE* to;                    // where they are printed, a single one token by token; NULL: nowhere
+    // A sample, and what follows its prompt; NULL: nobody asks.
+    void (*done)(void* context, int index, const char* prompt, const char* text, size_t bytes);
+    void* context;
+    int64_t streamed;  // tokens of a single sample that are printed
+} Samples;
+// Replaces the end-of-text token by `end` where samples stop at it.
+void samples_stop(const Samples* samples, int* tokens, int count, int end);
+// A single sample has got this token; below 0: none. Ends the program when nobody reads on.
+void samples_stream(Samples* samples, int token);
+// Sample `index` is complete: `used` tokens, with its prompt.
+void samples_done(Samples* samples, int index, const int* tokens, int64_t used);
+// Writes sample `index` of `count`: a line that says which one if there are several, the prompt, and the text.
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);
 
 #ifdef __cplusplus

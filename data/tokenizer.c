@@ -627,35 +627,3 @@ int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int*
     if (begin + encoded == 0) tokens[0] = '\n';
     return begin + encoded > 0 ? begin + encoded : 1;
 }
-
-typedef struct {
-    float logit;
-    int token;
-} Candidate;
-
-static int candidate_order(const void* a, const void* b) {
-    const Candidate *x = (const Candidate*)a, *y = (const Candidate*)b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return x->token - y->token;
-}
-
-int draw_token(const float* logits, int V, double temperature, int64_t k, double coin) {
-    Candidate* candidate = memory_take(V * sizeof(Candidate));
-    for (int i = 0; i < V; i++) candidate[i] = (Candidate){logits[i], i};
-    qsort(candidate, V, sizeof(Candidate), candidate_order);
-    if (k <= 0 || k > V) k = V;
-    if (temperature == 0) k = 1;
-    double sum = 0;
-    for (int64_t i = 0; i < k; i++) sum += exp((candidate[i].logit - candidate[0].logit) / (k > 1 ? temperature : 1));
-    int token = candidate[k - 1].token;
-    double reach = coin * sum;
-    for (int64_t i = 0; i < k; i++) {
-        reach -= exp((candidate[i].logit - candidate[0].logit) / (k > 1 ? temperature : 1));
-        if (reach < 0) {
-            token = candidate[i].token;
-            break;
-        }
-    }
-    free(candidate);
-    return token;
-}

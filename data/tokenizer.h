@@ -47,9 +47,6 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
 // A prompt in tokens, after the end-of-text token where a vocabulary of V has it; at most `most`, and at least one.
 // Returns how many; -1 where the tokenizer cannot encode.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most);
-// Draws a token: softmax of logits (V) / temperature over the k likeliest (k <= 0: all); temperature 0 takes the
-// likeliest. `coin` is uniform in [0, 1).
-int draw_token(const float* logits, int V, double temperature, int64_t k, double coin);
 
 #ifdef __cplusplus
 }

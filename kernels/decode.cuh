@@ -34,12 +34,14 @@ enum DecodeTensor { LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, 
 // What the caller does on the way.
 struct DecodeCalls {
     void* context;
-    // Part `part` of the weights is used next: a layer, or L, the embeddings, or L + 1, the last layernorm. Two parts
-    // that are used one after the other are there together. NULL: all weights are always there.
+    // Part `part` of the weights is used next: a layer, or L, the embeddings, or L + 1, the last layernorm. A layer and
+    // the one after it are there together, and so are the last layer and L + 1. NULL: all weights are always there.
     void (*need)(void* context, int part);
     // Each of `count` texts got a token, DECODE_END if it had ended before. The function may end a text by writing a
     // negative number, and ends all by returning false.
     bool (*next)(void* context, int* tokens, int count);
+    // Text `index` of decode_prompts is complete: `used` tokens, with its prompt.
+    void (*done)(void* context, int index, const int* tokens, int64_t used);
 };
 
 // A text that grows.
@@ -316,11 +318,11 @@ inline void decode_fill(Decoder* d, DecodeText* text, int sequence) {
     text->cached = text->used - text->begin;
 }
 
-// Adds up to `length` tokens to each of `count` texts, at most d->S.
-inline void decode_texts(Decoder* d, DecodeText* texts, int count, int64_t length) {
+// Adds up to `length` tokens to each of `count` texts, at most d->S. False where calls.next ended all.
+inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t length) {
     int drawn[DECODE_ROWS];
-    bool goes_on = true;
-    for (int64_t i = 0; i < length && goes_on; i++) {
+    bool goes_on = true, all_ended = false;
+    for (int64_t i = 0; i < length && goes_on && !all_ended; i++) {
         for (int r = 0; r < count; r++) {
             if (!texts[r].ended) decode_fill(d, &texts[r], r);
         }
@@ -330,12 +332,34 @@ inline void decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
         copy_to_host(d->dev, drawn, d->drawn, count * (int64_t)sizeof(int));
         for (int r = 0; r < count; r++) drawn[r] = texts[r].ended ? DECODE_END : drawn[r];
         goes_on = d->calls.next(d->calls.context, drawn, count);
-        bool all = true;
+        all_ended = true;
         for (int r = 0; r < count; r++) {
             texts[r].ended = texts[r].ended || drawn[r] < 0;
             if (!texts[r].ended) texts[r].tokens[texts[r].used++] = drawn[r];
-            all = all && texts[r].ended;
+            all_ended = all_ended && texts[r].ended;
         }
-        goes_on = goes_on && !all;
+    }
+    return goes_on;
+}
+
+// Continues each of `count` prompts `each` times by up to `length` tokens, d->S texts at a time; calls.done gets the
+// texts in order: `each` of the first prompt, of the second, ... A text's number is its sample's for the draws.
+inline void decode_prompts(Decoder* d, int* const* prompts, const int* lengths, int count, int each, int64_t length) {
+    const int total = count * each;
+    bool goes_on = true;
+    for (int first = 0; first < total && goes_on; first += d->S) {
+        DecodeText texts[DECODE_ROWS];
+        const int texts_now = total - first < d->S ? total - first : d->S;
+        for (int i = 0; i < texts_now; i++) {
+            const int prompt = (first + i) / each;
+            int* tokens = (int*)memory_take((size_t)(lengths[prompt] + length) * sizeof(int));
+            memcpy(tokens, prompts[prompt], lengths[prompt] * sizeof(int));
+            texts[i] = {tokens, lengths[prompt], first + i, 0, 0, false};
+        }
+        goes_on = decode_texts(d, texts, texts_now, length);
+        for (int i = 0; i < texts_now; i++) {
+            d->calls.done(d->calls.context, first + i, texts[i].tokens, texts[i].used);
+            free(texts[i].tokens);
+        }
     }
 }

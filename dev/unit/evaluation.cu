@@ -312,4 +312,89 @@ TEST(evaluation_scores_gpu) {
     device_close(&dev);
 }
 
+// ./train --eval.
+
+#define EVALUATED "--layers 2 --channels 64 --heads 1 --seq 16 --device cpu"
+
+// The same scores alone, in a run, on several ranks and with sharded weights, each a file of --eval-out.
+TEST(evaluation_command) {
+    const char* work = work_folder();
+    char run[PATH_MAX];
+    File file = file_make(0, FOUR), words = file_make(1, WORDS);
+    file_write_sealed(&file, work, "four.eval", 0), file_write_sealed(&words, work, "words.eval", 0);
+    snprintf(run, sizeof(run), "%s/run", work);
+    train_well(EVALUATED
+               " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s --steps 20 --eval "
+               "%s/four.eval,%s/words.eval --eval-every 12 --eval-out %s/0.jsonl",
+               work, run, work, work, work);
+    int64_t bytes = 0;
+    char* log = contents(run, "log.jsonl", &bytes);
+    int lines = 0;
+    for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")); at++) lines++;
+    expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
+           "%d lines of evaluations in %s", lines, log);
+    free(log);
+    run_train(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
+              work);
+    expect_code(alone, 0);
+    expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
+               strstr(OUT(alone), "eval     words  acc 0.") && strstr(OUT(alone), "perplexity"),
+           "%s", OUT(alone));
+    forget(&alone);
+    setenv("NIBBLE_STAND_IN", "1", 1);
+    train_well("--eval %s/four.eval,%s/words.eval --model %s --device cpu --gpus 2 --eval-out %s/2.jsonl", work, work,
+               run, work);
+    for (const char* shard : {"none", "weights"}) {
+        train_well(
+            "--device cpu --gpus 2 --shard %s --seq 16 --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt "
+            "--run %s/%s --steps 1 --model %s --eval %s/four.eval --eval-every 1 --lr 0.001 --eval-out %s/%s.jsonl",
+            shard, work, work, shard, run, work, work, shard);
+    }
+    unsetenv("NIBBLE_STAND_IN");
+    char *first = contents(work, "0.jsonl", &bytes), *second = contents(work, "1.jsonl", &bytes);
+    expect(first && second && bytes > 100 && strcmp(first, second) == 0, "in a run:\n%salone:\n%s", first, second);
+    free(second);
+    second = contents(work, "2.jsonl", &bytes);
+    expect(second && strcmp(first, second) == 0, "one rank:\n%stwo:\n%s", first, second);
+    free(first), free(second);
+    first = contents(work, "none.jsonl", &bytes), second = contents(work, "weights.jsonl", &bytes);
+    expect(first && second && strcmp(first, second) == 0, "whole weights:\n%ssharded:\n%s", first, second);
+    free(first), free(second);
+    remove_tree(work);
+}
+
+TEST(evaluation_bad_input) {
+    const char* work = work_folder();
+    File file = file_make(0, FOUR), other = file_make(0, FOUR);
+    other.header[4] = 50257;
+    file_write_sealed(&file, work, "four.eval", 0), file_write_sealed(&other, work, "gpt2.eval", 0);
+    file_write_sealed(&file, work, "cut.eval", 4);
+    write_text(work, "text.eval", "Who knows?\n");
+    train_well(EVALUATED " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s/run --steps 1", work,
+               work);
+    const char* const cases[][3] = {{"gpt2.eval", "another vocabulary", "--tokenizer bytes"},
+                                    {"cut.eval", "damaged", "data/prepare.py"},
+                                    {"text.eval", "no evaluation file", "data/prepare.py"},
+                                    {"nowhere.eval", "nowhere.eval", ""}};
+    for (const auto& c : cases) {
+        run_train(child, "--eval %s/%s --model %s/run --device cpu", work, c[0], work);
+        expect_error(test, &child, c[0], c[1], c[2]);
+        forget(&child);
+        run_train(beside, EVALUATED " --batch 2 --data %s/text.txt --run %s/new --steps 1 --eval %s/%s --eval-every 1",
+                  work, work, work, c[0]);
+        expect_error(test, &beside, c[0], c[1], c[2]);
+        expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
+        forget(&beside);
+        char folder[2 * PATH_MAX];
+        snprintf(folder, sizeof(folder), "%s/new", work);
+        remove_tree(folder);
+    }
+    run_train(name, "--eval nothing --model %s/run --device cpu", work);
+    expect_error(test, &name, "a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing");
+    run_train(none, "--eval four --device cpu%s", "");
+    expect_error(test, &none, "no model", "--model", "");
+    forget(&name), forget(&none);
+    remove_tree(work);
+}
+
 }  // namespace

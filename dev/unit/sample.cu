@@ -109,7 +109,7 @@ void sampler_open(Sampler* sampler, const Device* dev, const DecodeShape* s, con
                                    : tensor_to_device<bf16>(dev, w->values[i], w->size[i]);
     }
     if (keep_steps) sampler->logits = floats(keep_steps * S * s->Vp);
-    const DecodeCalls calls = {sampler, nullptr, sampler_next};
+    const DecodeCalls calls = {sampler, nullptr, sampler_next, nullptr};
     decode_open(&sampler->decoder, dev, s, fp32, sampler->tensors, S, draw, &calls, nullptr);
 }
 
@@ -246,7 +246,7 @@ TEST(sampling_weights_in_parts) {
     DrawOptions draw = {0.9, 20, 3};
     DecodeText texts[2];
     for (bool whole : {true, false}) {
-        const DecodeCalls calls = {&parts, whole ? nullptr : parts_need, parts_next};
+        const DecodeCalls calls = {&parts, whole ? nullptr : parts_need, parts_next, nullptr};
         Decoder decoder;
         texts[whole] = text_begin(30, 0);
         decode_open(&decoder, &dev, &SMALL, true, (const void**)(whole ? w.values : shown), 1, &draw, &calls, nullptr);
