@@ -131,7 +131,8 @@ static const Option OPTIONS[] = {
     {"override", TEXT, AT(overrides), "", 0, 0, "TEXT", "",
      "by tensor name, such as \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the "
      "preset's, which go with its --weights, --m and --v"},
-    {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "", "largest learning rate; auto: by the model's width and the rule"},
+    {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "",
+     "largest learning rate; auto: by the model's width and the rule, a tenth of it for --model DIR"},
     {"beta1", REAL, AT(beta1), "0.9", 0, 0.999999, "F", "", "decay of m"},
     {"beta2", REAL, AT(beta2), "0.95", 0, 0.999999, "F", "", "decay of v"},
     {"eps", REAL, AT(eps), "1e-8", 1e-30, 1, "F", "", "added to the root of v"},
@@ -1341,6 +1342,7 @@ static void resolve(Run* run) {
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
+    if (o->lr == AUTO && *run->model_folder) o->lr = optim_usual_lr(o->rule, o->channels) / 10;
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1351,13 +1353,19 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
     PlanReport report = {};
+    report.rate = "";
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
     device_describe(m->dev, m->type == OPTIM_FP32, report.device, sizeof(report.device));
     if (m->shard) comm_describe(&m->shard->comm, report.ranks, sizeof(report.ranks));
     optim_describe(&run->config, report.optim, sizeof(report.optim));
     report.source = m->shard ? m->shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
-    report.usual = o->lr == optim_usual_lr(o->rule, o->channels) && o->lr != optim_usual_lr("", o->channels);
+    const double usual = optim_usual_lr(o->rule, o->channels);
+    if (*run->model_folder && o->lr == usual / 10) {
+        report.rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
+    } else if (o->lr == usual && o->lr != optim_usual_lr("", o->channels)) {
+        report.rate = text_format(", usual for %s", o->rule);
+    }
     report_plan(&run->folder, &TABLE, o, &report, &run->train_data, &run->val_data, m->config.V);
 }
 

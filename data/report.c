@@ -66,14 +66,27 @@ void report_plan(RunFolder* run, const OptionTable* table, const void* fields, c
         snprintf(ranks, sizeof(ranks), "%d ranks x ", plan->world);
     }
     report_data(run, train, val, (int)whole(&o, "seq"), whole(&o, "val-tokens"), V);
+    const double epochs = (double)whole(&o, "steps") * (double)sequences / (double)plan->windows;
     run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
             whole(&o, "batch"), whole(&o, "seq"), ranks, micro, micro == 1 ? "" : "es", whole(&o, "tokens-per-step"),
-            whole(&o, "steps"), (double)whole(&o, "steps") * (double)sequences / (double)plan->windows);
+            whole(&o, "steps"), epochs);
+    if (epochs >= 1000) {
+        run_say(run,
+                " notice   each text is read %.0f times, so the model will learn it by heart; give more --data or "
+                "fewer --steps\n",
+                epochs);
+    }
+    if (V == 256 && strncmp(text(&o, "model"), "gpt2", 4) == 0 && !*text(&o, "data")) {
+        run_say(run,
+                " notice   %s has a vocabulary of 256 here, since the built-in text is read as bytes; its own 50257 "
+                "tokens come with --data of data/prepare.py\n",
+                text(&o, "model"));
+    }
     run_say(run, " optim    %s\n", plan->optim);
     if (strcmp(text(&o, "override"), "none") != 0) run_say(run, " override %s\n", text(&o, "override"));
-    run_say(run, " schedule lr %g%s%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", real(&o, "lr"),
-            plan->usual ? ", usual for " : "", plan->usual ? text(&o, "rule") : "", text(&o, "schedule"),
-            constant ? 1.0 : real(&o, "final-lr"), whole(&o, "warmup"), real(&o, "clip"), real(&o, "weight-decay"));
+    run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", real(&o, "lr"),
+            plan->rate, text(&o, "schedule"), constant ? 1.0 : real(&o, "final-lr"), whole(&o, "warmup"),
+            real(&o, "clip"), real(&o, "weight-decay"));
     const bool large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",

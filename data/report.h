@@ -23,7 +23,7 @@ typedef struct {
     const char* source;                        // of the ranks
     int world;                                 // ranks
     int64_t windows, parameters;               // of the training data; of the model
-    bool usual;                                // the learning rate is the usual one of a rule that needs its own
+    const char* rate;                          // where the learning rate comes from, or ""
     MemoryPlan memory;
     int64_t available;    // bytes
     const char* changed;  // options that differ from the checkpoint's
