@@ -71,8 +71,8 @@ struct Options {
     const char* clip_by;
     const char *decay_mode, *overrides, *formats;
     int64_t ramp, ns_steps;
-    double momentum;
-    const char* ns_coefficients;
+    double momentum, limit_growth, clip_update;
+    const char *ns_coefficients, *adafactor_lr;
     const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
@@ -139,14 +139,22 @@ static const Option OPTIONS[] = {
     {"decay-mode", CHOICE, AT(decay_mode), "coupled", 0, 0, "coupled|independent", "",
      "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
     {"beta3", REAL, AT(beta3), "auto", 0, 0.9999999, "F", "",
-     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
+     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps. came: decay of "
+     "the confidence; auto: 1 - (1 - beta2) / 10"},
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon: decay of m"},
+    {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
     {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "",
      "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
      "muon, normuon: their polynomials"},
+    {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
+     "adafactor: relative: at most 1 / sqrt(step); scaled: times the RMS of a tensor's weights; paper: both, with --lr "
+     "0.01 --schedule constant"},
+    {"clip-update", REAL, AT(clip_update), "1.0", 0, 1e9, "F", "",
+     "adafactor, came: largest RMS of a tensor's update before m and lr; 0: no limit"},
+    {"limit-growth", REAL, AT(limit_growth), "0", 0, 1e9, "F", "",
+     "any rule but muon's: a tensor's update is at most F times its last one, as Fira's 1.01; 0: no limit"},
     {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
      "the norm that --clip limits: the whole step's; the larger of the step's before and the layer's; each tensor's"},
@@ -221,6 +229,10 @@ static OptimConfig optim_config_of(const Options* o) {
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
     c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
+    const bool both = strcmp(o->adafactor_lr, "paper") == 0;
+    c.relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;
+    c.scale_by_rms = both || strcmp(o->adafactor_lr, "scaled") == 0;
+    c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
     return c;
 }
 
@@ -1256,6 +1268,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO && strcmp(o->rule, "came") == 0) o->beta3 = 1.0 - 0.1 * (1.0 - o->beta2);
     if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
     Schedule schedule = schedule_of(o);
     require(schedule_choose(&schedule, warmup_typed, error), error);

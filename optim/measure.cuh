@@ -31,9 +31,11 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
             at(4, step.m),       at(7, step.v),
             at(10, step.slow),   {}};
         tables_set<M>(&streams, step_memory);
-        update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams,
-                                        step.group[tile.group], grad_scale, (int64_t)tile.index * TILE_ELEMENTS,
-                                        (int)threadIdx.x * COUNT, COUNT);
+        const Hyper& group = step.group[tile.group];
+        const Hyper hyper = Rule::SCALED ? hyper_scaled(group, step.factor[tile.index]) : group;
+        update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper,
+                                        grad_scale, (int64_t)tile.index * TILE_ELEMENTS, (int)threadIdx.x * COUNT,
+                                        COUNT);
         __syncthreads();  // threads of log.cuh share memory, which the next tile overwrites
     }
 }

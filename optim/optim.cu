@@ -11,7 +11,8 @@
 #include "matrix/matrix.h"
 #include "measure.cuh"
 #include "plan.h"
-#include "rows.cuh"
+#include "rows.h"
+#include "sums.cuh"
 #include "storage.h"
 #include "user.h"
 
@@ -34,7 +35,7 @@ static int64_t format_bytes(const FormatRow* format, const ArenaRun* run) {
 static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
     int64_t bytes = allocated_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + allocated_bytes(run_bytes(run, format->stream[1])) +
+    return bytes + allocated_bytes(span_bytes(run, format_span(format))) +
            allocated_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 
@@ -63,6 +64,23 @@ static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* ten
     return bytes;
 }
 
+// Bytes of what the passes of a launch use.
+static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
+    RowPlan its = row_plan(plan, launch, tensors, count);
+    const bool any = its.passes > 0;
+    const int64_t bytes =
+        allocated_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + allocated_bytes(its.parts * (int64_t)sizeof(float));
+    row_plan_free(&its);
+    return any ? bytes : 0;
+}
+
+// Bytes of the factors of the tiles, if a launch has some.
+static int64_t factors_bytes(const Plan* plan) {
+    bool any = false;
+    for (int i = 0; i < plan->launches; i++) any = any || config_scaled(&plan->launch[i].config);
+    return any ? (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float) : 0;
+}
+
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Plan* plan = plan_ranges(config, tensors, count);
     OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS))};
@@ -80,10 +98,12 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         int64_t kept = rows.rule->keeps_slow ? 2 : 1;
         bytes.states += format_bytes(rows.m, run) * kept + format_bytes(rows.v, run);
         bytes.tables += format_table_bytes(rows.m, run) * kept + format_table_bytes(rows.v, run);
-        if (rows.rule->by_rows && !rows.rule->matrix)
-            bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
+        const FormatRow* norms = plan->launch[i].config.limit_growth > 0.0f ? norms_row() : none_row();
+        bytes.states += format_bytes(norms, run);
+        bytes.tables += format_table_bytes(norms, run) + rows_bytes(plan, i, tensors, count);
         if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
+    bytes.tables += allocated_bytes(factors_bytes(plan));
     plan_free(plan);
     return bytes;
 }
@@ -116,14 +136,13 @@ struct Launch {
     const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
     const Weights* weights;
-    Streams m, v, slow;
+    Streams m, v, slow, norms;
     const Tile* tiles;  // (plan->tiles)
     uint32_t* next_tile;
     StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
     StepKernel apply;   // and from the updates to the weights
     MatrixWork matrix;
-    RowTensor* row_tensor;  // (row_tensors) device memory: the rows of a rule that reads rows, in order
-    int row_tensors;
+    RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
 };
 
 struct Optim {
@@ -136,6 +155,7 @@ struct Optim {
     void* seen;                 // all weights in the compute type, as stored or as copies; NULL: no copy is kept
     Weights weights[LAUNCHES];  // as many as the plan has
     Launch launch[LAUNCHES];    // as many as the plan has
+    float* factors;             // device memory: of the update in each tile, or null
     Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
     OptimBytes allocated;
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
@@ -185,8 +205,9 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, run_bytes(run, format->stream[1]), &optim->allocated.tables);
-    optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
+    streams->next = (float*)allocate_zero(optim->dev, span_bytes(run, span), &optim->allocated.tables);
+    if (span < SPAN_SCALES)
+        optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
 // Allocates the arrays of a run of the arena. `codes` is its first array if that exists already, or null.
@@ -258,6 +279,7 @@ static const char* user_source(const Rows* rows) {
 }
 
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
+    if (config_scaled(config)) return nullptr;
     return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
 }
 
@@ -279,8 +301,10 @@ const char* optim_source(const OptimConfig* config) {
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    snprintf(expression, bytes, "%s<%s, %s, %s, %s, %s, %s>", kernel, rows->rule->type, rows->weights->type,
-             rows->m->type, rows->v->type, rows_copy(config, rows, compute)->type, rows->grads->type);
+    const bool scaled = config_scaled(config);
+    snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
+             scaled ? ">" : "", rows->weights->type, rows->m->type, rows->v->type,
+             rows_copy(config, rows, compute)->type, rows->grads->type);
 }
 
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
@@ -385,22 +409,27 @@ static void weights_create(Optim* optim, int index) {
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
-// Makes the table of the rows that a rule's pass over the gradients takes.
+// Makes the tables and the kernel of the passes before the step.
 static void rows_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
-    const ArenaRun* run = &launch->plan->run;
-    const int64_t bytes = optim->count * (int64_t)sizeof(RowTensor);
-    if (!launch->rows.rule->by_rows || launch->rows.rule->matrix) return;
-    RowTensor* rows = (RowTensor*)memory_zero((size_t)optim->count + 1, sizeof(RowTensor));
-    for (int t = 0; t < optim->count; t++) {
-        const OptimTensor* tensor = &optim->tensors[t];
-        if (optim->plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
-        rows[launch->row_tensors++] = {optim->plan->at[t][SPAN_ROWS] - run->at[SPAN_ROWS],
-                                       tensor->offset - optim->plan->begin, tensor->rows, tensor->cols};
-    }
-    launch->row_tensor = (RowTensor*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
-    copy_to_device(optim->dev, launch->row_tensor, rows, bytes);
-    free(rows);
+    const Device* dev = optim->dev;
+    RowWork* work = &launch->passes;
+    work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
+    if (work->plan.passes == 0) return;
+    const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
+    work->tensor = (SumTensor*)allocate_zero(dev, bytes, &optim->allocated.tables);
+    copy_to_device(dev, work->tensor, work->plan.tensor, bytes);
+    work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
+    if (!dev->gpu || launch->plan->tiles == 0) return;
+    jit_create(dev, &launch->plan->config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
+    work->shared_bytes = launch->kernel.measure_shared_bytes;
+    jit_shared_bytes(&work->kernel, work->shared_bytes);
+}
+
+static void rows_free(const Device* dev, RowWork* work) {
+    device_free(dev, work->tensor);
+    device_free(dev, work->parts);
+    row_plan_free(&work->plan);
 }
 
 // Makes the buffers and the second kernel of a rule that reads matrices.
@@ -444,16 +473,18 @@ static void launch_create(Optim* optim, int index) {
         Streams* streams;
     } kept[] = {{SLOT_M, launch->rows.m, &launch->m},
                 {SLOT_V, launch->rows.v, &launch->v},
-                {SLOT_SLOW, launch->rows.m, &launch->slow}};
-    for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
+                {SLOT_SLOW, launch->rows.rule->keeps_slow ? launch->rows.m : nullptr, &launch->slow},
+                {SLOT_NORMS, planned->config.limit_growth > 0.0f ? norms_row() : nullptr, &launch->norms}};
+    for (int i = 0; i < 4; i++) {
+        if (!kept[i].format) continue;
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, kept[i].slot, array);
         *kept[i].streams = allocate_streams(optim, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
         list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
     }
-    rows_create(optim, index);
     const Rows first = first_rows(&planned->config);
     kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
+    rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
 }
 
@@ -483,6 +514,9 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
             if (plan->launch[i].weights == w) launch_create(optim, i);
         }
     }
+    if (factors_bytes(plan) > 0) {
+        optim->factors = (float*)allocate_zero(dev, factors_bytes(plan), &optim->allocated.tables);
+    }
     tiles_create(optim);
     return optim;
 }
@@ -498,9 +532,11 @@ void optim_free(Optim* optim) {
         free_streams(optim->dev, &optim->launch[i].m);
         free_streams(optim->dev, &optim->launch[i].v);
         free_streams(optim->dev, &optim->launch[i].slow);
-        device_free(optim->dev, optim->launch[i].row_tensor);
+        free_streams(optim->dev, &optim->launch[i].norms);
+        rows_free(optim->dev, &optim->launch[i].passes);
         matrix_free(optim->dev, &optim->launch[i].matrix);
     }
+    device_free(optim->dev, optim->factors);
     device_free(optim->dev, optim->tiles);
     plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
@@ -604,8 +640,10 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
             row_tile(weights, arguments->weights, tile.index), row_tile(rows->grads, arguments->grads, tile.index),
             row_tile(rows->m, arguments->m, tile.index),       row_tile(rows->v, arguments->v, tile.index),
             row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
+        const Hyper& group = arguments->group[tile.group];
+        const Hyper hyper = arguments->factor ? hyper_scaled(group, arguments->factor[tile.index]) : group;
         update_elements<TILE_ELEMENTS, PASS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments,
-                                             streams, arguments->group[tile.group], *arguments->grad_scale,
+                                             streams, hyper, *arguments->grad_scale,
                                              (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
         if (PASS == MEASURE || !arguments->copy.codes) continue;
         float seen[TILE_ELEMENTS];
@@ -615,39 +653,44 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-template <class Format>
-static void rows_step(const Optim* optim, const Launch* launch, const void* grads, const float* grad_scale,
-                      float rest2) {
-    const typename Format::Code* from = (const typename Format::Code*)grads;
-    const float* now = (const float*)launch->v.extra;
-    float* next = launch->v.next;
-#ifdef __CUDACC__
-    const int64_t rows = launch->plan->run.numbers[SPAN_ROWS];
-    if (optim->dev->gpu) {
-        row_moments_kernel<Format><<<(unsigned)(8 * optim->dev->sm_count), 256, 0, optim->dev->stream>>>(
-            from, launch->row_tensor, launch->row_tensors, rows, now, next, grad_scale, rest2);
-        check_launch();
-        return;
+// Runs one pass. `step` has the arrays of the step and the constants that the pass needs.
+static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArguments* step) {
+    const Device* dev = optim->dev;
+    const RowWork* work = &launch->passes;
+    SumArguments sums = {work->tensor, work->plan.tensors, work->plan.blocks, sum, launch->plan->config.scale_by_rms,
+                         work->parts,  launch->v.next};
+    sums.scaled = sums.scaled && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    if (dev->gpu) {
+        void* pointers[] = {step, &sums};
+        const int64_t blocks = 8 * (int64_t)dev->sm_count;
+        jit_launch(&work->kernel, sums.blocks < blocks ? sums.blocks : blocks, 32 * SUM_WARPS, work->shared_bytes,
+                   pointers, dev->stream);
+    } else {
+        rows_sum_cpu(&launch->rows, step, &sums);
     }
-#endif
-    if (!is_finite(*grad_scale)) return;
-    for (int t = 0; t < launch->row_tensors; t++) {
-        const RowTensor tensor = launch->row_tensor[t];
-#pragma omp parallel for schedule(static)
-        for (int64_t row = 0; row < tensor.rows; row++) {
-            const int64_t i = tensor.first + row;
-            next[i] = row_moment_cpu<Format>(from + tensor.offset + row * tensor.cols, tensor.cols, *grad_scale, now[i],
-                                             rest2);
-        }
-    }
+    const OptimConfig* config = &launch->plan->config;
+    SettleArguments settle = {};
+    settle.tensor = work->tensor, settle.grad_scale = step->grad_scale;
+    settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
+    settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
+    settle.factor = (float*)step->factor, settle.norms = (float*)launch->norms.extra;
+    settle.rest2 = step->group[0].rest2, settle.root2 = step->group[0].root2;
+    settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step->step);
+    settle.clip = config->clip_update, settle.growth = config->limit_growth;
+    rows_settle(dev, &settle, sums.tensors);
 }
 
-// The pass before the step of a rule that reads rows. The step then reads the numbers that the pass has made.
-static void launch_rows(const Optim* optim, const Launch* launch, const void* grads, const StepArguments* arguments) {
-    if (!launch->rows.rule->by_rows || launch->rows.rule->matrix || launch->plan->tiles == 0) return;
-    const float rest2 = arguments->group[0].rest2;
-    if (launch->rows.grads->stream[0].bits == 32) rows_step<Fp32>(optim, launch, grads, arguments->grad_scale, rest2);
-    if (launch->rows.grads->stream[0].bits == 16) rows_step<Bf16>(optim, launch, grads, arguments->grad_scale, rest2);
+// The passes before the step. That for --limit-growth computes the update for a learning rate of 1.
+static void launch_passes(const Optim* optim, const Launch* launch, const StepArguments* arguments, int64_t step) {
+    const RowPlan* plan = &launch->passes.plan;
+    StepArguments its = *arguments;
+    for (int i = 0; i < plan->passes && plan->tensors > 0; i++) {
+        for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
+            const Settings settings = {1.0, optim->plan->group[group].decay};
+            its.group[group] = hyper_create(&launch->plan->config, &settings, 1.0, step);
+        }
+        pass_run(optim, launch, plan->pass[i], &its);
+    }
 }
 
 // Runs a kernel of the step, or the same on the CPU, on the tiles that the arguments name.
@@ -698,7 +741,7 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
 // Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
 // `arguments` has the gradients and the constants.
 static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
-                        StepArguments* arguments) {
+                        StepArguments* arguments, int64_t step) {
     const int64_t begin = launch->plan->run.begin;
     if (count == 0) return;
     const Weights* weights = launch->weights;
@@ -707,11 +750,14 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
+    const bool scaled = config_scaled(&launch->plan->config);
+    arguments->factor = scaled ? optim->factors - optim->plan->begin / TILE_ELEMENTS : nullptr;
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
     arguments->next_tile = launch->next_tile;
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
-    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that launch_rows has made
+    launch_passes(optim, launch, arguments, step);
+    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that the passes have made
     kernel_run(optim, &launch->kernel, arguments);
 }
 
@@ -722,8 +768,11 @@ static StepArguments step_arguments(const Optim* optim, const Launch* launch, co
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
+    const bool relative = launch->plan->config.relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    double rate = lr;
+    if (relative && rate > 1.0 / sqrt((double)step)) rate = 1.0 / sqrt((double)step);
     for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&launch->plan->config, &optim->plan->group[group], (double)lr, step);
+        arguments.group[group] = hyper_create(&launch->plan->config, &optim->plan->group[group], rate, step);
     }
     return arguments;
 }
@@ -734,8 +783,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         const Launch* launch = &optim->launch[i];
         StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
         arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
-        launch_rows(optim, launch, grads, &arguments);
-        launch_step(optim, launch, 0, launch->plan->tiles, &arguments);
+        launch_step(optim, launch, 0, launch->plan->tiles, &arguments, step);
     }
     // This comes last, since tensors of several launches share the weights' array.
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
@@ -748,8 +796,10 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
         const Rows rows = config_rows(&plan->launch[i].config);
-        ok = !reads_whole(rows.rule);
-        if (!ok) {
+        ok = !config_reads_whole(&plan->launch[i].config);
+        if (!ok && !reads_whole(rows.rule)) {
+            snprintf(error, error_bytes, "--limit-growth reads whole tensors in a pass of its own");
+        } else if (!ok) {
             snprintf(error, error_bytes, "the rule %s reads whole rows or matrices in passes of its own",
                      rows.rule->name);
         }
@@ -782,7 +832,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
         StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
         arguments.grads = {(void*)base, nullptr};
         launch_step(optim, launch, (begin - launch->plan->run.begin) / TILE_ELEMENTS, (end - begin) / TILE_ELEMENTS,
-                    &arguments);
+                    &arguments, step);
     }
 }
 

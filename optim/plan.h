@@ -57,7 +57,8 @@ int64_t tensor_padded(const OptimTensor* tensor);
 // Clamps an element of the arena to the plan's part of it.
 int64_t plan_clamp(const Plan* plan, int64_t element);
 
-enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOTS };
+// SLOT_NORMS: the last norm of each tensor's update, which --limit-growth keeps.
+enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_NORMS, SLOTS };
 const char* slot_name(Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
@@ -84,6 +85,9 @@ void stream_name(const char* array, const StreamInfo& stream, char* name, size_t
 // Return the bytes of one of the arrays of a place, or of a run of the arena.
 int64_t place_bytes(const Place* place, const StreamInfo& stream);
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
+
+// Returns the bytes of the numbers of a run's tensors.
+int64_t span_bytes(const ArenaRun* run, Span span);
 
 // Returns the bytes of one stream for a number of elements; 0 for numbers of spans, which belong to tensors.
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements);

@@ -63,6 +63,8 @@ TEST(multi_modes) {
     check_modes(test, false, 2, 1, "--recompute block --comm bf16");
     check_modes(test, false, 4, 1, "--preset muon4");  // whose matrices are not cut
     check_modes(test, false, 3, 1, "--rule normuon");
+    check_modes(test, false, 3, 1, "--preset came8 --limit-growth 1.01");  // nor any tensor
+    check_modes(test, false, 4, 1, "--rule adafactor --m none --adafactor-lr paper");
 }
 
 TEST(multi_modes_gpu) {
@@ -73,6 +75,8 @@ TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 2, "--preset adamw32");
     check_modes(test, true, ranks, 1, "--preset muon4");
     check_modes(test, true, ranks, 1, "--rule normuon");
+    check_modes(test, true, ranks, 1, "--preset came8 --limit-growth 1.01");
+    check_modes(test, true, ranks, 1, "--preset rmnp4");
     snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
 }
 

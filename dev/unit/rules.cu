@@ -157,7 +157,8 @@ static const struct {
     void (*step)(Element* e, const Given* c);
 } reference_rules[] = {
     {"adamw", reference_adamw},       {"adam", reference_adam}, {"lion", reference_lion}, {"sgd", reference_sgd},
-    {"ademamix", reference_ademamix}, {"adam-mini", nullptr}};  // kinds.cu, since it reads more than an element
+    {"ademamix", reference_ademamix}, {"adam-mini", nullptr},  // rows.cu, since these read more
+    {"adafactor", nullptr},           {"came", nullptr},        {"rmnp", nullptr},        {"normuon-lite", nullptr}};
 static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == sizeof(rule_names) / sizeof(rule_names[0]),
               "a rule needs its formula here");
 
