@@ -1661,9 +1661,9 @@ static void require_same(Run* run) {
     same.join_timeout = 0;
     char* text = run_identity(&TABLE, &same, &run->train_data, &run->val_data, run->error);
     if (!text) user_error("--data: %s", run->error);
-    uint32_t own = crc32c(0, text, (int64_t)strlen(text)), first = own;
+    uint32_t self = crc32c(0, text, (int64_t)strlen(text)), first = self;
     launch_share(run->launch, 0, &first, sizeof(first));
-    if (first != own) user_error("it has other options or other data than rank 0: %s; start all alike", text);
+    if (first != self) user_error("it has other options or other data than rank 0: %s; start all alike", text);
     free(text);
 }
 
