@@ -9,6 +9,7 @@
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
 // the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
 #include <math.h>
+#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,6 +56,14 @@ extern "C" const char corpus_end[];
 // Ends the program with the sentence in `error` unless all is well.
 static void require(bool ok, const char* error) {
     if (!ok) user_error("%s", error);
+}
+
+// Ends the program if what it was asked to print cannot be printed: without a word where nobody reads on.
+static void require_stdout() {
+    struct pollfd out = {1, POLLOUT, 0};
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
+    user_error("standard output cannot be written; free space, or name another file");
 }
 
 // Options: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
@@ -1794,7 +1803,10 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
         return 0;
     }
     require_memory(o, run.model, &run.config, &plan);
-    if (o->dry_run) return 0;
+    if (o->dry_run) {
+        require_stdout();
+        return 0;
+    }
     begin(&run);
     train(&run);
     end(&run);
@@ -1828,7 +1840,10 @@ int main(int argc, char** argv) {
     if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
     const bool completion = strcmp(options.completion, "off") != 0;
     if (completion) options_completion(&TABLE, strcmp(options.completion, "zsh") == 0, stdout);
-    if (options.help || options.list_formats || options.list_presets || options.version || completion) return 0;
+    if (options.help || options.list_formats || options.list_presets || options.version || completion) {
+        require_stdout();
+        return 0;
+    }
     bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);

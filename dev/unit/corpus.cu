@@ -470,10 +470,15 @@ TEST(corpus_cli) {
         {"--data WORK/packed.gz", "packed.gz is gzip data; type make venv && .venv/bin/python data/prepare.py ", 2},
         {"--data WORK/text.txt --val WORK/packed.gz", "packed.gz is gzip data", 2},
         {"--data WORK/text.txt --val WORK/packed.gz --data-format bytes --seq 16", "reads 32 of 44", 0},
+        {"--data WORK/text.txt --val WORK/same.txt", "notice   the validation data is trained on", 0},
+        {"--data WORK/s?.bin --val WORK/s0.bin", "notice   the validation data is trained on", 0},
         {"--data WORK/text.txt --data-format tokens", "auto|bytes|shards|nanogpt", 2},
         {"--data WORK/s?.bin", "notice   1 file of the data, shorter than a window of 33 tokens, is left out: 20 token",
          0},
     };
+    char same[2 * PATH_MAX], text[2 * PATH_MAX];
+    snprintf(same, sizeof(same), "%s/same.txt", work), snprintf(text, sizeof(text), "%s/text.txt", work);
+    if (symlink(text, same) != 0) abort();
     write_shard(work, "s0.bin", 20240520, 1, 500, 500, 3), write_shard(work, "s1.bin", 20240520, 1, 20, 20, 3);
     for (auto& item : cases) {
         char arguments[2 * PATH_MAX] = "";
@@ -486,6 +491,8 @@ TEST(corpus_cli) {
         expect_code(child, item.code);
         expect(strstr(item.code ? ERR(child) : OUT(child), item.said), "%s: %s%s", item.arguments, OUT(child),
                ERR(child));
+        bool overlaps = strstr(item.said, "trained on") != nullptr;
+        expect(overlaps == (strstr(OUT(child), "is trained on") != nullptr), "%s: %s", item.arguments, OUT(child));
         if (item.code == 2) expect_error(test, &child, item.arguments, item.said, "");
         forget(&child);
     }

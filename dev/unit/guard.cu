@@ -226,5 +226,25 @@ TEST(guard_closed_output) {
         read_losses(test, run, &losses);  // every line is JSON
         expect(losses.lines == 30, "%s: %d lines", ways[i], losses.lines);
     }
+    // What is only printed is lost on a full disk, which is an error; a reader that has enough is none.
+    const char* const printing[] = {"--help", "--list-formats", "--list-presets", "--dry-run --device cpu",
+                                    "--sample a --device cpu --sample-tokens 9 --model %s/run0/step_00000030"};
+    for (const char* words : printing) {
+        for (int full = 0; full < 2; full++) {
+            char command[4 * PATH_MAX], typed[2 * PATH_MAX];
+            snprintf(typed, sizeof(typed), words, work);
+            snprintf(
+                command, sizeof(command),
+                "bash -c 'cd %s && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 %s/train %s 2> said %s; exit "
+                "${PIPESTATUS[0]}'",
+                work, test_folder(), typed, full ? "> /dev/full" : "| head -c 1 > /dev/null");
+            int status = WEXITSTATUS(system(command));
+            int64_t bytes;
+            char* said = contents(work, "said", &bytes);
+            expect(status == (full ? 2 : 0), "%s: status %d: %s", command, status, said);
+            expect(!full == !strstr(said, "standard output cannot be written"), "%s: %s", command, said);
+            free(said);
+        }
+    }
     remove_tree(work);
 }
