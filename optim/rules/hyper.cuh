@@ -45,9 +45,6 @@ enum MatrixRule {
 // What a rule sums up over rows and columns (rows.cuh); ROWS_NONE: nothing.
 enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADAFACTOR, ROWS_CAME };
 
-// What a rule sums up over rows and columns (rows.cuh); ROWS_NONE: nothing.
-enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADAFACTOR, ROWS_CAME };
-
 // The optional members of a rule.
 struct RuleDefaults {
     static constexpr bool BY_ROWS = false;
