@@ -2,8 +2,8 @@
 // with `N passed, N failed, N skipped`. `--list` names them, `-k substring` (repeatable) picks, `-j N` runs N at a
 // time. A case whose name ends in _gpu is skipped where there is no GPU. A case fails through expect() or
 // expect_close() and goes on, so that one run shows all that is wrong. Each runs in a process of its own, for at most
-// five minutes (`--here`: all in one, for a debugger), so a case takes files of its own (mkdtemp) and leaves nothing
-// behind for another. TEST_ALONE: nothing runs beside it, because it measures time or what the whole device has free.
+// five minutes (`--here`: all in one, for a debugger), so a small case need not free its memory. Files go under TMPDIR,
+// a folder of the case that the runner removes. TEST_ALONE: nothing runs beside it, as it measures time or free memory.
 #pragma once
 #include <math.h>
 #include <stdarg.h>
