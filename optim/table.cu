@@ -42,7 +42,7 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .by_rows = T::BY_ROWS,
             .rows = T::ROWS,
             .pairs = T::PAIRS,
-            .leaves_rest = T::LEAVES_REST,
+            .leaves_rest = T::LEAVES_REST || T::MATRIX != MATRIX_NONE,
             .decoupled = T::DECOUPLED,
             .divides = T::ADAPTIVE,
             .matrix = T::MATRIX,
