@@ -172,7 +172,7 @@ static const Option OPTIONS[] = {
     {"clip-update", REAL, AT(clip_update), "1.0", 0, 1e9, "F", "",
      "adafactor, came: largest RMS of a tensor's update before m and lr; 0: no limit"},
     {"limit-growth", REAL, AT(limit_growth), "0", 0, 1e9, "F", "",
-     "any rule but muon's: a tensor's update is at most F times its last one, as Fira's 1.01; 0: no limit"},
+     "any rule but those of matrices: a tensor's update is at most F times its last one, as Fira's 1.01; 0: no limit"},
     {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
      "the norm that --clip limits: the whole step's; the larger of the step's before and the layer's; each tensor's"},

@@ -60,7 +60,7 @@ enum Decode { AS_UPDATED, AS_SEEN };  // as the update reads it; as the model se
 
 // A key that draws no noise; its stream decides what a zero becomes.
 static NoiseKey piece_key(Slot slot) {
-    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW};
+    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW, NOISE_SLOW};
     return {0, 0, noise[slot]};
 }
 

@@ -170,8 +170,10 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     if (!has_m && rule->rows != ROWS_ADAFACTOR) {
         snprintf(error, bytes, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
     } else if (launch->limit_growth > 0.0f && rule->matrix) {
-        snprintf(error, bytes, "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take "
-                 "--rule adamw", rule->name);
+        snprintf(error, bytes,
+                 "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take "
+                 "--rule adamw",
+                 rule->name);
     } else if (rule->keeps_v && !has_v) {
         snprintf(error, bytes,
                  "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps none; add "
@@ -191,9 +193,9 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     return false;
 }
 
-// Rules of matrices, rmnp and normuon-lite leave some tensors to adamw: as the preset says if it has such a rule and its formats are used,
-// else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else what the preset says,
-// unless that begins so already or is "none".
+// Rules of matrices, rmnp and normuon-lite leave some tensors to adamw: as the preset says if it has such a rule and
+// its formats are used, else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else
+// what the preset says, unless that begins so already or is "none".
 static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
     const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->leaves_rest;
     const char* more = config->overrides && *config->overrides ? config->overrides
@@ -294,11 +296,10 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     return resolve_name(rule_table(), "--rule", &config->rule, error, bytes) &&
            resolve_weights(config, "--weights", &config->weights, error, bytes) &&
            resolve_name(grads_table(), "--grads", &config->grads, error, bytes) &&
-           resolve_m(config, "--m", &config->m, error, bytes) &&
-           resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
-           optim_feedback_fits(config, false, error, bytes) && resolve_decay_mode(config, error, bytes) &&
-           resolve_overrides(config, error, bytes) && resolve_matrix(config, error, bytes) &&
-           resolve_rows(config, error, bytes) &&
+           resolve_m(config, "--m", &config->m, error, bytes) && resolve_sign(config, "--m", config->m, error, bytes) &&
+           resolve_v(config, preset->v, error, bytes) && optim_feedback_fits(config, false, error, bytes) &&
+           resolve_decay_mode(config, error, bytes) && resolve_overrides(config, error, bytes) &&
+           resolve_matrix(config, error, bytes) && resolve_rows(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
            resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error, bytes) &&

@@ -3,14 +3,16 @@
 // in the place of a v. So every format, rounding and noise of the step serves these rules too.
 //
 // With g the gradient, and means over a tensor of R x C (a vector is one row), the passes and what they leave are:
-//     SUM_SQUARES    rows of g^2        v_i = v_i + rest2 (mean - v_i)                                   adam-mini
-//     SUM_DIRECTION  rows of u^2        rmnp: a_i = s / |u_i|, s = sqrt(max(1, R / C)); u is in rules/rmnp.cuh
-//                                       normuon-lite: v_i as above, a_i = s sqrt(R) / |o| / sqrt(v_i), o_i = u_i / sqrt(v_i)
-//     SUM_MOMENTS    rows, columns of g^2    r_i, c_j as v_i; a_i = sqrt(mean r) / sqrt(r_i), b_j = 1 / sqrt(c_j)
-//     SUM_UPDATE     all of (a_i b_j g)^2    a_i = a_i / max(1, RMS / d), d by --clip-update             adafactor, came
-//     SUM_RESIDUAL   rows, columns of (a_i b_j g - m)^2    as SUM_MOMENTS with beta3, plus 1e-16               came
-//     SUM_WEIGHTS    all of p^2         a factor max(1e-3, RMS) of the step's update, by --scale-by-rms   adafactor
-//     SUM_STEP       all of the update, for a learning rate of 1: see limit() below, by --limit-growth   every rule
+//     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + rest2 (mean - v_i)
+//     SUM_DIRECTION  rows of u^2 (rules/rmnp.cuh)       rmnp: a_i = s / |u_i|, s = sqrt(max(1, R / C))
+//                                                       normuon-lite: v_i as above, o_i = u_i / sqrt(v_i), and
+//                                                       a_i = s sqrt(R) / |o| / sqrt(v_i)
+//     SUM_MOMENTS    rows and columns of g^2            adafactor, came: r_i and c_j as v_i;
+//                                                       a_i = sqrt(mean r) / sqrt(r_i), b_j = 1 / sqrt(c_j)
+//     SUM_UPDATE     all of (a_i b_j g)^2               adafactor, came: a_i = a_i / max(1, RMS / d), d: --clip-update
+//     SUM_RESIDUAL   rows, columns of (a_i b_j g - m)^2   came: as SUM_MOMENTS with beta3 and 1e-16 more
+//     SUM_WEIGHTS    all of p^2                         adafactor: a factor max(1e-3, RMS) of the step's update
+//     SUM_STEP       all of the update for lr 1         every rule, by --limit-growth: limit() below
 // For a vector r_i / mean r is 1 and c_j is its own average: it is not factored, as the papers say.
 //
 // The order of each sum is fixed. A panel is 256 columns, a slab is 128 rows.
@@ -52,7 +54,7 @@ OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
 
 // A tensor of a launch.
 struct SumTensor {
-    int64_t offset;                // of its first element in the arena
+    int64_t offset;  // of its first element in the arena
     int64_t rows, cols, panels, slabs;
     int64_t number;                // of its first number among those of v
     int64_t row_parts, col_parts;  // where its parts of sums begin
@@ -77,8 +79,8 @@ struct SumArguments {
 };
 
 // The storages of these numbers. `extra` keeps what a checkpoint needs, and `next` has what the step reads: launch_step
-// passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product of
-// those of its row and its column.
+// passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
+// of those of its row and its column.
 OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int64_t row, int64_t col) {
     const bool columns = span == SPAN_FACTORS || span == SPAN_PAIRS;
     return columns ? exact_mul(numbers[row], numbers[rows + col]) : numbers[row];
@@ -124,12 +126,12 @@ OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
 template <class Rule>
 using NumbersOf = RowNumbers<numbers_span(Rule::ROWS), Rule::ROWS != ROWS_RMNP>;
 
-typedef RowNumbers<SPAN_ROWS, true> RowMoments;       // a v for each row; the new one, which the step reads, replaces it
-typedef RowNumbers<SPAN_SCALES, false> RowScales;     // a factor for each row
-typedef RowNumbers<SPAN_SCALES, true> RowScaledV;     // likewise, made of a v for each row
-typedef RowNumbers<SPAN_FACTORS, true> RowFactors;    // a factor for each row and column, made of r and c
-typedef RowNumbers<SPAN_PAIRS, true> RowPairs;        // two of each
-typedef RowNumbers<SPAN_NORM, true> TensorNorms;      // a norm for each tensor
+typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the new one, which the step reads, replaces it
+typedef RowNumbers<SPAN_SCALES, false> RowScales;   // a factor for each row
+typedef RowNumbers<SPAN_SCALES, true> RowScaledV;   // likewise, made of a v for each row
+typedef RowNumbers<SPAN_FACTORS, true> RowFactors;  // a factor for each row and column, made of r and c
+typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two of each
+typedef RowNumbers<SPAN_NORM, true> TensorNorms;    // a norm for each tensor
 
 // What a pass squares, except SUM_STEP's, which is an update.
 OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, float m, float v) {
@@ -207,8 +209,8 @@ OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, in
     const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
     const bool residual = a.sum == SUM_RESIDUAL;
     const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
-    a.kept[at] = residual ? residual_moment(a.kept[at], sum, inverse, a.rest3)
-                          : row_moment(a.kept[at], sum, inverse, a.rest2);
+    a.kept[at] =
+        residual ? residual_moment(a.kept[at], sum, inverse, a.rest3) : row_moment(a.kept[at], sum, inverse, a.rest2);
     const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
     a.ready[at] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
 }

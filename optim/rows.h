@@ -11,8 +11,8 @@ constexpr int PASSES = 5;  // at most
 struct RowPlan {
     Sum pass[PASSES];
     int passes;
-    bool scaled;        // the step's update has a factor for each tensor
-    SumTensor* tensor;  // (tensors), those of the launch that are kept here; host memory
+    bool scaled;                     // the step's update has a factor for each tensor
+    SumTensor* tensor;               // (tensors), those of the launch that are kept here; host memory
     int64_t tensors, blocks, parts;  // parts: fp32 numbers
 };
 

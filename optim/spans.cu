@@ -35,8 +35,10 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
     const bool by_rows = span >= SPAN_ROWS && span <= SPAN_PAIRS;
     if (by_rows) {
         if (tensor->cols >= 1ll << 31 || tensor->rows >= 1ll << 31) {
-            user_error("%s has %lld rows of %lld elements, and rules that read rows take at most 2^31 of each; give it "
-                       "rule=adamw", tensor->name, (long long)tensor->rows, (long long)tensor->cols);
+            user_error(
+                "%s has %lld rows of %lld elements, and rules that read rows take at most 2^31 of each; give it "
+                "rule=adamw",
+                tensor->name, (long long)tensor->rows, (long long)tensor->cols);
         }
         shape = {tensor->rows, tensor->cols, false};
     }

@@ -51,11 +51,11 @@ const Table<FormatRow>& weights_table();
 const Table<FormatRow>& grads_table();
 const Table<FormatRow>& state_table();
 const Table<PresetRow>& preset_table();
-const RuleRow* matrix_apply_row();                // the second step of a rule that reads matrices
-const FormatRow* none_row();                      // for a state that a rule does not keep
+const RuleRow* matrix_apply_row();                  // the second step of a rule that reads matrices
+const FormatRow* none_row();                        // for a state that a rule does not keep
 const FormatRow* numbers_row(const RuleRow* rule);  // the v of a rule that reads rows
-const FormatRow* norms_row();                     // what --limit-growth keeps
-const FormatRow* compute_row(OptimType compute);  // the type that the matmuls read
+const FormatRow* norms_row();                       // what --limit-growth keeps
+const FormatRow* compute_row(OptimType compute);    // the type that the matmuls read
 
 // The rows that a resolved configuration names. A moment may be in a format of the user's own.
 struct Rows {

@@ -131,7 +131,8 @@ static void exact_others(Exact* e, const OptimConfig* config, int64_t rows, int6
         const double norm = i % cols == 0 ? norm_of(e->g + i, cols) : 0.0;
         const bool mini = is(config->rule, "adam-mini");
         double* v = mini ? &e->row[0][i / cols] : &e->v[i];
-        if (!mini || i % cols == 0) *v += (1.0 - beta2) * ((mini ? norm * norm / (double)cols : e->g[i] * e->g[i]) - *v);
+        if (!mini || i % cols == 0)
+            *v += (1.0 - beta2) * ((mini ? norm * norm / (double)cols : e->g[i] * e->g[i]) - *v);
         e->m[i] += (1.0 - beta1) * (e->g[i] - e->m[i]);
         e->u[i] = e->m[i] / (1.0 - pow(beta1, step)) / (sqrt(*v / (1.0 - pow(beta2, step))) + (double)config->eps);
     }
@@ -201,8 +202,8 @@ TEST(rows_numbers_kept) {
     const struct {
         const char* rule;
         int64_t each[2];  // for a row, for a column
-    } rows[] = {{"adam-mini", {1, 0}}, {"rmnp", {0, 0}}, {"normuon-lite", {1, 0}}, {"adafactor", {1, 1}},
-                {"came", {2, 2}}};
+    } rows[] = {
+        {"adam-mini", {1, 0}}, {"rmnp", {0, 0}}, {"normuon-lite", {1, 0}}, {"adafactor", {1, 1}}, {"came", {2, 2}}};
     for (const auto& row : rows) {
         const RowCase c = {row.rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
@@ -348,10 +349,15 @@ TEST(rows_convert_v) {
 TEST(rows_convert_refusals) {
     const struct {
         const char *from, *to, *says;
-    } rows[] = {{"adamw", "came", "is by rows"}, {"adamw", "normuon-lite", "is by rows"},
-                {"normuon-lite", "adamw", "is of elements"}, {"lion", "adafactor", "keeps no second moment"},
-                {"rmnp", "adam-mini", "keeps no second moment"}, {"adamw", "rmnp", nullptr}, {"lion", "rmnp", nullptr},
-                {"came", "adafactor", nullptr}, {"adafactor", "rmnp", nullptr}};
+    } rows[] = {{"adamw", "came", "is by rows"},
+                {"adamw", "normuon-lite", "is by rows"},
+                {"normuon-lite", "adamw", "is of elements"},
+                {"lion", "adafactor", "keeps no second moment"},
+                {"rmnp", "adam-mini", "keeps no second moment"},
+                {"adamw", "rmnp", nullptr},
+                {"lion", "rmnp", nullptr},
+                {"came", "adafactor", nullptr},
+                {"adafactor", "rmnp", nullptr}};
     for (const auto& row : rows) {
         const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
         const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");

@@ -81,7 +81,7 @@ struct StorageDefaults {
     static OPTIM_HOST void fill(void*) {}
 
     // On a GPU.
-    static constexpr bool LOADS_TOGETHER = false;  // threads of a group share what load() decodes; load_alone() does not
+    static constexpr bool LOADS_TOGETHER = false;  // threads share what load() decodes; load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
     static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order pays
     static constexpr bool GIVES_SEEN = false;      // store() fills key.seen

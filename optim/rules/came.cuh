@@ -1,7 +1,8 @@
 // CAME (Luo et al., ACL 2023, arXiv 2307.02047): Adafactor with beta2 and a confidence in the update, factored too:
 //     U as in adafactor.cuh, with 1 - beta2 in the place of t^-0.8
 //     m = m + (1 - beta1) * (U - m)
-//     R_i = R_i + (1 - beta3) * (mean of (U - m)^2 + 1e-16 over row i - R_i),   C_j likewise;   S_ij = R_i * C_j / mean R
+//     R_i = R_i + (1 - beta3) * (mean of (U - m)^2 + 1e-16 over row i - R_i),   C_j likewise
+//     S_ij = R_i * C_j / mean R
 //     p = p * (1 - lr * wd) - lr * m / sqrt(S)
 // V and S start at 0, so both are divided by 1 - beta^t, as Adam's v is; the paper leaves that out, and its first steps
 // are up to 11 times as large. A vector has no confidence, as in the paper's code: p = p * (1 - lr * wd) - lr * m.
