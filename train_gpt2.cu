@@ -70,8 +70,8 @@ struct Options {
     double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
     const char* clip_by;
     const char *decay_mode, *overrides, *formats;
-    int64_t ramp, ns_steps;
-    double momentum;
+    int64_t ramp, ns_steps, rank, rank_gap;
+    double momentum, rank_scale;
     const char* ns_coefficients;
     const char *on_nonfinite, *schedule;
     int64_t warmup;
@@ -148,6 +148,12 @@ static const Option OPTIONS[] = {
      "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
      "muon, normuon: their polynomials"},
+    {"rank", INT, AT(rank), "0", 0, 65536, "N", "",
+     "galore, fira, apollo: rank of the moments; 0: a quarter of a matrix's shorter side"},
+    {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "",
+     "galore, fira, apollo, apollo-mini: steps until the directions change"},
+    {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "",
+     "and the factor on the update; 0: 0.25, of apollo 1 and apollo-mini 128, under a root"},
     {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
      "the norm that --clip limits: the whole step's; the larger of the step's before and the layer's; each tensor's"},
@@ -222,6 +228,7 @@ static OptimConfig optim_config_of(const Options* o) {
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
     c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
+    c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
     return c;
 }
 

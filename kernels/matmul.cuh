@@ -243,7 +243,7 @@ void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, 
 
 // Any product of matrices, all row-major without gaps, and for the optimizer: d = alpha op(a) op(b) + beta c, for each
 // of `batch` matrices that lie at a constant stride. op(a) is (rows, depth), op(b) (depth, cols), c and d (rows, cols);
-// d is neither a, b nor c. An operand that is transposed lies in memory as (depth, rows) or (cols, depth).
+// d is neither a nor b; c may be d. An operand that is transposed lies in memory as (depth, rows) or (cols, depth).
 // The bits of a matrix do not depend on the batch that it is in.
 struct MatmulProduct {
     int64_t rows, cols, depth;

@@ -90,13 +90,6 @@ struct BuiltInRow {
     const void* kernel[2][2];  // without and with a bf16 copy, with fp32 and bf16 gradients
 };
 
-// A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
-// overrides give another rule have the kernel of another preset.
-template <class Types>
-struct MomentTypes : Types {
-    typedef Elementwise<Fp32, NEAREST> Weights;
-};
-
 // The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
 template <class Types, class Copy>
 const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
@@ -112,7 +105,18 @@ const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
 #endif
 }
 
-// The kernel that applies the update of a rule that reads matrices.
+// A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
+// overrides give another rule have the kernel of another preset.
+template <class Types, class Grads>
+const void* moment_kernel() {
+#ifdef __CUDACC__
+    return (const void*)optim_step_kernel<typename Types::Rule, Elementwise<Fp32, NEAREST>, typename Types::StateM,
+                                          typename Types::StateV, None, Grads>;
+#else
+    return PRESETS;
+#endif
+}
+
 template <class Weights, class Copy>
 const void* apply_kernel() {
 #ifdef __CUDACC__
@@ -140,8 +144,9 @@ static BuiltInRow built_in_row() {
         return row;
     } else if constexpr (!OVERRIDDEN) {
         BuiltInRow row = {Types::RULE, name_index(WEIGHTS_NAMES, "fp32"), Types::M, Types::V, {}};
-        for (int grads = 0; grads < 2; grads++) {
-            row.kernel[0][grads] = step_kernel<MomentTypes<Types>, None>(grads == 1);
+        row.kernel[0][0] = moment_kernel<Types, Elementwise<Fp32, NEAREST>>();
+        if constexpr (Types::Rule::MATRIX < MATRIX_GALORE) {
+            row.kernel[0][1] = moment_kernel<Types, Elementwise<Bf16, NEAREST>>();
         }
         return row;
     } else {

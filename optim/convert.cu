@@ -60,7 +60,7 @@ enum Decode { AS_UPDATED, AS_SEEN };  // as the update reads it; as the model se
 
 // A key that draws no noise; its stream decides what a zero becomes.
 static NoiseKey piece_key(Slot slot) {
-    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
+    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW};
     return {0, 0, noise[slot]};
 }
 
@@ -240,7 +240,8 @@ static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
             Place place = place_from(c, t, (Slot)slot);
-            if (!place.format || place.begin != c->tensors[t].offset) continue;  // once an array, at its first tensor
+            if (!place.format || place.begin != c->from_plan->kept[t][slot].offset)
+                continue;  // once an array, at its first tensor
             for (int i = 0; i < 3; i++) {
                 const StreamInfo& info = place.format->stream[i];
                 if (info.bits == 0 || in_model_file((Slot)slot, i, info)) continue;
@@ -291,6 +292,25 @@ static bool rows_convert(const Conversion* c, char* error, size_t bytes) {
                  "kind; leave --rule and rule= of --override out, or begin anew from its weights with --model",
                  to.rule, from.rule);
         return false;
+    }
+    return true;
+}
+
+// Refuses moments of another shape: those of a projected gradient, of another rank or of none.
+static bool shapes_convert(const Conversion* c, char* error, size_t bytes) {
+    for (int slot = SLOT_M; slot < SLOTS; slot++) {
+        for (int t = 0; t < c->to.count; t++) {
+            const Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
+            const OptimTensor *had = &c->from_plan->kept[t][slot], *has = &c->to.plan->kept[t][slot];
+            const bool same = had->rows == has->rows && had->cols == has->cols;
+            const bool starts = slot == SLOT_BASIS && !from.format && to.format;
+            if ((same || !from.format || !to.format) && !starts) continue;
+            snprintf(error, bytes,
+                     "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, "
+                     "--rank and rule= of --override as they were, or begin anew from its weights with --model",
+                     to.rule, slot_name((Slot)slot), c->to.tensors[t].name, from.rule);
+            return false;
+        }
     }
     return true;
 }
@@ -348,8 +368,9 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
 // Reads the piece from element `start` of a tensor on, as the checkpoint has it. `values` are the model file's weights.
 static void piece_read(const Conversion* c, const Place* from, Slot slot, int tensor, const float* values,
                        int64_t start, int64_t n, Piece* piece) {
-    int64_t elements = c->to.tensors[tensor].rows * c->to.tensors[tensor].cols;
-    piece_at(piece, &c->to.tensors[tensor], start);
+    const OptimTensor* kept = &c->from_plan->kept[tensor][slot];
+    int64_t elements = kept->rows * kept->cols;
+    piece_at(piece, kept, start);
     if (in_model_file(slot, 0, from->format->stream[0])) {
         piece_values(piece, values + start, elements - start, n);
         piece_encode(from->format, piece, n, slot);
@@ -357,7 +378,7 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = from->format->stream[i];
         if (info.bits == 0 || in_model_file(slot, i, info)) continue;
-        int64_t at = stream_bytes(info, c->tensors[tensor].offset + start - from->begin);
+        int64_t at = stream_bytes(info, kept->offset + start - from->begin);
         stored_read(c, stored_array(c, from, info), at, stream_bytes(info, n), stream_data(&piece->streams, i));
     }
 }
@@ -403,7 +424,7 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     bool same = same_storage(&from, &to);
     if (!same) note_change(c, slot, &from, &to);
     if (!from.format || !to.format) return;
-    const OptimTensor* tensor = &c->to.tensors[index];
+    const OptimTensor* tensor = &c->to.plan->kept[index][slot];
     int64_t elements = tensor->rows * tensor->cols;
     Held held = held_of(tensor, to.begin, to.elements);
     if (held.begin >= held.end) return;
@@ -463,8 +484,9 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    bool ok = rule_fits(c, error, bytes) && rows_convert(c, error, bytes) && arrays_complete(c, error, bytes) &&
-              formats_unchanged(c, error, bytes) && formats_convert(c, error, bytes);
+    bool ok = rule_fits(c, error, bytes) && rows_convert(c, error, bytes) && shapes_convert(c, error, bytes) &&
+              arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
+              formats_convert(c, error, bytes);
     for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

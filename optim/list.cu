@@ -10,6 +10,7 @@ double format_bytes_each(const FormatRow* format) {
 }
 
 static double rows_bytes_each(const Rows* rows) {
+    if (is_low_rank(rows->rule)) return format_bytes_each(rows->weights);  // the moments' share depends on shapes
     return format_bytes_each(rows->weights) + format_bytes_each(rows->m) * (rows->rule->keeps_slow ? 2 : 1) +
            format_bytes_each(rows->v);
 }
@@ -21,6 +22,7 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
     if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
     if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
     if (rows.rule->by_rows) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
+    if (is_low_rank(rows.rule)) used += snprintf(line + used, bytes - used, "  of a projection, and");
     snprintf(line + used, bytes - used, "  %.4g B/param", rows_bytes_each(&rows));
 }
 

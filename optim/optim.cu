@@ -8,6 +8,7 @@
 #include <assert.h>
 
 #include "jit.h"
+#include "matrix/low_rank.h"
 #include "matrix/matrix.h"
 #include "measure.cuh"
 #include "plan.h"
@@ -54,11 +55,21 @@ static int64_t tiles_bytes(int64_t tiles) {
     return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
 }
 
+// The storage of a moment, or of the basis; none_row() if the rule keeps none.
+static const FormatRow* slot_format(const Rows* rows, Slot slot) {
+    return slot == SLOT_M            ? rows->m
+           : slot == SLOT_V          ? rows->v
+           : slot == SLOT_SLOW       ? rows->rule->keeps_slow ? rows->m : none_row()
+                 : is_low_rank(rows->rule) ? find_row(state_table(), "fp32")
+                                     : none_row();
+}
+
 // Bytes of the buffers of a rule that reads matrices.
 static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
     MatrixPlan its = matrix_plan(plan, launch, tensors, count);
     const int64_t bytes = allocated_bytes(its.matrices * (int64_t)sizeof(Matrix)) + allocated_bytes(its.scratch) +
-                          allocated_bytes(its.work) + allocated_bytes(its.sums) + allocated_bytes(sizeof(float));
+                          allocated_bytes(its.work) + allocated_bytes(its.sums) + allocated_bytes(sizeof(float)) +
+                          2 * allocated_bytes(its.low) + allocated_bytes(its.low_tiles);
     matrix_plan_free(&its);
     return bytes;
 }
@@ -76,10 +87,12 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
     }
     for (int i = 0; i < plan->launches; i++) {
         Rows rows = config_rows(&plan->launch[i].config);
-        const ArenaRun* run = &plan->launch[i].run;
-        int64_t kept = rows.rule->keeps_slow ? 2 : 1;
-        bytes.states += format_bytes(rows.m, run) * kept + format_bytes(rows.v, run);
-        bytes.tables += format_table_bytes(rows.m, run) * kept + format_table_bytes(rows.v, run);
+        for (int slot = SLOT_M; slot < SLOTS; slot++) {
+            const FormatRow* format = slot_format(&rows, (Slot)slot);
+            const ArenaRun* run = &plan->launch[i].kept[slot];
+            bytes.states += format_bytes(format, run);
+            bytes.tables += format_table_bytes(format, run);
+        }
         if (rows.rule->by_rows && !rows.rule->matrix)
             bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
         if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
@@ -116,7 +129,7 @@ struct Launch {
     const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
     const Weights* weights;
-    Streams m, v, slow;
+    Streams m, v, slow, basis;
     const Tile* tiles;  // (plan->tiles)
     uint32_t* next_tile;
     StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
@@ -419,6 +432,14 @@ static void matrix_create(Optim* optim, int index) {
     work->work = allocate_zero(dev, work->plan.work, total);
     work->sums = (float*)allocate_zero(dev, work->plan.sums, total);
     work->unit = (float*)allocate_zero(dev, sizeof(float), total);
+    work->low = (float*)allocate_zero(dev, work->plan.low, total);
+    work->direction = (float*)allocate_zero(dev, work->plan.low, total);
+    work->low_tiles = (Tile*)allocate_zero(dev, work->plan.low_tiles, total);
+    if (work->plan.low_tiles == 0) return;
+    Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
+    matrix_low_tiles(optim->plan, index, optim->tensors, optim->count, tiles);
+    copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
+    free(tiles);
 }
 
 static void matrix_free(const Device* dev, MatrixWork* work) {
@@ -427,6 +448,9 @@ static void matrix_free(const Device* dev, MatrixWork* work) {
     device_free(dev, work->work);
     device_free(dev, work->sums);
     device_free(dev, work->unit);
+    device_free(dev, work->low);
+    device_free(dev, work->direction);
+    device_free(dev, work->low_tiles);
     matrix_plan_free(&work->plan);
 }
 
@@ -438,18 +462,14 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    struct {
-        Slot slot;
-        const FormatRow* format;
-        Streams* streams;
-    } kept[] = {{SLOT_M, launch->rows.m, &launch->m},
-                {SLOT_V, launch->rows.v, &launch->v},
-                {SLOT_SLOW, launch->rows.m, &launch->slow}};
-    for (int i = 0; i < (launch->rows.rule->keeps_slow ? 3 : 2); i++) {
+    Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis};
+    for (int slot = SLOT_M; slot < SLOTS; slot++) {
+        const FormatRow* format = slot_format(&launch->rows, (Slot)slot);
+        const ArenaRun* run = &planned->kept[slot];
         char array[ARRAY_NAME_BYTES];
-        plan_array(optim->plan, index, kept[i].slot, array);
-        *kept[i].streams = allocate_streams(optim, &planned->run, kept[i].format, nullptr, &optim->allocated.states);
-        list_streams(optim, array, kept[i].format, kept[i].streams, &planned->run, false);
+        plan_array(optim->plan, index, (Slot)slot, array);
+        *kept[slot] = allocate_streams(optim, run, format, nullptr, &optim->allocated.states);
+        list_streams(optim, array, format, kept[slot], run, false);
     }
     rows_create(optim, index);
     const Rows first = first_rows(&planned->config);
@@ -498,6 +518,7 @@ void optim_free(Optim* optim) {
         free_streams(optim->dev, &optim->launch[i].m);
         free_streams(optim->dev, &optim->launch[i].v);
         free_streams(optim->dev, &optim->launch[i].slow);
+        free_streams(optim->dev, &optim->launch[i].basis);
         device_free(optim->dev, optim->launch[i].row_tensor);
         matrix_free(optim->dev, &optim->launch[i].matrix);
     }
@@ -674,11 +695,46 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     }
 }
 
+// The step of a rule that projects gradients (matrix/low_rank.h), a chunk of matrices at a time.
+static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
+    const MatrixWork* work = &launch->matrix;
+    const LaunchPlan* plan = launch->plan;
+    const Device* dev = optim->dev;
+    const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
+    float* basis = (float*)launch->basis.codes;
+    for (int i = 0; i < work->plan.chunks; i++) {
+        const MatrixChunk* chunk = &work->plan.chunk[i];
+        StepArguments moment = *arguments, apply = *arguments;
+        low_rank_gradients(dev, work, i, arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
+                           arguments->grad_scale);
+        low_rank_project(dev, &plan->config, work, i, basis, arguments->step);
+        moment.tiles = work->low_tiles + chunk->low_tile;
+        moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
+        moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
+        moment.weights = from_begin(launch->kernel.rows.weights, direction, chunk->low_begin);
+        moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
+        moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
+        moment.copy = none;
+        moment.grad_scale = work->unit;
+        const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
+        for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
+        kernel_run(optim, &launch->kernel, &moment);
+        low_rank_update(dev, &plan->config, work, i, basis);
+        apply.tiles = launch->tiles + chunk->tile;
+        apply.tile_count = chunk->tiles;
+        apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
+        apply.grad_scale = work->unit;
+        apply.m = apply.v = none;
+        kernel_run(optim, &launch->apply, &apply);
+    }
+}
+
 // The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time.
 static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
     const MatrixWork* work = &launch->matrix;
     const Streams none = {nullptr, nullptr}, scratch = {work->scratch, nullptr};
     matrix_begin(optim->dev, work, arguments->grad_scale);
+    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;

@@ -53,6 +53,9 @@ struct OptimConfig {
     float momentum = 0.95f;      // muon, normuon: decay of m, in place of beta1
     int64_t ns_steps = 5;        // and steps of Newton-Schulz, with coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
+    int64_t rank = 0,
+            rank_gap = 200;   // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
+    float rank_scale = 0.0f;  // and factor on the update, 0 the paper's (matrix/low_rank.h)
 };
 
 // What the combination costs, known before anything is allocated.
@@ -80,7 +83,7 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
-constexpr int OPTIM_STREAMS = 72;  // at most
+constexpr int OPTIM_STREAMS = 90;  // at most
 
 // Gives each tensor its offset; returns the length of the arena in elements (a multiple of TILE_ELEMENTS). With a
 // resolved configuration, tensors to which its overrides give other formats come last: first grouped by the format of

@@ -3,6 +3,7 @@
 
 #include <assert.h>
 
+#include "matrix/low_rank.h"
 #include "storage.h"
 
 int64_t tensor_padded(const OptimTensor* tensor) {
@@ -34,7 +35,7 @@ static int plan_launch(Plan* plan, const char* rule, const char* weights, const 
             pattern[1], LAUNCHES);
     }
     LaunchPlan* launch = &plan->launch[plan->launches];
-    *launch = {*config, pattern[1], plan_weights(plan, weights, pattern[0]), {}, 0};
+    *launch = {*config, pattern[1], plan_weights(plan, weights, pattern[0]), {}, 0, {}};
     launch->config.rule = rule;
     launch->config.weights = weights;
     launch->config.m = m;
@@ -115,13 +116,14 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     }
     plan->weights[0] = {config->weights, "", {}};
     plan->weights_count = 1;
-    plan->launch[0] = {*config, "", 0, {}, 0};
+    plan->launch[0] = {*config, "", 0, {}, 0, {}};
     plan->launches = 1;
     plan->group[0] = {1.0, 0.0};
     plan->group[1] = {1.0, (double)config->weight_decay};
     plan->groups = 2;
     plan->launch_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
     plan->group_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
+    plan->kept = (OptimTensor(*)[SLOTS])memory_zero((size_t)count + 1, sizeof(plan->kept[0]));
     plan->at = (int64_t(*)[SPANS])memory_zero((size_t)count + 1, sizeof(plan->at[0]));
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
@@ -136,6 +138,7 @@ void plan_free(Plan* plan) {
     free(plan->launch_of);
     free(plan->group_of);
     free(plan->at);
+    free(plan->kept);
     free(plan);
 }
 
@@ -237,6 +240,46 @@ static void run_clamp(const Plan* plan, ArenaRun* run) {
     run->end = plan_clamp(plan, run->end);
 }
 
+// The moments and the basis of a tensor whose gradient is projected, from `offset` on.
+static void kept_low(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
+                     OptimTensor (&kept)[SLOTS]) {
+    const int64_t parts = tensor->parts;
+    const LowShape shape = low_shape(&launch->config, tensor->rows / parts, tensor->cols);
+    for (int slot = SLOT_M; slot <= SLOT_SLOW; slot++) {
+        kept[slot].rows = parts * shape.rows, kept[slot].cols = shape.cols, kept[slot].offset = offset[0];
+    }
+    kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
+}
+
+// Sets what each slot keeps. `begin` is that of the launch's run in the whole arena.
+static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* tensors, int count) {
+    LaunchPlan* launch = &plan->launch[index];
+    const Rows rows = config_rows(&launch->config);
+    const bool low = is_low_rank(rows.rule);
+    int64_t offset[2] = {begin, begin};
+    for (int slot = 0; slot < SLOTS && !low; slot++) launch->kept[slot] = launch->run;
+    for (int t = 0; t < count; t++) {
+        if (plan->launch_of[t] != index) continue;
+        for (OptimTensor& kept : plan->kept[t]) kept = tensors[t];
+        if (!low) continue;
+        kept_low(plan, launch, &tensors[t], offset, plan->kept[t]);
+        const bool here = tensors[t].offset >= plan->begin && tensors[t].offset < plan->end;
+        for (int slot = SLOT_M; slot < SLOTS; slot++) {
+            const OptimTensor* kept = &plan->kept[t][slot];
+            const int64_t end = kept->offset + tensor_padded(kept);
+            if (here) run_extend(&launch->kept[slot], kept->offset, end);
+            offset[slot == SLOT_BASIS] = end;
+        }
+    }
+    for (const FormatRow* format : {rows.m, rows.v}) {
+        if (!low || format_span(format) == SPAN_RUN) continue;
+        user_error(
+            "%s keeps moments of another shape, and %s has scales of whole tensors; take a format in blocks, say "
+            "dyn8 or lin4",
+            rows.rule->name, format->name);
+    }
+}
+
 // optim_layout was called with this configuration, so no run of a launch holds another launch's tensors.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
@@ -249,19 +292,22 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
         run_extend(&launch->run, tensors[t].offset, end);
         run_extend(&plan->weights[launch->weights].run, tensors[t].offset, end);
     }
+    int64_t begin[LAUNCHES];  // of runs in the whole arena
     for (int i = 0; i < plan->launches; i++) {
         LaunchPlan* launch = &plan->launch[i];
+        begin[i] = launch->run.begin;
         assert(launch->run.end - launch->run.begin == launch->tiles * TILE_ELEMENTS);
         run_clamp(plan, &launch->run);
         launch->tiles = (launch->run.end - launch->run.begin) / TILE_ELEMENTS;
     }
     for (int i = 0; i < plan->weights_count; i++) run_clamp(plan, &plan->weights[i].run);
     plan_numbers(plan, tensors, count);
+    for (int i = 0; i < plan->launches; i++) plan_kept(plan, i, begin[i], tensors, count);
     return plan;
 }
 
 const char* slot_name(Slot slot) {
-    static const char* const names[SLOTS] = {"weights", "m", "v", "slow"};
+    static const char* const names[SLOTS] = {"weights", "m", "v", "slow", "basis"};
     return names[slot];
 }
 
@@ -290,10 +336,10 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     int index = plan->launch_of[tensor];
     const LaunchPlan* launch = &plan->launch[index];
     Rows rows = config_rows(&launch->config);
-    const FormatRow* formats[SLOTS] = {rows.weights, rows.m,
-                                       rows.rule->keeps_v || rows.rule->by_rows ? rows.v : nullptr,
-                                       rows.rule->keeps_slow ? rows.m : nullptr};
-    const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->run;
+    const FormatRow* formats[SLOTS] = {
+        rows.weights, rows.m, rows.rule->keeps_v || rows.rule->by_rows ? rows.v : nullptr,
+        rows.rule->keeps_slow ? rows.m : nullptr, is_low_rank(rows.rule) ? find_row(state_table(), "fp32") : nullptr};
+    const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->kept[slot];
     Span span = format_span(formats[slot]);
     Place place = {rows.rule->name,
                    formats[slot],

@@ -29,6 +29,7 @@ struct LaunchPlan {
     int weights;  // index of its WeightsPlan
     ArenaRun run;
     int64_t tiles;
+    ArenaRun kept[5];  // (SLOTS): of each slot; the run, but for rules whose moments have shapes of their own
 };
 
 // The first of the weights, launches and groups is the configuration itself, without overrides.
@@ -44,6 +45,9 @@ struct Plan {
     int *launch_of, *group_of;  // (tensors)
     int64_t begin, end;         // the part of the arena that is kept here
     int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
+    // (tensors): the shape in which a slot keeps a tensor, and where. Moments of projected gradients, and their bases,
+    // lie one after another from the begin of the whole launch's run on, so that their noise is that of no other.
+    OptimTensor (*kept)[5];  // (SLOTS)
 };
 
 // Makes the plan of a resolved configuration for tensors that optim_layout placed with it, as far as they lie in the
@@ -57,7 +61,9 @@ int64_t tensor_padded(const OptimTensor* tensor);
 // Clamps an element of the arena to the plan's part of it.
 int64_t plan_clamp(const Plan* plan, int64_t element);
 
-enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOTS };
+// The basis is what a rule projects gradients with, in fp32.
+enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOTS };
+static_assert(SLOTS == 5, "kept");
 const char* slot_name(Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;

@@ -177,8 +177,10 @@ static void matrix_overrides(OptimConfig* config, const PresetRow* preset, bool 
                                                                : "";
     char rest[256];
     if (strcmp(more, NONE) == 0 || strncmp(more, MATRIX_REST, strlen(MATRIX_REST)) == 0) return;
-    snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
-             has_v ? preset->v : "fp32");
+    const double slower = find_row(rule_table(), config->rule)->slower;
+    const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
+                              has_v ? preset->v : "fp32");
+    if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // as adamw alone would have
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
     const size_t bytes = strlen(rest) + strlen(more) + 3;
     char* both = (char*)memory_take(bytes);  // lives as long as the process, as the options do
@@ -223,7 +225,11 @@ static bool resolve_matrix(const OptimConfig* config, char* error, size_t bytes)
                  NEWTON_SCHULZ_NAMES);
         return false;
     }
-    return resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
+    const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
+    return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error, bytes) &&
+           resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error, bytes) &&
+           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number above 0", error, bytes) &&
+           resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
                           error, bytes) &&
            resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error,
                           bytes);

@@ -69,6 +69,8 @@ bool reads_whole(const RuleRow* rule);
 // The storages of the two steps of a rule that reads matrices: from the gradient to its direction, which takes the
 // weights' place in fp32; and from the update, which takes the gradient's place, to the weights.
 Rows moment_rows(const Rows* rows);
+// True for a rule whose moments are those of a projected gradient, which takes the place of the gradient.
+bool is_low_rank(const RuleRow* rule);
 Rows apply_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.

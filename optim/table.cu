@@ -127,9 +127,13 @@ bool reads_whole(const RuleRow* rule) {
     return rule->by_rows || rule->matrix != MATRIX_NONE;
 }
 
+bool is_low_rank(const RuleRow* rule) {
+    return rule->matrix >= MATRIX_GALORE;
+}
+
 Rows moment_rows(const Rows* rows) {
-    return {rows->rule, find_row(weights_table(), "fp32"), rows->grads, rows->m,
-            rows->rule->by_rows ? none_row() : rows->v};
+    const FormatRow* grads = is_low_rank(rows->rule) ? find_row(grads_table(), "fp32") : rows->grads;
+    return {rows->rule, find_row(weights_table(), "fp32"), grads, rows->m, rows->rule->by_rows ? none_row() : rows->v};
 }
 
 Rows apply_rows(const Rows* rows) {

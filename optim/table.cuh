@@ -26,6 +26,7 @@
 #include "rules/adamw.cuh"
 #include "rules/ademamix.cuh"
 #include "rules/lion.cuh"
+#include "rules/lowrank.cuh"
 #include "rules/muon.cuh"
 #include "rules/sgd.cuh"
 
@@ -41,10 +42,13 @@
 
 // Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have
 // another rule; MATRIX_REST (override.h) gives them adamw.
-#define OPTIM_MATRIX_RULES(ROW)                                                                                        \
-    ROW("muon", "orthogonalised momentum (--momentum, --ns-steps, --ns-coefficients) for matrices; the rest is adamw", \
-        1, Muon)                                                                                                       \
-    ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)
+#define OPTIM_MATRIX_RULES(ROW)                                                                                   \
+    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 1, Muon)       \
+    ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)                   \
+    ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25, GaLore)  \
+    ROW("fira", "galore, and what lies outside its directions, scaled as adam scales the inside", 0.25, Fira)     \
+    ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 0.25, Apollo) \
+    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: next to no states", 0.25, ApolloMini)
 
 #define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
 
@@ -268,6 +272,20 @@ constexpr PresetRow PRESETS[] = {
      .v = "none",
      .note = "2.53 bytes a parameter; the rest as adamw4l",
      .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
+    {.name = "galore8",
+     .rule = "galore",
+     .weights = "bf16:sr",
+     .m = "dyn8/256",
+     .v = "udyn8/256",
+     .note = "8-bit moments of rank --rank; the rest as adamw8",
+     .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
+    {.name = "apollo-mini",
+     .rule = "apollo-mini",
+     .weights = "bf16:sr",
+     .m = "fp32",
+     .v = "fp32",
+     .note = "next to no states but adamw8's of the rest",
+     .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
 };
 constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);
 

@@ -392,7 +392,14 @@ static void check_all_resume_and_shards(Test* test, bool gpu) {
             check_resume_and_shards(test, &config, gpu);
         }
     }
-    for (const char* preset : {"muon", "muon8", "muon4"}) {
+    for (const char* rule : {"galore", "fira", "apollo", "apollo-mini"}) {
+        for (const auto& format : formats) {
+            OptimConfig config = matrix_config(rule, format[0], in_spans(format[1]) ? "de4/64" : format[1]);
+            config.rank_gap = 2;
+            check_resume_and_shards(test, &config, gpu);
+        }
+    }
+    for (const char* preset : {"muon", "muon8", "muon4", "galore8", "apollo-mini"}) {
         OptimConfig config = {preset, "", "", "bf16", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 5};
         config.grads = "fp32";
         char error[1024];
@@ -505,6 +512,10 @@ TEST(matrix_refusals) {
     expect_refusal(test, config, "--momentum: 1", "below 1");
     config = matrix_config("muon", "fp32", "fp32"), config.weights = "bf16:ef", config.m = "e4m3:sr";
     expect_refusal(test, config, "--weights: weights \"bf16:ef\"", "products of whole matrices; type --rule adamw, or");
+    config = matrix_config("galore", "fp32", "fp32"), config.rank_gap = 0;
+    expect_refusal(test, config, "--rank-gap: 0", "from 1 on");
+    config = matrix_config("apollo", "fp32", "fp32"), config.rank = -1;
+    expect_refusal(test, config, "--rank: -1", "65536");
     config = matrix_config("normuon", "fp32", "fp32"), config.v = "fp32";
     expect_refusal(test, config, "--v: \"fp32\"", "one fp32 number a row");
 }

@@ -1,6 +1,8 @@
 // See matrix.h.
 #include "matrix.h"
 
+#include "low_rank.h"
+
 #include "../../kernels/matmul.cuh"
 #include "../rules/muon.cuh"
 
@@ -34,13 +36,16 @@ static int64_t larger(int64_t a, int64_t b) {
 static void chunk_close(MatrixPlan* plan, int first) {
     MatrixChunk* chunk = &plan->chunk[plan->chunks - 1];
     qsort(plan->matrix + first, plan->matrices - first, sizeof(Matrix), compare_shapes);
+    chunk->matrix = first, chunk->matrices = plan->matrices - first;
     chunk->batch = plan->batches;
+    plan->low = larger(plan->low, (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float));
     for (int i = first; i < plan->matrices; i++) {
         const Matrix* matrix = &plan->matrix[i];
         if (i == first || !same_shape(matrix, matrix - 1)) plan->batch[plan->batches++] = {i, 0};
         MatrixBatch* batch = &plan->batch[plan->batches - 1];
         batch->count++;
         const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
+        if (plan->low > 0) continue;  // low_place has counted
         const int64_t bf16s = 2 * (padded(rows) * padded(cols) + padded(side) * padded(side)) * batch->count;
         const int64_t floats = 2 * (rows * cols + side * side);  // the CPU takes one matrix at a time
         plan->work = larger(plan->work, larger(bf16s * 2, floats * 4));
@@ -50,9 +55,34 @@ static void chunk_close(MatrixPlan* plan, int first) {
     plan->scratch = larger(plan->scratch, (chunk->end - chunk->begin) * (int64_t)sizeof(float));
 }
 
+// Sets where a matrix's moments and basis are, and counts what its products need.
+static void low_place(const Plan* plan, int index, int tensor, int part, const MatrixChunk* chunk, Matrix* matrix,
+                      MatrixPlan* its) {
+    const LaunchPlan* launch = &plan->launch[index];
+    const OptimTensor* kept = plan->kept[tensor];
+    const LowShape shape = low_shape(&launch->config, matrix->rows, matrix->cols);
+    const int64_t side = matrix->rows < matrix->cols ? matrix->rows : matrix->cols,
+                  length = matrix->rows + matrix->cols - side;
+    matrix->low = kept[SLOT_M].offset - chunk->low_begin + part * shape.rows * shape.cols;
+    matrix->basis = kept[SLOT_BASIS].offset - launch->kept[SLOT_BASIS].begin + part * shape.basis;
+    its->work = larger(its->work, (2 * shape.rank * side + shape.rank * length) * (int64_t)sizeof(float));
+    its->sums = larger(its->sums, (4 * length + 4) * (int64_t)sizeof(float));
+}
+
+void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, Tile* tiles) {
+    for (int t = 0; t < count; t++) {
+        const OptimTensor *tensor = &tensors[t], *kept = &plan->kept[t][SLOT_M];
+        if (plan->launch_of[t] != index || tensor->offset < plan->begin || tensor->offset >= plan->end) continue;
+        for (int64_t i = 0; i < tensor_padded(kept); i += TILE_ELEMENTS) {
+            *tiles++ = {(uint32_t)((kept->offset + i) / TILE_ELEMENTS), (uint32_t)plan->group_of[t]};
+        }
+    }
+}
+
 MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
     MatrixPlan its = {};
     int64_t matrices = 1, tile = 0;
+    const bool low = is_low_rank(find_row(rule_table(), plan->launch[index].config.rule));
     for (int t = 0; t < count; t++) matrices += tensors[t].parts;
     its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
@@ -67,19 +97,30 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
             if (chunk) chunk_close(&its, first);
             first = its.matrices;
             chunk = &its.chunk[its.chunks++];
-            *chunk = {begin, begin, tile, 0, 0, 0};
+            *chunk = {};
+            chunk->begin = begin, chunk->tile = tile;
+            chunk->low_begin = plan->kept[t][SLOT_M].offset;
+            chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
         }
         const int64_t rows = tensor->rows / tensor->parts;
         const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
         for (int part = 0; part < tensor->parts; part++) {
-            its.matrix[its.matrices++] = {begin - chunk->begin + part * rows * tensor->cols, row + part * rows,
-                                          (int)rows, (int)tensor->cols};
+            Matrix* matrix = &its.matrix[its.matrices++];
+            matrix->at = begin - chunk->begin + part * rows * tensor->cols;
+            matrix->row = row + part * rows;
+            matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
+            matrix->element = begin + part * rows * tensor->cols;
+            if (low) low_place(plan, index, t, part, chunk, matrix, &its);
         }
+        const OptimTensor* moments = &plan->kept[t][SLOT_M];
+        chunk->low_end = low ? moments->offset + tensor_padded(moments) : chunk->low_begin;
         chunk->end = end;
         chunk->tiles += elements / TILE_ELEMENTS;
         tile += elements / TILE_ELEMENTS;
     }
     if (its.chunks) chunk_close(&its, first);
+    const ArenaRun* moments = &plan->launch[index].kept[SLOT_M];
+    if (low) its.low_tiles = (moments->end - moments->begin) / TILE_ELEMENTS * (int64_t)sizeof(Tile);
     return its;
 }
 

@@ -37,6 +37,9 @@ struct Matrix {
     int64_t at;   // its first element in the scratch of its chunk
     int64_t row;  // number of its first row among those of the launch
     int rows, cols;
+    // Of rules that project the gradient (low_rank.h): the first element of its moments in work->low, the first number
+    // of its basis in the launch's, and its own first element in the whole arena.
+    int64_t low, basis, element;
 };
 
 // Matrices of one shape.
@@ -47,7 +50,10 @@ struct MatrixBatch {
 struct MatrixChunk {
     int64_t begin, end;  // of the arena
     int64_t tile, tiles;
+    int matrix, matrices;
     int batch, batches;
+    int64_t low_begin, low_end;  // of the moments of projected gradients
+    int64_t low_tile;
 };
 
 // How the matrices of a launch are taken, and what that needs.
@@ -56,7 +62,7 @@ struct MatrixPlan {
     MatrixBatch* batch;
     MatrixChunk* chunk;
     int matrices, batches, chunks;
-    int64_t scratch, work, sums;  // bytes
+    int64_t scratch, work, sums, low, low_tiles;  // bytes
 };
 
 // `index` is the launch's. Freed by matrix_plan_free.
@@ -73,12 +79,17 @@ constexpr const char* NEWTON_SCHULZ_NAMES = "jordan or polar-express";
 // A launch's buffers, in device memory.
 struct MatrixWork {
     MatrixPlan plan;
-    Matrix* matrix;  // plan.matrix
-    float* scratch;  // the directions, then the updates, of one chunk
-    void* work;      // X, X', A and B of a batch
-    float* sums;     // sums over matrices and rows of a batch
-    float* unit;     // what multiplies U: 1, or NaN if the step changes nothing
+    Matrix* matrix;          // plan.matrix
+    float* scratch;          // the directions, then the updates, of one chunk
+    void* work;              // X, X', A and B of a batch
+    float* sums;             // sums over matrices and rows of a batch
+    float* unit;             // what multiplies U: 1, or NaN if the step changes nothing
+    float *low, *direction;  // projected gradients of a chunk, and Adam's direction of these
+    Tile* low_tiles;         // of their moments, for all chunks
 };
+
+// Writes plan->low_tiles / sizeof(Tile) tiles.
+void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, Tile* tiles);
 
 // Part 2 for one chunk. `now` and `next` are the v of rows, of a rule that keeps one.
 void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,

@@ -31,7 +31,15 @@ struct Hyper {
 };
 
 // What a rule does with whole matrices (matrix/matrix.h); MATRIX_NONE: nothing.
-enum MatrixRule { MATRIX_NONE, MATRIX_MUON, MATRIX_NORMUON };
+enum MatrixRule {
+    MATRIX_NONE,
+    MATRIX_MUON,
+    MATRIX_NORMUON,
+    MATRIX_GALORE,  // this and those that follow keep moments of a projected gradient (matrix/low_rank.h)
+    MATRIX_FIRA,
+    MATRIX_APOLLO,
+    MATRIX_APOLLO_MINI
+};
 
 // The optional members of a rule.
 struct RuleDefaults {

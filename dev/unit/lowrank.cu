@@ -1,0 +1,217 @@
+// Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
+// double, five steps; the directions of galore against the gradient's leading ones.
+#include "../../optim/matrix/low_rank.h"
+#include "rules.h"
+
+constexpr int STEPS = 5, MOST_LOW = 64 * 48;
+constexpr float LR = 0.02f;
+
+struct Shape {
+    int rows, cols;
+};
+static const Shape shapes[] = {{64, 24}, {24, 64}, {32, 32}};
+
+// A gradient of rank 4 and a tenth of noise.
+static double low_gradient(int step, const Shape& s, int i) {
+    double sum = 0.1 * (double)test_uniform(50 + (uint64_t)step, i);
+    for (int k = 0; k < 4; k++) {
+        sum += (double)test_uniform(7, 1000 * k + i / s.cols) *
+               (double)test_uniform(8 + (uint64_t)(step % 2), 1000 * k + i % s.cols);
+    }
+    return sum;
+}
+
+struct LowRun {
+    Device dev;
+    OptimConfig config;
+    OptimTensor tensor;
+    Optim* optim;
+    float p[MOST_LOW], q[MOST_LOW];  // weights and basis after the steps
+};
+
+static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu) {
+    run->config = {"", rule, "fp32", "fp32", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    run->config.rank_gap = 100;
+    char error[1024];
+    if (!optim_resolve(&run->config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    device_open(&run->dev, gpu, 0);
+    run->tensor = {"h.0.w", s.rows, s.cols, true, 0};
+    const int64_t elements = optim_layout(&run->tensor, 1, &run->config);
+    run->optim = optim_create(&run->dev, &run->config, &run->tensor, 1, OPTIM_FP32);
+    float *values = (float*)calloc((size_t)elements, sizeof(float)), half = 0.5f;
+    float *grads = (float*)device_alloc(&run->dev, elements * 4), *scale = (float*)device_alloc(&run->dev, 4);
+    for (int i = 0; i < s.rows * s.cols; i++) values[i] = start(i);
+    optim_set_weights(run->optim, 0, values);
+    copy_to_device(&run->dev, scale, &half, 4);
+    for (int step = 1; step <= STEPS; step++) {
+        for (int i = 0; i < s.rows * s.cols; i++) values[i] = (float)low_gradient(step, s, i);
+        copy_to_device(&run->dev, grads, values, elements * 4);
+        optim_step(run->optim, grads, scale, LR, step);
+    }
+    optim_get_weights(run->optim, 0, run->p);
+    for (int i = 0; i < optim_stream_count(run->optim); i++) {
+        OptimStream stream = optim_stream(run->optim, i);
+        const int64_t bytes = stream.elements * stream.element_bytes;
+        if (is(stream.name, "basis"))
+            copy_to_host(&run->dev, run->q, stream.data,
+                         bytes < (int64_t)sizeof(run->q) ? bytes : (int64_t)sizeof(run->q));
+    }
+    free(values);
+    device_free(&run->dev, grads);
+    device_free(&run->dev, scale);
+    optim_free(run->optim);
+    device_close(&run->dev);
+}
+
+// Element (i, j) of the random directions, as low_rank.h describes them.
+static double random_basis(uint64_t seed, int64_t element, int64_t rank) {
+    Noise noise = philox4x32({{(uint32_t)element, 0, 8, 0}}, (uint32_t)seed, 0, NOISE_ROUNDS);
+    double sum = 0.0;
+    for (uint32_t word : noise.word) sum += (double)(word & 0xffff) + (double)(word >> 16);
+    return (sum / 65536.0 - 4.0 + 4.0 / 65536.0) * sqrt(1.5) / sqrt((double)rank);
+}
+
+// The papers' steps in double, with the directions q (rank, side); channel c is an index of the longer side.
+static void reference_low(const LowRun* run, const Shape& s, const double* q, double* p) {
+    const OptimConfig* config = &run->config;
+    static double g[MOST_LOW], low[MOST_LOW], m[MOST_LOW], v[MOST_LOW], direction[MOST_LOW];
+    const bool right = s.rows >= s.cols, fira = is(config->rule, "fira"), galore = is(config->rule, "galore"),
+               mini = is(config->rule, "apollo-mini");
+    const int side = right ? s.cols : s.rows, length = right ? s.rows : s.cols;
+    const int rank = (int)low_shape(config, s.rows, s.cols).rank;
+    auto at = [&](int channel, int k) { return right ? channel * s.cols + k : k * s.cols + channel; };
+    for (int i = 0; i < s.rows * s.cols; i++) p[i] = start(i), m[i] = v[i] = 0.0;
+    double last = 0.0;
+    for (int step = 1; step <= STEPS; step++) {
+        static double update[MOST_LOW];
+        double all_n = 0.0, all_low = 0.0, norm = 0.0;
+        static double phi[64];
+        for (int i = 0; i < s.rows * s.cols; i++) g[i] = 0.5 * (double)(float)low_gradient(step, s, i);
+        for (int c = 0; c < length; c++) {
+            double of_n = 0.0, of_low = 0.0;
+            for (int r = 0; r < rank; r++) {
+                const int i = c * rank + r;
+                low[i] = 0.0;
+                for (int k = 0; k < side; k++) low[i] += g[at(c, k)] * q[r * side + k];
+                m[i] += (1.0 - (double)config->beta1) * (low[i] - m[i]);
+                v[i] += (1.0 - (double)config->beta2) * (low[i] * low[i] - v[i]);
+                const double bias1 = 1.0 - pow((double)config->beta1, step),
+                             bias2 = 1.0 - pow((double)config->beta2, step);
+                direction[i] = m[i] / bias1 / (sqrt(v[i] / bias2) + (double)config->eps);
+                of_n += direction[i] * direction[i], of_low += low[i] * low[i];
+            }
+            phi[c] = sqrt(of_n) / (sqrt(of_low) + 1e-8);
+            all_n += of_n, all_low += of_low;
+        }
+        for (int c = 0; c < length; c++) {
+            const double scale = mini ? sqrt(all_n) / (sqrt(all_low) + 1e-8) : phi[c];
+            for (int k = 0; k < side; k++) {
+                double inside = 0.0, back = 0.0;
+                for (int r = 0; r < rank; r++) inside += low[c * rank + r] * q[r * side + k];
+                for (int r = 0; r < rank; r++) back += direction[c * rank + r] * q[r * side + k];
+                const double rest = scale * (fira ? g[at(c, k)] - inside : g[at(c, k)]);
+                update[at(c, k)] = galore ? 0.25 * back : rest;
+                norm += rest * rest;
+                if (fira) g[at(c, k)] = 0.25 * back;  // no channel reads it again
+            }
+        }
+        norm = sqrt(norm);
+        const double limit = last > 0.0 ? fmax(norm / (last + 1e-8), 1.01) / 1.01 : 1.0;
+        last = norm / limit;
+        for (int i = 0; i < s.rows * s.cols; i++) {
+            double u = update[i];
+            if (fira) u = g[i] + update[i] / limit;
+            if (!fira && !galore) u = sqrt(mini ? 128.0 : 1.0) * update[i] / limit;
+            p[i] = p[i] * (1.0 - (double)LR * (double)config->weight_decay) - (double)LR * u;
+        }
+    }
+}
+
+// Sums of fp32 over at most 64 terms err by 2^-18 of their norms; Adam's division passes that on to elements in
+// proportion to one over their size, and few are below 2^-6 of the others: 2^-10 of the steps, in the norm of
+// Frobenius.
+static void check_low(Test* test, bool gpu) {
+    static LowRun run;
+    static double q[MOST_LOW], p[MOST_LOW];
+    double worst = 0.0;
+    for (const char* rule : {"galore", "fira", "apollo", "apollo-mini"}) {
+        for (const Shape& s : shapes) {
+            low_run(&run, rule, s, gpu);
+            const int side = s.rows < s.cols ? s.rows : s.cols, rank = (int)low_shape(&run.config, s.rows, s.cols).rank;
+            const bool stored = is(rule, "galore") || is(rule, "fira");
+            for (int i = 0; i < rank * side; i++) q[i] = stored ? (double)run.q[i] : random_basis(77, i, rank);
+            reference_low(&run, s, q, p);
+            double error = 0.0, moved = 0.0;
+            for (int i = 0; i < s.rows * s.cols; i++) {
+                error += pow((double)run.p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
+            }
+            const double share = sqrt(error / moved) * 1024.0;
+            expect(share <= 1.0 && share > 0.0, "%s, %d x %d: %g of the bound", rule, s.rows, s.cols, share);
+            worst = fmax(worst, share);
+        }
+    }
+    snprintf(test->note, sizeof(test->note), "%.2g of the bound", worst);
+}
+
+TEST(lowrank_against_double) {
+    check_low(test, false);
+}
+
+TEST(lowrank_against_double_gpu) {
+    check_low(test, true);
+}
+
+// Rows of the basis are orthonormal, and hold the 4 leading directions of the first step's gradient: what it leaves of
+// the gradient is the noise.
+static void check_basis(Test* test, bool gpu) {
+    static LowRun run;
+    for (const Shape& s : shapes) {
+        low_run(&run, "galore", s, gpu);
+        const bool right = s.rows >= s.cols;
+        const int side = right ? s.cols : s.rows, length = right ? s.rows : s.cols;
+        const int rank = (int)low_shape(&run.config, s.rows, s.cols).rank;
+        double off = 0.0, all = 0.0, inside = 0.0, noise = 0.0;
+        for (int i = 0; i < rank; i++) {
+            for (int j = 0; j <= i; j++) {
+                double dot = 0.0;
+                for (int k = 0; k < side; k++) dot += (double)run.q[i * side + k] * (double)run.q[j * side + k];
+                off = fmax(off, fabs(dot - (i == j)));
+            }
+        }
+        for (int c = 0; c < length; c++) {
+            for (int r = 0; r < rank; r++) {
+                double low = 0.0;
+                for (int k = 0; k < side; k++) {
+                    low += low_gradient(1, s, right ? c * s.cols + k : k * s.cols + c) * (double)run.q[r * side + k];
+                }
+                inside += low * low;
+            }
+        }
+        for (int i = 0; i < s.rows * s.cols; i++) {
+            all += pow(low_gradient(1, s, i), 2), noise += pow(0.1 * (double)test_uniform(51, i), 2);
+        }
+        expect(off <= side * 0x1p-22, "%d x %d: rows are %g from orthonormal", s.rows, s.cols, off);
+        expect(all - inside <= noise && all > 10.0 * noise, "%d x %d: %g of %g are outside", s.rows, s.cols,
+               all - inside, all);
+    }
+}
+
+TEST(lowrank_basis) {
+    check_basis(test, false);
+}
+
+TEST(lowrank_basis_gpu) {
+    check_basis(test, true);
+}
+
+// The noise of a projection has mean 0, variance 1 and a normal number's tails, but for the fourth moment.
+TEST(lowrank_normal_numbers) {
+    double moment[5] = {};
+    constexpr int COUNT = 200000;
+    for (int i = 0; i < COUNT; i++) {
+        const double x = random_basis(5, i, 1);
+        for (int k = 1; k < 5; k++) moment[k] += pow(x, k) / COUNT;
+    }
+    expect(fabs(moment[1]) < 0.01 && fabs(moment[2] - 1.0) < 0.015 && fabs(moment[4] - 2.85) < 0.06, "%g %g %g",
+           moment[1], moment[2], moment[4]);
+}

@@ -1,0 +1,498 @@
+// See low_rank.h. Each loop is a struct with a function of one index, or of one index and a lane, that the GPU runs a
+// thread or a warp each, and the CPU in order.
+#include "low_rank.h"
+
+#include "../../kernels/matmul.cuh"
+#include "../formats/bf16.cuh"
+#include "../formats/fp32.cuh"
+
+constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise beside those of noise.cuh
+constexpr int POWER_ITERATIONS = 2;
+constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
+
+static MatrixRule rule_of(const OptimConfig* config) {
+    return find_row(rule_table(), config->rule)->matrix;
+}
+
+static bool stores_basis(MatrixRule rule) {
+    return rule == MATRIX_GALORE || rule == MATRIX_FIRA;
+}
+
+LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
+    const MatrixRule rule = rule_of(config);
+    const int64_t side = rows < cols ? rows : cols;
+    int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
+    if (rank > side) rank = side;
+    const int64_t basis = (stores_basis(rule) ? rank * side : 0) + (rule != MATRIX_GALORE);
+    return {rank, rows >= cols ? rows : rank, rows >= cols ? rank : cols, basis};
+}
+
+// Loops.
+
+#ifdef __CUDACC__
+template <class Each>
+__global__ void __launch_bounds__(256) each_kernel(Each each, int64_t count) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += 256ll * gridDim.x) each.at(i);
+}
+
+// A warp an index.
+template <class Lanes>
+__global__ void __launch_bounds__(256) lanes_kernel(Lanes lanes, int64_t count) {
+    for (int64_t i = blockIdx.x * 8ll + threadIdx.x / 32; i < count; i += 8ll * gridDim.x) {
+        float sum = lanes.lane(i, threadIdx.x % 32);
+        for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
+        if (threadIdx.x % 32 == 0) lanes.end(i, sum);
+    }
+}
+
+static unsigned blocks_for(int64_t count, int each) {
+    const int64_t blocks = ceil_div(count, each);
+    return (unsigned)(blocks < 8192 ? blocks : 8192);
+}
+#endif
+
+// Calls each.at(i) for i from 0 to count - 1, in any order.
+template <class Each>
+static void for_each(const Device* dev, const Each& each, int64_t count) {
+    if (count == 0) return;
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        each_kernel<<<blocks_for(count, 256), 256, 0, dev->stream>>>(each, count);
+        check_launch();
+        return;
+    }
+#endif
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i++) each.at(i);
+}
+
+// Adds the partial sums lanes.lane(i, 0 .. 31) by halves, as rows.cuh does, and calls lanes.end(i, sum).
+template <class Lanes>
+static void for_lanes(const Device* dev, const Lanes& lanes, int64_t count) {
+    if (count == 0) return;
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        lanes_kernel<<<blocks_for(count, 8), 256, 0, dev->stream>>>(lanes, count);
+        check_launch();
+        return;
+    }
+#endif
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        float sum[32];
+        for (int l = 0; l < 32; l++) sum[l] = lanes.lane(i, l);
+        for (int half = 16; half > 0; half /= 2) {
+            for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
+        }
+        lanes.end(i, sum[0]);
+    }
+}
+
+template <class Format>
+struct Gradients {
+    const typename Format::Code* grads;
+    const float* scale;
+    float* to;
+
+    OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(Format::decode(grads[i]), *scale); }
+};
+
+void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const void* grads, bool is_bf16,
+                        const float* grad_scale) {
+    const MatrixChunk* taken = &work->plan.chunk[chunk];
+    const int64_t count = taken->end - taken->begin;
+    if (is_bf16)
+        for_each(dev, Gradients<Bf16>{(const uint16_t*)grads + taken->begin, grad_scale, work->scratch}, count);
+    if (!is_bf16) for_each(dev, Gradients<Fp32>{(const float*)grads + taken->begin, grad_scale, work->scratch}, count);
+}
+
+// The basis.
+
+// A number of mean 0 and variance 1: element `element` of the arena, of refresh number `refresh`.
+OPTIM_INLINE float basis_normal(uint64_t seed, uint64_t element, uint32_t refresh) {
+    const Noise counter = {{(uint32_t)element, (uint32_t)(element >> 32), NOISE_BASIS, refresh}};
+    const Noise noise = philox4x32(counter, (uint32_t)seed, (uint32_t)(seed >> 32), NOISE_ROUNDS);
+    int sum = 0;
+    for (int i = 0; i < 4; i++) sum += (int)(noise.word[i] & 0xffffu) + (int)(noise.word[i] >> 16);
+    // Eight numbers of mean 65535 / 2 and, within 2^-32, variance 65536^2 / 12.
+    return exact_mul((float)(sum - 4 * 65535), 1.8688408e-5f);  // sqrt(12 / 8) / 65536
+}
+
+struct RandomBasis {
+    float* to;
+    uint64_t seed, element;
+    uint32_t refresh;
+    float scale;
+
+    OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(basis_normal(seed, element + i, refresh), scale); }
+};
+
+// Rows of y (rank, side) that are zero become random ones, in a first refresh all.
+struct StartBasis {
+    float* to;
+    const float* from;
+    uint64_t seed, element;
+    uint32_t refresh;
+    int64_t side;
+
+    OPTIM_INLINE void at(int64_t row) const {
+        bool any = false;
+        for (int64_t i = 0; i < side && !any; i++) any = from[row * side + i] != 0.0f;
+        for (int64_t i = 0; i < side; i++) {
+            to[row * side + i] = any ? from[row * side + i] : basis_normal(seed, element + row * side + i, refresh);
+        }
+    }
+};
+
+// Copies a new basis, unless the step changes nothing.
+struct KeepBasis {
+    float* to;
+    const float *from, *unit;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        if (is_finite(*unit)) to[i] = from[i];
+    }
+};
+
+// Makes the rows of y orthonormal, in order, by classical Gram-Schmidt, two times for each row. What is left of a row
+// must be a hundred-thousandth of it; otherwise it is a combination of those before it, and a random row takes its
+// place. `lane` .. `sync` say how threads share the work; c has room for `rank` numbers.
+struct Orthonormal {
+    float *y, *c;
+    int64_t rank, side;
+    uint64_t seed, element;
+    uint32_t refresh;
+};
+
+static float dot_cpu(const float* a, const float* b, int64_t n) {
+    float sum[32] = {};
+    for (int64_t i = 0; i < n; i += 32) {
+        for (int l = 0; l < 32 && i + l < n; l++) sum[l] = exact_fma(a[i + l], b[i + l], sum[l]);
+    }
+    for (int half = 16; half > 0; half /= 2) {
+        for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
+    }
+    return sum[0];
+}
+
+static void orthonormal_cpu(const Orthonormal& o) {
+    for (int64_t j = 0; j < o.rank; j++) {
+        float* row = o.y + j * o.side;
+        for (uint32_t attempt = 1;; attempt++) {
+            const float before = dot_cpu(row, row, o.side);
+            for (int pass = 0; pass < 2; pass++) {
+                for (int64_t i = 0; i < j; i++) o.c[i] = dot_cpu(o.y + i * o.side, row, o.side);
+                for (int64_t k = 0; k < o.side; k++) {
+                    for (int64_t i = 0; i < j; i++) row[k] = exact_fma(-o.c[i], o.y[i * o.side + k], row[k]);
+                }
+            }
+            const float after = dot_cpu(row, row, o.side);
+            if (after > exact_mul(1e-10f, before) || attempt == 4) {
+                const float inverse = 1.0f / sqrtf(after);
+                for (int64_t k = 0; k < o.side; k++) row[k] = exact_mul(row[k], after > 0.0f ? inverse : 0.0f);
+                break;
+            }
+            for (int64_t k = 0; k < o.side; k++) {
+                row[k] = basis_normal(o.seed, o.element + j * o.side + k, o.refresh ^ attempt << 28);
+            }
+        }
+    }
+}
+
+#ifdef __CUDACC__
+// The same for a warp; all lanes receive the sum.
+__device__ inline float dot_warp(const float* a, const float* b, int64_t n) {
+    float sum = 0.0f;
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32) sum = exact_fma(a[i], b[i], sum);
+    for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
+    return __shfl_sync(0xffffffffu, sum, 0);
+}
+
+// grid 1, block 1024; deterministic, with the bits of orthonormal_cpu.
+__global__ void __launch_bounds__(1024) orthonormal_kernel(Orthonormal o) {
+    const int warp = threadIdx.x / 32;
+    for (int64_t j = 0; j < o.rank; j++) {
+        float* row = o.y + j * o.side;
+        for (uint32_t attempt = 1;; attempt++) {
+            const float before = dot_warp(row, row, o.side);
+            for (int pass = 0; pass < 2; pass++) {
+                for (int64_t i = warp; i < j; i += 32) {
+                    const float dot = dot_warp(o.y + i * o.side, row, o.side);
+                    if (threadIdx.x % 32 == 0) o.c[i] = dot;
+                }
+                __syncthreads();
+                for (int64_t k = threadIdx.x; k < o.side; k += 1024) {
+                    float x = row[k];
+                    for (int64_t i = 0; i < j; i++) x = exact_fma(-o.c[i], o.y[i * o.side + k], x);
+                    row[k] = x;
+                }
+                __syncthreads();
+            }
+            const float after = dot_warp(row, row, o.side);
+            __syncthreads();
+            const bool good = after > exact_mul(1e-10f, before) || attempt == 4;
+            const float inverse = after > 0.0f ? __frcp_rn(exact_sqrt(after)) : 0.0f;
+            for (int64_t k = threadIdx.x; k < o.side; k += 1024) {
+                row[k] = good ? exact_mul(row[k], inverse)
+                              : basis_normal(o.seed, o.element + j * o.side + k, o.refresh ^ attempt << 28);
+            }
+            __syncthreads();
+            if (good) break;
+        }
+    }
+}
+#endif
+
+static void orthonormal(const Device* dev, const Orthonormal& o) {
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        orthonormal_kernel<<<1, 1024, 0, dev->stream>>>(o);
+        check_launch();
+        return;
+    }
+#endif
+    orthonormal_cpu(o);
+}
+
+// One matrix, where its parts are.
+struct LowMatrix {
+    const Matrix* shape;
+    MatrixRule rule;
+    bool right;            // R >= C
+    int64_t side, length;  // the shorter and the longer one
+    int64_t rank;
+    float *g, *low, *direction;
+    float *basis, *last;  // Q, of the rules that store it, and the norm of the limit, or null
+    float *q, *y, *z;     // room for (rank, side), (rank, side) and the moments' shape
+    float* sums;          // room for 2 length + 2 numbers
+};
+
+static LowMatrix low_matrix(const OptimConfig* config, const MatrixWork* work, const Matrix* m, float* basis) {
+    const LowShape shape = low_shape(config, m->rows, m->cols);
+    LowMatrix l = {};
+    l.shape = m;
+    l.rule = rule_of(config);
+    l.right = m->rows >= m->cols;
+    l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
+    l.rank = shape.rank;
+    l.g = work->scratch + m->at;
+    l.low = work->low + m->low, l.direction = work->direction + m->low;
+    l.basis = basis + m->basis;
+    l.last = l.rule == MATRIX_GALORE ? nullptr : l.basis + shape.basis - 1;
+    l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
+    l.sums = work->sums;
+    if (stores_basis(l.rule)) l.q = l.basis;
+    return l;
+}
+
+static void project(const Device* dev, const LowMatrix* l, const float* q, float* low) {
+    const int64_t R = l->shape->rows, C = l->shape->cols;
+    const MatmulProduct right = {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0};
+    const MatmulProduct left = {l->rank, C, R, false, false, 1.0f, 0.0f, 1, 0, 0, 0};
+    matmul_product<float, float>(dev, l->right ? &right : &left, low, l->right ? l->g : q, l->right ? q : l->g,
+                                 nullptr);
+}
+
+// g = scale low Q, back in full shape, + beta g.
+static void project_back(const Device* dev, const LowMatrix* l, const float* low, float scale, float beta) {
+    const int64_t R = l->shape->rows, C = l->shape->cols;
+    const MatmulProduct product = {R, C, l->rank, !l->right, false, scale, beta, 1, 0, 0, 0};
+    matmul_product<float, float>(dev, &product, l->g, l->right ? low : l->q, l->right ? l->q : low, l->g);
+}
+
+static void basis_refresh(const Device* dev, const OptimConfig* config, const MatrixWork* work, const LowMatrix* l,
+                          uint32_t refresh) {
+    const int64_t R = l->shape->rows, C = l->shape->cols;
+    const uint64_t element = (uint64_t)l->shape->element;
+    const Orthonormal o = {l->y, l->sums, l->rank, l->side, config->seed, element, refresh};
+    for_each(dev, StartBasis{l->y, l->basis, config->seed, element, refresh, l->side}, l->rank);
+    for (int i = 0; i < POWER_ITERATIONS; i++) {
+        project(dev, l, l->y, l->z);
+        const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0, 0, 0};
+        const MatmulProduct left = {l->rank, R, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0};
+        matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
+        orthonormal(dev, o);
+    }
+    for_each(dev, KeepBasis{l->basis, l->y, work->unit}, l->rank * l->side);
+}
+
+void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
+                      int64_t step) {
+    const MatrixChunk* taken = &work->plan.chunk[chunk];
+    const uint32_t refresh = (uint32_t)((step - 1) / config->rank_gap);
+    for (int i = 0; i < taken->matrices; i++) {
+        const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
+        if (!stores_basis(l.rule)) {
+            const float scale = (float)(1.0 / sqrt((double)l.rank));
+            for_each(dev, RandomBasis{l.q, config->seed, (uint64_t)l.shape->element, refresh, scale}, l.rank * l.side);
+        } else if ((step - 1) % config->rank_gap == 0) {
+            basis_refresh(dev, config, work, &l, refresh);
+        }
+        project(dev, &l, l.q, l.low);
+    }
+}
+
+// The update.
+
+// The sum of squares of each channel of a matrix (rows, cols), of rows or of columns.
+struct ChannelSquares {
+    const float* x;
+    int64_t count, next, step;  // elements of a channel, and from one channel or element to the next
+    float* to;
+
+    OPTIM_INLINE float lane(int64_t i, int lane) const {
+        float sum = 0.0f;
+        for (int64_t k = lane; k < count; k += 32) {
+            const float value = x[i * next + k * step];
+            sum = exact_fma(value, value, sum);
+        }
+        return sum;
+    }
+    OPTIM_INLINE void end(int64_t i, float sum) const { to[i] = sum; }
+};
+
+// phi of channel i, from the squares of N and low.
+OPTIM_INLINE float channel_factor(float direction, float low) {
+#ifdef __CUDA_ARCH__
+    return __fdiv_rn(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
+#else
+    return sqrtf(direction) / (sqrtf(low) + NORM_EPS);
+#endif
+}
+
+// Of all channels: phi, and the square of what the limit is of. factor holds the squares of N and receives phi.
+struct Factors {
+    float *factor, *squares;     // (length)
+    const float *full, *of_low;  // (length): squares of G and of low
+    bool residual;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const float phi = channel_factor(factor[i], of_low[i]);
+        const float rest = residual ? exact_max(exact_add(full[i], -of_low[i]), 0.0f) : full[i];
+        factor[i] = phi;
+        squares[i] = exact_mul(exact_mul(phi, phi), rest);
+    }
+};
+
+// Sums `count` numbers.
+struct Sum {
+    const float* x;
+    int64_t count;
+    float* to;
+
+    OPTIM_INLINE float lane(int64_t, int lane) const {
+        float sum = 0.0f;
+        for (int64_t k = lane; k < count; k += 32) sum = exact_add(sum, x[k]);
+        return sum;
+    }
+    OPTIM_INLINE void end(int64_t, float sum) const { *to = sum; }
+};
+
+// apollo-mini's one phi for all channels.
+struct OneFactor {
+    const float *direction, *low;
+    float *factor, *squares;
+    const float* full;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const float phi = channel_factor(*direction, *low);
+        factor[i] = phi;
+        squares[i] = exact_mul(exact_mul(phi, phi), full[i]);
+    }
+};
+
+// 1 / limit of a sum of squares, and the norm that is kept. One index.
+struct Limit {
+    const float *sum, *unit;
+    float *last, *inverse;
+
+    OPTIM_INLINE void at(int64_t) const {
+        const float now = exact_sqrt(*sum), most = exact_mul(LIMIT, exact_add(*last, NORM_EPS));
+        const bool limited = *last > 0.0f && now > most;
+        *inverse = limited ? channel_quotient(most, now) : 1.0f;
+        if (is_finite(*unit)) *last = limited ? most : now;
+    }
+    static OPTIM_INLINE float channel_quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+        return __fdiv_rn(a, b);
+#else
+        return a / b;
+#endif
+    }
+};
+
+// x = scale x phi / limit, by rows of `cols` or by columns.
+struct ScaleChannels {
+    float* x;
+    const float *factor, *inverse;
+    int64_t cols;
+    bool by_rows;
+    float scale;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const float phi = exact_mul(factor[by_rows ? i / cols : i % cols], *inverse);
+        x[i] = exact_mul(x[i], exact_mul(scale, phi));
+    }
+};
+
+// N = scale N - phi / limit low, in the moments' shape.
+struct ResidualDirection {
+    float* direction;
+    const float *low, *factor, *inverse;
+    int64_t cols;
+    bool by_rows;
+    float scale;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const float phi = exact_mul(factor[by_rows ? i / cols : i % cols], *inverse);
+        direction[i] = exact_fma(scale, direction[i], -exact_mul(phi, low[i]));
+    }
+};
+
+static void channel_squares(const Device* dev, const LowMatrix* l, const float* x, int64_t count, float* to) {
+    const ChannelSquares rows = {x, count, count, 1, to}, columns = {x, count, 1, l->length, to};
+    for_lanes(dev, l->right ? rows : columns, l->length);
+}
+
+// Sets phi and the inverse of the limit, which lie at the start of sums, the inverse first.
+static void scale_factors(const Device* dev, const MatrixWork* work, const LowMatrix* l) {
+    const int64_t n = l->length;
+    float *inverse = l->sums, *total = inverse + 1, *factor = inverse + 4, *full = factor + n, *of_low = full + n,
+          *squares = of_low + n;
+    channel_squares(dev, l, l->g, l->side, full);
+    channel_squares(dev, l, l->direction, l->rank, factor);
+    channel_squares(dev, l, l->low, l->rank, of_low);
+    if (l->rule == MATRIX_APOLLO_MINI) {
+        for_lanes(dev, Sum{factor, n, inverse + 2}, 1);
+        for_lanes(dev, Sum{of_low, n, inverse + 3}, 1);
+        for_each(dev, OneFactor{inverse + 2, inverse + 3, factor, squares, full}, n);
+    } else {
+        for_each(dev, Factors{factor, squares, full, of_low, l->rule == MATRIX_FIRA}, n);
+    }
+    for_lanes(dev, Sum{squares, n, total}, 1);
+    for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
+}
+
+void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis) {
+    const MatrixChunk* taken = &work->plan.chunk[chunk];
+    const MatrixRule rule = rule_of(config);
+    const float usual = stores_basis(rule) ? 0.25f : rule == MATRIX_APOLLO_MINI ? 128.0f : 1.0f;
+    const float scale = config->rank_scale > 0.0f ? config->rank_scale : usual;
+    for (int i = 0; i < taken->matrices; i++) {
+        const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
+        if (rule == MATRIX_GALORE) {
+            project_back(dev, &l, l.direction, scale, 0.0f);
+            continue;
+        }
+        scale_factors(dev, work, &l);
+        const int64_t cols = l.shape->cols, size = l.shape->rows * cols;
+        const float *inverse = l.sums, *factor = inverse + 4, root = sqrtf(scale);
+        const float of_g = rule == MATRIX_FIRA ? 1.0f : root;
+        for_each(dev, ScaleChannels{l.g, factor, inverse, cols, l.right, of_g}, size);
+        if (rule != MATRIX_FIRA) continue;
+        const int64_t low_cols = l.right ? l.rank : l.length;
+        for_each(dev, ResidualDirection{l.direction, l.low, factor, inverse, low_cols, l.right, scale},
+                 l.rank * l.length);
+        project_back(dev, &l, l.direction, 1.0f, 1.0f);
+    }
+}

@@ -1,0 +1,38 @@
+// What GaLore, Fira and APOLLO do with single elements; matrix/low_rank.h has the rest. The step before the products is
+// Adam's on a projected gradient g, and writes its direction, without a learning rate, where other rules have the
+// weight:
+//     m = m + (1 - beta1) * (g - m);   v = v + (1 - beta2) * (g * g - v)
+//     N = m / bias1 / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
+// The step after the products is that of every rule that reads matrices (muon.cuh).
+#pragma once
+#include "hyper.cuh"
+
+EMBED_SOURCE
+
+struct GaLore : RuleDefaults {
+    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
+    static constexpr MatrixRule MATRIX = MATRIX_GALORE;
+
+    static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
+        *m = average(*m, g, hyper.rest1);
+        *v = average_square(*v, g, hyper.rest2);
+        return *m;
+    }
+
+    // step_size is that of a learning rate of 1.
+    static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {
+        *p = exact_mul(hyper.step_size, quotient);
+    }
+};
+
+struct Fira : GaLore {
+    static constexpr MatrixRule MATRIX = MATRIX_FIRA;
+};
+
+struct Apollo : GaLore {
+    static constexpr MatrixRule MATRIX = MATRIX_APOLLO;
+};
+
+struct ApolloMini : GaLore {
+    static constexpr MatrixRule MATRIX = MATRIX_APOLLO_MINI;
+};
