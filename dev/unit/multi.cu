@@ -63,6 +63,8 @@ TEST(multi_modes) {
     check_modes(test, false, 2, 1, "--recompute block --comm bf16");
     check_modes(test, false, 4, 1, "--preset muon4");  // whose matrices are not cut
     check_modes(test, false, 3, 1, "--rule normuon");
+    check_modes(test, false, 4, 1, "--preset galore8 --rank 8 --rank-gap 3");
+    check_modes(test, false, 2, 1, "--rule fira");
 }
 
 TEST(multi_modes_gpu) {
@@ -73,6 +75,7 @@ TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 2, "--preset adamw32");
     check_modes(test, true, ranks, 1, "--preset muon4");
     check_modes(test, true, ranks, 1, "--rule normuon");
+    check_modes(test, true, ranks, 1, "--preset galore8 --rank 8 --rank-gap 3");
     snprintf(test->note, sizeof(test->note), "%d GPUs", ranks);
 }
 

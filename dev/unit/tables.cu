@@ -254,8 +254,9 @@ TEST(tables_list_of_presets) {
         OptimConfig config = table_config(name, "", "", "");
         expect(is(config.rule, rule) && is(config.weights, weights) && is(config.m, m) && is(config.v, v), "%s", line);
         Cost cost = cost_of(test, &config);
-        expect(says(bytes, cost.weights + cost.states, 0.0), "%s: %g bytes, allocated %g", name, bytes,
-               cost.weights + cost.states);
+        const bool low = is_low_rank(find_row(rule_table(), rule));  // of whose moments no list counts bytes
+        const double counted = cost.weights + (low ? 0.0 : cost.states);
+        expect(says(bytes, counted, 0.0), "%s: %g bytes, allocated %g", name, bytes, counted);
         expect(strlen(line + used) > 10, "%s: no line on when to use it", name);
         rows++;
     }
