@@ -241,7 +241,7 @@ static void run_clamp(const Plan* plan, ArenaRun* run) {
 }
 
 // The moments and the basis of a tensor whose gradient is projected, from `offset` on.
-static void kept_low(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
+static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
                      OptimTensor (&kept)[SLOTS]) {
     const int64_t parts = tensor->parts;
     const LowShape shape = low_shape(&launch->config, tensor->rows / parts, tensor->cols);
@@ -262,7 +262,7 @@ static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* t
         if (plan->launch_of[t] != index) continue;
         for (OptimTensor& kept : plan->kept[t]) kept = tensors[t];
         if (!low) continue;
-        kept_low(plan, launch, &tensors[t], offset, plan->kept[t]);
+        kept_low(launch, &tensors[t], offset, plan->kept[t]);
         const bool here = tensors[t].offset >= plan->begin && tensors[t].offset < plan->end;
         for (int slot = SLOT_M; slot < SLOTS; slot++) {
             const OptimTensor* kept = &plan->kept[t][slot];
