@@ -41,6 +41,7 @@
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
+#include "kernels/profile.h"        // profile_row: names of what is queued, for NVIDIA's profilers
 #include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
@@ -91,6 +92,7 @@ struct Options {
     const char *resume, *device;
     int64_t seed;
     const char* sample;
+    bool profile;
     bool dry_run, list_formats, list_presets, version, help;
     const char* completion;
 };
@@ -204,6 +206,8 @@ static const Option OPTIONS[] = {
      "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
     {"device", CHOICE, AT(device), "auto", 0, 0, "auto|gpu|cpu", "", "auto: a GPU when there is one"},
     {"seed", INT, AT(seed), "1", 0, 9e15, "N", "", "of initial weights, data order and rounding noise"},
+    {"profile", FLAG, AT(profile), "", 0, 0, "", "",
+     "name what is queued for nsys and ncu, with the names of make bench's rows; a few steps, nothing is saved"},
     {"sample", TEXT, AT(sample), "", 0, 0, "PROMPT", "instead of training", "continue PROMPT with --model DIR"},
     {"dry-run", FLAG, AT(dry_run), "", 0, 0, "", "", "print the plan and stop"},
     {"list-formats", FLAG, AT(list_formats), "", 0, 0, "", "", "storage formats"},
@@ -484,11 +488,16 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     BlockActivations<X>* b = &a->block[l];
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
+    profile_row(dev, "qkv");
     matmul_forward<X>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
+    profile_row(dev, "attention forward");
     attention_forward<X>(dev, b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
+    profile_row(dev, "attention projection");
     matmul_forward<X>(dev, a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C);
+    profile_row(dev, "residual + layernorm");
     residual_layernorm_forward<X>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, a->residual[l], a->branch,
                                   p->ln2w, p->ln2b, N, C);
+    profile_row(dev, "fc + gelu");
     matmul_forward<X>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
 }
 
@@ -501,19 +510,23 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     weights_need(m, decoded_embeddings(L));
+    profile_row(dev, "embedding forward");
     embedding_forward<X>(dev, a->residual[0], tokens, w.wte, w.wpe, B, T, C);
     weights_need(m, 0);
     BlockActivations<X>* first = &a->block[0];
+    profile_row(dev, "residual + layernorm");
     layernorm_forward<X>(dev, first->ln1, first->ln1_mean, first->ln1_rstd, a->residual[0], w.block[0].ln1w,
                          w.block[0].ln1b, N, C);
     for (int l = 0; l < L; l++) {
         BlockActivations<X>* b = &a->block[l];
         shard_prefetch(m->shard, l + 1);
         block_forward(m, &w, a, l, B, T);
+        profile_row(dev, "fc projection");
         matmul_forward<X>(dev, a->branch, nullptr, b->gelu, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         weights_need(m, last ? decoded_final(L) : l + 1);
+        profile_row(dev, "residual + layernorm");
         residual_layernorm_forward<X>(dev, a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
@@ -541,11 +554,15 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
         const X* lnf = a->lnf + row * C;
+        profile_row(dev, "head");
         matmul_forward<X>(dev, a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
+        profile_row(dev, "classifier");
         classifier<X>(dev, m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp);
         if (!backward) continue;
+        profile_row(dev, "d head input");
         matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
         if (row == 0) shard_grads_free(m->shard, m->config.L);
+        profile_row(dev, "d head weight");
         matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp,
                                          accumulates(m, first) || row > 0);
     }
@@ -572,25 +589,36 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     } else if (m->recompute == RECOMPUTE_GELU) {
         gelu_forward<X>(dev, b->gelu, b->fc, N * 4 * C);
     }
+    profile_row(dev, "d fc projection input, gelu");
     matmul_backward_gelu<X, G>(dev, a->dwide, g->fcb, scratch, a->dresidual, p->fcprojw, b->fc, N, 4 * C, C,
                                accumulate);
+    profile_row(dev, "d fc projection weight");
     matmul_backward_weight<X, G>(dev, g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C, accumulate);
+    profile_row(dev, "d fc input");
     matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    profile_row(dev, "d fc weight");
     matmul_backward_weight<X, G>(dev, g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
+    profile_row(dev, "layernorm backward");
     layernorm_backward<X, G>(dev, a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch, a->dbranch, b->residual2,
                              p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
 
+    profile_row(dev, "d attention projection input");
     matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, N, C, C);
+    profile_row(dev, "d attention projection weight");
     matmul_backward_weight<X, G>(dev, g->attprojw, a->dresidual, b->attention, N, C, C, accumulate);
+    profile_row(dev, "attention backward");
     attention_backward_bias(dev, a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C,
                             m->config.NH, accumulate);
+    profile_row(dev, "d qkv input");
     matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
+    profile_row(dev, "d qkv weight");
     matmul_backward_weight<X, G>(dev, g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
 }
 
 // The gradients of a part are complete: its step, where the backward pass takes it, or their sum over the ranks.
 template <typename G>
 static void part_done(const Model* m, int part) {
+    if (m->releasing) profile_row(m->dev, "optimizer");
     if (m->releasing) release_part(m->release, part, m->grads, m->place, m->releasing);
     if (part <= m->config.L) shard_reduce<G>(m->shard, part);
 }
@@ -611,6 +639,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
     shard_grads_free(m->shard, L - 1);
+    profile_row(dev, "layernorm backward");
     layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
                              a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
     part_done<G>(m, decoded_final(L));
@@ -618,12 +647,14 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
         weights_need(m, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->shard, l - 1);
+        profile_row(dev, "layernorm backward");
         layernorm_backward<X, G>(dev, a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate);
         part_done<G>(m, l);
     }
+    profile_row(dev, "embedding backward");
     embedding_backward<X, G>(dev, d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order, input->bucket, buckets, B, T,
                              C, m->config.Vp, accumulate);
     part_done<G>(m, decoded_embeddings(L));
@@ -843,6 +874,7 @@ static void gradient_norm(Model* m, float clip) {
 // finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its own.
 static void update(Model* m, float lr, float clip, int64_t step) {
     if (m->release) {
+        profile_row(m->dev, "optimizer");
         const ReleaseStep by_parts = {clip, lr, step, m->scalars + SCALAR_LOSS};
         for (int part = 0; part <= decoded_final(m->config.L) && !m->releases; part++) {
             release_part(m->release, part, m->grads, m->place, &by_parts);
@@ -851,8 +883,10 @@ static void update(Model* m, float lr, float clip, int64_t step) {
         weights_changed(m);
         return;
     }
+    profile_row(m->dev, "gradient norm");
     m->grads_bf16 ? gradient_norm<bf16>(m, clip) : gradient_norm<float>(m, clip);
     bool split = shard_splits(m->shard, SHARD_STATES);
+    profile_row(m->dev, "optimizer");
     optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
     weights_changed(m);
 }
@@ -866,6 +900,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     m->releasing = m->releases ? &inside : nullptr;
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->shard, i == 0, i == micro_batches - 1);
+        profile_row(m->dev, "data");
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0 && !m->shard) return false;
         if (buckets < 0) m->shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
@@ -1259,6 +1294,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     char error[DATA_ERROR_BYTES];
     if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
     if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
+    if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
@@ -1553,6 +1589,7 @@ static void train(Run* run) {
     if (state->step == 0 && o->val_every > 0) run_validation(run);
     StepTimer timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
+        if (o->profile && !profile_step(&run->dev, state->step - timer.first)) break;
         double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
         signals_doing("this step", run->step_seconds);
         int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
@@ -1569,7 +1606,7 @@ static void train(Run* run) {
         bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         due = due || (o->save_every > 0 && state->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
-        if (asked || last || stops(m) || (due && state->skipped_last == 0)) {
+        if (!o->profile && (asked || last || stops(m) || (due && state->skipped_last == 0))) {
             due = false;
             useless = last && ends_useless(run);
             checkpoint_save(run, state->skipped_last == 0 && !useless);
@@ -1578,7 +1615,8 @@ static void train(Run* run) {
         if (o->eval_every > 0 && (state->step % o->eval_every == 0 || last) && !stops(m)) run_evaluation(run);
         if (o->sample_every > 0 && (state->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
     }
-    if (saved_at != state->step) checkpoint_save(run);  // a signal came before the first step, or while sampling
+    // A signal came before the first step, or while sampling.
+    if (saved_at != state->step && !o->profile) checkpoint_save(run);
     require(report_end(&run->folder, state, stops(m), (double)(state->step - timer.from), (double)o->tokens_per_step,
                        timer.seconds, useless, o->lr, run->error),
             run->error);
@@ -1751,7 +1789,7 @@ static void begin(Run* run) {
 }
 
 static void end(Run* run) {
-    run_say_next(&run->folder, stops(run->model), run->samples);
+    if (!run->options->profile) run_say_next(&run->folder, stops(run->model), run->samples);
     run_folder_close(&run->folder);
     prompts_close(&run->prompts);
     run_tokenizer_close(&run->tokenizer);

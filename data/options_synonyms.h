@@ -124,7 +124,7 @@ static const OptionSynonym SYNONYMS[] = {
      "-pr -pm -ps -pi -pg",
      "leave it out: ranks are read from the variables of torchrun, srun and mpirun"},
     // validation and samples
-    {"eval-interval eval-every eval-steps val-loss-every eval-freq val-interval validation-interval val-check-interval "
+    {"eval-interval eval-steps val-loss-every eval-freq val-interval validation-interval val-check-interval "
      "validation.freq -v",
      "type --val-every N"},
     {"eval-iters eval-tokens val-steps val-max-steps eval-batches val-iters limit-val-batches max-val-steps "
@@ -173,9 +173,9 @@ static const OptionSynonym SYNONYMS[] = {
     {"deterministic use-deterministic-algorithms full-determinism", "leave it out: every run is, to the bit"},
     {"wandb wandb-log wandb-project wandb-entity use-wandb no-wandb report-to tensorboard enable-tensorboard "
      "enable-wandb comet mlflow logger log-level push-to-hub hub-model-id hub-token tb-dir",
-     "leave it out: the run folder has log.jsonl, which dev/plot.py draws"},
-    {"profile profiling enable-profiling profiler torch-profile overfit overfit-single-batch -a",
-     "leave it out: nibble has none"},
+     "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports (TensorBoard, wandb)"},
+    {"profiling enable-profiling profiler torch-profile nvtx", "type --profile"},
+    {"overfit overfit-single-batch -a", "leave it out: nibble has none"},
     {"config config-file cfg conf yaml job-config-file args-file",
      "leave it out: options are typed; a run's config.json lists them all"},
     {"verbose quiet debug mode", "leave it out (--help lists the options)"},

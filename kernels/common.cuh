@@ -170,6 +170,7 @@ struct Device {
     cudaStream_t stream;
     cublasLtHandle_t cublaslt;
     int64_t context;            // bytes in use once the driver's context was there: it, and what other processes have
+    bool profile;               // kernels/profile.h: what is queued is named
     bool rehearsal;             // no memory holds anything yet: what runs may overwrite its inputs
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
     int* ticket;                // device, 0: blocks of a kernel that draw work draw it here, and leave 0

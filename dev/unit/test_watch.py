@@ -12,6 +12,7 @@ import http.client
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -433,6 +434,13 @@ def test_page_zooms(case):
                 f"(s => {{ s.value = '{axis}'; s.dispatchEvent(new Event('change')); }})(document.getElementById('axis'))"
             )
         assert page.wait(f"{data}.x.at(-1) === 10000") and not page.errors, page.errors
+
+
+def test_profile_names_rows_of_bench(case):
+    """The ranges of --profile have the names of `make bench`'s rows, and `data` besides."""
+    named = set(re.findall(r'profile_row\((?:m->)?dev, "([^"]+)"\)', (ROOT / "train_gpt2.cu").read_text()))
+    rows = set(re.findall(r'account\(a, "([^"]+)"', (ROOT / "dev" / "bench.cu").read_text()))
+    assert len(rows) > 20 and named == rows | {"data"}, named ^ rows
 
 
 def missing_tools():

@@ -1,0 +1,56 @@
+// --profile: named ranges for NVIDIA's profilers (NVTX). Each step is a range; in it, one range follows another for
+// what the host queues, under the names of `make bench`'s rows; nsys shows beside them the kernels that belong to each.
+// The run ends after PROFILE_STEPS such steps. NVTX is a header of the CUDA toolkit; without the header the option is
+// there and the ranges are not. A range costs nothing unless a profiler listens, and nothing at all without --profile.
+#pragma once
+#include "common.cuh"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define PROFILE_RANGES 1
+#else
+#define PROFILE_RANGES 0
+#endif
+#ifdef __CUDACC__
+#include <cuda_profiler_api.h>
+#endif
+
+constexpr int PROFILE_AFTER = 2;  // steps before the first that is recorded: algorithms are chosen, kernels loaded
+constexpr int PROFILE_STEPS = 3;
+
+inline void profile_begin([[maybe_unused]] const char* name) {
+#if PROFILE_RANGES
+    nvtxRangePushA(name);
+#endif
+}
+
+inline void profile_end() {
+#if PROFILE_RANGES
+    nvtxRangePop();
+#endif
+}
+
+// What is queued from here on is `name`'s, until the next call.
+inline void profile_row(const Device* dev, const char* name) {
+    if (!dev->profile) return;
+    profile_end();
+    profile_begin(name);
+}
+
+// The profilers that were told to wait for it (nsys --capture-range=cudaProfilerApi, ncu --profile-from-start off)
+// record.
+inline void profile_record(Device* dev, bool on) {
+    dev->profile = on;
+#ifdef __CUDACC__
+    if (dev->gpu) check(on ? cudaProfilerStart() : cudaProfilerStop());
+#endif
+}
+
+// Before each step of a run with --profile, of which `done` are over: ends the range of the last one and begins
+// another. False when the run is to end.
+inline bool profile_step(Device* dev, int64_t done) {
+    if (dev->profile) profile_end(), profile_end();
+    if (done == PROFILE_AFTER) profile_record(dev, true);
+    if (done == PROFILE_AFTER + PROFILE_STEPS) profile_record(dev, false);
+    if (dev->profile) profile_begin("step"), profile_begin("data");
+    return done < PROFILE_AFTER + PROFILE_STEPS;
+}
