@@ -391,3 +391,14 @@ TEST(cli_profile) {
     free(out);
     remove_tree(work);
 }
+
+// --profile ends the run by itself, and leaves no checkpoint.
+TEST(cli_profile) {
+    const char* work = work_folder();
+    char* out = train_in(test, work, "%s --data text.txt --run run --steps 40 --print-every 1 --profile", TINY);
+    expect(strstr(out, "step      5/40") && !strstr(out, "step      6/40"), "%s", out);
+    expect(!strstr(out, "\nval ") && !strstr(out, "\nsample ") && !strstr(out, "\nsave "), "%s", out);
+    expect(exists(work, "run/log.jsonl") && !exists(work, "run/step_00000005"), "a checkpoint of --profile");
+    free(out);
+    remove_tree(work);
+}

@@ -525,7 +525,7 @@ TEST(matrix_kernels_compile) {
     if (!jit_available()) skip("libnvrtc was not found");
     static char error[JIT_ERROR_BYTES];
     const char* const formats[][2] = {{"lin8:sr", "nf4/64:sr"}, {"bf16+8:sr", "e4m3/tensor"}};
-    for (const char* rule : {"normuon"}) {
+    for (const char* rule : {"normuon", "galore"}) {
         for (const auto& format : formats) {
             OptimConfig config = matrix_config(rule, format[0], format[1]);
             char expression[2][1024];
