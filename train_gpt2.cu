@@ -1682,6 +1682,7 @@ static int sample_main(Options* o) {
     if (!sample(&sampler, o)) {
         user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
     }
+    require_stdout();
     prompts_close(&prompts);
     tokenizer_close(tokenizer);
     model_free(&m);
