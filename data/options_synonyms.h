@@ -177,10 +177,10 @@ static const OptionSynonym SYNONYMS[] = {
     {"deterministic use-deterministic-algorithms full-determinism", "leave it out: every run is, to the bit"},
     {"wandb wandb-log wandb-project wandb-entity use-wandb no-wandb report-to tensorboard enable-tensorboard "
      "enable-wandb comet mlflow logger log-level push-to-hub hub-model-id hub-token tb-dir",
-     "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports (--export csv|tensorboard|wandb)"},
+     "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports (--export "
+     "csv|tensorboard|wandb)"},
     {"profiling enable-profiling profiler torch-profile nvtx", "type --profile"},
-    {"overfit overfit-single-batch -a",
-     "leave it out: nibble has none"},
+    {"overfit overfit-single-batch -a", "leave it out: nibble has none"},
     {"config config-file cfg conf yaml job-config-file args-file",
      "leave it out: options are typed; a run's config.json lists them all"},
     {"verbose quiet debug mode", "leave it out (--help lists the options)"},

@@ -86,7 +86,7 @@ TEST(cli_model_names) {
     start(&bare, "--sample a --model d6 --device cpu");
     finish(&bare);
     expect_error(test, &bare, "--sample with a built-in shape", "d6 is a built-in shape", "type --model ./d6");
-    char* text = train_in(test, work, "--sample a --model ./d6 --device cpu --sample-tokens 4");
+    train_in(test, work, "--sample a --model ./d6 --device cpu --sample-tokens 4");
 }
 
 // A run whose own folder is called like a built-in shape, killed before its first checkpoint, begins anew by its own
@@ -379,17 +379,6 @@ TEST(cli_first_line) {
                number ? "number" : "text");
     }
     expect(missing == 0, "%d options are missing, or too many", missing);
-}
-
-// --profile ends the run by itself, and leaves no checkpoint.
-TEST(cli_profile) {
-    const char* work = work_folder();
-    char* out = train_in(test, work, "%s --data text.txt --run run --steps 40 --print-every 1 --profile", TINY);
-    expect(strstr(out, "step      5/40") && !strstr(out, "step      6/40"), "%s", out);
-    expect(!strstr(out, "\nval ") && !strstr(out, "\nsample ") && !strstr(out, "\nsave "), "%s", out);
-    expect(exists(work, "run/log.jsonl") && !exists(work, "run/step_00000005"), "a checkpoint of --profile");
-    free(out);
-    remove_tree(work);
 }
 
 // --profile ends the run by itself, and leaves no checkpoint.
