@@ -85,10 +85,7 @@ static const OptionSynonym SYNONYMS[] = {
      "leave it out: the rate falls until --steps, of which wsd takes --decay-fraction"},
     {"warmdown-ratio cooldown-frac cooldown-fraction warmdown-iters cooldown-iters decay-ratio lr-decay-ratio cooldown",
      "type --schedule wsd and --decay-fraction F"},
-    {"adafactor muon came", "type --rule NAME; --list-formats has the names"},
-    {"clip-threshold", "type --clip-update F"},
-    {"relative-step scale-parameter warmup-init", "type --adafactor-lr plain|relative|scaled|paper"},
-    {"nesterov amsgrad label-smoothing label-smoothing-factor z-loss neftune-noise-alpha ema ema-decay",
+    {"nesterov adafactor muon amsgrad label-smoothing label-smoothing-factor z-loss neftune-noise-alpha ema ema-decay",
      "leave it out: nibble has none (--list-presets and --help name the rules)"},
     {"skip-nan skip-update-lossz skip-update-gradz nan-action -sl -sg", "type --on-nonfinite skip|stop"},
     // precision and memory
@@ -177,8 +174,7 @@ static const OptionSynonym SYNONYMS[] = {
     {"deterministic use-deterministic-algorithms full-determinism", "leave it out: every run is, to the bit"},
     {"wandb wandb-log wandb-project wandb-entity use-wandb no-wandb report-to tensorboard enable-tensorboard "
      "enable-wandb comet mlflow logger log-level push-to-hub hub-model-id hub-token tb-dir",
-     "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports (--export "
-     "csv|tensorboard|wandb)"},
+     "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports (TensorBoard, wandb)"},
     {"profiling enable-profiling profiler torch-profile nvtx", "type --profile"},
     {"overfit overfit-single-batch -a", "leave it out: nibble has none"},
     {"config config-file cfg conf yaml job-config-file args-file",
