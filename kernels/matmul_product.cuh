@@ -1,5 +1,5 @@
-// The optimizer's products of matrices. They are apart from matmul.cuh, so that files which multiply nothing else do not
-// compile its kernels.
+// The optimizer's products of matrices. They are apart from matmul.cuh, so that files which multiply nothing else do
+// not compile its kernels.
 #pragma once
 #include <assert.h>
 
@@ -9,9 +9,10 @@
 #include "matmul_plan.cuh"
 #endif
 
-// d = alpha op(a) op(b) + beta c, for each of `batch` matrices that lie at a constant stride, all row-major without gaps.
-// op(a) is (rows, depth), op(b) (depth, cols), c and d (rows, cols). d is neither a nor b; c may be d. An operand that is
-// transposed lies in memory as (depth, rows) or (cols, depth). A matrix's bits do not depend on the others in its batch.
+// d = alpha op(a) op(b) + beta c, for each of `batch` matrices that lie at a constant stride, all row-major without
+// gaps. op(a) is (rows, depth), op(b) (depth, cols), c and d (rows, cols). d is neither a nor b; c may be d. An operand
+// that is transposed lies in memory as (depth, rows) or (cols, depth). A matrix's bits do not depend on the others in
+// its batch.
 struct MatmulProduct {
     int64_t rows, cols, depth;
     bool transpose_a, transpose_b;
