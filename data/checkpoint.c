@@ -493,9 +493,17 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         }
     }
     const int64_t version = *state ? json_int(*state, "version", 0) : CHECKPOINT_VERSION;
-    if (version == CHECKPOINT_VERSION) return true;
-    data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
-               (long long)version);
+    const bool states = !*state || json_get(json_get(*state, "files"), "optimizer.safetensors");
+    if (version == CHECKPOINT_VERSION && states) return true;
+    if (version != CHECKPOINT_VERSION) {
+        data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
+                   (long long)version);
+    } else {
+        data_error(error,
+                   "--resume %s: %s was saved with --save weights, without the optimizer's states; type --model %s in "
+                   "place of --resume for a new run that begins with its weights",
+                   resume, folder, shell_word(folder));
+    }
     json_free(*state);
     return false;
 }
@@ -600,6 +608,8 @@ bool checkpoint_saved(RunFolder* run, const char* path, bool written, const Chec
         folder_remove(temporary, ignored);
         return save_failed(run, save, error);
     }
+    // Before anything else can fail: the advice of every error names it.
+    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", path);
     run_say(run, "save %6lld  %s  %.1f s\n", (long long)save->step, path, seconds_now() - save->begin);
     if (save->keep > 0 && !checkpoint_prune(run->path, save->keep, save->step, ignored)) {
         fprintf(stderr, "train: notice: %s\n", ignored);

@@ -350,6 +350,20 @@ void options_completion(const OptionTable* table, bool zsh, FILE* file) {
     (zsh ? zsh_completion : bash_completion)(table, file);
 }
 
+bool size_parse(const char* text, int64_t* bytes) {
+    char* end;
+    const double number = strtod(text, &end);
+    const char *const units = "KMGT", *unit = *end & ~32 ? strchr(units, *end & ~32) : NULL;
+    if (end == text || strpbrk(text, "xX-") || !unit || !(number > 0)) return false;
+    const char* rest = end + 1;
+    if (*rest == 'i' && rest[1] == 'B') rest++;
+    if (*rest == 'B') rest++;
+    const double value = ldexp(number, 10 * (int)(unit - units + 1));
+    if (*rest || !(value < 1e15)) return false;
+    *bytes = (int64_t)value;
+    return true;
+}
+
 void format_count(double n, char* text, size_t bytes) {
     const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
     double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
