@@ -71,39 +71,17 @@ static void require_stdout() {
 
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
 
+// The values, by type; the table says what each means.
 struct Options {
-    const char *data, *data_format, *val;
-    double val_fraction;
-    const char* model;
-    int64_t layers, channels, heads, seq, batch, tokens_per_step, steps;
-    const char *preset, *rule, *weights, *grads, *m, *v;
-    double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
-    const char* clip_by;
-    const char *decay_mode, *overrides, *formats;
-    int64_t ramp, ns_steps, rank, rank_gap;
-    double momentum, rank_scale, limit_growth, clip_update;
-    const char *ns_coefficients, *adafactor_lr;
-    const char *on_nonfinite, *schedule;
-    int64_t warmup;
-    double final_lr, decay_fraction;
-    const char *matmul, *recompute, *release;
-    int64_t logit_rows, gpus;
-    const char *shard, *comm;
-    int64_t join_timeout, val_every, val_tokens, sample_every, sample_tokens;
-    int64_t samples;
-    const char *prompt, *prompt_file, *stop;
-    double temperature;
-    int64_t top_k;
-    const char* eval;
-    int64_t eval_every;
-    const char *eval_out, *run;
-    int64_t print_every, save_every, keep;
-    const char *resume, *device;
-    int64_t seed;
-    const char* sample;
-    bool profile;
-    bool dry_run, list_formats, list_presets, version, help;
-    const char* completion;
+    const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
+        *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *recompute, *release,
+        *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *sample, *completion;
+    int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
+        logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
+        print_every, save_every, keep, seed;
+    double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
+        limit_growth, clip, final_lr, decay_fraction, temperature;
+    bool profile, dry_run, list_formats, list_presets, version, help;
 };
 
 #define AT(name) offsetof(Options, name)
@@ -509,17 +487,13 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     BlockActivations<X>* b = &a->block[l];
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    profile_row(dev, "qkv");
-    matmul_forward<X>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
-    profile_row(dev, "attention forward");
-    attention_forward<X>(dev, b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
-    profile_row(dev, "attention projection");
-    matmul_forward<X>(dev, a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C);
-    profile_row(dev, "residual + layernorm");
-    residual_layernorm_forward<X>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, a->residual[l], a->branch,
-                                  p->ln2w, p->ln2b, N, C);
-    profile_row(dev, "fc + gelu");
-    matmul_forward<X>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
+    matmul_forward<X>(named(dev, "qkv"), b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
+    attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
+    matmul_forward<X>(named(dev, "attention projection"), a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N,
+                      C, C);
+    residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
+                                  a->residual[l], a->branch, p->ln2w, p->ln2b, N, C);
+    matmul_forward<X>(named(dev, "fc + gelu"), b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
 }
 
 // Tokens (B, T) to lnf (B*T, C).
@@ -531,24 +505,21 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     weights_need(m, decoded_embeddings(L));
-    profile_row(dev, "embedding forward");
-    embedding_forward<X>(dev, a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
     weights_need(m, 0);
     BlockActivations<X>* first = &a->block[0];
-    profile_row(dev, "residual + layernorm");
-    layernorm_forward<X>(dev, first->ln1, first->ln1_mean, first->ln1_rstd, a->residual[0], w.block[0].ln1w,
-                         w.block[0].ln1b, N, C);
+    layernorm_forward<X>(named(dev, "residual + layernorm"), first->ln1, first->ln1_mean, first->ln1_rstd,
+                         a->residual[0], w.block[0].ln1w, w.block[0].ln1b, N, C);
     for (int l = 0; l < L; l++) {
         BlockActivations<X>* b = &a->block[l];
         shard_prefetch(m->shard, l + 1);
         block_forward(m, &w, a, l, B, T);
-        profile_row(dev, "fc projection");
-        matmul_forward<X>(dev, a->branch, nullptr, b->gelu, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C, C);
+        matmul_forward<X>(named(dev, "fc projection"), a->branch, nullptr, b->gelu, w.block[l].fcprojw,
+                          w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         weights_need(m, last ? decoded_final(L) : l + 1);
-        profile_row(dev, "residual + layernorm");
-        residual_layernorm_forward<X>(dev, a->residual[l + 1], last ? a->lnf : next->ln1,
+        residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
                                       last ? w.lnfb : w.block[l + 1].ln1b, N, C);
@@ -575,16 +546,13 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
         const X* lnf = a->lnf + row * C;
-        profile_row(dev, "head");
-        matmul_forward<X>(dev, a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
-        profile_row(dev, "classifier");
-        classifier<X>(dev, m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp);
+        matmul_forward<X>(named(dev, "head"), a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
+        classifier<X>(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V,
+                      Vp);
         if (!backward) continue;
-        profile_row(dev, "d head input");
-        matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
+        matmul_backward_input<X>(named(dev, "d head input"), a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
         if (row == 0) shard_grads_free(m->shard, m->config.L);
-        profile_row(dev, "d head weight");
-        matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp,
+        matmul_backward_weight<X, float>(named(dev, "d head weight"), m->dwte_sum, a->logits, lnf, rows, C, Vp,
                                          accumulates(m, first) || row > 0);
     }
 }
@@ -610,36 +578,29 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     } else if (m->recompute == RECOMPUTE_GELU) {
         gelu_forward<X>(dev, b->gelu, b->fc, N * 4 * C);
     }
-    profile_row(dev, "d fc projection input, gelu");
-    matmul_backward_gelu<X, G>(dev, a->dwide, g->fcb, scratch, a->dresidual, p->fcprojw, b->fc, N, 4 * C, C,
-                               accumulate);
-    profile_row(dev, "d fc projection weight");
-    matmul_backward_weight<X, G>(dev, g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C, accumulate);
-    profile_row(dev, "d fc input");
-    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
-    profile_row(dev, "d fc weight");
-    matmul_backward_weight<X, G>(dev, g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
-    profile_row(dev, "layernorm backward");
-    layernorm_backward<X, G>(dev, a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch, a->dbranch, b->residual2,
-                             p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
+    matmul_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), a->dwide, g->fcb, scratch, a->dresidual,
+                               p->fcprojw, b->fc, N, 4 * C, C, accumulate);
+    matmul_backward_weight<X, G>(named(dev, "d fc projection weight"), g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C,
+                                 accumulate);
+    matmul_backward_input<X>(named(dev, "d fc input"), a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    matmul_backward_weight<X, G>(named(dev, "d fc weight"), g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
+    layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
+                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
 
-    profile_row(dev, "d attention projection input");
-    matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, N, C, C);
-    profile_row(dev, "d attention projection weight");
-    matmul_backward_weight<X, G>(dev, g->attprojw, a->dresidual, b->attention, N, C, C, accumulate);
-    profile_row(dev, "attention backward");
-    attention_backward_bias(dev, a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C,
-                            m->config.NH, accumulate);
-    profile_row(dev, "d qkv input");
-    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
-    profile_row(dev, "d qkv weight");
-    matmul_backward_weight<X, G>(dev, g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
+    matmul_backward_input<X>(named(dev, "d attention projection input"), a->dbranch, a->dresidual, p->attprojw, N, C,
+                             C);
+    matmul_backward_weight<X, G>(named(dev, "d attention projection weight"), g->attprojw, a->dresidual, b->attention,
+                                 N, C, C, accumulate);
+    attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
+                            b->attention, b->lse, B, T, C, m->config.NH, accumulate);
+    matmul_backward_input<X>(named(dev, "d qkv input"), a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
+    matmul_backward_weight<X, G>(named(dev, "d qkv weight"), g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
 }
 
 // The gradients of a part are complete: its step, where the backward pass takes it, or their sum over the ranks.
 template <typename G>
 static void part_done(const Model* m, int part) {
-    if (m->releasing) profile_row(m->dev, "optimizer");
+    if (m->releasing) named(m->dev, "optimizer");
     if (m->releasing) release_part(m->release, part, m->grads, m->place, m->releasing);
     if (part <= m->config.L) shard_reduce<G>(m->shard, part);
 }
@@ -660,24 +621,22 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
     shard_grads_free(m->shard, L - 1);
-    profile_row(dev, "layernorm backward");
-    layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
-                             a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
+    layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
+                             (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
+                             accumulate);
     part_done<G>(m, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
         weights_need(m, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->shard, l - 1);
-        profile_row(dev, "layernorm backward");
-        layernorm_backward<X, G>(dev, a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
+        layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate);
         part_done<G>(m, l);
     }
-    profile_row(dev, "embedding backward");
-    embedding_backward<X, G>(dev, d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order, input->bucket, buckets, B, T,
-                             C, m->config.Vp, accumulate);
+    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
+                             input->bucket, buckets, B, T, C, m->config.Vp, accumulate);
     part_done<G>(m, decoded_embeddings(L));
 }
 
@@ -836,7 +795,6 @@ static void rehearse(Model* m, Device* dev) {
     shard_micro_batch(m->shard, true, true);
     micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, m->T, true, true, 1.0f);
     if (m->shard) device_after_comm(&m->shard->comm);
-    shard_rest(m->shard);
     dev->rehearsal = false;
     if (m->decoded) decoded_forget(m->decoded);
     device_zero(dev, m->grads, grads_bytes(m));
@@ -895,7 +853,7 @@ static void gradient_norm(Model* m, float clip) {
 // finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its own.
 static void update(Model* m, float lr, float clip, int64_t step) {
     if (m->release) {
-        profile_row(m->dev, "optimizer");
+        named(m->dev, "optimizer");
         const ReleaseStep by_parts = {clip, lr, step, m->scalars + SCALAR_LOSS};
         for (int part = 0; part <= decoded_final(m->config.L) && !m->releases; part++) {
             release_part(m->release, part, m->grads, m->place, &by_parts);
@@ -904,10 +862,10 @@ static void update(Model* m, float lr, float clip, int64_t step) {
         weights_changed(m);
         return;
     }
-    profile_row(m->dev, "gradient norm");
+    named(m->dev, "gradient norm");
     m->grads_bf16 ? gradient_norm<bf16>(m, clip) : gradient_norm<float>(m, clip);
     bool split = shard_splits(m->shard, SHARD_STATES);
-    profile_row(m->dev, "optimizer");
+    named(m->dev, "optimizer");
     optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
     weights_changed(m);
 }
@@ -921,7 +879,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     m->releasing = m->releases ? &inside : nullptr;
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->shard, i == 0, i == micro_batches - 1);
-        profile_row(m->dev, "data");
+        named(m->dev, "data");
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0 && !m->shard) return false;
         if (buckets < 0) m->shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
@@ -951,7 +909,6 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     Input input = input_layout(m, m->input);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
-        shard_hurry(m->shard, "validation");
         int64_t left = windows - done - before;
         int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
         int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
@@ -961,7 +918,6 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     float loss;
     if (m->shard && !stops(m)) shard_loss(m->shard, m->scalars);
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
-    shard_rest(m->shard);
     feeder_close(&feeder);
     return stops(m) ? NAN : loss;
 }
@@ -991,7 +947,6 @@ static bool sampler_next(void* context, int* tokens, int count) {
     shard_share(s->m->shard, tokens, count * (int64_t)sizeof(int));
     for (int i = 0; i < count; i++) s->finite = s->finite && tokens[i] != DRAW_NOT_FINITE;
     if (s->finite) samples_stream(&s->samples, tokens[0]);
-    shard_hurry(s->m->shard, "a sample");
     return s->finite && !asks_to_stop(s->m);
 }
 
@@ -1018,7 +973,6 @@ static bool sample(Sampler* s, const Options* o) {
     decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? m->activations : nullptr);
     s->finite = true;
     decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, s->samples.each, o->sample_tokens);
-    shard_rest(m->shard);
     decode_close(&d);
     free(tensors);
     return s->finite;
@@ -1034,7 +988,6 @@ struct Scorer {
 static void scorer_score(void* context, const int* tokens, int B, int T, const int* places, const int* targets,
                          int count, float* losses, int* likeliest) {
     const Model* m = ((Scorer*)context)->m;
-    shard_hurry(m->shard, "an evaluation");
     if (m->type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
     if (m->type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
 }
@@ -1057,7 +1010,6 @@ static void evaluate(const Model* m, const Launch* launch, const Tokenizer* toke
     const Evaluator evaluator = {launch->rank, launch->world, m->T,    tokens, m->config.V, scorer_score,
                                  scorer_share, scorer_stops,  &scorer, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
-    shard_rest(m->shard);
 }
 
 // Model files and checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as
