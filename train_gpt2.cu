@@ -293,7 +293,8 @@ struct Model {
     float* losses;           // (N)
     float* scalars;  // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                      // then what ranks agree upon, see SCALARS
-    Shard* shard;    // NULL: this is the only rank
+    const Launch* launch;  // all ranks; NULL: alone
+    Shard* shard;  // what they share while they train; NULL: this is the only rank, or the model only runs forward
 };
 
 static int rank_of(const Model* m) {
@@ -407,13 +408,6 @@ static int64_t scratch_bytes(const Model* m) {
                         m->shard ? m->elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
-}
-
-// Rows of fp32 logits that have room where logit_rows of X have, at least 1.
-template <typename X>
-static int score_rows(const Model* m) {
-    const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
-    return rows > 1 ? (int)rows : 1;
 }
 
 // Lays the activations of m->B x m->T tokens out from `base`; with base NULL only a->bytes means anything. This one
@@ -662,8 +656,7 @@ static void micro_batch(const Model* m, const Input* input, int buckets, int B, 
 }
 
 // The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
-// likeliest. All are on the host. The logits are fp32 and lie where those of training lie, a fixed number of rows at a
-// time.
+// likeliest. All are on the host. The fp32 logits lie where those of training lie, so half as many rows if X is bf16.
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
@@ -672,22 +665,14 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
     activations_layout(m, m->activations, m->optim != nullptr, &a);
     parameters_view(m, m->weights, &w);
     const Input input = input_layout(m, m->input);
-    const int C = m->config.C, Vp = m->config.Vp, rows = score_rows<X>(m);
+    const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
+    const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,     (float*)a.logits, input.order,
+                               input.targets,       input.bucket, m->losses};
     copy_to_device(m->dev, input.tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input.tokens, B, T);
     weights_need(m, decoded_embeddings(m->config.L));
-    for (int i = 0; i < count; i += rows) {
-        const int64_t bytes = (count - i < rows ? count - i : rows) * (int64_t)sizeof(int);
-        device_zero(m->dev, input.order, rows * (int64_t)sizeof(int));  // rows without a place take the first one
-        device_zero(m->dev, input.targets, rows * (int64_t)sizeof(int));
-        copy_to_device(m->dev, input.order, places + i, bytes);
-        copy_to_device(m->dev, input.targets, targets + i, bytes);
-        gather_rows<X>(m->dev, a.branch, a.lnf, input.order, rows, C);
-        score_logits<X>(m->dev, (float*)a.logits, a.branch, w.wte, rows, C, Vp);
-        score(m->dev, m->losses, input.bucket, (float*)a.logits, input.targets, rows, m->config.V, Vp);
-        copy_to_host(m->dev, losses + i, m->losses, bytes);
-        copy_to_host(m->dev, likeliest + i, input.bucket, bytes);
-    }
+    score_places<X>(m->dev, losses, likeliest, a.lnf, w.wte, places, targets, count, &room, m->config.C, m->config.V,
+                    m->config.Vp);
 }
 
 // Memory. The plan (MemoryPlan of data/report.h) is made of the same figures that are allocated.
@@ -896,8 +881,9 @@ static bool stops(const Model* m) {
     return m->shard ? m->shard->stop : signal_stop;
 }
 static bool asks_to_stop(const Model* m) {
-    if (m->shard) m->shard->stop = launch_any(m->shard->comm.launch, signal_stop || m->shard->stop);
-    return stops(m);
+    const bool asked = signal_stop || stops(m), stop = m->launch ? launch_any(m->launch, asked) : asked;
+    if (m->shard) m->shard->stop = stop;
+    return stop;
 }
 
 // Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN when a signal
@@ -927,88 +913,67 @@ static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
-// Samples and evaluations: here is what they need of the model; kernels/decode.cuh, data/sampling.h and
-// data/evaluation.h do the rest.
+// Samples and evaluations: what they need of the model. kernels/decode.cuh, data/sampling.h and data/evaluation.h do
+// the rest.
 
-// Of several ranks the first alone has a tokenizer and decides; the others compute the same.
-struct Sampler {
-    const Model* m;
-    Samples samples;
-    bool finite;  // the model's output was, so far
-};
-
-static void sampler_need(void* context, int part) {
-    weights_need(((Sampler*)context)->m, part);
+static void sample_need(void* samples, int part) {
+    weights_need((const Model*)((Samples*)samples)->model, part);
 }
 
-static bool sampler_next(void* context, int* tokens, int count) {
-    Sampler* s = (Sampler*)context;
-    samples_stop(&s->samples, tokens, count, DECODE_END);
-    shard_share(s->m->shard, tokens, count * (int64_t)sizeof(int));
-    for (int i = 0; i < count; i++) s->finite = s->finite && tokens[i] != DRAW_NOT_FINITE;
-    if (s->finite) samples_stream(&s->samples, tokens[0]);
-    return s->finite && !asks_to_stop(s->m);
+// Rank 0 has the tokenizer and decides; the others compute the same and take its tokens.
+static bool sample_next(void* context, int* tokens, int count) {
+    Samples* samples = (Samples*)context;
+    const Model* m = (const Model*)samples->model;
+    samples_next(samples, tokens, count, DECODE_END);
+    shard_share(m->shard, tokens, count * (int64_t)sizeof(int));
+    return !asks_to_stop(m);
 }
 
-static void sampler_done(void* context, int index, const int* tokens, int64_t used) {
-    Sampler* s = (Sampler*)context;
-    if (s->finite) samples_done(&s->samples, index, tokens, used);
-}
-
-// Continues each prompt by up to o->sample_tokens tokens. Between the steps of a run the decoder takes the memory of
-// the activations. False where the model's output is not finite: there it ends. All ranks call it.
-static bool sample(Sampler* s, const Options* o) {
-    const Model* m = s->m;
-    const Prompts* prompts = s->samples.prompts;
+// Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. Between the steps
+// of a run the decoder takes the memory of the activations. False where the model's output is not finite: there it
+// ends. All ranks call it.
+static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
+                   SampleDone done, void* context) {
+    Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, 0};
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->type == OPTIM_FP32, run = m->optim != nullptr;
     const int64_t room = run ? activations_bytes(m, true) : memory_available(m->dev) / 2;
-    const int S = decode_sequences(&shape, fp32, prompts->count * s->samples.each, room);
+    const int S = decode_sequences(&shape, fp32, prompts->count * samples.each, room);
     if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", m->T);
     const void** tensors = (const void**)memory_take(m->count * sizeof(void*));
     for (int t = 0; t < m->count; t++) tensors[t] = tensor_at(m, m->weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
-    const DecodeCalls calls = {s, m->decoded || m->shard ? sampler_need : nullptr, sampler_next, sampler_done};
+    const DecodeCalls calls = {&samples, m->decoded || m->shard ? sample_need : nullptr, sample_next, samples_done};
     Decoder d;
     decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? m->activations : nullptr);
-    s->finite = true;
-    decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, s->samples.each, o->sample_tokens);
+    const bool finite =
+        decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens);
     decode_close(&d);
     free(tensors);
-    return s->finite;
+    return finite;
 }
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-struct Scorer {
-    const Model* m;
-    const Launch* launch;
-};
-
-static void scorer_score(void* context, const int* tokens, int B, int T, const int* places, const int* targets,
-                         int count, float* losses, int* likeliest) {
-    const Model* m = ((Scorer*)context)->m;
+static void evaluation_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets,
+                             int count, float* losses, int* likeliest) {
+    const Model* m = (const Model*)model;
     if (m->type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
     if (m->type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
 }
-
-static void scorer_share(void* context, int from, void* bytes, int64_t count) {
-    launch_share(((Scorer*)context)->launch, from, bytes, count);
+static void evaluation_share(void* model, int from, void* bytes, int64_t count) {
+    launch_share(((const Model*)model)->launch, from, bytes, count);
 }
-
-static bool scorer_stops(void* context) {
-    const Scorer* s = (const Scorer*)context;
-    return s->m->shard ? asks_to_stop(s->m) : launch_any(s->launch, signal_stop);
+static bool evaluation_stops(void* model) {
+    return asks_to_stop((const Model*)model);
 }
 
 // Scores the tasks of --eval; `done` gets the figures of each on rank 0. All ranks call it.
-static void evaluate(const Model* m, const Launch* launch, const Tokenizer* tokenizer, const Options* o,
-                     EvaluationDone done, void* context) {
+static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, EvaluationDone done, void* context) {
     char error[DATA_ERROR_BYTES];
-    Scorer scorer = {m, launch};
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
-    const Evaluator evaluator = {launch->rank, launch->world, m->T,    tokens, m->config.V, scorer_score,
-                                 scorer_share, scorer_stops,  &scorer, done,   context};
+    const Evaluator evaluator = {m->launch->rank,  m->launch->world, m->T,     tokens, m->config.V, evaluation_score,
+                                 evaluation_share, evaluation_stops, (void*)m, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
 }
 
@@ -1466,18 +1431,10 @@ static void sample_say(void* context, int index, const char* prompt, const char*
 }
 
 static void run_sample(Run* run) {
-    const Options* o = run->options;
-    const Samples samples = {&run->prompts,
-                             (int)o->samples,
-                             run->tokenizer.tokenizer,
-                             strcmp(o->stop, "end") == 0,
-                             nullptr,
-                             sample_say,
-                             run,
-                             0};
-    Sampler sampler = {run->model, samples, true};
     signals_doing("this token of the sample", run->step_seconds);
-    if (!sample(&sampler, o)) run_say(&run->folder, "sample   none: the model's output is not finite\n");
+    if (!sample(run->model, run->options, &run->prompts, run->tokenizer.tokenizer, nullptr, sample_say, run)) {
+        run_say(&run->folder, "sample   none: the model's output is not finite\n");
+    }
 }
 
 static void evaluation_say(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
@@ -1487,7 +1444,7 @@ static void evaluation_say(void* context, const Evaluation* e, const EvaluationR
 
 static void run_evaluation(Run* run) {
     signals_doing("this batch of the evaluation", run->step_seconds);
-    evaluate(run->model, run->launch, run->tokenizer.tokenizer, run->options, evaluation_say, run);
+    evaluate(run->model, run->options, run->tokenizer.tokenizer, evaluation_say, run);
 }
 
 // True if the weights at the end of a run are of no use: no step of it changed them, or they give no finite loss, by
@@ -1608,7 +1565,7 @@ static Tokenizer* model_open(Model* m, Device* dev, Options* o, const Launch* la
     require(folder != nullptr, error);
     device_choose(dev, o->device, launch, o->gpus);
     m->type = resolve_matmul(o, dev);
-    m->dev = dev;
+    m->dev = dev, m->launch = launch;
     resolve_shape(o, dev, 0, false, "", folder, &m->config);
     m->T = (int)o->seq, m->B = tokens > m->T ? (int)(tokens / m->T) : 1;
     m->logit_rows = tokens > 1 ? 1024 : 1;
@@ -1628,10 +1585,7 @@ static int sample_main(Options* o) {
     Prompts prompts;
     Tokenizer* tokenizer = model_open(&m, &dev, o, nullptr, 1);
     require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
-    const Samples samples = {&prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0,
-                             stdout,   nullptr,         nullptr,   0};
-    Sampler sampler = {&m, samples, true};
-    if (!sample(&sampler, o)) {
+    if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
         user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
     }
     require_stdout();
@@ -1654,7 +1608,7 @@ static int evaluation_main(Options* o, const Launch* launch) {
     Device dev;
     Model m = {};
     Tokenizer* tokenizer = model_open(&m, &dev, o, launch, EVALUATION_TOKENS);
-    evaluate(&m, launch, tokenizer, o, evaluation_print, nullptr);
+    evaluate(&m, o, tokenizer, evaluation_print, nullptr);
     tokenizer_close(tokenizer);
     model_free(&m);
     device_close(&dev);
@@ -1668,7 +1622,7 @@ static void open_device(Run* run) {
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
     device_choose(&run->dev, o->device, run->launch, o->gpus);
-    run->model->dev = &run->dev;
+    run->model->dev = &run->dev, run->model->launch = run->launch;
     if (!run->dev.gpu && o->formats[0]) {
         user_error(
             "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '', "
