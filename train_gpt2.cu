@@ -3,7 +3,7 @@
 // Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples -> checkpoints ->
 // resolve (what was left to the program) -> resume -> step loop -> main. Operators are in kernels/, the optimizer is
 // behind optim/optim.h, files and messages are in data/. One Model lives on one Device; where several GPUs train
-// together, m->shard is what this rank shares with the others (kernels/ranks/shard.cuh), otherwise null.
+// together, m->arena.shard is what this rank shares with the others (kernels/ranks/shard.cuh), otherwise null.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
@@ -47,8 +47,7 @@
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "kernels/score.cuh"        // score: losses of given tokens
-#include "optim/decoded.h"          // Decoded: weights as the matmuls read them, a part at a time
-#include "optim/release.h"          // Release: a step taken part by part, inside the backward pass or after it
+#include "optim/arena.h"            // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
@@ -269,59 +268,46 @@ struct Model {
     Recompute recompute;
     int64_t logit_rows;  // rows of logits in memory at a time
 
-    OptimTensor* tensors;
+    Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
-    int* part;            // the layer of each, or decoded_embeddings or decoded_final
-    int count;
-    int64_t elements;    // length of an arena
-    int64_t parameters;  // sum of the tensors' sizes, padding of the vocabulary included
+    int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
 
-    OptimType type;    // X: of weights and activations
-    bool grads_bf16;   // G is bf16, otherwise float
-    Optim* optim;      // owns the weights; NULL when the model only runs forward
-    void* weights;     // X, the arena; NULL: `decoded` has them
-    Decoded* decoded;  // NULL: the arena has them
-    ClipBy clip_by;
-    bool releases;           // parts are stepped inside the backward pass, where their gradients take turns
-    int64_t* place;          // (count) first element of each tensor's gradients
-    Release* release;        // steps taken part by part; NULL: one step over the arena
-    ReleaseStep* releasing;  // the step that the backward pass takes; NULL: none
-    void* grads;             // G, the arena; NULL without optim
-    float* dwte_sum;         // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
-    void* activations;       // laid out by activations_layout
-    int* input;              // laid out by input_layout
-    float* losses;           // (N)
-    float* scalars;  // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
-                     // then what ranks agree upon, see SCALARS
+    float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
+    void* activations;  // laid out by activations_layout
+    int* input;         // laid out by input_layout
+    float* losses;      // (N)
+    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
+                        // then what ranks agree upon, see SCALARS
     const Launch* launch;  // all ranks; NULL: alone
-    Shard* shard;  // what they share while they train; NULL: this is the only rank, or the model only runs forward
 };
 
 static int rank_of(const Model* m) {
-    return m->shard ? m->shard->comm.rank : 0;
+    return m->arena.shard ? m->arena.shard->comm.rank : 0;
 }
 static int ranks_of(const Model* m) {
-    return m->shard ? m->shard->comm.world : 1;
+    return m->arena.shard ? m->arena.shard->comm.world : 1;
 }
 
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
-    model->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
-    model->tensors = (OptimTensor*)memory_zero(model->count, sizeof(OptimTensor));
-    model->part = (int*)memory_zero(model->count, sizeof(int));
-    model->place = (int64_t*)memory_zero(model->count, sizeof(int64_t));
+    Arena* a = &model->arena;
+    a->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
+    a->tensors = (OptimTensor*)memory_zero(a->count, sizeof(OptimTensor));
+    a->part = (int*)memory_zero(a->count, sizeof(int));
+    a->place = (int64_t*)memory_zero(a->count, sizeof(int64_t));
+    a->dev = model->dev, a->layers = c->L;
     model->parameters = 0;
-    for (int i = 0; i < model->count; i++) {
+    for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
-        model->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
-        model->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
+        a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
+        a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
         model->parameters += t->rows * t->cols;
     }
-    model->elements = optim_layout(model->tensors, model->count);
+    a->elements = optim_layout(a->tensors, a->count);
 }
 
-// An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G). Where it is packed, those
-// of two layers are there at a time. NULL instead of the weights' arena: where they are decoded.
+// The model's tensors where they lie: weights (T = X) or gradients (T = G). Where memory holds less than the model, a
+// part is there once arena_need has been called.
 template <typename T>
 struct BlockParameters {
     T *ln1w, *ln1b;          // (C)
@@ -340,25 +326,19 @@ struct Parameters {
     T *lnfw, *lnfb;  // (C)
 };
 
-static void* tensor_at(const Model* model, void* arena, int t, int64_t element_bytes) {
-    if (!arena && model->decoded) return decoded_at(model->decoded, t);
-    if (arena == model->grads && model->releases) return (char*)arena + element_bytes * model->place[t];
-    const bool packed = shard_is_packed(model->shard, arena);
-    return (char*)arena + element_bytes * (packed ? model->shard->place[t] : model->tensors[t].offset);
-}
-
+// `memory` is model->arena.weights or .grads.
 template <typename T>
-static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
+static void parameters_view(const Model* model, void* memory, Parameters<T>* p) {
     static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
-    auto at = [&](int t) { return (T*)tensor_at(model, arena, t, sizeof(T)); };
+    auto at = [&](int t) { return (T*)arena_at(&model->arena, memory, t, sizeof(T)); };
     p->wte = at(WTE);
     p->wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
         T** pointer = (T**)&p->block[l];
         for (int i = 0; i < BLOCK_TENSORS; i++) pointer[i] = at(FIRST_BLOCK + l * BLOCK_TENSORS + i);
     }
-    p->lnfw = at(model->count - 2);
-    p->lnfb = at(model->count - 1);
+    p->lnfw = at(model->arena.count - 2);
+    p->lnfb = at(model->arena.count - 1);
 }
 
 // What the forward pass keeps of a block for the backward pass.
@@ -405,7 +385,7 @@ static int64_t scratch_bytes(const Model* m) {
     int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
                         matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C), global_norm_scratch_bytes(m->dev),
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
-                        m->shard ? m->elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
+                        m->arena.shard ? m->arena.elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
 }
@@ -460,19 +440,6 @@ static Input input_layout(const Model* m, int* base) {
 
 // Forward.
 
-// The weights of a part are where parameters_view says once this has been called: decoded, or gathered from the ranks,
-// which then send those of layer `next`.
-static void weights_need(const Model* m, int part, int next = -1) {
-    if (m->decoded) decoded_need(m->decoded, part);
-    if (part <= m->config.L) shard_need(m->shard, part, next);
-}
-
-// The optimizer's weights have changed.
-static void weights_changed(const Model* m) {
-    if (m->decoded) decoded_forget(m->decoded);
-    if (m->shard) shard_publish(m->shard);
-}
-
 // Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
 template <typename X>
 static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>* a, int l, int B, int T) {
@@ -495,24 +462,24 @@ template <typename X>
 static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, int B, int T) {
     const Device* dev = m->dev;
     Parameters<X> w;
-    parameters_view(m, m->weights, &w);
+    parameters_view(m, m->arena.weights, &w);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
-    weights_need(m, decoded_embeddings(L));
+    arena_need(&m->arena, decoded_embeddings(L));
     embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
-    weights_need(m, 0);
+    arena_need(&m->arena, 0);
     BlockActivations<X>* first = &a->block[0];
     layernorm_forward<X>(named(dev, "residual + layernorm"), first->ln1, first->ln1_mean, first->ln1_rstd,
                          a->residual[0], w.block[0].ln1w, w.block[0].ln1b, N, C);
     for (int l = 0; l < L; l++) {
         BlockActivations<X>* b = &a->block[l];
-        shard_prefetch(m->shard, l + 1);
+        shard_prefetch(m->arena.shard, l + 1);
         block_forward(m, &w, a, l, B, T);
         matmul_forward<X>(named(dev, "fc projection"), a->branch, nullptr, b->gelu, w.block[l].fcprojw,
                           w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
-        weights_need(m, last ? decoded_final(L) : l + 1);
+        arena_need(&m->arena, last ? decoded_final(L) : l + 1);
         residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
@@ -523,7 +490,7 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
 // True if this micro-batch adds to the gradients that are there; false where each one's are summed over the ranks at
 // once.
 static bool accumulates(const Model* m, bool first) {
-    return !first && !shard_splits(m->shard, SHARD_GRADS);
+    return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
@@ -534,8 +501,8 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
                         bool first) {
     const Device* dev = m->dev;
     Parameters<X> w;
-    parameters_view(m, m->weights, &w);
-    weights_need(m, decoded_embeddings(m->config.L));
+    parameters_view(m, m->arena.weights, &w);
+    arena_need(&m->arena, decoded_embeddings(m->config.L));
     int C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
@@ -545,7 +512,7 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
                       Vp);
         if (!backward) continue;
         matmul_backward_input<X>(named(dev, "d head input"), a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
-        if (row == 0) shard_grads_free(m->shard, m->config.L);
+        if (row == 0) shard_grads_free(m->arena.shard, m->config.L);
         matmul_backward_weight<X, float>(named(dev, "d head weight"), m->dwte_sum, a->logits, lnf, rows, C, Vp,
                                          accumulates(m, first) || row > 0);
     }
@@ -591,14 +558,6 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     matmul_backward_weight<X, G>(named(dev, "d qkv weight"), g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
 }
 
-// The gradients of a part are complete: its step, where the backward pass takes it, or their sum over the ranks.
-template <typename G>
-static void part_done(const Model* m, int part) {
-    if (m->releasing) named(m->dev, "optimizer");
-    if (m->releasing) release_part(m->release, part, m->grads, m->place, m->releasing);
-    if (part <= m->config.L) shard_reduce<G>(m->shard, part);
-}
-
 // Every gradient from dbranch (that of lnf). The first micro-batch of a step overwrites, later ones add. Each sum over
 // rows is fp32 and is rounded to G once a micro-batch; unless --grads bf16 asks for less memory, G is float wherever a
 // step has several.
@@ -608,39 +567,39 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     const Device* dev = m->dev;
     Parameters<X> w;
     Parameters<G> d;
-    parameters_view(m, m->weights, &w);
-    parameters_view(m, m->grads, &d);
+    parameters_view(m, m->arena.weights, &w);
+    parameters_view(m, m->arena.grads, &d);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
-    shard_grads_free(m->shard, L - 1);
+    shard_grads_free(m->arena.shard, L - 1);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
                              accumulate);
-    part_done<G>(m, decoded_final(L));
+    arena_done(&m->arena, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
-        weights_need(m, l, l - 1);
+        arena_need(&m->arena, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
-        if (l > 0) shard_grads_free(m->shard, l - 1);
+        if (l > 0) shard_grads_free(m->arena.shard, l - 1);
         layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate);
-        part_done<G>(m, l);
+        arena_done(&m->arena, l);
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
                              input->bucket, buckets, B, T, C, m->config.Vp, accumulate);
-    part_done<G>(m, decoded_embeddings(L));
+    arena_done(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
-// gradients of loss * share to m->grads. `input` is on the device.
+// gradients of loss * share to m->arena.grads. `input` is on the device.
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
                              float share) {
     Activations<X> a;
-    activations_layout(m, m->activations, m->optim != nullptr, &a);
+    activations_layout(m, m->activations, m->arena.optim != nullptr, &a);
     int64_t N = (int64_t)B * T;
     gpt2_forward(m, &a, input->tokens, B, T);
     gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
@@ -650,8 +609,9 @@ static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, in
 
 static void micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
                         float share) {
-    if (m->type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
-    if (m->grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
+    if (m->arena.type == OPTIM_FP32)
+        return gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
+    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
     gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
 }
 
@@ -662,15 +622,15 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
                        int count, float* losses, int* likeliest) {
     Activations<X> a;
     Parameters<X> w;
-    activations_layout(m, m->activations, m->optim != nullptr, &a);
-    parameters_view(m, m->weights, &w);
+    activations_layout(m, m->activations, m->arena.optim != nullptr, &a);
+    parameters_view(m, m->arena.weights, &w);
     const Input input = input_layout(m, m->input);
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,     (float*)a.logits, input.order,
                                input.targets,       input.bucket, m->losses};
     copy_to_device(m->dev, input.tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input.tokens, B, T);
-    weights_need(m, decoded_embeddings(m->config.L));
+    arena_need(&m->arena, decoded_embeddings(m->config.L));
     score_places<X>(m->dev, losses, likeliest, a.lnf, w.wte, places, targets, count, &room, m->config.C, m->config.V,
                     m->config.Vp);
 }
@@ -684,74 +644,41 @@ static DecodeShape decode_shape(const Model* m) {
 // With backward, a decoder of one sequence has room as well: a run samples between its steps.
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
-    const int64_t least = backward ? decode_bytes(&shape, m->type == OPTIM_FP32, 1) : 0;
+    const int64_t least = backward ? decode_bytes(&shape, m->arena.type == OPTIM_FP32, 1) : 0;
     Activations<float> wide;
     Activations<bf16> narrow;
-    if (m->type == OPTIM_FP32) activations_layout(m, nullptr, backward, &wide);
-    if (m->type == OPTIM_BF16) activations_layout(m, nullptr, backward, &narrow);
-    const int64_t bytes = m->type == OPTIM_FP32 ? wide.bytes : narrow.bytes;
+    if (m->arena.type == OPTIM_FP32) activations_layout(m, nullptr, backward, &wide);
+    if (m->arena.type == OPTIM_BF16) activations_layout(m, nullptr, backward, &narrow);
+    const int64_t bytes = m->arena.type == OPTIM_FP32 ? wide.bytes : narrow.bytes;
     return bytes > least ? bytes : least;
 }
 
-// The arena; or what is packed and the sums of the part; or what takes turns.
-static int64_t grads_bytes(const Model* m) {
-    int64_t elements = m->elements;
-    if (shard_splits(m->shard, SHARD_GRADS)) elements = m->shard->packed + shard_kept(m->shard);
-    if (m->releases) elements = release_places(m->tensors, m->part, m->count, m->config.L, m->place);
-    return elements * (m->grads_bf16 ? 2 : 4);
-}
-
-// Are steps taken part by part?
-static bool takes_parts(const Model* m) {
-    return m->releases || m->clip_by != CLIP_STEP;
-}
-
 static int64_t wte_sum_bytes(const Model* m) {
-    return m->grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
+    return m->arena.grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
 }
 
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
-    OptimBytes bytes = optim_bytes(config, m->tensors, m->count, m->type);
+    const ArenaBytes arena = arena_bytes(&m->arena, config);
     MemoryPlan plan;
-    plan.weights = bytes.weights + bytes.compute + shard_gathered_bytes(m->shard);
-    if (!config->keeps_copy) {
-        plan.weights += decoded_bytes(config, m->tensors, m->part, m->count, m->config.L, m->type);
-    }
-    plan.states = bytes.states + bytes.tables;
-    plan.grads = grads_bytes(m) + wte_sum_bytes(m);
+    plan.weights = arena.weights, plan.states = arena.states;
+    plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + (m->shard ? shard_bytes(m->shard) : 0) +
-                 (takes_parts(m) ? release_bytes(m->dev, m->config.L) : 0);
-    plan.taken = m->dev->gpu ? m->dev->context + (m->shard ? m->shard->comm.bytes : 0) + MODULE_BYTES : 0;
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other;
+    plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     return plan;
 }
 
+// Without a configuration the model only runs forward.
 static void model_allocate(Model* m, const OptimConfig* config) {
-    bool train = config != nullptr;
-    int64_t N = (int64_t)m->B * m->T;
-    if (train) {
-        m->optim = optim_create(m->dev, config, m->tensors, m->count, m->type);
-        m->weights = optim_weights(m->optim);
-        if (!config->keeps_copy) {
-            m->decoded = decoded_open(m->dev, m->optim, config, m->tensors, m->part, m->count, m->config.L, m->type);
-        }
-        m->grads = device_alloc(m->dev, grads_bytes(m));
-        device_zero(m->dev, m->grads, grads_bytes(m));
-        if (m->shard) m->weights = shard_open(m->shard, m->grads, m->weights);
-        if (takes_parts(m)) {
-            for (int t = 0; t < m->count && !m->releases; t++) m->place[t] = m->tensors[t].offset;
-            m->release =
-                release_open(m->dev, m->optim, m->tensors, m->part, m->count, m->config.L, m->clip_by, m->grads_bf16);
-        }
-        Parameters<float> d;
-        if (!m->grads_bf16) parameters_view(m, m->grads, &d);
-        m->dwte_sum = m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m)) : d.wte;
-    } else {
-        m->weights = device_alloc(m->dev, m->elements * (m->type == OPTIM_FP32 ? 4 : 2));
+    const int64_t N = (int64_t)m->B * m->T;
+    arena_open(&m->arena, config);
+    if (config) {
+        m->dwte_sum = m->arena.grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
+                                          : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
-    m->activations = device_alloc(m->dev, activations_bytes(m, train));
+    m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
     m->input = (int*)device_alloc(m->dev, input_layout(m, nullptr).bytes);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
@@ -759,16 +686,12 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 }
 
 static void model_free(Model* m) {
-    if (m->optim && m->grads_bf16) device_free(m->dev, m->dwte_sum);
-    if (!m->optim || shard_splits(m->shard, SHARD_STATES)) device_free(m->dev, m->weights);
-    decoded_close(m->decoded);
-    release_close(m->release);
-    if (m->optim) optim_free(m->optim);
-    if (m->shard) shard_close(m->shard);
-    void* const memory[] = {m->grads, m->activations, m->input, m->losses, m->scalars};
+    void* const memory[] = {m->arena.grads_bf16 ? m->dwte_sum : nullptr, m->activations, m->input, m->losses,
+                            m->scalars};
     for (void* block : memory) device_free(m->dev, block);
-    for (int i = 0; i < m->count; i++) free((void*)m->stored[i].name);
-    free(m->tensors), free(m->stored), free(m->part), free(m->place);
+    for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
+    free(m->stored);
+    arena_close(&m->arena);
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
@@ -777,37 +700,19 @@ static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
     Input input = input_layout(m, m->input);
     dev->rehearsal = true;
-    shard_micro_batch(m->shard, true, true);
+    shard_micro_batch(m->arena.shard, true, true);
     micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, m->T, true, true, 1.0f);
-    if (m->shard) device_after_comm(&m->shard->comm);
+    if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->rehearsal = false;
-    if (m->decoded) decoded_forget(m->decoded);
-    device_zero(dev, m->grads, grads_bytes(m));
-}
-
-// Gives a tensor its values (rows x cols, fp32).
-static void model_set_tensor(Model* m, int tensor, const float* values) {
-    if (m->optim) {
-        optim_set_weights(m->optim, tensor, values);
-        if (m->decoded) decoded_forget(m->decoded);
-        return;
-    }
-    int64_t n = m->tensors[tensor].rows * m->tensors[tensor].cols, offset = m->tensors[tensor].offset;
-    if (m->type == OPTIM_FP32) {
-        copy_to_device(m->dev, (float*)m->weights + offset, values, n * 4);
-        return;
-    }
-    bf16* rounded = (bf16*)memory_take(n * sizeof(bf16));
-    for (int64_t i = 0; i < n; i++) rounded[i] = from_float<bf16>(values[i]);
-    copy_to_device(m->dev, (bf16*)m->weights + offset, rounded, n * 2);
-    free(rounded);
+    if (m->arena.decoded) decoded_forget(m->arena.decoded);
+    device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
 // biases 0, layernorms 1 and 0, padding of the vocabulary 0. Computed on the host whatever the device.
 
 static void model_init(Model* m, uint64_t seed) {
-    for (int t = 0; t < m->count; t++) {
+    for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
         int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
         float deviation = tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
@@ -818,71 +723,40 @@ static void model_init(Model* m, uint64_t seed) {
             for (int64_t i = 0; i < used; i++) values[i] = deviation * random_normal(seed, t, i);
         }
         for (int64_t i = 0; layernorm_weight && i < n; i++) values[i] = 1.0f;
-        model_set_tensor(m, t, values);
+        arena_set(&m->arena, t, values);
         free(values);
     }
-    if (m->optim) optim_decode(m->optim);
+    if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
 // Update and steps.
-
-template <typename G>
-static void gradient_norm(Model* m, float clip) {
-    // The activations are dead by now: their first bytes serve as scratch.
-    if (m->shard) return shard_norm<G>(m->shard, m->scalars, (double*)m->activations, clip);
-    global_norm<G>(m->dev, m->scalars + SCALAR_NORM, (float*)m->activations, (const G*)m->grads, m->elements, clip,
-                   m->scalars);
-}
-
-// The norm of the gradients, the clip factor and the update, which does nothing when the loss or the norm is not
-// finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its own.
-static void update(Model* m, float lr, float clip, int64_t step) {
-    if (m->release) {
-        named(m->dev, "optimizer");
-        const ReleaseStep by_parts = {clip, lr, step, m->scalars + SCALAR_LOSS};
-        for (int part = 0; part <= decoded_final(m->config.L) && !m->releases; part++) {
-            release_part(m->release, part, m->grads, m->place, &by_parts);
-        }
-        release_end(m->release, m->scalars, SCALAR_LEFT);
-        weights_changed(m);
-        return;
-    }
-    named(m->dev, "gradient norm");
-    m->grads_bf16 ? gradient_norm<bf16>(m, clip) : gradient_norm<float>(m, clip);
-    bool split = shard_splits(m->shard, SHARD_STATES);
-    named(m->dev, "optimizer");
-    optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
-    weights_changed(m);
-}
 
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
 // the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed; then other ranks must not
 // wait for this one, which goes through the step like them, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
-    ReleaseStep inside = {clip, lr, step, m->scalars + SCALAR_LOSS};
-    m->releasing = m->releases ? &inside : nullptr;
+    arena_begin(&m->arena, m->scalars, clip, lr, step);
     for (int64_t i = 0; i < micro_batches; i++) {
-        shard_micro_batch(m->shard, i == 0, i == micro_batches - 1);
+        shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
-        if (buckets < 0 && !m->shard) return false;
-        if (buckets < 0) m->shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
+        if (buckets < 0 && !m->arena.shard) return false;
+        if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
         if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
         micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
-    m->releasing = nullptr;
-    update(m, lr, clip, step);
+    arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
     return true;
 }
 
 // Stop requested? Several ranks agree on it, all at once, at asks_to_stop().
 static bool stops(const Model* m) {
-    return m->shard ? m->shard->stop : signal_stop;
+    return m->arena.shard ? m->arena.shard->stop : signal_stop;
 }
 static bool asks_to_stop(const Model* m) {
     const bool asked = signal_stop || stops(m), stop = m->launch ? launch_any(m->launch, asked) : asked;
-    if (m->shard) m->shard->stop = stop;
+    if (m->arena.shard) m->arena.shard->stop = stop;
     return stop;
 }
 
@@ -902,7 +776,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
         micro_batch(m, &input, buckets, B > 0 ? B : 1, m->T, false, done == 0, (float)B / (float)windows);
     }
     float loss;
-    if (m->shard && !stops(m)) shard_loss(m->shard, m->scalars);
+    if (m->arena.shard && !stops(m)) shard_loss(m->arena.shard, m->scalars);
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
     feeder_close(&feeder);
     return stops(m) ? NAN : loss;
@@ -917,7 +791,7 @@ static double flops_per_token(const Model* m) {
 // the rest.
 
 static void sample_need(void* samples, int part) {
-    weights_need((const Model*)((Samples*)samples)->model, part);
+    arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
 }
 
 // Rank 0 has the tokenizer and decides; the others compute the same and take its tokens.
@@ -925,7 +799,7 @@ static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
     samples_next(samples, tokens, count, DECODE_END);
-    shard_share(m->shard, tokens, count * (int64_t)sizeof(int));
+    shard_share(m->arena.shard, tokens, count * (int64_t)sizeof(int));
     return !asks_to_stop(m);
 }
 
@@ -936,14 +810,15 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
                    SampleDone done, void* context) {
     Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, 0};
     const DecodeShape shape = decode_shape(m);
-    const bool fp32 = m->type == OPTIM_FP32, run = m->optim != nullptr;
+    const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t room = run ? activations_bytes(m, true) : memory_available(m->dev) / 2;
     const int S = decode_sequences(&shape, fp32, prompts->count * samples.each, room);
     if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", m->T);
-    const void** tensors = (const void**)memory_take(m->count * sizeof(void*));
-    for (int t = 0; t < m->count; t++) tensors[t] = tensor_at(m, m->weights, t, fp32 ? 4 : 2);
+    const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
+    for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
-    const DecodeCalls calls = {&samples, m->decoded || m->shard ? sample_need : nullptr, sample_next, samples_done};
+    const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
+                               samples_done};
     Decoder d;
     decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? m->activations : nullptr);
     const bool finite =
@@ -958,8 +833,8 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 static void evaluation_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets,
                              int count, float* losses, int* likeliest) {
     const Model* m = (const Model*)model;
-    if (m->type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
-    if (m->type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
+    if (m->arena.type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
+    if (m->arena.type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
 }
 static void evaluation_share(void* model, int from, void* bytes, int64_t count) {
     launch_share(((const Model*)model)->launch, from, bytes, count);
@@ -1011,14 +886,14 @@ constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass b
 
 static void read_weights(void* context, int t, void* to) {
     const Model* m = (const Model*)context;
-    optim_saved_weights(m->optim, m->shard, m->dev, m->tensors, t, to);
+    optim_saved_weights(m->arena.optim, m->arena.shard, m->dev, m->arena.tensors, t, to);
 }
 
 // Writes the model's weights into FOLDER/FILE->name. All ranks call it; rank 0 writes.
 static bool model_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
-    for (int t = 0; t < m->count; t++) m->stored[t].dtype = optim_saved_dtype(m->optim, t);
-    return checkpoint_model_write(rank_of(m) == 0 ? folder : nullptr, m->stored, m->count, read_weights, (void*)m, file,
-                                  error);
+    for (int t = 0; t < m->arena.count; t++) m->stored[t].dtype = optim_saved_dtype(m->arena.optim, t);
+    return checkpoint_model_write(rank_of(m) == 0 ? folder : nullptr, m->stored, m->arena.count, read_weights, (void*)m,
+                                  file, error);
 }
 
 static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to) {
@@ -1027,7 +902,7 @@ static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to
 
 // The same for every stream of the optimizer that is not in model.safetensors.
 static bool optimizer_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
-    OptimSaved* saved = optim_saved_open(m->optim, m->shard, m->dev);
+    OptimSaved* saved = optim_saved_open(m->arena.optim, m->arena.shard, m->dev);
     SafetensorsEntry entries[OPTIM_STREAMS] = {};
     int count = optim_saved_count(saved);
     for (int i = 0; i < count; i++) {
@@ -1045,22 +920,22 @@ static void model_read(Model* m, const char* path) {
     ModelFolder folder;
     char error[DATA_ERROR_BYTES];
     require(model_folder_open(&folder, path, error), error);
-    require(model_folder_used(&folder, m->stored, m->count, m->config.L, error), error);
-    for (int t = 0; t < m->count; t++) {
+    require(model_folder_used(&folder, m->stored, m->arena.count, m->config.L, error), error);
+    for (int t = 0; t < m->arena.count; t++) {
         float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
         require(model_folder_read(&folder, &m->stored[t], values, error), error);
-        model_set_tensor(m, t, values);
+        arena_set(&m->arena, t, values);
         free(values);
     }
     model_folder_close(&folder);
-    if (m->optim) optim_decode(m->optim);
+    if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
 // Weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->count, m->config.L, run->error), run->error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, run->error), run->error);
     reader.run = &run->folder;
     OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
                           checkpoint_weights, checkpoint_notice,      &reader};
@@ -1068,7 +943,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     if (!optim_saved_config(&stored, json_get(state, "formats"), run->error, sizeof(run->error))) {
         user_error("%s/state.json: %s", folder, run->error);
     }
-    bool loaded = optim_load(m->optim, &stored, run->error, sizeof(run->error));
+    bool loaded = optim_load(m->arena.optim, &stored, run->error, sizeof(run->error));
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/optimizer.safetensors: %s", folder, run->error);
     checkpoint_close(&reader);
@@ -1080,7 +955,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     const Config* c = &m->config;
     CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
     const bool first = rank_of(m) == 0;
-    if (!first && !shard_splits(m->shard, SHARD_STATES)) return true;
+    if (!first && !shard_splits(m->arena.shard, SHARD_STATES)) return true;
     if (first && !folder_new(folder, error)) return false;
     bool written = model_write(m, folder, &files[0], error) && optimizer_write(m, folder, &files[1], error);
     run->nonfinite = files[0].nonfinite || files[1].nonfinite;
@@ -1089,10 +964,10 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
-    char* formats = optim_saved_formats(m->optim, &run->config);
+    char* formats = optim_saved_formats(m->arena.optim, &run->config);
     Checkpoint checkpoint = {};
     checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    checkpoint.tensors = m->stored, checkpoint.count = m->count, checkpoint.tokenizer = &run->tokenizer;
+    checkpoint.tensors = m->stored, checkpoint.count = m->arena.count, checkpoint.tokenizer = &run->tokenizer;
     checkpoint.run_folder = run->folder.path, checkpoint.state = &run->state, checkpoint.formats = formats;
     checkpoint.table = &TABLE, checkpoint.options = &saved;
     written = checkpoint_finish(folder, &checkpoint, files, error);
@@ -1109,13 +984,13 @@ static void checkpoint_save(Run* run, bool prune = true) {
     checkpoint_name(run->folder.path, run->state.step, path, sizeof(path));
     snprintf(temporary, sizeof(temporary), "%s.tmp", path);
     const Model* m = run->model;
-    if (m->shard && !optim_saved_equal(m->optim, m->shard, m->weights, m->elements)) {
+    if (m->arena.shard && !optim_saved_equal(m->arena.optim, m->arena.shard, m->arena.weights, m->arena.elements)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
             "go on elsewhere with --resume %s",
             (long long)run->state.step, run_resume_words(&run->folder));
     }
-    run->state.last_norm = m->release ? release_last(m->release) : 0;
+    run->state.last_norm = m->arena.release ? release_last(m->arena.release) : 0;
     const bool written = checkpoint_write(run, temporary, run->error);
     if (rank_of(m) == 0) {
         const CheckpointSave save = {run->state.step, begin, prune ? run->options->keep : 0, run->nonfinite,
@@ -1155,27 +1030,6 @@ static void resolve_shape(Options* o, const Device* dev, int vocabulary, bool by
     o->layers = config->L, o->channels = config->C, o->heads = config->NH;
 }
 
-// What this rank keeps of the arena.
-static void resolve_parts(Model* m, OptimConfig* config) {
-    Shard* s = m->shard;
-    if (!s) return;
-    long long tiles = m->elements / TILE_ELEMENTS;
-    if (tiles < ranks_of(m))
-        user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
-    ShardTensor* tensors = (ShardTensor*)memory_take(m->count * sizeof(ShardTensor));
-    for (int t = 0; t < m->count; t++) {
-        tensors[t] = {m->tensors[t].offset, m->tensors[t].rows * m->tensors[t].cols,
-                      m->part[t] < m->config.L ? m->part[t] : m->config.L};
-    }
-    s->gradient_bytes = m->grads_bf16 ? 2 : 4;
-    s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
-    s->chunk = m->dev->gpu ? 8192 : 64;
-    shard_plan(s, tensors, m->count, m->config.L, m->elements);
-    optim_cuts(config, m->tensors, m->count, s->cut, ranks_of(m) + 1);
-    if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[rank_of(m)], config->end = s->cut[rank_of(m) + 1];
-    free(tensors);
-}
-
 static int64_t logit_rows_for(const Options* o, const Model* m) {
     int64_t N = (int64_t)m->B * m->T;
     // Enough rows keep the head's matrix products at full rate; on the CPU a cache-sized piece.
@@ -1199,9 +1053,9 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
     // Of the whole memory, not of what happens to be free: the same command takes the same batch.
-    int64_t exchange = m->shard ? m->shard->comm.bytes : 0;
+    int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
-    int64_t fits = shard_least(m->shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
+    int64_t fits = shard_least(m->arena.shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m)};
     // GPT-2's and llm.c's half million; of bytes or on the CPU one micro-batch a rank
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
@@ -1213,13 +1067,13 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
 // Gradients are bf16 where a step has one micro-batch of bf16, which rounds them once, and fp32 elsewhere.
 static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     const bool one = o->tokens_per_step == o->batch * o->seq * ranks_of(m);
-    if (strcmp(o->grads, "auto") == 0) o->grads = one && m->type == OPTIM_BF16 ? "bf16" : "fp32";
+    if (strcmp(o->grads, "auto") == 0) o->grads = one && m->arena.type == OPTIM_BF16 ? "bf16" : "fp32";
     config->grads = o->grads;
-    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    if (m->grads_bf16 && m->type == OPTIM_FP32) {
+    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    if (m->arena.grads_bf16 && m->arena.type == OPTIM_FP32) {
         user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
     }
-    if (m->shard) m->shard->gradient_bytes = m->grads_bf16 ? 2 : 4;
+    if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
 }
 
 static Schedule schedule_of(const Options* o) {
@@ -1249,7 +1103,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
 static int64_t available_to(const Model* m) {
     const Device* dev = m->dev;
     return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
-           (m->shard ? m->shard->comm.bytes : 0);
+           (m->arena.shard ? m->arena.shard->comm.bytes : 0);
 }
 
 // Are steps taken part by part, and do their gradients take turns? --release auto does where the plan does not fit.
@@ -1257,17 +1111,17 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     const int64_t one = o->batch * o->seq;
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     char why[1024] = "";
-    m->clip_by = strcmp(o->clip_by, "tensor") == 0 ? CLIP_TENSOR
-                 : strcmp(o->clip_by, "last") == 0 ? CLIP_LAST
-                                                   : CLIP_STEP;
-    if (m->shard) {
+    m->arena.clip_by = strcmp(o->clip_by, "tensor") == 0 ? CLIP_TENSOR
+                       : strcmp(o->clip_by, "last") == 0 ? CLIP_LAST
+                                                         : CLIP_STEP;
+    if (m->arena.shard) {
         snprintf(why, sizeof(why), "several GPUs sum whole gradients");
-    } else if (!optim_releases(config, m->tensors, m->count, why, sizeof(why)) && !why[0]) {
+    } else if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why)) && !why[0]) {
         snprintf(why, sizeof(why), "the optimizer needs all gradients");
     }
-    if (why[0]) strcat(why, m->clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
-    if (m->clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
-    if (!why[0] && o->clip > 0 && m->clip_by == CLIP_STEP) {
+    if (why[0]) strcat(why, m->arena.clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
+    if (m->arena.clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
+    if (!why[0] && o->clip > 0 && m->arena.clip_by == CLIP_STEP) {
         snprintf(why, sizeof(why), "--clip %g by the norm of the step needs all gradients; type --clip-by last",
                  o->clip);
     } else if (!why[0] && o->tokens_per_step != one) {
@@ -1275,8 +1129,8 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
                  "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld", (long long)one);
     }
     if (on && why[0]) user_error("--release on: %s", why);
-    m->releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
-    o->release = m->releases ? "on" : "off";
+    m->arena.releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
+    o->release = m->arena.releases ? "on" : "off";
 }
 
 static void resolve(Run* run) {
@@ -1287,7 +1141,7 @@ static void resolve(Run* run) {
                                o->val_fraction, corpus_begin, corpus_end - corpus_begin};
     int vocabulary;
     bool bytes;
-    m->type = resolve_matmul(o, m->dev);
+    m->arena.type = resolve_matmul(o, m->dev);
     const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
     m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
     require(dataset_look(&source, &vocabulary, &bytes, run->error), run->error);
@@ -1297,10 +1151,10 @@ static void resolve(Run* run) {
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->error), run->error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     optim_config_from(o, config);
-    m->elements = optim_layout(m->tensors, m->count, config);
-    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    resolve_parts(m, config);
-    config->keeps_copy = shard_splits(m->shard, SHARD_STATES);  // for the others, or to be gathered by them
+    m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
+    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    arena_spread(&m->arena, config);
+    config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
@@ -1317,10 +1171,10 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     PlanReport report = {};
     report.rate = "";
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
-    device_describe(m->dev, m->type == OPTIM_FP32, report.device, sizeof(report.device));
-    if (m->shard) comm_describe(&m->shard->comm, report.ranks, sizeof(report.ranks));
+    device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
+    if (m->arena.shard) comm_describe(&m->arena.shard->comm, report.ranks, sizeof(report.ranks));
     optim_describe(&run->config, report.optim, sizeof(report.optim));
-    report.source = m->shard ? m->shard->comm.launch->source : "", report.world = ranks_of(m);
+    report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
     const double usual = optim_usual_lr(o->rule, o->channels);
     if (*run->model_folder && o->lr == usual / 10) {
@@ -1461,7 +1315,7 @@ static bool ends_useless(const Run* run) {
 
 // The data cannot be read on: what there is is saved, and the rank with bad data ends all.
 [[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
-    const Shard* shard = run->model->shard;
+    const Shard* shard = run->model->arena.shard;
     if (!saved) checkpoint_save(run);
     if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run->folder.last_checkpoint);
@@ -1477,7 +1331,7 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     bool skipped = !isfinite(scalars[SCALAR_FACTOR]), first = state->step == timer->first + 1;
     state->skipped += skipped;
     state->skipped_last = skipped ? state->skipped_last + 1 : 0;
-    if (m->release && !skipped && scalars[SCALAR_LEFT] > 0) {
+    if (m->arena.release && !skipped && scalars[SCALAR_LEFT] > 0) {
         state->parts_left += (int64_t)scalars[SCALAR_LEFT];
         run_say(&run->folder,
                 "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
@@ -1488,7 +1342,7 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     if (isnan(norm)) norm = NAN;
     double eta = step_timed(timer, state->step, begin, now) * (double)(o->steps - state->step);
     if (m->dev->gpu && first && state->step < o->steps) eta = -1;  // it was slower than those to come
-    const double peak = ranks_of(m) * device_peak(m->dev, m->type == OPTIM_FP32);
+    const double peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
     const StepReport step = {o->steps, o->tokens_per_step, loss, norm,       lr, now - begin,
                              eta,      flops_per_token(m), peak, run->memory};
     const bool measured = m->dev->gpu && state->step == timer->first + 2;
@@ -1524,17 +1378,18 @@ static void train(Run* run) {
         double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
         signals_doing("this step", run->step_seconds);
         int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = run_folder_asks_save(&run->folder);
+        if (m->arena.shard)
+            m->arena.shard->flags[0] = signal_stop, m->arena.shard->flags[1] = run_folder_asks_save(&run->folder);
         int64_t micro_batches = slice.run / m->B;
         bool ok = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, number);
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-        shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+        shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
         if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, &feeder, state->step <= saved_at);
         run->step_seconds = seconds_now() - begin;
         step_done(run, scalars, lr, begin, &timer);
         bool last = state->step == o->steps;
         if (o->val_every > 0 && (state->step % o->val_every == 0 || last)) run_validation(run);
-        bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
+        bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         due = due || (o->save_every > 0 && state->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
         if (!o->profile && (asked || last || stops(m) || (due && state->skipped_last == 0))) {
@@ -1564,7 +1419,7 @@ static Tokenizer* model_open(Model* m, Device* dev, Options* o, const Launch* la
     const char* folder = checkpoint_model(&o->model, true, error);
     require(folder != nullptr, error);
     device_choose(dev, o->device, launch, o->gpus);
-    m->type = resolve_matmul(o, dev);
+    m->arena.type = resolve_matmul(o, dev);
     m->dev = dev, m->launch = launch;
     resolve_shape(o, dev, 0, false, "", folder, &m->config);
     m->T = (int)o->seq, m->B = tokens > m->T ? (int)(tokens / m->T) : 1;
@@ -1633,7 +1488,7 @@ static void open_device(Run* run) {
     if (run->dev.gpu) comm_require_own_gpu(run->launch);
     comm_open(&shard->comm, run->launch, &run->dev);
     shard_choose(shard, o->shard, o->comm);
-    run->model->shard = shard;
+    run->model->arena.shard = shard;
 }
 
 // Ranks that would not train the same are a mistake: other options, or other data.
@@ -1699,8 +1554,8 @@ static void begin(Run* run) {
     model_allocate(m, &run->config);
     rehearse(m, &run->dev);
     model_begin(run);
-    weights_changed(m);
-    if (m->release) release_set_last(m->release, (float)run->state.last_norm);
+    arena_changed(&m->arena);
+    if (m->arena.release) release_set_last(m->arena.release, (float)run->state.last_norm);
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
