@@ -940,8 +940,8 @@ TEST(model_file_orientation) {
     path_join(path, folder, "model.safetensors");
     Model m;
     float* values = initial_weights(&m, &dev, &setup, 4);
-    CheckpointFile sum = {"model.safetensors", 0, -1, false};
-    bool written = model_write(&m, folder, &sum, error);
+    CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
+    bool written = arrays_write(&m, folder, files, error);
     expect(written, "%s", error);
     Safetensors file;
     bool opened = written && safetensors_open(&file, path, error);

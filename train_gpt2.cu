@@ -328,17 +328,19 @@ struct Parameters {
 
 // `memory` is model->arena.weights or .grads.
 template <typename T>
-static void parameters_view(const Model* model, void* memory, Parameters<T>* p) {
+static Parameters<T> parameters_in(const Model* model, void* memory) {
+    Parameters<T> p;
     static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
     auto at = [&](int t) { return (T*)arena_at(&model->arena, memory, t, sizeof(T)); };
-    p->wte = at(WTE);
-    p->wpe = at(WPE);
+    p.wte = at(WTE);
+    p.wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
-        T** pointer = (T**)&p->block[l];
+        T** pointer = (T**)&p.block[l];
         for (int i = 0; i < BLOCK_TENSORS; i++) pointer[i] = at(FIRST_BLOCK + l * BLOCK_TENSORS + i);
     }
-    p->lnfw = at(model->arena.count - 2);
-    p->lnfb = at(model->arena.count - 1);
+    p.lnfw = at(model->arena.count - 2);
+    p.lnfb = at(model->arena.count - 1);
+    return p;
 }
 
 // What the forward pass keeps of a block for the backward pass.
@@ -461,8 +463,7 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
 template <typename X>
 static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, int B, int T) {
     const Device* dev = m->dev;
-    Parameters<X> w;
-    parameters_view(m, m->arena.weights, &w);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     arena_need(&m->arena, decoded_embeddings(L));
@@ -500,8 +501,7 @@ template <typename X>
 static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
                         bool first) {
     const Device* dev = m->dev;
-    Parameters<X> w;
-    parameters_view(m, m->arena.weights, &w);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     int C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     for (int64_t row = 0; row < N; row += m->logit_rows) {
@@ -565,10 +565,8 @@ template <typename X, typename G>
 static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
                           bool first) {
     const Device* dev = m->dev;
-    Parameters<X> w;
-    Parameters<G> d;
-    parameters_view(m, m->arena.weights, &w);
-    parameters_view(m, m->arena.grads, &d);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
+    const Parameters<G> d = parameters_in<G>(m, m->arena.grads);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
@@ -621,9 +619,8 @@ template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
     Activations<X> a;
-    Parameters<X> w;
     activations_layout(m, m->activations, m->arena.optim != nullptr, &a);
-    parameters_view(m, m->arena.weights, &w);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input input = input_layout(m, m->input);
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,     (float*)a.logits, input.order,
@@ -884,33 +881,30 @@ struct Run {
 
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
-static void read_weights(void* context, int t, void* to) {
-    const Model* m = (const Model*)context;
+static void read_weights(void* model, int t, void* to) {
+    const Model* m = (const Model*)model;
     optim_saved_weights(m->arena.optim, m->arena.shard, m->dev, m->arena.tensors, t, to);
 }
-
-// Writes the model's weights into FOLDER/FILE->name. All ranks call it; rank 0 writes.
-static bool model_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
-    for (int t = 0; t < m->arena.count; t++) m->stored[t].dtype = optim_saved_dtype(m->arena.optim, t);
-    return checkpoint_model_write(rank_of(m) == 0 ? folder : nullptr, m->stored, m->arena.count, read_weights, (void*)m,
-                                  file, error);
+static void read_array(void* saved, int i, int64_t at, int64_t bytes, void* to) {
+    optim_saved_read((const OptimSaved*)saved, i, at, bytes, to);
 }
 
-static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to) {
-    optim_saved_read((const OptimSaved*)context, i, at, bytes, to);
-}
-
-// The same for every stream of the optimizer that is not in model.safetensors.
-static bool optimizer_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
-    OptimSaved* saved = optim_saved_open(m->arena.optim, m->arena.shard, m->dev);
+// Writes the weights into FOLDER/files[0].name, and every stream of the optimizer that is not there into files[1].name.
+// All ranks call it; rank 0 writes.
+static bool arrays_write(const Model* m, const char* folder, CheckpointFile files[2], char* error) {
+    const char* to = rank_of(m) == 0 ? folder : nullptr;
+    const Arena* a = &m->arena;
+    for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
+    if (!checkpoint_model_write(to, m->stored, a->count, read_weights, (void*)m, &files[0], error)) return false;
+    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->dev);
     SafetensorsEntry entries[OPTIM_STREAMS] = {};
-    int count = optim_saved_count(saved);
+    const int count = optim_saved_count(saved);
     for (int i = 0; i < count; i++) {
         const OptimStream array = optim_saved_array(saved, i);
         entries[i] = {array.name, array.dtype, {array.elements}, 1};
     }
     const CheckpointSource source = {entries, count, COPY_BYTES, nullptr, read_array, saved};
-    bool ok = checkpoint_file_write(rank_of(m) == 0 ? folder : nullptr, &source, file, error);
+    const bool ok = checkpoint_file_write(to, &source, &files[1], error);
     optim_saved_close(saved);
     return ok;
 }
@@ -957,7 +951,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     const bool first = rank_of(m) == 0;
     if (!first && !shard_splits(m->arena.shard, SHARD_STATES)) return true;
     if (first && !folder_new(folder, error)) return false;
-    bool written = model_write(m, folder, &files[0], error) && optimizer_write(m, folder, &files[1], error);
+    bool written = arrays_write(m, folder, files, error);
     run->nonfinite = files[0].nonfinite || files[1].nonfinite;
     if (!written || !first) return written;
     Options saved = *run->options;
@@ -965,11 +959,15 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
     char* formats = optim_saved_formats(m->arena.optim, &run->config);
-    Checkpoint checkpoint = {};
-    checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    checkpoint.tensors = m->stored, checkpoint.count = m->arena.count, checkpoint.tokenizer = &run->tokenizer;
-    checkpoint.run_folder = run->folder.path, checkpoint.state = &run->state, checkpoint.formats = formats;
-    checkpoint.table = &TABLE, checkpoint.options = &saved;
+    const Checkpoint checkpoint = {{c->L, c->C, c->NH, c->max_T, c->V},
+                                   m->stored,
+                                   m->arena.count,
+                                   &run->tokenizer,
+                                   run->folder.path,
+                                   &run->state,
+                                   formats,
+                                   &TABLE,
+                                   &saved};
     written = checkpoint_finish(folder, &checkpoint, files, error);
     free(formats);
     return written;
@@ -1413,44 +1411,6 @@ static void train(Run* run) {
 
 // Main: one run from its options to its end, or a sample.
 
-// A model of a folder that only runs forward, in batches of up to `tokens` tokens, and its tokenizer.
-static Tokenizer* model_open(Model* m, Device* dev, Options* o, const Launch* launch, int64_t tokens) {
-    char error[DATA_ERROR_BYTES];
-    const char* folder = checkpoint_model(&o->model, true, error);
-    require(folder != nullptr, error);
-    device_choose(dev, o->device, launch, o->gpus);
-    m->arena.type = resolve_matmul(o, dev);
-    m->dev = dev, m->launch = launch;
-    resolve_shape(o, dev, 0, false, "", folder, &m->config);
-    m->T = (int)o->seq, m->B = tokens > m->T ? (int)(tokens / m->T) : 1;
-    m->logit_rows = tokens > 1 ? 1024 : 1;
-    config_tensors(m);
-    Tokenizer* tokenizer = tokenizer_open_for(m->config.V == 256 ? nullptr : folder, m->config.V, error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, error);
-    model_allocate(m, nullptr);
-    model_read(m, folder);
-    return tokenizer;
-}
-
-// --sample: continue prompts with a model folder.
-static int sample_main(Options* o) {
-    char error[DATA_ERROR_BYTES];
-    Device dev;
-    Model m = {};
-    Prompts prompts;
-    Tokenizer* tokenizer = model_open(&m, &dev, o, nullptr, 1);
-    require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
-    if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
-        user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
-    }
-    require_stdout();
-    prompts_close(&prompts);
-    tokenizer_close(tokenizer);
-    model_free(&m);
-    device_close(&dev);
-    return 0;
-}
-
 static void evaluation_print(void*, const Evaluation* e, const EvaluationResult* result, double seconds) {
     char line[512];
     evaluation_describe(e, result, seconds, line, sizeof(line));
@@ -1458,12 +1418,37 @@ static void evaluation_print(void*, const Evaluation* e, const EvaluationResult*
     fflush(stdout);
 }
 
-// --eval without --eval-every: the tasks with a model folder.
-static int evaluation_main(Options* o, const Launch* launch) {
+// Instead of training, with --model DIR: --sample continues prompts, on rank 0 alone; otherwise the tasks of --eval are
+// scored, whose batches have up to EVALUATION_TOKENS tokens.
+static int forward_main(Options* o, const Launch* launch, bool samples) {
+    char error[DATA_ERROR_BYTES];
+    const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    Tokenizer* tokenizer = model_open(&m, &dev, o, launch, EVALUATION_TOKENS);
-    evaluate(&m, o, tokenizer, evaluation_print, nullptr);
+    const char* folder = checkpoint_model(&o->model, true, error);
+    require(folder != nullptr, error);
+    m.dev = &dev, m.launch = samples ? nullptr : launch;
+    device_choose(&dev, o->device, m.launch, o->gpus);
+    m.arena.type = resolve_matmul(o, &dev);
+    resolve_shape(o, &dev, 0, false, "", folder, &m.config);
+    m.T = (int)o->seq, m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
+    m.logit_rows = samples ? 1 : 1024;
+    config_tensors(&m);
+    Tokenizer* tokenizer = tokenizer_open_for(m.config.V == 256 ? nullptr : folder, m.config.V, error);
+    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    model_allocate(&m, nullptr);
+    model_read(&m, folder);
+    if (samples) {
+        Prompts prompts;
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
+            user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
+        }
+        require_stdout();
+        prompts_close(&prompts);
+    } else {
+        evaluate(&m, o, tokenizer, evaluation_print, nullptr);
+    }
     tokenizer_close(tokenizer);
     model_free(&m);
     device_close(&dev);
@@ -1648,7 +1633,7 @@ int main(int argc, char** argv) {
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
     if (launch.rank > 0) signals_quiet();
-    if (samples) return launch.rank == 0 ? sample_main(&options) : 0;
+    if (samples) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
         user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave --gpus out, or --device cpu",
                    (long long)options.gpus);
@@ -1657,7 +1642,7 @@ int main(int argc, char** argv) {
     if (launch.rank > 0) signals_quiet();
     if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
     const bool evaluates = given[option_find(&TABLE, "eval") - OPTIONS] && options.eval_every == 0;
-    int code = evaluates ? evaluation_main(&options, &launch) : train_main(&options, given, &launch);
+    int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;
 }

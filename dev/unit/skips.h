@@ -96,10 +96,11 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
         const int64_t bytes = fp32 ? 4 : 2;
         char* at = (char*)stream.data + 7 * bytes;
         if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
-        CheckpointFile model = {"model", 0, -1, false}, states = {"states", 0, -1, false};
-        bool written = model_write(&m, folder, &model, error) && optimizer_write(&m, folder, &states, error);
+        CheckpointFile files[2] = {{"model", 0, -1, false}, {"states", 0, -1, false}};
+        bool written = arrays_write(&m, folder, files, error);
         expect(written == (i < 0), "%s: %s", i < 0 ? "finite" : stream.name, written ? "written" : error);
-        expect((model.nonfinite || states.nonfinite) == (i >= 0), "%s is not reported", i < 0 ? "finite" : stream.name);
+        expect((files[0].nonfinite || files[1].nonfinite) == (i >= 0), "%s is not reported",
+               i < 0 ? "finite" : stream.name);
         if (i >= 0) expect(strstr(error, "holds nan at element 7"), "%s: %s", stream.name, error);
         if (i >= 0) copy_to_device(dev, at, before, bytes);
     }
