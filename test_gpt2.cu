@@ -75,7 +75,7 @@ static void feed(const Model* m, const int* tokens, const int* targets, bool fir
     copy_to_device(m->dev, input.targets, targets, n * sizeof(int));
     copy_to_device(m->dev, input.order, order, n * sizeof(int));
     copy_to_device(m->dev, input.bucket, bucket, 2 * (buckets + 1) * sizeof(int));
-    micro_batch(m, &input, buckets, m->B, m->T, true, first, share);
+    micro_batch(m, &input, buckets, m->B, true, first, share);
     device_sync(m->dev);
     free(order), free(bucket);
 }

@@ -1,20 +1,19 @@
 // nibble: pre-trains GPT-2-family language models on one GPU or several, or on this machine's cores.
 //
-// Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples -> checkpoints ->
-// resolve (what was left to the program) -> resume -> step loop -> main. Operators are in kernels/, the optimizer is
-// behind optim/optim.h, files and messages are in data/. One Model lives on one Device; where several GPUs train
-// together, m->arena.shard is what this rank shares with the others (kernels/ranks/shard.cuh), otherwise null.
+// Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples and evaluations ->
+// checkpoints -> resolving options that are left to the program -> resuming -> step loop -> main. Operators are in
+// kernels/, the optimizer is in optim/, files and messages are in data/. A Model lives on one Device. Where several
+// GPUs train together, m->arena.shard (kernels/ranks/shard.cuh) is what this rank shares with the others.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
-// the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
+// the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name is a
+// gradient.
 #include <math.h>
-#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
@@ -24,7 +23,7 @@
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/options_synonyms.h"  // SYNONYMS: names of other programs for the options
-#include "data/report.h"            // report_step, ...: lines of the terminal and of log.jsonl
+#include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // Resume: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
 #include "data/sampling.h"          // Prompts, and samples as text
@@ -34,7 +33,7 @@
 #include "data/version.h"           // NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
-#include "kernels/common.cuh"       // Device, check, user_error
+#include "kernels/common.cuh"       // Device, check, user_error, require
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
@@ -42,29 +41,16 @@
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
-#include "kernels/profile.h"        // profile_row: names of what is queued, for NVIDIA's profilers
+#include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
-#include "kernels/score.cuh"        // score: losses of given tokens
+#include "kernels/score.cuh"        // score_places: losses of given tokens
 #include "optim/arena.h"            // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
-
-// Ends the program with the sentence in `error` unless all is well.
-static void require(bool ok, const char* error) {
-    if (!ok) user_error("%s", error);
-}
-
-// Ends the program if what it was asked to print cannot be printed: without a word where nobody reads on.
-static void require_stdout() {
-    struct pollfd out = {1, POLLOUT, 0};
-    if (fflush(stdout) == 0 && !ferror(stdout)) return;
-    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
-    user_error("standard output cannot be written; free space, or name another file");
-}
 
 // Options: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
 
@@ -86,7 +72,7 @@ struct Options {
 #define AT(name) offsetof(Options, name)
 constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, CHOICE = OPTION_CHOICE,
                      FLAG = OPTION_FLAG;
-// A group's name stands in its first row.
+// The first row of a group has its name.
 static const Option OPTIONS[] = {
     {"data", TEXT, AT(data), "", 0, 0, "PATH", "data",
      "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
@@ -215,8 +201,8 @@ static const Option OPTIONS[] = {
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
 static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0])};
 
-// The optimizer that the options ask for; what they leave to the preset, and numbers that depend on the length of the
-// run, are not known yet.
+// The optimizer that the options ask for. Names that they leave to the preset are "" here, and numbers that depend on
+// the length of the run have a stand-in.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
@@ -234,7 +220,7 @@ static OptimConfig optim_config_of(const Options* o) {
     return c;
 }
 
-// The same resolved, with the preset's names in the options.
+// The same, resolved; the options get the names that the preset gives.
 static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
@@ -264,7 +250,7 @@ constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TEN
 struct Model {
     const Device* dev;
     Config config;
-    int B, T;  // of one micro-batch
+    int B, T;  // sequences and tokens of a sequence in one micro-batch
     Recompute recompute;
     int64_t logit_rows;  // rows of logits in memory at a time
 
@@ -272,7 +258,7 @@ struct Model {
     ModelTensor* stored;  // the same tensors as files hold them
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
 
-    float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
+    float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
     void* activations;  // laid out by activations_layout
     int* input;         // laid out by input_layout
     float* losses;      // (N)
@@ -392,22 +378,23 @@ static int64_t scratch_bytes(const Model* m) {
     return bytes;
 }
 
-// Lays the activations of m->B x m->T tokens out from `base`; with base NULL only a->bytes means anything. This one
-// function is the memory plan, the allocation and the pointers. With recompute=block the blocks share one set of
-// buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
+// Lays the activations of m->B x m->T tokens out from `base` on; with base NULL only `bytes` of the result has a
+// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block the blocks
+// share one set of buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
 template <typename X>
-static void activations_layout(const Model* m, void* base, bool backward, Activations<X>* a) {
+static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
+    Activations<X> a;
     int64_t N = (int64_t)m->B * m->T, C = m->config.C, used = 0;
     auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
     auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
     bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
-    a->residual[0] = values(N * C);
+    a.residual[0] = values(N * C);
     for (int l = 0; l < m->config.L; l++) {
-        BlockActivations<X>* b = &a->block[l];
+        BlockActivations<X>* b = &a.block[l];
         // Without backward the stream needs two places: a block's input and output.
-        a->residual[l + 1] = backward || l == 0 ? values(N * C) : a->residual[l - 1];
+        a.residual[l + 1] = backward || l == 0 ? values(N * C) : a.residual[l - 1];
         if (l > 0 && !keep) {
-            *b = a->block[0];
+            *b = a.block[0];
             continue;
         }
         b->ln1_mean = floats(N), b->ln1_rstd = floats(N);
@@ -419,21 +406,22 @@ static void activations_layout(const Model* m, void* base, bool backward, Activa
         b->ln2_mean = floats(N), b->ln2_rstd = floats(N);
         b->ln2 = values(N * C);
         b->fc = values(N * 4 * C);
-        b->gelu = l > 0 && !keep_gelu ? a->block[0].gelu : values(N * 4 * C);
+        b->gelu = l > 0 && !keep_gelu ? a.block[0].gelu : values(N * 4 * C);
     }
-    a->lnf_mean = floats(N), a->lnf_rstd = floats(N);
-    a->lnf = values(N * C);
-    a->branch = values(N * C);
+    a.lnf_mean = floats(N), a.lnf_rstd = floats(N);
+    a.lnf = values(N * C);
+    a.branch = values(N * C);
     int64_t blocks = used;
-    a->logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
-    a->bytes = used;
-    if (!backward) return;
+    a.logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
+    a.bytes = used;
+    if (!backward) return a;
     used = blocks;  // what the blocks' backward pass needs lies where the logits were, which are over by then
-    a->dresidual = values(N * C);
-    a->dbranch = a->branch;  // the forward pass is over when it is needed; so is the block that is computed again
-    a->dwide = values(N * 4 * C);
-    a->scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
-    a->bytes = used > a->bytes ? used : a->bytes;
+    a.dresidual = values(N * C);
+    a.dbranch = a.branch;  // the forward pass is over when it is needed; so is the block that is computed again
+    a.dwide = values(N * 4 * C);
+    a.scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
+    a.bytes = used > a.bytes ? used : a.bytes;
+    return a;
 }
 
 static Input input_layout(const Model* m, int* base) {
@@ -488,15 +476,15 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     }
 }
 
-// True if this micro-batch adds to the gradients that are there; false where each one's are summed over the ranks at
-// once.
+// True if this micro-batch adds to the gradients in memory; false for the first of a step, and where the gradients of
+// each micro-batch are summed over the ranks immediately.
 static bool accumulates(const Model* m, bool first) {
     return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
 // become their own gradient in place, and that of lnf (into dbranch) and of wte (into dwte_sum) follow at once; dloss
-// is 1 / (rows of the whole step). `first` micro-batch of a step: sums begin anew.
+// is 1 / (rows of the whole step). In the `first` micro-batch of a step the sums begin anew.
 template <typename X>
 static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
                         bool first) {
@@ -558,9 +546,9 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     matmul_backward_weight<X, G>(named(dev, "d qkv weight"), g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
 }
 
-// Every gradient from dbranch (that of lnf). The first micro-batch of a step overwrites, later ones add. Each sum over
-// rows is fp32 and is rounded to G once a micro-batch; unless --grads bf16 asks for less memory, G is float wherever a
-// step has several.
+// All gradients of the parameters, from dbranch, which is that of lnf. The first micro-batch of a step overwrites them,
+// later ones add to them. Each sum over rows is fp32 and is rounded to G once a micro-batch; G is float where a step
+// has several micro-batches, unless --grads bf16 asks for less memory.
 template <typename X, typename G>
 static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
                           bool first) {
@@ -594,23 +582,20 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
 // gradients of loss * share to m->arena.grads. `input` is on the device.
 template <typename X, typename G>
-static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
+static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first,
                              float share) {
-    Activations<X> a;
-    activations_layout(m, m->activations, m->arena.optim != nullptr, &a);
-    int64_t N = (int64_t)B * T;
-    gpt2_forward(m, &a, input->tokens, B, T);
+    Activations<X> a = activations_layout<X>(m, m->activations, m->arena.optim != nullptr);
+    int64_t N = (int64_t)B * m->T;
+    gpt2_forward(m, &a, input->tokens, B, m->T);
     gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
     loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, T, first);
+    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, m->T, first);
 }
 
-static void micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
-                        float share) {
-    if (m->arena.type == OPTIM_FP32)
-        return gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
-    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
-    gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
+static void micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first, float share) {
+    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, train, first, share);
+    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, train, first, share);
+    gpt2_micro_batch<bf16, float>(m, input, buckets, B, train, first, share);
 }
 
 // The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
@@ -618,8 +603,7 @@ static void micro_batch(const Model* m, const Input* input, int buckets, int B, 
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
-    Activations<X> a;
-    activations_layout(m, m->activations, m->arena.optim != nullptr, &a);
+    Activations<X> a = activations_layout<X>(m, m->activations, m->arena.optim != nullptr);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input input = input_layout(m, m->input);
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
@@ -632,22 +616,20 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
                     m->config.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/report.h) is made of the same figures that are allocated.
+// Memory. The plan (MemoryPlan of data/report.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
 }
 
-// With backward, a decoder of one sequence has room as well: a run samples between its steps.
+// With `backward` there is room for a decoder of one sequence as well, since a run samples between its steps.
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
-    const int64_t least = backward ? decode_bytes(&shape, m->arena.type == OPTIM_FP32, 1) : 0;
-    Activations<float> wide;
-    Activations<bf16> narrow;
-    if (m->arena.type == OPTIM_FP32) activations_layout(m, nullptr, backward, &wide);
-    if (m->arena.type == OPTIM_BF16) activations_layout(m, nullptr, backward, &narrow);
-    const int64_t bytes = m->arena.type == OPTIM_FP32 ? wide.bytes : narrow.bytes;
-    return bytes > least ? bytes : least;
+    const bool fp32 = m->arena.type == OPTIM_FP32;
+    const int64_t decoder = backward ? decode_bytes(&shape, fp32, 1) : 0;
+    const int64_t bytes = fp32 ? activations_layout<float>(m, nullptr, backward).bytes
+                               : activations_layout<bf16>(m, nullptr, backward).bytes;
+    return bytes > decoder ? bytes : decoder;
 }
 
 static int64_t wte_sum_bytes(const Model* m) {
@@ -698,7 +680,7 @@ static void rehearse(Model* m, Device* dev) {
     Input input = input_layout(m, m->input);
     dev->rehearsal = true;
     shard_micro_batch(m->arena.shard, true, true);
-    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, m->T, true, true, 1.0f);
+    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->rehearsal = false;
     if (m->arena.decoded) decoded_forget(m->arena.decoded);
@@ -706,8 +688,7 @@ static void rehearse(Model* m, Device* dev) {
 }
 
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
-// biases 0, layernorms 1 and 0, padding of the vocabulary 0. Computed on the host whatever the device.
-
+// biases 0, layernorms 1 and 0, padding of the vocabulary 0. The host computes them, whatever the device.
 static void model_init(Model* m, uint64_t seed) {
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
@@ -729,8 +710,8 @@ static void model_init(Model* m, uint64_t seed) {
 // Update and steps.
 
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
-// the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed; then other ranks must not
-// wait for this one, which goes through the step like them, and all find SCALAR_BAD.
+// the caller reads the scalars. `step` counts from 1. Bad data changes nothing: alone, this returns false; one of
+// several ranks goes through the step like the others, which must not wait for it, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
@@ -741,7 +722,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0 && !m->arena.shard) return false;
         if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
         if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
-        micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
+        micro_batch(m, &input, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
     arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
     return true;
@@ -757,8 +738,8 @@ static bool asks_to_stop(const Model* m) {
     return stop;
 }
 
-// Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN when a signal
-// came. Ranks take batches in turn, and all the same number, of which the last may count nothing.
+// Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN if a signal stops
+// it. Ranks take batches in turn, all of them equally many; the rows of a last one beyond these windows do not count.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)rank_of(m) * m->B;
     LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
@@ -770,7 +751,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
         int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
         int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0) user_error("validation data: %s", feeder.error);
-        micro_batch(m, &input, buckets, B > 0 ? B : 1, m->T, false, done == 0, (float)B / (float)windows);
+        micro_batch(m, &input, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
     }
     float loss;
     if (m->arena.shard && !stops(m)) shard_loss(m->arena.shard, m->scalars);
@@ -833,7 +814,7 @@ static void evaluation_score(void* model, const int* tokens, int B, int T, const
     if (m->arena.type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
     if (m->arena.type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
 }
-static void evaluation_share(void* model, int from, void* bytes, int64_t count) {
+static void share_bytes(void* model, int from, void* bytes, int64_t count) {
     launch_share(((const Model*)model)->launch, from, bytes, count);
 }
 static bool evaluation_stops(void* model) {
@@ -844,18 +825,19 @@ static bool evaluation_stops(void* model) {
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, EvaluationDone done, void* context) {
     char error[DATA_ERROR_BYTES];
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
-    const Evaluator evaluator = {m->launch->rank,  m->launch->world, m->T,     tokens, m->config.V, evaluation_score,
-                                 evaluation_share, evaluation_stops, (void*)m, done,   context};
+    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, evaluation_score,
+                                 share_bytes,     evaluation_stops, (void*)m, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
 }
 
-// Model files and checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as
-// stored) and state.json beside the model. data/checkpoint.h writes and finds them whole; here are the arrays.
+// Checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as stored) and
+// state.json beside the model. data/checkpoint.h makes sure that they are whole; this part gives and takes their
+// arrays.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
     Options* options;
-    Options asked;  // before the program decided what was left to it: for the next checkpoint
+    Options asked;  // as typed or resumed, before resolve(): what a checkpoint says of some of them
     Resume resume;
     const Launch* launch;
     Json* loaded;               // state.json of the checkpoint that it goes on from; NULL: it begins anew
@@ -909,7 +891,7 @@ static bool arrays_write(const Model* m, const char* folder, CheckpointFile file
     return ok;
 }
 
-// The weights of a folder into the model.
+// Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
     ModelFolder folder;
     char error[DATA_ERROR_BYTES];
@@ -925,7 +907,7 @@ static void model_read(Model* m, const char* path) {
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-// Weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
+// Reads weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     CheckpointReader reader;
@@ -959,22 +941,18 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
     char* formats = optim_saved_formats(m->arena.optim, &run->config);
-    const Checkpoint checkpoint = {{c->L, c->C, c->NH, c->max_T, c->V},
-                                   m->stored,
-                                   m->arena.count,
-                                   &run->tokenizer,
-                                   run->folder.path,
-                                   &run->state,
-                                   formats,
-                                   &TABLE,
-                                   &saved};
+    Checkpoint checkpoint = {};
+    checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
+    checkpoint.tensors = m->stored, checkpoint.count = m->arena.count, checkpoint.tokenizer = &run->tokenizer;
+    checkpoint.run_folder = run->folder.path, checkpoint.state = &run->state, checkpoint.formats = formats;
+    checkpoint.table = &TABLE, checkpoint.options = &saved;
     written = checkpoint_finish(folder, &checkpoint, files, error);
     free(formats);
     return written;
 }
 
-// Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
-// it. Without `prune` all older ones stay: this one may be of no use.
+// Saves a checkpoint, then removes older ones beyond --keep; without `prune` they all stay, since this one may be of no
+// use. A save that fails leaves them alone. All ranks call it.
 static void checkpoint_save(Run* run, bool prune = true) {
     char path[RUN_PATH_BYTES], temporary[RUN_PATH_BYTES + 8];
     double begin = seconds_now();
@@ -999,8 +977,8 @@ static void checkpoint_save(Run* run, bool prune = true) {
     memcpy(run->folder.last_checkpoint, path, sizeof(path));
 }
 
-// Resolving: resolve() gives every option that was left to the program its value, in an order in which each depends
-// only on those before it, and refuses what cannot work.
+// Resolving: resolve() gives each option that is `auto` its value, in an order in which each depends only on those
+// before it, and refuses combinations that cannot work.
 
 // Precision of the matrix products.
 static OptimType resolve_matmul(Options* o, const Device* dev) {
@@ -1009,8 +987,8 @@ static OptimType resolve_matmul(Options* o, const Device* dev) {
     return strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
 }
 
-// Model and sequence length: of `checkpoint` unless it is "", or of the model's `folder` unless it is "", or by name.
-// `vocabulary` is the data's, 0 where it is not known.
+// The model's shape and the sequence length. They come from `checkpoint`, or if that is "" from the model's `folder`,
+// or if that is "" too from the model's name. `vocabulary` is the data's, or 0 if there is no data.
 static void resolve_shape(Options* o, const Device* dev, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder, Config* config) {
     const Gpt2Shape max = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
@@ -1045,24 +1023,25 @@ static int64_t largest_batch(const Options* o, Model m, const OptimConfig* confi
     return 0;
 }
 
-// Batch sizes, for a data set of so many windows.
+// Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
     char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
-    // Of the whole memory, not of what happens to be free: the same command takes the same batch.
+    // The whole memory counts, not what happens to be free, so that the same command takes the same batch.
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
     int64_t fits = shard_least(m->arena.shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m)};
-    // GPT-2's and llm.c's half million; of bytes or on the CPU one micro-batch a rank
+    // A step has half a million tokens, as GPT-2's and llm.c's have, or one micro-batch a rank with bytes or on the
+    // CPU.
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
 }
 
-// Gradients are bf16 where a step has one micro-batch of bf16, which rounds them once, and fp32 elsewhere.
+// --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
 static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     const bool one = o->tokens_per_step == o->batch * o->seq * ranks_of(m);
     if (strcmp(o->grads, "auto") == 0) o->grads = one && m->arena.type == OPTIM_BF16 ? "bf16" : "fp32";
@@ -1078,7 +1057,7 @@ static Schedule schedule_of(const Options* o) {
     return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup};
 }
 
-// Steps and what depends on them.
+// The number of steps and what depends on it.
 static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_typed) {
     const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
     char error[DATA_ERROR_BYTES];
@@ -1104,14 +1083,13 @@ static int64_t available_to(const Model* m) {
            (m->arena.shard ? m->arena.shard->comm.bytes : 0);
 }
 
-// Are steps taken part by part, and do their gradients take turns? --release auto does where the plan does not fit.
+// Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
+// --release auto does so where the plan does not fit otherwise.
 static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     const int64_t one = o->batch * o->seq;
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     char why[1024] = "";
-    m->arena.clip_by = strcmp(o->clip_by, "tensor") == 0 ? CLIP_TENSOR
-                       : strcmp(o->clip_by, "last") == 0 ? CLIP_LAST
-                                                         : CLIP_STEP;
+    m->arena.clip_by = clip_by_from(o->clip_by);
     if (m->arena.shard) {
         snprintf(why, sizeof(why), "several GPUs sum whole gradients");
     } else if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why)) && !why[0]) {
@@ -1167,19 +1145,14 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
     PlanReport report = {};
-    report.rate = "";
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
     device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
     if (m->arena.shard) comm_describe(&m->arena.shard->comm, report.ranks, sizeof(report.ranks));
     optim_describe(&run->config, report.optim, sizeof(report.optim));
     report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
-    const double usual = optim_usual_lr(o->rule, o->channels);
-    if (*run->model_folder && o->lr == usual / 10) {
-        report.rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
-    } else if (o->lr == usual && o->lr != optim_usual_lr("", o->channels)) {
-        report.rate = text_format(", usual for %s", o->rule);
-    }
+    report.usual_lr = optim_usual_lr(o->rule, o->channels), report.usual_lr_of_any = optim_usual_lr("", o->channels);
+    report.trained = *run->model_folder != 0;
     report_plan(&run->folder, &TABLE, o, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
@@ -1207,7 +1180,7 @@ static void require_memory(const Options* o, const Model* m, const OptimConfig* 
 
 // Resuming.
 
-// What is the optimizer's to merge with the state of a checkpoint. Returns --override as it was asked for.
+// Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
 static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
     OptimResume r = {};
     r.config = optim_config_of(o), r.lr = o->lr, r.channels = o->channels;
@@ -1220,7 +1193,7 @@ static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
     return r.asked;
 }
 
-// The checkpoint to go on from, if any, which rank 0 chooses, and its options.
+// Chooses the checkpoint to go on from, if any, on rank 0, and merges its options with the typed ones.
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
@@ -1249,36 +1222,32 @@ static void resume(Run* run) {
     if (first) require(checkpoint_continue(&run->folder, &o->run, run->from, named_itself, o->dry_run, error), error);
 }
 
-// Where the run stands, and whether its data is the same as before.
+// Sets where the run stands, and notes for the banner whether its data has changed.
 static void count_state(Run* run) {
-    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0};
+    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0, 0};
     const char* changes[2];
     if (!run->loaded) return;
     const int count = run_state_resume(&run->state, run->loaded, changes);
     for (int i = 0; i < count; i++) resume_changed(&run->resume, " %s", changes[i]);
+    run->state.tokens = run->state.sequences * run->options->seq;
 }
 
 // The step loop.
-
-static int64_t tokens_done(const Run* run) {
-    return run->state.sequences * run->options->seq;
-}
 
 static void run_validation(Run* run) {
     signals_doing("this batch of the validation", run->step_seconds);
     double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
     if (stops(run->model)) return;
-    if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
     run->last_val = loss;
     require(report_validation(&run->folder, &run->state, loss, run->val_data.bytes_per_token, seconds_now() - begin,
-                              tokens_done(run), run->error),
+                              run->error),
             run->error);
 }
 
 static void sample_say(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     Run* run = (Run*)context;
     require(report_sample(&run->folder, &run->state, index, run->prompts.count * (int)run->options->samples, prompt,
-                          text, bytes, tokens_done(run), run->error),
+                          text, bytes, run->error),
             run->error);
 }
 
@@ -1291,7 +1260,7 @@ static void run_sample(Run* run) {
 
 static void evaluation_say(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
     Run* run = (Run*)context;
-    require(report_evaluation(&run->folder, &run->state, e, result, seconds, tokens_done(run), run->error), run->error);
+    require(report_evaluation(&run->folder, &run->state, e, result, seconds, run->error), run->error);
 }
 
 static void run_evaluation(Run* run) {
@@ -1299,9 +1268,8 @@ static void run_evaluation(Run* run) {
     evaluate(run->model, run->options, run->tokenizer.tokenizer, evaluation_say, run);
 }
 
-// True if the weights at the end of a run are of no use: no step of it changed them, or they give no finite loss, by
-// the last validation or, without one, by a window of the validation data where the last step was skipped. All ranks
-// ask.
+// True if the weights at the end of a run are of no use: no step changed them, or their loss is not finite. That is the
+// loss of the last validation; without validations, of one window if the last step was skipped. All ranks call it.
 static bool ends_useless(const Run* run) {
     const Model* m = run->model;
     const RunState* state = &run->state;
@@ -1311,7 +1279,7 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// The data cannot be read on: what there is is saved, and the rank with bad data ends all.
+// Bad data: saves what has been trained; then the rank that found it ends all with its message.
 [[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
     const Shard* shard = run->model->arena.shard;
     if (!saved) checkpoint_save(run);
@@ -1319,43 +1287,28 @@ static bool ends_useless(const Run* run) {
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run->folder.last_checkpoint);
 }
 
-// A step is done, with these scalars: it is counted, logged and printed.
+// Counts, logs and prints a step that is done and has left these scalars.
 static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
     const Options* o = run->options;
     const Model* m = run->model;
-    RunState* state = &run->state;
-    state->step++;
-    state->sequences += o->tokens_per_step / o->seq;
-    bool skipped = !isfinite(scalars[SCALAR_FACTOR]), first = state->step == timer->first + 1;
-    state->skipped += skipped;
-    state->skipped_last = skipped ? state->skipped_last + 1 : 0;
-    if (m->arena.release && !skipped && scalars[SCALAR_LEFT] > 0) {
-        state->parts_left += (int64_t)scalars[SCALAR_LEFT];
-        run_say(&run->folder,
-                "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
-                (long long)state->step, scalars[SCALAR_LEFT], (long long)state->parts_left);
-    }
-    double now = seconds_now(), loss = scalars[SCALAR_LOSS], norm = scalars[SCALAR_NORM];
-    if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
-    if (isnan(norm)) norm = NAN;
-    double eta = step_timed(timer, state->step, begin, now) * (double)(o->steps - state->step);
-    if (m->dev->gpu && first && state->step < o->steps) eta = -1;  // it was slower than those to come
-    const double peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
-    const StepReport step = {o->steps, o->tokens_per_step, loss, norm,       lr, now - begin,
-                             eta,      flops_per_token(m), peak, run->memory};
-    const bool measured = m->dev->gpu && state->step == timer->first + 2;
-    require(
-        report_step_log(&run->folder, state, &step, tokens_done(run), measured ? memory_used(m->dev) : 0, run->error),
-        run->error);
-    if (skipped) {
-        require(report_skip(&run->folder, state, &step, strcmp(o->on_nonfinite, "stop") == 0, o->lr, run->error),
-                run->error);
-    } else if (state->step % o->print_every == 0 || first || state->step == o->steps) {
-        report_step(&run->folder, state, &step);
-    }
+    const int64_t number = run->state.step + 1;
+    const bool first = number == timer->first + 1, last = number == o->steps;
+    const double now = seconds_now(), takes = step_timed(timer, number, begin, now);
+    StepReport step = {};
+    step.steps = o->steps, step.tokens = o->tokens_per_step, step.sequences = o->tokens_per_step / o->seq;
+    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM];
+    step.lr = lr, step.max_lr = o->lr, step.seconds = now - begin;
+    // On a GPU the first step is slower than those to come.
+    step.eta = m->dev->gpu && first && !last ? -1 : takes * (double)(o->steps - number);
+    step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
+    step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
+    step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
+    step.skipped = !isfinite(scalars[SCALAR_FACTOR]), step.stops = strcmp(o->on_nonfinite, "stop") == 0;
+    step.shown = number % o->print_every == 0 || first || last;
+    require(report_step_done(&run->folder, &run->state, &step, run->error), run->error);
 }
 
-// From run->state.step to the end, or to a signal.
+// Trains from run->state.step to the end, or until a signal comes.
 static void train(Run* run) {
     const Options* o = run->options;
     const Schedule schedule = schedule_of(o);
@@ -1409,14 +1362,7 @@ static void train(Run* run) {
     (m->dev->gpu ? pinned_free : free)(scalars);
 }
 
-// Main: one run from its options to its end, or a sample.
-
-static void evaluation_print(void*, const Evaluation* e, const EvaluationResult* result, double seconds) {
-    char line[512];
-    evaluation_describe(e, result, seconds, line, sizeof(line));
-    printf("eval     %s\n", line);
-    fflush(stdout);
-}
+// Main: a run from its options to its end, or samples or scores of a model.
 
 // Instead of training, with --model DIR: --sample continues prompts, on rank 0 alone; otherwise the tasks of --eval are
 // scored, whose batches have up to EVALUATION_TOKENS tokens.
@@ -1455,7 +1401,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     return 0;
 }
 
-// The device, and what this rank shares with others.
+// Opens the device, and what this rank shares with the others.
 static void open_device(Run* run) {
     const Options* o = run->options;
     Shard* shard = &run->shard;
@@ -1476,7 +1422,7 @@ static void open_device(Run* run) {
     run->model->arena.shard = shard;
 }
 
-// Ranks that would not train the same are a mistake: other options, or other data.
+// Ends the run if ranks have other options or other data than rank 0.
 static void require_same(Run* run) {
     Options same = *run->options;
     same.run = same.resume = same.data = same.val = same.formats = "";
@@ -1489,7 +1435,7 @@ static void require_same(Run* run) {
     free(text);
 }
 
-// Weights and states: from the checkpoint, from --model DIR, or drawn.
+// Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.
 static void model_begin(Run* run) {
     Model* m = run->model;
     if (run->loaded) {
@@ -1504,11 +1450,8 @@ static void model_begin(Run* run) {
     }
 }
 
-static void launch_share_from_first(void* launch, void* bytes, int64_t count) {
-    launch_share((const Launch*)launch, 0, bytes, count);
-}
-
-// The run folder and the tokenizer in it, which are rank 0's; all know whether there are samples.
+// Makes the run folder and opens the tokenizer, on rank 0; all ranks get the prompts and know whether there are
+// samples.
 static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder
@@ -1528,10 +1471,10 @@ static void folder_begin(Run* run) {
     launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_share(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
-    prompts_share(&run->prompts, launch_share_from_first, (void*)run->launch);
+    prompts_share(&run->prompts, share_bytes, run->model);
 }
 
-// The weights come before the run folder: a bad model file leaves nothing behind.
+// Allocates and fills everything. The weights come before the run folder, so that a bad model file leaves none behind.
 static void begin(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
@@ -1553,7 +1496,7 @@ static void begin(Run* run) {
     run->folder.started = seconds_now();
     run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
     if (!run->loaded) return;
-    require(run_log(&run->folder, "resume", run->state.step, tokens_done(run), 0, nullptr, nullptr, run->error),
+    require(run_log(&run->folder, "resume", run->state.step, run->state.tokens, 0, nullptr, nullptr, run->error),
             run->error);
 }
 
@@ -1616,10 +1559,7 @@ int main(int argc, char** argv) {
     if (!options_defaults(&TABLE, &options, error) || !options_parse(&TABLE, &options, given, argc, argv, error)) {
         user_error("%s", error);
     }
-    if (options.help) {
-        printf("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n");
-        options_help(&TABLE, stdout);
-    }
+    if (options.help) options_help(&TABLE, stdout);
     if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
     if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);

@@ -38,16 +38,17 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     return fine;
 }
 
-void prompts_share(Prompts* prompts, void (*share)(void* context, void* bytes, int64_t count), void* context) {
+void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count),
+                   void* context) {
     char ignored[DATA_ERROR_BYTES];
     int count = prompts->count;
-    share(context, &count, sizeof(count));
+    share(context, 0, &count, sizeof(count));
     while (prompts->count < count) prompts_add(prompts, "", 0, NULL, 0, ignored);
     for (int i = 0; i < count; i++) {
         int length = prompts->length[i];
-        share(context, &length, sizeof(length));
+        share(context, 0, &length, sizeof(length));
         prompts->tokens[i] = memory_grow(prompts->tokens[i], (size_t)length * sizeof(int));
-        share(context, prompts->tokens[i], length * (int64_t)sizeof(int));
+        share(context, 0, prompts->tokens[i], length * (int64_t)sizeof(int));
         prompts->length[i] = length;
     }
 }
