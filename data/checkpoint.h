@@ -34,6 +34,7 @@ typedef struct {
     int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
     double best_val;                // infinite before the first validation
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
+    int64_t tokens;                 // of those sequences; not stored
     int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
 } RunState;
 // Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many

@@ -238,6 +238,7 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
 }
 
 void options_help(const OptionTable* table, FILE* file) {
+    fputs("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n", file);
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
         if (*option->group) fprintf(file, "\n%s\n", option->group);

@@ -16,6 +16,7 @@
 #endif
 #include <signal.h>
 #include <omp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -100,6 +101,19 @@ bool driver_bind(const char* name, Function* function) {
     launch_failed(2, message);
     fputs(message, stderr);
     exit(2);
+}
+
+// Ends the program with the sentence in `error` unless all is well.
+inline void require(bool ok, const char* error) {
+    if (!ok) user_error("%s", error);
+}
+
+// Ends the program if what it was asked to print cannot be written: without a message if the reader has gone.
+inline void require_stdout() {
+    struct pollfd out = {1, POLLOUT, 0};
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
+    user_error("standard output cannot be written; free space, or name another file");
 }
 
 // The device: a GPU, or this machine's cores.
