@@ -60,10 +60,11 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 struct Options {
     const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
         *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *recompute, *release,
-        *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *sample, *completion;
+        *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *save, *sample,
+        *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
-        print_every, save_every, keep, seed;
+        print_every, save_every, keep, seed, memory, fit;
     double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
         limit_growth, clip, final_lr, decay_fraction, temperature;
     bool profile, dry_run, list_formats, list_presets, version, help;
@@ -71,7 +72,7 @@ struct Options {
 
 #define AT(name) offsetof(Options, name)
 constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, CHOICE = OPTION_CHOICE,
-                     FLAG = OPTION_FLAG;
+                     FLAG = OPTION_FLAG, SIZE = OPTION_SIZE;
 // The first row of a group has its name.
 static const Option OPTIONS[] = {
     {"data", TEXT, AT(data), "", 0, 0, "PATH", "data",
@@ -181,6 +182,8 @@ static const Option OPTIONS[] = {
      "steps between lines on the terminal; log.jsonl has every step"},
     {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "",
      "steps between checkpoints; one is always written at the end and on a signal"},
+    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "",
+     "what a checkpoint holds; weights: no states of the optimizer, so that no run can go on from it"},
     {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "checkpoints that stay; older ones are removed"},
     {"resume", TEXT, AT(resume), "off", 0, 0, "off|auto|DIR", "",
      "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
@@ -190,6 +193,10 @@ static const Option OPTIONS[] = {
      "name what is queued for nsys and ncu, with the names of make bench's rows; a few steps, nothing is saved"},
     {"sample", TEXT, AT(sample), "", 0, 0, "PROMPT", "instead of training", "continue PROMPT with --model DIR"},
     {"dry-run", FLAG, AT(dry_run), "", 0, 0, "", "", "print the plan and stop"},
+    {"memory", SIZE, AT(memory), "", 0, 0, "24G", "",
+     "with --dry-run: plan for a GPU with so much memory, which need not be here"},
+    {"fit", SIZE, AT(fit), "", 0, 0, "24G", "",
+     "list the largest --batch of each preset and --recompute on a GPU with so much memory"},
     {"list-formats", FLAG, AT(list_formats), "", 0, 0, "", "", "storage formats"},
     {"list-presets", FLAG, AT(list_presets), "", 0, 0, "", "", "optimizer presets"},
     {"completion", CHOICE, AT(completion), "off", 0, 0, "off|bash|zsh", "",
@@ -873,11 +880,12 @@ static void read_array(void* saved, int i, int64_t at, int64_t bytes, void* to) 
 
 // Writes the weights into FOLDER/files[0].name, and every stream of the optimizer that is not there into files[1].name.
 // All ranks call it; rank 0 writes.
-static bool arrays_write(const Model* m, const char* folder, CheckpointFile files[2], char* error) {
+static bool arrays_write(const Model* m, const char* folder, bool states, CheckpointFile files[2], char* error) {
     const char* to = rank_of(m) == 0 ? folder : nullptr;
     const Arena* a = &m->arena;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     if (!checkpoint_model_write(to, m->stored, a->count, read_weights, (void*)m, &files[0], error)) return false;
+    if (!states) return true;
     OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->dev);
     SafetensorsEntry entries[OPTIM_STREAMS] = {};
     const int count = optim_saved_count(saved);
@@ -933,7 +941,7 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     const bool first = rank_of(m) == 0;
     if (!first && !shard_splits(m->arena.shard, SHARD_STATES)) return true;
     if (first && !folder_new(folder, error)) return false;
-    bool written = arrays_write(m, folder, files, error);
+    bool written = arrays_write(m, folder, strcmp(run->options->save, "all") == 0, files, error);
     run->nonfinite = files[0].nonfinite || files[1].nonfinite;
     if (!written || !first) return written;
     Options saved = *run->options;
@@ -980,30 +988,41 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // Resolving: resolve() gives each option that is `auto` its value, in an order in which each depends only on those
 // before it, and refuses combinations that cannot work.
 
-// Precision of the matrix products.
-static OptimType resolve_matmul(Options* o, const Device* dev) {
-    if (!dev->gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
-    if (strcmp(o->matmul, "auto") == 0) o->matmul = dev->gpu ? "bf16" : "fp32";
-    return strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
-}
-
-// The model's shape and the sequence length. They come from `checkpoint`, or if that is "" from the model's `folder`,
-// or if that is "" too from the model's name. `vocabulary` is the data's, or 0 if there is no data.
-static void resolve_shape(Options* o, const Device* dev, int vocabulary, bool bytes, const char* checkpoint,
-                          const char* folder, Config* config) {
+// Precision, shape and sequence length, and with them the tensors. The shape comes from `checkpoint`, or if that is ""
+// from the model's `folder`, or if that is "" too from the model's name. `vocabulary` is the data's, or 0 if there is
+// no data.
+static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
+                          const char* folder) {
     const Gpt2Shape max = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
+    const bool gpu = m->dev->gpu;
     char error[DATA_ERROR_BYTES];
-    if (strcmp(o->model, "auto") == 0) o->model = !dev->gpu ? "nano" : bytes ? "d6" : "gpt2";
+    if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
+    if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
+    m->arena.type = strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
+    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
+    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+    if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     const Gpt2Shape typed = {o->layers, o->channels, o->heads, o->seq, 0};
     Gpt2Shape shape;
     require(gpt2_shape_choose(o->model, *checkpoint ? checkpoint : folder, *checkpoint, &max, &typed, vocabulary, bytes,
                               &shape, error),
             error);
-    *config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
-               (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
-    if (o->seq == AUTO) o->seq = config->max_T;
-    o->layers = config->L, o->channels = config->C, o->heads = config->NH;
+    m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
+                 (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
+    if (o->seq == AUTO) o->seq = m->config.max_T;
+    o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
+    m->T = (int)o->seq;
+    config_tensors(m);
+}
+
+// How the optimizer keeps the tensors, and which part of them is this rank's.
+static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
+    optim_config_from(o, config);
+    m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
+    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    arena_spread(&m->arena, config);
+    config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -1015,12 +1034,15 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
 
 // The largest B up to `max` whose plan fits, 0 when not even one sequence does.
 static int64_t largest_batch(const Options* o, Model m, const OptimConfig* config, int64_t max, int64_t available) {
-    for (m.B = (int)max; m.B > 0; m.B--) {
+    int64_t fits = 0;
+    while (fits < max) {
+        m.B = (int)((fits + max + 1) / 2);
         m.logit_rows = logit_rows_for(o, &m);
-        MemoryPlan plan = memory_plan(&m, config);
-        if (plan.total - plan.taken <= available) return m.B;
+        const MemoryPlan plan = memory_plan(&m, config);
+        if (plan.total - plan.taken <= available) fits = m.B;
+        if (fits < m.B) max = m.B - 1;
     }
-    return 0;
+    return fits;
 }
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
@@ -1117,20 +1139,11 @@ static void resolve(Run* run) {
                                o->val_fraction, corpus_begin, corpus_end - corpus_begin};
     int vocabulary;
     bool bytes;
-    m->arena.type = resolve_matmul(o, m->dev);
-    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
-    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
     require(dataset_look(&source, &vocabulary, &bytes, run->error), run->error);
-    resolve_shape(o, m->dev, vocabulary, bytes, run->from, run->model_folder, &m->config);
-    m->T = (int)o->seq;
-    config_tensors(m);
+    resolve_model(o, m, vocabulary, bytes, run->from, run->model_folder);
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->error), run->error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
-    optim_config_from(o, config);
-    m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
-    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    arena_spread(&m->arena, config);
-    config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
+    resolve_optim(o, m, config);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
@@ -1156,9 +1169,10 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &TABLE, o, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
+// NULL if the plan fits; otherwise what is missing and what to type, a text that lives as long as the program.
+static const char* memory_lacks(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
     int64_t available = available_to(m);
-    if (plan->total <= available) return;
+    if (plan->total <= available) return nullptr;
     int64_t fits = largest_batch(o, *m, config, m->B, available - plan->taken);
     int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);
     while (fits > 0 && sequences % fits != 0) fits--;
@@ -1169,13 +1183,57 @@ static void require_memory(const Options* o, const Model* m, const OptimConfig* 
     bool whole = memory_plan(&block, config).total <= available;
     bool one = m->recompute != RECOMPUTE_BLOCK && largest_batch(o, block, config, 1, available - plan->taken) > 0;
     if (fits > 0) {
-        user_error("--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s", m->B, need,
-                   have, m->dev->name, (long long)fits, whole ? ", or --recompute block" : "");
+        return text_format("--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s", m->B,
+                           need, have, m->dev->name, (long long)fits, whole ? ", or --recompute block" : "");
     }
-    user_error(
+    return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
         "a smaller --preset",
         have, m->dev->name, one ? "type --recompute block --batch 1, or take" : "take");
+}
+
+// Refuses a run whose checkpoints the disk cannot hold.
+static void require_disk(const Run* run) {
+    const Options* o = run->options;
+    const Arena* a = &run->model->arena;
+    OptimConfig whole = run->config;
+    whole.begin = whole.end = 0, whole.keeps_copy = false;
+    const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
+    const int64_t each = bytes.weights + (strcmp(o->save, "all") == 0 ? bytes.states : 0);
+    const int64_t saves = run->loaded || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
+    char error[DATA_ERROR_BYTES];
+    require(o->profile || checkpoint_room(o->run, each, saves, o->keep, error), error);
+}
+
+// --fit: a line for each preset and --recompute. Gradients are fp32 unless --grads says otherwise, as they are in a
+// step of several micro-batches.
+static int fit_main(const Options* asked, bool preset_typed, bool recompute_typed) {
+    const char* const recompute[] = {"none", "gelu", "block"};
+    Device dev;
+    int rows = 0;
+    device_imagine(&dev, asked->fit);
+    for (int i = 0; optim_preset(i / 3); i++) {
+        Options o = *asked;
+        if (preset_typed && strcmp(optim_preset(i / 3), o.preset) != 0) continue;
+        if (recompute_typed && strcmp(recompute[i % 3], o.recompute) != 0) continue;
+        o.preset = optim_preset(i / 3), o.recompute = recompute[i % 3];
+        if (strcmp(o.grads, "auto") == 0) o.grads = "fp32";
+        Model m = {};
+        OptimConfig config = {};
+        char error[DATA_ERROR_BYTES];
+        m.dev = &dev;
+        const char* folder = checkpoint_model(&o.model, false, error);
+        require(folder != nullptr, error);
+        resolve_model(&o, &m, 0, false, "", folder);
+        resolve_optim(&o, &m, &config);
+        m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
+        const int64_t fits = largest_batch(&o, m, &config, 512, dev.memory - memory_plan(&m, &config).taken);
+        if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);
+        const MemoryPlan plan = memory_plan(&m, &config);
+        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, fits, &plan, rows++ == 0);
+    }
+    require_stdout();
+    return 0;
 }
 
 // Resuming.
@@ -1375,11 +1433,9 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     require(folder != nullptr, error);
     m.dev = &dev, m.launch = samples ? nullptr : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
-    m.arena.type = resolve_matmul(o, &dev);
-    resolve_shape(o, &dev, 0, false, "", folder, &m.config);
-    m.T = (int)o->seq, m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
+    resolve_model(o, &m, 0, false, "", folder);
+    m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    config_tensors(&m);
     Tokenizer* tokenizer = tokenizer_open_for(m.config.V == 256 ? nullptr : folder, m.config.V, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
     model_allocate(&m, nullptr);
@@ -1407,7 +1463,16 @@ static void open_device(Run* run) {
     Shard* shard = &run->shard;
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
-    device_choose(&run->dev, o->device, run->launch, o->gpus);
+    if (o->memory > 0) {
+        if (!o->dry_run || strcmp(o->device, "cpu") == 0 || run->launch->world > 1) {
+            user_error(
+                "--memory plans for one GPU that need not be here; type --dry-run with it, and neither "
+                "--device cpu nor --gpus");
+        }
+        device_imagine(&run->dev, o->memory);
+    } else {
+        device_choose(&run->dev, o->device, run->launch, o->gpus);
+    }
     run->model->dev = &run->dev, run->model->launch = run->launch;
     if (!run->dev.gpu && o->formats[0]) {
         user_error(
@@ -1530,7 +1595,10 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
                 (long long)run.state.step, (long long)o->steps);
         return 0;
     }
-    require_memory(o, run.model, &run.config, &plan);
+    const char* lacks = memory_lacks(o, run.model, &run.config, &plan);
+    if (lacks && !run.dev.imagined) user_error("%s", lacks);
+    if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
+    if (!run.dev.imagined && launch->rank == 0) require_disk(&run);
     if (o->dry_run) {
         require_stdout();
         return 0;
@@ -1569,7 +1637,9 @@ int main(int argc, char** argv) {
         require_stdout();
         return 0;
     }
-    bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
+    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
+    const bool samples = typed("sample");
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
     if (launch.rank > 0) signals_quiet();
@@ -1581,7 +1651,7 @@ int main(int argc, char** argv) {
     if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
     if (launch.rank > 0) signals_quiet();
     if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
-    const bool evaluates = given[option_find(&TABLE, "eval") - OPTIONS] && options.eval_every == 0;
+    const bool evaluates = typed("eval") && options.eval_every == 0;
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;

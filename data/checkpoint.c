@@ -581,6 +581,15 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     return ok;
 }
 
+bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, char* error) {
+    const long long count = keep > 0 && keep < saves ? keep + 1 : saves;
+    char why[DATA_ERROR_BYTES];
+    if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, why)) return true;
+    return data_error(error,
+                      "%s, for %lld checkpoint%s; free some, name another --run, or type --keep 1 or --save weights",
+                      why, count, count > 1 ? "s" : "");
+}
+
 // Completes the sentence in `error` about a checkpoint that could not be written.
 static bool save_failed(const RunFolder* run, const CheckpointSave* save, char* error) {
     const long long number = (long long)save->step;

@@ -138,6 +138,10 @@ bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoi
 // Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
 
+// Before a run: has the disk of its folder ("": one in runs/) room for the checkpoints, of `bytes` each, that will be
+// there at a time? `keep` of them stay, and one more is being written.
+bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, char* error);
+
 typedef struct {
     int64_t step;
     double begin;    // seconds_now() when the save began

@@ -113,6 +113,23 @@ void report_plan(RunFolder* run, const OptionTable* table, const void* fields, c
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
 }
 
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
+                const MemoryPlan* plan, bool first) {
+    char most[24] = "-";
+    const double unit = 1.0 / (1 << 30);
+    if (batch > 0) snprintf(most, sizeof(most), "%lld", (long long)batch);
+    if (first) {
+        printf(
+            "%s, %lld parameters, sequences of %d tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
+            "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s\n",
+            model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
+            "activations", "other", "total");
+    }
+    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f\n", preset, recompute, most,
+           (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
+           (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
+}
+
 char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error) {
     char* text = NULL;
     size_t length = 0;

@@ -32,6 +32,10 @@ typedef struct {
 // The banner. `fields` are the options as resolved, V is the model's vocabulary.
 void report_plan(RunFolder* run, const OptionTable* table, const void* fields, const PlanReport* plan,
                  const Dataset* train, const Dataset* val, int V);
+// A row of --fit on stdout: the largest batch that fits (0: none does, and the plan is that of one sequence) and its
+// bytes by kind; a title before the first.
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
+                const MemoryPlan* plan, bool first);
 // What must be the same on all ranks: the options, and the data by its size and checksums, which are made here. The
 // caller frees the text; NULL with a sentence where the data cannot be read.
 char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error);
