@@ -941,7 +941,7 @@ TEST(model_file_orientation) {
     Model m;
     float* values = initial_weights(&m, &dev, &setup, 4);
     CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
-    bool written = arrays_write(&m, folder, files, error);
+    bool written = arrays_write(&m, folder, true, files, error);
     expect(written, "%s", error);
     Safetensors file;
     bool opened = written && safetensors_open(&file, path, error);

@@ -80,8 +80,7 @@ static const Option OPTIONS[] = {
     {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "",
      "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
     {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
-    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
-     "share of a single file that is kept for validation"},
+    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "", "of a single file, for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
@@ -90,7 +89,7 @@ static const Option OPTIONS[] = {
     {"seq", INT, AT(seq), "auto", 1, 65536, "T", "", "tokens of a training sequence"},
     {"batch", INT, AT(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
     {"tokens-per-step", INT, AT(tokens_per_step), "auto", 1, 1e12, "N", "",
-     "total batch of an optimizer step, a multiple of batch x seq"},
+     "of an optimizer step, a multiple of batch x seq"},
     {"steps", INT, AT(steps), "auto", 0, 1e12, "N", "",
      "optimizer steps; auto: one epoch, or of the built-in text 400 on a GPU and 1500 on the CPU"},
     {"preset", TEXT, AT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
@@ -120,14 +119,12 @@ static const Option OPTIONS[] = {
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
-    {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "",
-     "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
+    {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
      "muon, normuon: their polynomials"},
     {"rank", INT, AT(rank), "0", 0, 65536, "N", "",
      "galore, fira, apollo: rank of the moments; 0: a quarter of a matrix's shorter side"},
-    {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "",
-     "galore, fira, apollo, apollo-mini: steps until the directions change"},
+    {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "", "of --rank: steps until the directions change"},
     {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "",
      "and the factor on the update; 0: 0.25, of apollo 1 and apollo-mini 128, under a root"},
     {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
@@ -161,27 +158,23 @@ static const Option OPTIONS[] = {
      "what gradients are sent as: as they are, or rounded to bf16; their sum is fp32"},
     {"join-timeout", INT, AT(join_timeout), "300", 1, 1e6, "SECONDS", "", "seconds to wait for all ranks to connect"},
     {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
-    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "",
-     "tokens of one validation, at most: the first windows of the validation data"},
+    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "", "of one validation, at most: the first of the data"},
     {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps; 0: never; auto: at the end"},
     {"sample-tokens", INT, AT(sample_tokens), "128", 1, 65536, "N", "", "length of a sample"},
     {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
     {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
     {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts instead, one a line"},
-    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "",
-     "a sample ends at the end-of-text token, or at its length"},
+    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "at the end-of-text token, or at its length"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
     {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "",
      "tasks such as hellaswag,lambada (data/eval/NAME.eval) or paths: with --eval-every in a run, else of --model DIR"},
-    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "",
-     "steps between evaluations, and one at the end; 0: none"},
+    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "", "steps; one more at the end; 0: none"},
     {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
-    {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "",
-     "steps between lines on the terminal; log.jsonl has every step"},
+    {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "", "steps between lines; log.jsonl has every step"},
     {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "",
-     "steps between checkpoints; one is always written at the end and on a signal"},
+     "steps; one is always written at the end and on a signal"},
     {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "",
      "what a checkpoint holds; weights: no states of the optimizer, so that no run can go on from it"},
     {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "checkpoints that stay; older ones are removed"},
@@ -1131,12 +1124,15 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     o->release = m->arena.releases ? "on" : "off";
 }
 
+static DataSource data_source(const Options* o) {
+    return {o->data, o->val, o->data_format, o->val_fraction, corpus_begin, corpus_end - corpus_begin};
+}
+
 static void resolve(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
     OptimConfig* config = &run->config;
-    const DataSource source = {o->data,         o->val,       o->data_format,
-                               o->val_fraction, corpus_begin, corpus_end - corpus_begin};
+    const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
     require(dataset_look(&source, &vocabulary, &bytes, run->error), run->error);
@@ -1205,12 +1201,16 @@ static void require_disk(const Run* run) {
     require(o->profile || checkpoint_room(o->run, each, saves, o->keep, error), error);
 }
 
-// --fit: a line for each preset and --recompute. Gradients are fp32 unless --grads says otherwise, as they are in a
-// step of several micro-batches.
+// --fit: a line for each preset and --recompute, for --data's vocabulary or GPT-2's. Gradients are fp32 unless --grads
+// says otherwise, as they are in a step of several micro-batches.
 static int fit_main(const Options* asked, bool preset_typed, bool recompute_typed) {
     const char* const recompute[] = {"none", "gelu", "block"};
+    const DataSource source = data_source(asked);
     Device dev;
-    int rows = 0;
+    int rows = 0, vocabulary = 50257;
+    bool bytes = false;
+    char error[DATA_ERROR_BYTES];
+    if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
     device_imagine(&dev, asked->fit);
     for (int i = 0; optim_preset(i / 3); i++) {
         Options o = *asked;
@@ -1220,11 +1220,10 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         if (strcmp(o.grads, "auto") == 0) o.grads = "fp32";
         Model m = {};
         OptimConfig config = {};
-        char error[DATA_ERROR_BYTES];
         m.dev = &dev;
         const char* folder = checkpoint_model(&o.model, false, error);
         require(folder != nullptr, error);
-        resolve_model(&o, &m, 0, false, "", folder);
+        resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
         m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
         const int64_t fits = largest_batch(&o, m, &config, 512, dev.memory - memory_plan(&m, &config).taken);

@@ -373,6 +373,43 @@ TEST(cli_full_disk) {
 }
 
 // More than any GPU has: the largest batch that fits is named.
+// A GPU that is not here: the batch that --fit lists fits the plan of --memory, and one more does not.
+TEST(cli_fit) {
+    const char* work = work_folder();
+    const char* const shape = "--layers 8 --channels 512 --heads 8 --seq 512 --preset adamw8";
+    for (const char* recompute : {"none", "gelu", "block"}) {
+        long long batch = 0;
+        run_train(fit, "--fit 1G --model gpt2 --data %s/text.txt %s --recompute %s", work, shape, recompute);
+        expect_code(fit, 0);
+        const char *row = strstr(OUT(fit), "adamw8 "), *rows = row ? strstr(row, "\n") : nullptr;
+        expect(row && rows && !rows[1], "not one row: %s", OUT(fit));
+        expect(row && sscanf(row, "%*s %*s %lld", &batch) == 1 && batch > 1, "no batch: %s", OUT(fit));
+        for (int more = 0; more < 2; more++) {
+            run_train(plan,
+                      "--dry-run --memory 1G --model gpt2 --data %s/text.txt %s --recompute %s --grads fp32 --steps 1 "
+                      "--release off --batch %lld --tokens-per-step %lld",
+                      work, shape, recompute, batch + more, 512 * (batch + more));
+            expect_code(plan, 0);
+            const char* notice = strstr(OUT(plan), " notice   --batch ");
+            expect((notice != nullptr) == (more == 1), "%s, batch %lld: %s", recompute, batch + more, OUT(plan));
+        }
+    }
+    run_train(all, "--fit 0.001G --model gpt2");
+    expect_code(all, 0);
+    int none = 0, lines = 0;
+    for (const char* at = OUT(all); (at = strstr(at, "    - ")) != nullptr; at++) none++;
+    for (const char* at = OUT(all); (at = strchr(at, '\n')) != nullptr; at++) lines++;
+    expect(none > 30 && lines == none + 2, "%d of %d rows are without a batch: %s", none, lines - 2, OUT(all));
+    const char* const bad[][3] = {{"--fit 24GB!", "'24GB!'", "type --fit 24G"},
+                                  {"--memory 24", "'24'", "type --memory 24G"},
+                                  {"--memory 24G", "--memory plans for one GPU", "type --dry-run"},
+                                  {"--memory 24G --dry-run --device cpu", "--memory plans", "--device cpu"}};
+    for (const auto& mistake : bad) {
+        run_train(child, "%s", mistake[0]);
+        expect_error(test, &child, mistake[0], mistake[1], mistake[2]);
+    }
+}
+
 TEST(cli_too_little_memory_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("a process of its own");
     const char* work = work_folder();

@@ -604,6 +604,16 @@ TEST(cli_resume_auto) {
     expect(samples[0] == 2 && samples[1] == 1, "%d samples, one at each end, and %d", samples[0], samples[1]);
 }
 
+TEST(cli_save_weights) {
+    const char* work = work_folder();
+    train_well("%s %s --data %s/text.txt --run %s/run --steps 4 --save weights", SHAPE, QUICK, work, work);
+    expect(exists(work, "run/step_00000004/model.safetensors"), "no weights were saved");
+    expect(!exists(work, "run/step_00000004/optimizer.safetensors"), "states were saved");
+    run_train(again, "--resume %s/run --steps 8", work);
+    expect_error(test, &again, "--resume", "--save weights", "type --model");
+    train_well("--model %s/run %s --data %s/text.txt --run %s/next --steps 2", work, QUICK, work, work);
+}
+
 TEST(cli_keep) {
     const char* work = work_folder();
     char run[PATH_MAX];

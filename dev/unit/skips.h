@@ -97,7 +97,7 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
         char* at = (char*)stream.data + 7 * bytes;
         if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
         CheckpointFile files[2] = {{"model", 0, -1, false}, {"states", 0, -1, false}};
-        bool written = arrays_write(&m, folder, files, error);
+        bool written = arrays_write(&m, folder, true, files, error);
         expect(written == (i < 0), "%s: %s", i < 0 ? "finite" : stream.name, written ? "written" : error);
         expect((files[0].nonfinite || files[1].nonfinite) == (i >= 0), "%s is not reported",
                i < 0 ? "finite" : stream.name);
