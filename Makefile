@@ -60,7 +60,8 @@ endif
 
 DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
 RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
-OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu optim/*/*.cu)) $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
+OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(filter-out optim/nibble_optim.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
+                 $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(RANKS_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
@@ -117,6 +118,31 @@ $(BUILD)/kernels/ranks/%.o: kernels/ranks/%.c
 $(BUILD)/optim/%.o: optim/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
+
+# The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
+# export nothing but nibble_optim.h. Its kernels are compiled by NVRTC, so none is built in. It needs libgomp and libc.
+LIB := $(BUILD)/lib
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out %/built_in.o,$(OPTIM_OBJECTS))) \
+               $(patsubst %,$(LIB)/data/%.o,errors files memory text)
+comma := ,
+LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
+space := $(subst ,, )
+LIB_COMPILE = $(subst -march=native,$(if $(NVCC),$(subst $(space),$(comma),$(strip $(LIB_HOST))),$(LIB_HOST)),$(COMPILE))
+
+lib: $(LIB)/libnibble_optim.so
+
+$(LIB)/libnibble_optim.so: $(LIB_OBJECTS)
+	$(LINK) -shared -o $@ $^ $(if $(NVCC),-cudart static -lgomp -Xlinker -rpath='$$ORIGIN' \
+	    -Xlinker -z -Xlinker defs,-Wl$(comma)-rpath='$$ORIGIN' -Wl$(comma)-z$(comma)defs) -lpthread -ldl -lrt
+
+$(LIB)/optim/%.o: NVCCFLAGS += -fmad=false
+$(LIB)/optim/%.o: optim/%.cu $(BUILD)/found
+	@mkdir -p $(@D)
+	$(LIB_COMPILE) -c -o $@ $<
+
+$(LIB)/data/%.o: data/%.c
+	@mkdir -p $(@D)
+	$(CC) $(subst -march=native,$(LIB_HOST),$(CFLAGS)) -c -o $@ $<
 
 # The default corpus: this program's own source text, linked in between two symbols.
 $(BUILD)/corpus.txt: $(CORPUS)
@@ -236,6 +262,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all lib install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -17,6 +17,13 @@ __attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* f
 // prints the message once. It returns where this process is alone; the caller then prints the message and exits.
 void launch_failed(int code, const char* text);
 
+// What memory_missing calls before all else. The function here does nothing; a library whose caller goes on without
+// the memory (optim/nibble_optim.cu) replaces it by one that does not return.
+void memory_failed(const char* text);
+
+// Says something that is no error, on stderr; a library replaces it by one that says nothing.
+void notice(const char* text);
+
 #ifdef __cplusplus
 }
 #endif

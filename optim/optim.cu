@@ -11,7 +11,7 @@
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
 #include "measure.cuh"
-#include "plan.h"
+#include "placed.h"
 #include "rows.cuh"
 #include "storage.h"
 #include "user.h"
@@ -202,13 +202,22 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
-// Allocates the arrays of a run of the arena. `codes` is its first array if that exists already, or null.
-static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, void* codes,
+// Allocates an array that checkpoints write.
+static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
+    const OptimConfig* config = &optim->config;
+    if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
+    void* memory = config->allocate(config->allocator, allocated_bytes(bytes));
+    if (!memory) user_error("the caller gives no %lld bytes of memory for the optimizer's states", (long long)bytes);
+    device_zero(optim->dev, memory, bytes);
+    *total += allocated_bytes(bytes);
+    return memory;
+}
+
+// Allocates the arrays of a run of the arena, from number `first` on; `codes` is the first one if that exists already.
+static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
                                 int64_t* total) {
     void* data[3] = {codes, nullptr, nullptr};
-    for (int i = codes ? 1 : 0; i < 3; i++) {
-        data[i] = allocate_zero(optim->dev, run_bytes(run, format->stream[i]), total);
-    }
+    for (int i = first; i < 3; i++) data[i] = allocate_stream(optim, run_bytes(run, format->stream[i]), total);
     Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
     spans_create(optim, run, format, &streams);
     return streams;
@@ -221,6 +230,7 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
         if (info.bits == 0 || run->begin == run->end) continue;
+        if (i == 0 && is_weights && !data[i]) continue;  // they are the caller's
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
         stream_name(array, info, name, sizeof(optim->stream_name[index]));
@@ -229,18 +239,21 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
     }
 }
 
-static void free_streams(const Device* dev, Streams* streams) {
+static void free_streams(const Optim* optim, Streams* streams) {
+    const Device* dev = optim->dev;
     device_free(dev, (void*)streams->table);
-    device_free(dev, streams->codes);
-    device_free(dev, streams->extra);
-    device_free(dev, streams->more);
+    for (void* data : {streams->codes, streams->extra, streams->more}) {
+        if (!optim->config.allocate) device_free(dev, data);
+    }
     device_free(dev, streams->next);
     device_free(dev, (void*)streams->span);
 }
 
 static void tiles_create(Optim* optim) {
     const Plan* plan = optim->plan;
-    int64_t count = (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile), t = 0;
+    const bool placed = optim->config.placed;  // each step then has tiles of its own
+    int64_t count = placed ? 0 : (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile),
+            t = 0;
     Tile* tiles = (Tile*)memory_take((size_t)bytes + 1);
     optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
@@ -248,7 +261,7 @@ static void tiles_create(Optim* optim) {
         optim->launch[l].next_tile = (uint32_t*)(optim->tiles + count) + l;
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
-            if (plan->launch_of[i] != l) continue;
+            if (plan->launch_of[i] != l || placed) continue;
             int64_t first = plan_clamp(plan, tensor->offset);
             int64_t end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
             for (; first < end; first += TILE_ELEMENTS) {
@@ -271,7 +284,7 @@ static const char* user_source(const Rows* rows) {
 }
 
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
-    return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
+    return config->placed ? nullptr : built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
 }
 
 // The rows of the first kernel of a step, which is the only one but with rules that read matrices.
@@ -292,8 +305,9 @@ const char* optim_source(const OptimConfig* config) {
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    snprintf(expression, bytes, "%s<%s, %s, %s, %s, %s, %s>", kernel, rows->rule->type, rows->weights->type,
-             rows->m->type, rows->v->type, rows_copy(config, rows, compute)->type, rows->grads->type);
+    const char* form = config->placed ? "%s<%s, %s, %s, %s, %s, Placed<%s>>" : "%s<%s, %s, %s, %s, %s, %s>";
+    snprintf(expression, bytes, form, kernel, rows->rule->type, rows->weights->type, rows->m->type, rows->v->type,
+             rows_copy(config, rows, compute)->type, rows->grads->type);
 }
 
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
@@ -391,8 +405,9 @@ static void weights_create(Optim* optim, int index) {
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
     if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
+    const bool there = weights->are_seen && (at || optim->config.placed);
     weights->streams =
-        allocate_streams(optim, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
+        allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, &optim->allocated.weights);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
     list_streams(optim, array, format, &weights->streams, run, true);
@@ -468,7 +483,7 @@ static void launch_create(Optim* optim, int index) {
         const ArenaRun* run = &planned->kept[slot];
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, (Slot)slot, array);
-        *kept[slot] = allocate_streams(optim, run, format, nullptr, &optim->allocated.states);
+        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, &optim->allocated.states);
         list_streams(optim, array, format, kept[slot], run, false);
     }
     rows_create(optim, index);
@@ -495,7 +510,7 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // weights_create counts these bytes
     int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
-    optim->seen = config->keeps_copy ? allocate_zero(dev, bytes, &none) : nullptr;
+    optim->seen = config->keeps_copy && !config->placed ? allocate_zero(dev, bytes, &none) : nullptr;
     // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
     for (int w = 0; w < plan->weights_count; w++) {
         weights_create(optim, w);
@@ -511,14 +526,14 @@ void optim_free(Optim* optim) {
     if (!optim) return;
     for (int i = 0; i < optim->plan->weights_count; i++) {
         if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
-        free_streams(optim->dev, &optim->weights[i].streams);
+        free_streams(optim, &optim->weights[i].streams);
     }
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < optim->plan->launches; i++) {
-        free_streams(optim->dev, &optim->launch[i].m);
-        free_streams(optim->dev, &optim->launch[i].v);
-        free_streams(optim->dev, &optim->launch[i].slow);
-        free_streams(optim->dev, &optim->launch[i].basis);
+        free_streams(optim, &optim->launch[i].m);
+        free_streams(optim, &optim->launch[i].v);
+        free_streams(optim, &optim->launch[i].slow);
+        free_streams(optim, &optim->launch[i].basis);
         device_free(optim->dev, optim->launch[i].row_tensor);
         matrix_free(optim->dev, &optim->launch[i].matrix);
     }
@@ -625,9 +640,16 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
             row_tile(weights, arguments->weights, tile.index), row_tile(rows->grads, arguments->grads, tile.index),
             row_tile(rows->m, arguments->m, tile.index),       row_tile(rows->v, arguments->v, tile.index),
             row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
+        int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
+        if (arguments->places) {
+            const TilePlace place = arguments->places[t];
+            streams.grads.codes = (void*)place.grads;
+            (arguments->copy.codes ? streams.copy : streams.weights).codes = place.weights;
+            element = place.element;
+        }
         update_elements<TILE_ELEMENTS, PASS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments,
-                                             streams, arguments->group[tile.group], *arguments->grad_scale,
-                                             (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
+                                             streams, arguments->group[tile.group], *arguments->grad_scale, element, 0,
+                                             TILE_ELEMENTS);
         if (PASS == MEASURE || !arguments->copy.codes) continue;
         float seen[TILE_ELEMENTS];
         if (format_span(weights) != SPAN_RUN) streams.weights.extra = streams.weights.next;
@@ -751,24 +773,39 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
     }
 }
 
-// Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
-// `arguments` has the gradients and the constants.
-static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
-                        StepArguments* arguments) {
-    const int64_t begin = launch->plan->run.begin;
+// Steps the tiles that the arguments name. They have the gradients and the constants too. A rule
+// that reads matrices takes all tiles of its launch.
+static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+    const int64_t begin = launch->plan->run.begin, count = arguments->tile_count;
     if (count == 0) return;
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
+    if (optim->config.placed && !weights->are_seen) arguments->copy = weights->streams;  // some: the places say where
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
-    arguments->tiles = launch->tiles + first;
-    arguments->tile_count = count;
     arguments->next_tile = launch->next_tile;
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
     if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that launch_rows has made
     kernel_run(optim, &launch->kernel, arguments);
+}
+
+void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
+    launch_rows(optim, &optim->launch[launch], grads, arguments);
+    launch_tiles(optim, &optim->launch[launch], arguments);
+}
+
+void optim_settle(const Optim* optim, const float* grad_scale) {
+    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
+}
+
+// Steps `count` tiles of a launch from tile `first` of its list on. `arguments` has the gradients and the constants.
+static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
+                        StepArguments* arguments) {
+    arguments->tiles = launch->tiles + first;
+    arguments->tile_count = count;
+    launch_tiles(optim, launch, arguments);
 }
 
 // The constants of a launch's step.
@@ -793,8 +830,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         launch_rows(optim, launch, grads, &arguments);
         launch_step(optim, launch, 0, launch->plan->tiles, &arguments);
     }
-    // This comes last, since tensors of several launches share the weights' array.
-    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
+    optim_settle(optim, grad_scale);
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }

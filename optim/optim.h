@@ -56,6 +56,11 @@ struct OptimConfig {
     int64_t rank = 0,
             rank_gap = 200;   // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
     float rank_scale = 0.0f;  // and factor on the update, 0 the paper's (matrix/low_rank.h)
+    bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
+    // The caller's memory for the stored streams: returns device memory of this size, 16-byte aligned, or null if there
+    // is none; it stays the caller's. Null: the optimizer allocates and frees.
+    void* (*allocate)(void* context, int64_t bytes) = nullptr;
+    void* allocator = nullptr;  // its context
 };
 
 // What the combination costs, known before anything is allocated.

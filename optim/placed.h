@@ -1,0 +1,51 @@
+// Steps over tensors of the caller's own, as PyTorch has them: each tensor's weights and gradients lie where the caller
+// says at that step, and only the states lie in arenas of the optimizer (whose config is `placed`).
+//
+// A table gives each tile of 2048 elements its place (TilePlace, kernel.cuh), so that the step still is one launch for
+// each combination of formats, reads gradients and writes weights in place, and moves not a byte more. What the copy
+// engine cannot take passes through a small arena beside it: tiles that are not whole, tensors that do not begin at a
+// multiple of 16 bytes, and all gradients of a rule that reads rows. That is 4 to 8 KB a tensor.
+//
+// Cost of a step beside the step's own: 16 bytes a tensor uploaded if an address has changed, and three short kernels;
+// of a change in which tensors have gradients, or in their groups: 40 bytes a tile uploaded.
+#pragma once
+#include "plan.h"
+
+// What is fixed for a tensor. One that other processes hold parts of is cut: here lie `count` of its elements, and
+// `head` elements of the first tile come before them.
+struct PlacedTensor {
+    int64_t count;
+    int64_t head;     // below TILE_ELEMENTS; rows x cols of its OptimTensor are head + count
+    int64_t element;  // the first one of the first tile, counted over the whole model: a multiple of TILE_ELEMENTS
+};
+
+struct PlacedGroup {
+    double lr, decay;
+    float beta1, beta2, eps;
+    int64_t step;  // counts from 1, for the bias corrections
+};
+
+struct PlacedStep {
+    void* const* weights;      // (tensors) in the compute type
+    const void* const* grads;  // (tensors) in the config's format; null: the step leaves the tensor alone
+    const int* group_of;       // (tensors), or null: all are in the first group
+    const PlacedGroup* group;
+    const float* grad_scale;  // device scalar that multiplies every gradient, or null: 1
+    const float* found_inf;   // device scalar, or null; unless it is 0 the step changes nothing
+    int64_t step;             // counts from 1, for the noise
+};
+
+typedef struct PlacedTables PlacedTables;
+
+// `tensors` has an entry for each of the optimizer's. The tables must not outlive the optimizer.
+PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors);
+void placed_free(PlacedTables* tables);
+
+// One step, on the stream of the optimizer's device. Reports through user_error if tensors of a rule that reads rows,
+// or of formats whose scales are of whole tensors, have no gradient while others have.
+void placed_step(PlacedTables* tables, const PlacedStep* step);
+
+// The parts of optim_step, for these steps: one launch over arguments->tiles, and what comes after the last one.
+// `grads`, an arena, is what a rule's pass over rows reads.
+void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments);
+void optim_settle(const Optim* optim, const float* grad_scale);
