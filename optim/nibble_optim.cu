@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <setjmp.h>
+#include <stddef.h>
 #include <new>
 
 #include "placed.h"
@@ -162,27 +163,31 @@ static int64_t setting_count(const char* key, const char* value) {
     return (int64_t)number;
 }
 
-struct SettingText {
+struct Setting {
     const char* key;
-    const char* OptimConfig::*value;
-};
-struct SettingNumber {
-    const char* key;
-    float OptimConfig::*value;
+    size_t at;  // of its value in OptimConfig
 };
 
-static const SettingText setting_texts[] = {{"preset", &OptimConfig::preset},
-                                            {"rule", &OptimConfig::rule},
-                                            {"weights", &OptimConfig::weights},
-                                            {"grads", &OptimConfig::grads},
-                                            {"m", &OptimConfig::m},
-                                            {"v", &OptimConfig::v},
-                                            {"overrides", &OptimConfig::overrides},
-                                            {"formats", &OptimConfig::formats},
-                                            {"decay_mode", &OptimConfig::decay_mode}};
-static const SettingNumber setting_numbers[] = {{"lr_max", &OptimConfig::lr_max}, {"beta3", &OptimConfig::beta3},
-                                                {"alpha", &OptimConfig::alpha},   {"beta1", &OptimConfig::beta1},
-                                                {"beta2", &OptimConfig::beta2},   {"eps", &OptimConfig::eps}};
+static const Setting setting_texts[] = {{"preset", offsetof(OptimConfig, preset)},
+                                        {"rule", offsetof(OptimConfig, rule)},
+                                        {"weights", offsetof(OptimConfig, weights)},
+                                        {"grads", offsetof(OptimConfig, grads)},
+                                        {"m", offsetof(OptimConfig, m)},
+                                        {"v", offsetof(OptimConfig, v)},
+                                        {"overrides", offsetof(OptimConfig, overrides)},
+                                        {"formats", offsetof(OptimConfig, formats)},
+                                        {"decay_mode", offsetof(OptimConfig, decay_mode)}};
+static const Setting setting_numbers[] = {{"lr_max", offsetof(OptimConfig, lr_max)},
+                                          {"beta3", offsetof(OptimConfig, beta3)},
+                                          {"alpha", offsetof(OptimConfig, alpha)}};
+
+static const char** config_text(OptimConfig* config, const Setting& setting) {
+    return (const char**)((char*)config + setting.at);
+}
+
+static float* config_number(OptimConfig* config, const Setting& setting) {
+    return (float*)((char*)config + setting.at);
+}
 
 static void setting_device(NibbleOptim* optim, const char* value) {
     if (strcmp(value, "cpu") == 0) return;
@@ -195,12 +200,12 @@ static void setting_device(NibbleOptim* optim, const char* value) {
 
 static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
     OptimConfig* config = &optim->config;
-    for (const SettingText& setting : setting_texts) {
-        if (strcmp(key, setting.key) == 0) config->*setting.value = value;
+    for (const Setting& setting : setting_texts) {
+        if (strcmp(key, setting.key) == 0) *config_text(config, setting) = value;
         if (strcmp(key, setting.key) == 0) return;
     }
-    for (const SettingNumber& setting : setting_numbers) {
-        if (strcmp(key, setting.key) == 0) config->*setting.value = (float)setting_number(key, value);
+    for (const Setting& setting : setting_numbers) {
+        if (strcmp(key, setting.key) == 0) *config_number(config, setting) = (float)setting_number(key, value);
         if (strcmp(key, setting.key) == 0) return;
     }
     if (strcmp(key, "device") == 0) {
@@ -599,8 +604,8 @@ NIBBLE_API const char* nibble_optim_describe(const NibbleOptim* optim) {
 }
 
 NIBBLE_API const char* nibble_optim_setting(const NibbleOptim* optim, const char* key) {
-    for (const SettingText& setting : setting_texts) {
-        if (strcmp(key, setting.key) == 0) return optim->config.*setting.value;
+    for (const Setting& setting : setting_texts) {
+        if (strcmp(key, setting.key) == 0) return *config_text((OptimConfig*)&optim->config, setting);
     }
     return nullptr;
 }

@@ -1,4 +1,5 @@
 // Tests of steps over tensors of the caller's own (optim/placed.h): the same bits as the arenas that ./train steps.
+#include "../../optim/jit.h"
 #include "../../optim/placed.h"
 #include "presets.h"
 #include "rules.h"
@@ -294,4 +295,26 @@ TEST(placed_cut_tensor) {
 
 TEST(placed_cut_tensor_gpu) {
     cut_tensor(test, true);
+}
+
+// NVRTC compiles these kernels, with and without a copy, on old and new architectures.
+TEST(placed_kernels_compile) {
+    if (!jit_available()) skip("no libnvrtc");
+    static const Case few[] = {{"adamw8", "", "", "", "", ""},
+                               {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""},
+                               {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}};
+    char *expression = (char*)malloc(4096), *error = (char*)malloc(JIT_ERROR_BYTES);
+    for (const Case& its : few) {
+        OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+        config.placed = true;
+        optim_expression(&config, OPTIM_BF16, expression, 4096);
+        expect(strstr(expression, "Placed<"), "%s", expression);
+        for (const char* architecture : {"sm_80", "sm_90"}) {
+            JitImage image;
+            expect(jit_compile(expression, architecture, &image, error), "%s: %s", architecture, error);
+            jit_free(&image);
+        }
+    }
+    free(expression);
+    free(error);
 }
