@@ -11,6 +11,7 @@
 #include <stddef.h>
 #include <new>
 
+#include "matrix/matrix.h"
 #include "placed.h"
 
 #define NIBBLE_API extern "C" __attribute__((visibility("default")))
@@ -55,6 +56,22 @@ void notice(const char*) {}
 const void* built_in_kernel(const Rows*, bool) {
     return nullptr;
 }
+
+// Rules that read matrices need cuBLASLt, which this library does without: they take the place of matrix/matrix.cu.
+MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor*, int) {
+    user_error("%s reads whole matrices, which the library does not step; take ./train, or a rule such as adamw",
+               plan->launch[index].config.rule);
+}
+
+void matrix_plan_free(MatrixPlan*) {}
+
+bool newton_schulz_coefficients(const char*, int, NewtonSchulz*) {
+    return true;
+}
+
+void matrix_begin(const Device*, const MatrixWork*, const float*) {}
+
+void matrix_update(const Device*, const OptimConfig*, const MatrixWork*, int, const float*, float*) {}
 
 // Calls the function; what goes wrong in it becomes a status and a sentence.
 template <class Function>

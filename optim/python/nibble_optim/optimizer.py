@@ -258,8 +258,8 @@ class Optimizer(torch.optim.Optimizer):
     def _settings(self, group, parameters=None):
         settings = {key: value for key, value in self._shared.items() if value is not None}
         settings.update((key, group[key]) for key in FORMATS if group.get(key) is not None)
-        if parameters:
-            settings.update(parameters=parameters, device="cpu")
+        if parameters:  # for a look at the names alone
+            settings.update(parameters=parameters, device="cpu", overrides=None)
         return settings
 
     def _flatten(self):
