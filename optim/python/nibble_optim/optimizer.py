@@ -94,18 +94,12 @@ class _Part:
             self.handle = library.Handle({**settings, "device": device, "grads": NUMBERS[grads],
                                           "parameters": NUMBERS[first.dtype], "element": element}, tensors,
                                          self._allocate, self.stream())
-        except MemoryError:
-            if self.failed is not None:
+        except (MemoryError, ValueError):
+            if self.failed is not None:  # torch says it better
                 raise self.failed from None
             raise
-        except ValueError:
-            if self.failed is not None:
-                raise self.failed from None
-            raise
-        self.weights = array.array("Q", bytes(8 * len(params)))
-        self.addresses = array.array("Q", bytes(8 * len(params)))
-        self.group_of = array.array("i", bytes(4 * len(params)))
-        self.age = [0] * len(params)  # steps that each parameter has taken
+        self.dtype, self.shapes = first.dtype, [p.shape for p in self.locals]
+        self.weights, self.group_key = None, None
         self.views = [dict(self._views(t)) for t in range(len(params))]
         # What is kept beside a parameter has to follow when others write it.
         self.watched = any(name not in ("m", "v", "slow") and not name.startswith(("m.", "v.", "slow."))
@@ -147,46 +141,88 @@ class _Part:
                     if then != now:
                         self.handle.weights_changed(t)
             self.versions = versions
-        self.weights = array.array("Q", [p.data_ptr() for p in self.locals])
+        weights = array.array("Q", [p.data_ptr() for p in self.locals])
+        if weights == self.weights:
+            return
+        for p, local, shape in zip(self.params, self.locals, self.shapes):
+            if _local(p) is not local or local.device != self.device or local.dtype is not self.dtype or \
+                    local.shape != shape:
+                raise RuntimeError(f"a parameter of {tuple(shape)} on {self.device} has been replaced since its first "
+                                   f"step, by {tuple(local.shape)} on {local.device}; move or change the model first "
+                                   "and make the optimizer then")
+        self.weights = weights
 
-    def step(self, grads, groups, group_of, step):
-        """grads: one for each parameter, or None. groups: the torch groups; group_of: their numbers here."""
-        dtype, keep, addresses = self.grads, [], []
+    def find_grads(self, grads):
+        """The gradients' addresses, 0 where there is none; and tensors to keep alive until the step is under way."""
+        dtype, ordered, addresses, kept = self.grads, self.ordered, [], []
         for t, grad in enumerate(grads):
             if grad is None:
                 addresses.append(0)
                 continue
-            grad = _local(grad)
-            if grad.dtype is not dtype or self.ordered or grad.layout is not torch.strided or \
-                    not grad.is_contiguous() or grad.shape != self.locals[t].shape or grad.device != self.device:
+            grad = grad._local_tensor if hasattr(grad, "_local_tensor") else grad
+            if ordered or grad.dtype is not dtype or grad.layout is not torch.strided or not grad.is_contiguous():
                 grad = _address(grad, self.locals[t], dtype, self.order[t])
-                keep.append(grad)
-            address = grad.data_ptr()
-            addresses.append(address if address else 1)  # an empty shard takes part in name alone
-        self.find_weights()
-        age = self.age
-        number, constants, numbers = {}, [], []
+                kept.append(grad)
+            addresses.append(grad.data_ptr() or 1)  # an empty shard takes part in name alone
+        return array.array("Q", addresses), kept
+
+    def constants(self, grads, groups, all_together):
+        """What each group's tensors share, a group for each age as well; and the group of each tensor."""
+        if all_together:
+            key = tuple(self.groups)
+            if self.group_key != key:
+                used = sorted(set(key))
+                self.group_key, self.used = key, used
+                self.group_of = array.array("i", [used.index(g) for g in key])
+            age = self.age[0] + 1
+            return [self._constants(groups[g], age) for g in self.used], self.group_of
+        number, group_of = {}, []
         for t, grad in enumerate(grads):
-            if grad is None:
-                numbers.append(0)
-                continue
-            age[t] += 1
-            key = (group_of[t], age[t])
-            found = number.get(key)
-            if found is None:
-                found = number[key] = len(constants)
-                group = groups[group_of[t]]
-                constants.append((float(group["lr"]), float(group["weight_decay"]), float(group["betas"][0]),
-                                  float(group["betas"][1]), float(group["eps"]), age[t]))
-            numbers.append(found)
-        self.group_of = array.array("i", numbers)
-        try:
-            self.handle.step(self.weights, array.array("Q", addresses), self.group_of, constants, step, self.stream())
-        except Exception:
+            key = (self.groups[t], self.age[t] + 1)
+            group_of.append(number.setdefault(key, len(number)) if grad is not None else 0)
+        return [self._constants(groups[g], age) for g, age in number], array.array("i", group_of)
+
+    @staticmethod
+    def _constants(group, age):
+        beta1, beta2 = group["betas"]
+        return (float(group["lr"]), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"]), age)
+
+    def step(self, grads, groups, step):
+        """grads: one for each parameter, or None. groups: the optimizer's."""
+        addresses, kept = self.find_grads(grads)
+        self.find_weights()
+        all_together = self.together and 0 not in addresses  # of the tensors themselves `in` would compare elements
+        constants, group_of = self.constants(grads, groups, all_together)
+        self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
+        if all_together:
+            self.age = [self.age[0] + 1] * len(grads)
+            self.steps[0].fill_(self.age[0])
+        else:
+            self._part_ways()
             for t, grad in enumerate(grads):
-                age[t] -= grad is not None
-            raise
-        return number
+                if grad is not None:
+                    self.age[t] += 1
+                    self.steps[t].fill_(self.age[t])
+        torch.autograd.graph.increment_version(self.locals)
+        if self.watched:
+            self.versions = [p._version for p in self.locals]
+
+    def _part_ways(self):
+        """Parameters that step together share the tensor "step"; from now on each has its own."""
+        if self.together:
+            self.together = False
+            self.steps = [torch.tensor(float(age)) for age in self.age]
+            for p, step in zip(self.params, self.steps):
+                self.state[p]["step"] = step
+
+    def publish(self, state, ages):
+        """Enters the states of all parameters, which have taken so many steps, into the optimizer's."""
+        self.state, self.age = state, list(ages)
+        self.together = len(set(self.age)) == 1
+        self.steps = [torch.tensor(float(age)) for age in (self.age[:1] if self.together else self.age)]
+        for t, p in enumerate(self.params):
+            state[p] = {"step": self.steps[0 if self.together else t],
+                        "element": torch.tensor(self.handle.element(t)), **self.views[t]}
 
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
@@ -211,11 +247,14 @@ class Optimizer(torch.optim.Optimizer):
     that rule, weights, m and v name (README.md has the list). A parameter group may have its own lr, weight_decay,
     betas and eps, which schedulers may change, and its own preset, rule, weights, m and v."""
 
+    _bf16_weights = None  # how bf16 parameters are stored unless `weights` says it; None: as the preset does
+
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
-                 beta3=None, alpha=None, ramp=None):
+                 beta3=None, alpha=None, ramp=None, min_quantized=0):
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
                             beta3=beta3, alpha=alpha, ramp=ramp)
+        self._min_quantized = min_quantized  # smaller tensors, as a whole, keep m and v in fp32
         self._begin()
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
                                       rule=rule, weights=weights, m=m, v=v, steps=0))
@@ -224,7 +263,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self):
         self._parts, self._part_of, self._names, self._end = [], {}, {}, 0
-        self._flat, self._flat_group, self._apart, self._hooks = None, None, False, []
+        self._flat, self._flat_group, self._apart, self._hooks = None, None, None, []
 
     @staticmethod
     def _check_group(group):
@@ -255,9 +294,11 @@ class Optimizer(torch.optim.Optimizer):
             raise
         self._flat = None
 
-    def _settings(self, group, parameters=None):
+    def _settings(self, group, parameters=None, small=False):
         settings = {key: value for key, value in self._shared.items() if value is not None}
         settings.update((key, group[key]) for key in FORMATS if group.get(key) is not None)
+        if small:
+            settings.update(m="fp32", v="fp32" if settings.get("rule") not in ("lion", "sgd", "adam-mini") else None)
         if parameters:  # for a look at the names alone
             settings.update(parameters=parameters, device="cpu", overrides=None)
         return settings
@@ -270,19 +311,28 @@ class Optimizer(torch.optim.Optimizer):
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
         self._group_of = dict(zip(self._flat, self._flat_group))
+        self._place_of = {p: i for i, p in enumerate(self._flat)}
         for part in self._parts:
-            part.groups = [self._group_of[p] for p in part.params]
+            self._place(part)
+
+    def _place(self, part):
+        part.groups = [self._group_of[p] for p in part.params]
+        part.places = [self._place_of[p] for p in part.params]
 
     # Parts.
 
     def _key(self, param, grads):
         group = self.param_groups[self._group_of[param]]
-        return (param.dtype, grads, param.device, tuple(group.get(key) for key in FORMATS))
+        return (param.dtype, grads, param.device, param.numel() < self._min_quantized,
+                tuple(group.get(key) for key in FORMATS))
 
     def _add_part(self, params, grads, element=None):
         group = self.param_groups[self._group_of[params[0]]]
-        part = _Part(self, params, self._settings(group), grads, self._end if element is None else element)
-        part.groups = [self._group_of[p] for p in params]
+        settings = self._settings(group, small=params[0].numel() < self._min_quantized)
+        if params[0].dtype is torch.bfloat16 and self._bf16_weights:
+            settings.setdefault("weights", self._bf16_weights)
+        part = _Part(self, params, settings, grads, self._end if element is None else element)
+        self._place(part)
         self._parts.append(part)
         self._end = max(self._end, part.handle.end)
         for t, p in enumerate(params):
@@ -297,13 +347,8 @@ class Optimizer(torch.optim.Optimizer):
             by_key[self._key(p, dtype)].append(p)
         for key, members in by_key.items():
             for part_params in ([[p] for p in members] if self._apart else [members]):
-                part = self._add_part(part_params, key[1])
-                for t, p in enumerate(part.params):
-                    self._publish(part, t, p)
-
-    def _publish(self, part, t, param):
-        self.state[param] = {"step": torch.tensor(float(part.age[t])), "element": torch.tensor(part.handle.element(t)),
-                             **part.views[t]}
+                element = self._apart[part_params[0]] if self._apart else None
+                self._add_part(part_params, key[1], element).publish(self.state, [0] * len(part_params))
 
     # The step.
 
@@ -320,47 +365,32 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, params, grads):
-        new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
-        if new:
-            for p, g in new:
-                if g.layout is not torch.strided:
-                    raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
-            self._make_parts(*zip(*new))
-        groups = self.param_groups
-        step = groups[0]["steps"] + 1
-        given = dict(zip(params, grads)) if len(self._parts) != 1 or self._parts[0].params is not params else None
-        stepped = False
-        for part in self._parts:
-            its = [given.get(p) for p in part.params] if given is not None else grads
-            if not any(g is not None for g in its):
+        if len(self._part_of) < len(params) or self._apart:
+            self._make_missing(params, grads)
+        groups, step, stepped = self.param_groups, self.param_groups[0]["steps"] + 1, False
+        given = None if params is self._flat else dict(zip(params, grads))
+        for part in self._parts if given is None else {id(self._part_of[p][0]): self._part_of[p][0]
+                                                       for p in params}.values():
+            its = [grads[i] for i in part.places] if given is None else [given[p] for p in part.params]
+            if all(g is None for g in its):
                 continue
             if part.gpu and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a step was captured into a CUDA graph, which would repeat this step's learning "
                                    "rate and noise; capture forward and backward, and step outside of the graph")
-            self._same_device(part)
-            part.step(its, groups, part.groups, max(part.age) + 1 if self._apart else step)
+            part.step(its, groups, max(part.age) + 1 if self._apart else step)
             stepped = True
-            for p, t, g in zip(part.params, range(len(its)), its):
-                if g is not None:
-                    self.state[p]["step"].fill_(part.age[t])
-            torch.autograd.graph.increment_version(part.locals)
-            if part.watched:
-                part.versions = [p._version for p in part.locals]
         if stepped:
             for group in groups:
-                group["steps"] = step
+                group["steps"] = step if not self._apart else max(max(part.age) for part in self._parts)
 
-    @staticmethod
-    def _same_device(part):
-        for p, local in zip(part.params, part.locals):
-            if _local(p) is not local or local.device != part.device or local.dtype not in NUMBERS:
-                raise RuntimeError(f"a parameter has moved from {part.device}, or was replaced, since its first step; "
-                                   "move the model first and make the optimizer then")
+    def _make_missing(self, params, grads):
+        new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
+        if any(g.layout is not torch.strided for _, g in new):
+            raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
+        if new:
+            self._make_parts(*zip(*new))
 
     # States.
-
-    def state_dict(self):
-        return super().state_dict()
 
     def load_state_dict(self, state_dict):
         """Takes states that state_dict gave, to the bit; they must be of the same formats."""
@@ -387,8 +417,14 @@ class Optimizer(torch.optim.Optimizer):
             if "param_names" in group:
                 saved["param_names"] = group["param_names"]
         by_param = {p: state_dict["state"][i] for i, p in zip(ids, params) if i in state_dict["state"]}
+        before = {key: self.__dict__[key] for key in ("param_groups", "state", "_parts", "_part_of", "_end")}
         self.param_groups = saved_groups
-        self._restore(by_param)
+        try:
+            self._restore(by_param)
+        except Exception:
+            self.__dict__.update(before)
+            self._flatten()
+            raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -417,12 +453,12 @@ class Optimizer(torch.optim.Optimizer):
             return
         for t, p in enumerate(params):
             part.restore(t, states[p], self._names[p])
-            part.age[t] = int(states[p]["step"])
-            self._publish(part, t, p)
+        part.publish(self.state, [int(states[p]["step"]) for p in params])
         part.handle.loaded()
 
     def __getstate__(self):
-        return {**super().__getstate__(), "_shared": self._shared}
+        return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
+                "_bf16_weights": self._bf16_weights}
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -438,8 +474,9 @@ class Optimizer(torch.optim.Optimizer):
         step() and zero_grad() then find nothing to do. Not with DDP, gradient accumulation or clipping."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
-        self._apart = True
         self._flatten()
+        tiles = [-(-p.numel() // TILE) for p in self._flat]  # where each would lie if all were stepped together
+        self._apart = {p: TILE * sum(tiles[:i]) for i, p in enumerate(self._flat)}
 
         def hook(param):
             with torch.no_grad():
