@@ -144,6 +144,10 @@ $(LIB)/data/%.o: data/%.c
 	@mkdir -p $(@D)
 	$(CC) $(subst -march=native,$(LIB_HOST),$(CFLAGS)) -c -o $@ $<
 
+# The Python package with the library inside, in dist/.
+wheel: lib
+	python3 optim/python/wheel.py $(LIB)/libnibble_optim.so
+
 # The default corpus: this program's own source text, linked in between two symbols.
 $(BUILD)/corpus.txt: $(CORPUS)
 	@mkdir -p $(@D)
@@ -249,6 +253,8 @@ help:
 	@echo "make              build ./train"
 	@echo "make install      PREFIX=/usr/local: bin/nibble (that is ./train) and the completion of its options"
 	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
+	@echo "make lib          the optimizer as a C library, build/lib/libnibble_optim.so (optim/nibble_optim.h)"
+	@echo "make wheel        the same as a Python package for PyTorch, in dist/ (optim/python/README.md)"
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
@@ -262,6 +268,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all lib install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all lib wheel install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -128,9 +128,9 @@ def library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"parameters": "fp16"}, "fp32 or bf16"),
-                            ({"weights": "bf16:sr"}, "parameters of fp32"), ({"rule": "lion", "v": "fp32"}, "lion keeps"),
-                            ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"rule": "muon"}, "whole matrices"),
-                            ({"device": "cuda:99"}, "cuda")]:
+                            ({"weights": "bf16:sr"}, "parameters of fp32"),
+                            ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "whole matrices"),
+                            ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
     plain = Plain([5], preset="adamw8")
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))

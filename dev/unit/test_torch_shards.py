@@ -1,5 +1,5 @@
-"""One of two ranks of test_torch.py's torch_dtensor_shards: FOLDER RANK. Steps a model of DTensors, sharded by rows, and
-the same model whole, and compares weights and states; then saves on two ranks and loads."""
+"""One of two ranks of test_torch.py's torch_dtensor_shards: FOLDER RANK. Steps a model of DTensors, sharded by rows,
+and the same model whole, and compares weights and states; then saves on two ranks and loads."""
 import copy
 import os
 import pathlib

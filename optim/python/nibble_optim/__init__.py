@@ -1,4 +1,4 @@
-"""Optimizers with states and weights of 4, 8 and 16 bits, one launch a step. README.md has the ten lines to begin with."""
+"""Optimizers with states and weights of 4, 8 and 16 bits, one launch a step. README.md has the lines to begin with."""
 from .library import Handle, gpus
 
 __version__ = "0.1.0"

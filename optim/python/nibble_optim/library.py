@@ -45,7 +45,7 @@ def _find():
 
 
 def _load_nvrtc():
-    """Loads NVRTC from PyPI's nvidia packages, where the loader does not look; the library then finds it by its name."""
+    """Loads NVRTC from PyPI's nvidia packages, where the loader does not look; the library finds it by its name then."""
     for folder in sys.path:
         for pattern in ("nvidia/cu13/lib/libnvrtc.so.1[23]", "nvidia/cuda_nvrtc/lib/libnvrtc.so.1[23]"):
             for path in sorted(glob.glob(os.path.join(folder, pattern)), reverse=True):
@@ -96,8 +96,8 @@ def check(status, error):
 
 
 class Handle:
-    """One optimizer of the library. `tensors` are (name, rows, cols, first, count); `allocate(bytes)`, if given, returns
-    the address of memory for states, or 0."""
+    """One optimizer of the library. `tensors` are (name, rows, cols, first, count); `allocate(bytes)`, if given,
+    returns the address of memory for states, or 0."""
 
     def __init__(self, settings, tensors, allocate=None, stream=None):
         self.library, self.handle = library(), c_void_p()

@@ -243,8 +243,8 @@ class _Part:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates parameters of float32 or bfloat16 in place, with weights and states in the formats of a preset, or in those
-    that rule, weights, m and v name (README.md has the list). A parameter group may have its own lr, weight_decay,
+    """Updates parameters of float32 or bfloat16 in place, with weights and states in the formats of a preset, or in
+    those that rule, weights, m and v name (README.md has more). A parameter group may have its own lr, weight_decay,
     betas and eps, which schedulers may change, and its own preset, rule, weights, m and v."""
 
     _bf16_weights = None  # how bf16 parameters are stored unless `weights` says it; None: as the preset does

@@ -21,8 +21,9 @@ def _make(name, rule, bits, lr, betas, decay, keeps_v=True):
         self._bf16_weights = "bf16"
         slow = dict(beta3=betas[2], alpha=alpha, ramp=t_alpha) if rule == "ademamix" else {}
         m, v = ("dyn8/256", "udyn8/256") if used == 8 else ("fp32", "fp32")
+        least = min_8bit_size if used == 8 else 0
         Optimizer.__init__(self, params, rule=rule, m=m, v=v if keeps_v else None, lr=lr, betas=betas[:2], eps=eps,
-                           weight_decay=weight_decay, min_quantized=min_8bit_size if used == 8 else 0, seed=seed, **slow)
+                           weight_decay=weight_decay, min_quantized=least, seed=seed, **slow)
 
     return type(name, (Optimizer,), {"__init__": __init__, "__module__": __name__,
                                      "__doc__": f"bitsandbytes.optim.{name}"})
