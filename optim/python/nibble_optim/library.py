@@ -45,7 +45,7 @@ def _find():
 
 
 def _load_nvrtc():
-    """Loads NVRTC from PyPI's nvidia packages, where the loader does not look; the library finds it by its name then."""
+    """Loads NVRTC from PyPI's nvidia packages, where the loader does not look; then the library finds it."""
     for folder in sys.path:
         for pattern in ("nvidia/cu13/lib/libnvrtc.so.1[23]", "nvidia/cuda_nvrtc/lib/libnvrtc.so.1[23]"):
             for path in sorted(glob.glob(os.path.join(folder, pattern)), reverse=True):
