@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <new>
 
-#include "matrix/matrix.h"
+#include "matrix/low_rank.h"
 #include "placed.h"
 
 #define NIBBLE_API extern "C" __attribute__((visibility("default")))
@@ -57,10 +57,18 @@ const void* built_in_kernel(const Rows*, bool) {
     return nullptr;
 }
 
-// Rules that read matrices need cuBLASLt, which this library does without: they take the place of matrix/matrix.cu.
+// Rules that read matrices need cuBLASLt, which this library does without: what follows takes the place of
+// matrix/matrix.cu and low_rank.cu.
+[[noreturn]] static void matrices_refused(const char* rule) {
+    user_error("%s reads whole matrices, which the library does not step; take ./train, or a rule such as adamw", rule);
+}
+
 MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor*, int) {
-    user_error("%s reads whole matrices, which the library does not step; take ./train, or a rule such as adamw",
-               plan->launch[index].config.rule);
+    matrices_refused(plan->launch[index].config.rule);
+}
+
+LowShape low_shape(const OptimConfig* config, int64_t, int64_t) {
+    matrices_refused(config->rule);
 }
 
 void matrix_plan_free(MatrixPlan*) {}
@@ -72,6 +80,14 @@ bool newton_schulz_coefficients(const char*, int, NewtonSchulz*) {
 void matrix_begin(const Device*, const MatrixWork*, const float*) {}
 
 void matrix_update(const Device*, const OptimConfig*, const MatrixWork*, int, const float*, float*) {}
+
+void matrix_low_tiles(const Plan*, int, const OptimTensor*, int, Tile*) {}
+
+void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, float*, int64_t) {}
+
+void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, float*) {}
+
+void low_rank_gradients(const Device*, const MatrixWork*, int, const void*, bool, const float*) {}
 
 // Calls the function; what goes wrong in it becomes a status and a sentence.
 template <class Function>
