@@ -9,6 +9,7 @@
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
 // the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
 #include <math.h>
+#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,6 +59,14 @@ static void require(bool ok, const char* error) {
     if (!ok) user_error("%s", error);
 }
 
+// Ends the program if what it was asked to print cannot be printed: without a word where nobody reads on.
+static void require_stdout() {
+    struct pollfd out = {1, POLLOUT, 0};
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
+    user_error("standard output cannot be written; free space, or name another file");
+}
+
 // Options: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
 
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
@@ -72,8 +81,8 @@ struct Options {
     const char* clip_by;
     const char *decay_mode, *overrides, *formats;
     int64_t ramp, ns_steps, rank, rank_gap;
-    double momentum, rank_scale;
-    const char* ns_coefficients;
+    double momentum, rank_scale, limit_growth, clip_update;
+    const char *ns_coefficients, *adafactor_lr;
     const char *on_nonfinite, *schedule;
     int64_t warmup;
     double final_lr, decay_fraction;
@@ -142,10 +151,11 @@ static const Option OPTIONS[] = {
     {"decay-mode", CHOICE, AT(decay_mode), "coupled", 0, 0, "coupled|independent", "",
      "decay by lr x F a step, or by F x lr / largest lr (then F is near 1e-4)"},
     {"beta3", REAL, AT(beta3), "auto", 0, 0.9999999, "F", "",
-     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps"},
+     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps. came: decay of "
+     "the confidence; auto: 1 - (1 - beta2) / 10"},
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon: decay of m"},
+    {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
     {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "",
      "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
@@ -156,6 +166,13 @@ static const Option OPTIONS[] = {
      "galore, fira, apollo, apollo-mini: steps until the directions change"},
     {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "",
      "and the factor on the update; 0: 0.25, of apollo 1 and apollo-mini 128, under a root"},
+    {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
+     "adafactor: relative: at most 1 / sqrt(step); scaled: times the RMS of a tensor's weights; paper: both, with --lr "
+     "0.01 --schedule constant"},
+    {"clip-update", REAL, AT(clip_update), "1.0", 0, 1e9, "F", "",
+     "adafactor, came: largest RMS of a tensor's update before m and lr; 0: no limit"},
+    {"limit-growth", REAL, AT(limit_growth), "0", 0, 1e9, "F", "",
+     "any rule but those of matrices: a tensor's update is at most F times its last one, as Fira's 1.01; 0: no limit"},
     {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
      "the norm that --clip limits: the whole step's; the larger of the step's before and the layer's; each tensor's"},
@@ -233,6 +250,10 @@ static OptimConfig optim_config_of(const Options* o) {
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
     c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
     c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
+    c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
+    const bool both = strcmp(o->adafactor_lr, "paper") == 0;
+    c.relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;
+    c.scale_by_rms = both || strcmp(o->adafactor_lr, "scaled") == 0;
     return c;
 }
 
@@ -1300,6 +1321,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
+    if (o->beta3 == AUTO && strcmp(o->rule, "came") == 0) o->beta3 = 1.0 - 0.1 * (1.0 - o->beta2);
     if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
     Schedule schedule = schedule_of(o);
     require(schedule_choose(&schedule, warmup_typed, error), error);
@@ -1660,6 +1682,7 @@ static int sample_main(Options* o) {
     if (!sample(&sampler, o)) {
         user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
     }
+    require_stdout();
     prompts_close(&prompts);
     tokenizer_close(tokenizer);
     model_free(&m);
@@ -1714,9 +1737,9 @@ static void require_same(Run* run) {
     same.join_timeout = 0;
     char* text = run_identity(&TABLE, &same, &run->train_data, &run->val_data, run->error);
     if (!text) user_error("--data: %s", run->error);
-    uint32_t own = crc32c(0, text, (int64_t)strlen(text)), first = own;
+    uint32_t self = crc32c(0, text, (int64_t)strlen(text)), first = self;
     launch_share(run->launch, 0, &first, sizeof(first));
-    if (first != own) user_error("it has other options or other data than rank 0: %s; start all alike", text);
+    if (first != self) user_error("it has other options or other data than rank 0: %s; start all alike", text);
     free(text);
 }
 
@@ -1819,7 +1842,10 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
         return 0;
     }
     require_memory(o, run.model, &run.config, &plan);
-    if (o->dry_run) return 0;
+    if (o->dry_run) {
+        require_stdout();
+        return 0;
+    }
     begin(&run);
     train(&run);
     end(&run);
@@ -1853,7 +1879,10 @@ int main(int argc, char** argv) {
     if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
     const bool completion = strcmp(options.completion, "off") != 0;
     if (completion) options_completion(&TABLE, strcmp(options.completion, "zsh") == 0, stdout);
-    if (options.help || options.list_formats || options.list_presets || options.version || completion) return 0;
+    if (options.help || options.list_formats || options.list_presets || options.version || completion) {
+        require_stdout();
+        return 0;
+    }
     bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);

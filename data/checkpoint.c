@@ -120,10 +120,10 @@ bool checkpoint_file_write(const char* folder, const CheckpointSource* source, C
         const int64_t size = safetensors_dtype_bytes(entry->dtype);
         int64_t bytes = size;
         for (int d = 0; d < entry->dims; d++) bytes *= entry->shape[d];
-        const int64_t most = source->piece > 0 && source->piece < bytes ? source->piece : bytes;
-        piece = memory_grow(piece, (size_t)(most > 0 ? most : 1));
-        for (int64_t at = 0; at < bytes && ok; at += most) {
-            const int64_t count = bytes - at < most ? bytes - at : most;
+        const int64_t max = source->piece > 0 && source->piece < bytes ? source->piece : bytes;
+        piece = memory_grow(piece, (size_t)(max > 0 ? max : 1));
+        for (int64_t at = 0; at < bytes && ok; at += max) {
+            const int64_t count = bytes - at < max ? bytes - at : max;
             source->read(source->context, i, at, count, piece);
             if (!writer) continue;
             file->nonfinite = !values_finite(entry->name, entry->dtype, piece, count, at / size, error);
@@ -164,10 +164,10 @@ bool checkpoint_model_write(const char* folder, const ModelTensor* tensors, int 
     for (int t = 0; t < count; t++) {
         const ModelTensor* tensor = &tensors[t];
         const int64_t rows = tensor->stored_rows, cols = tensor->cols;
-        const bool turn = tensor->transposed || tensor->rows == 1;
+        const bool swap = tensor->transposed || tensor->rows == 1;
         entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name),
                                         tensor->dtype,
-                                        {turn ? cols : rows, turn ? rows : cols},
+                                        {swap ? cols : rows, swap ? rows : cols},
                                         tensor->rows == 1 ? 1 : 2};
         if (tensor->rows * cols > largest) largest = tensor->rows * cols;
     }
@@ -367,9 +367,9 @@ Json* checkpoint_state(const char* folder, char* error) {
 
 bool checkpoint_model_whole(const char* folder, char* error) {
     Json* state = checkpoint_state(folder, error);
-    bool fine = state && files_whole(folder, json_get(state, "files"), "optimizer.safetensors", error);
+    bool ok = state && files_whole(folder, json_get(state, "files"), "optimizer.safetensors", error);
     json_free(state);
-    return fine;
+    return ok;
 }
 
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
@@ -377,10 +377,10 @@ bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char
     char path[PATH_BYTES];
     const Json* files = json_get(state, "files");
     for (const Json* file = files ? files->child : NULL; file; file = file->next) {
-        bool own = false;
-        for (int i = 0; i < 3; i++) own = own || strcmp(file->key, not_copied[i]) == 0;
+        bool left = false;
+        for (int i = 0; i < 3; i++) left = left || strcmp(file->key, not_copied[i]) == 0;
         snprintf(path, sizeof(path), "%s/%s", run_folder, file->key);
-        if (own || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
+        if (left || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
         char reason[DATA_ERROR_BYTES];
         if (file_whole(run_folder, file, reason)) continue;
         return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", reason,
@@ -512,9 +512,9 @@ static bool run_of(const char* checkpoint, char* run_folder, size_t bytes, char*
 static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
                             char* error) {
     char path[PATH_BYTES], aside[PATH_BYTES + 16];
-    char *own = realpath(folder_parent(checkpoint, path, sizeof(path)), NULL), *chosen = realpath(run_folder, NULL);
-    bool same = own && chosen && strcmp(own, chosen) == 0;
-    free(own);
+    char *parent = realpath(folder_parent(checkpoint, path, sizeof(path)), NULL), *chosen = realpath(run_folder, NULL);
+    bool same = parent && chosen && strcmp(parent, chosen) == 0;
+    free(parent);
     free(chosen);
     snprintf(path, sizeof(path), "%s/log.jsonl", run_folder);
     if (!same && file_exists(path)) {
@@ -524,22 +524,22 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
     const char* slash = strrchr(checkpoint, '/');
     int64_t *steps = NULL, step = step_of(slash ? slash + 1 : checkpoint, "");
     int count = same ? checkpoint_list(run_folder, &steps) : 0;
-    bool fine = true;
-    for (int i = 0; i < count && steps[i] > step && fine; i++) {
+    bool ok = true;
+    for (int i = 0; i < count && steps[i] > step && ok; i++) {
         checkpoint_name(run_folder, steps[i], path, sizeof(path));
         snprintf(aside, sizeof(aside), "%s.damaged", path);
         if (named_itself) {
-            fine = data_error(error,
-                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
-                              path, checkpoint);
+            ok = data_error(error,
+                            "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
+                            path, checkpoint);
         } else if (put_aside && !folder_remove(aside, error)) {
-            fine = false;
+            ok = false;
         } else if (put_aside && rename(path, aside) != 0) {
-            fine = data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
+            ok = data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
         }
     }
     free(steps);
-    return fine;
+    return ok;
 }
 
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
@@ -555,22 +555,22 @@ bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoi
 
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
     char path[PATH_BYTES];
-    bool fine = true;
+    bool ok = true;
     int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     for (int64_t i = keep; i < count; i++) {
         checkpoint_name(run_folder, steps[i], path, sizeof(path));
-        if (steps[i] != step) fine = folder_remove(path, error) && fine;
+        if (steps[i] != step) ok = folder_remove(path, error) && ok;
     }
     free(steps);
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
         if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
         snprintf(path, sizeof(path), "%s/%s", run_folder, entry->d_name);
-        fine = folder_remove(path, error) && fine;
+        ok = folder_remove(path, error) && ok;
     }
     if (dir) closedir(dir);
-    return fine;
+    return ok;
 }
 
 // Completes the sentence in `error` about a checkpoint that could not be written.

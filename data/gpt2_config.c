@@ -99,19 +99,19 @@ static int64_t shape_number(const Json* json, const char* key, int64_t otherwise
     return json_get(json, key) ? json_int(json, key, -1) : otherwise;
 }
 
-bool gpt2_config_read(const char* folder, const Gpt2Shape* most, Gpt2Shape* shape, char* error) {
+bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error) {
     char path[4608], reason[DATA_ERROR_BYTES];
     snprintf(path, sizeof(path), "%s/config.json", folder);
     Json* json = json_read(path, reason);
     if (!json) return data_error(error, "--model %s: %s", folder, reason);
-    bool fine = is_plain_gpt2(json, folder, error);
+    bool ok = is_plain_gpt2(json, folder, error);
     *shape = (Gpt2Shape){
         shape_number(json, "n_layer", 12), shape_number(json, "n_embd", 768), shape_number(json, "n_head", 12),
         shape_number(json, "n_positions", shape_number(json, "n_ctx", 1024)), shape_number(json, "vocab_size", 50257)};
     json_free(json);
-    if (!fine) return false;
+    if (!ok) return false;
     const int64_t found[] = {shape->layers, shape->channels, shape->heads, shape->positions, shape->vocabulary};
-    const int64_t limit[] = {most->layers, most->channels, most->heads, most->positions, most->vocabulary};
+    const int64_t limit[] = {max->layers, max->channels, max->heads, max->positions, max->vocabulary};
     for (int i = 0; i < 5; i++) {
         if (found[i] >= 1 && found[i] <= limit[i]) continue;
         return data_error(
@@ -144,11 +144,11 @@ static bool check_heads(const char* model, bool folder, const Gpt2Shape* shape, 
                              channels, heads, (double)channels / (double)heads, channels / 64);
 }
 
-bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* most,
+bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* max,
                        const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error) {
     const Gpt2Shape* t = typed;
     if (*folder) {
-        if (!gpt2_config_read(folder, most, shape, error)) return false;
+        if (!gpt2_config_read(folder, max, shape, error)) return false;
         if (!resumed && (t->layers >= 0 || t->channels >= 0 || t->heads >= 0)) {
             return data_error(error, "--model %s fixes the shape; leave --layers, --channels and --heads out", model);
         }
@@ -217,8 +217,8 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
         fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
-    bool fine = (fclose(file) == 0 || data_error(error, "cannot write %s: out of memory", path)) &&
-                file_write(path, text, (int64_t)length, error);
+    bool ok = (fclose(file) == 0 || data_error(error, "cannot write %s: out of memory", path)) &&
+              file_write(path, text, (int64_t)length, error);
     free(text);
-    return fine;
+    return ok;
 }

@@ -21,14 +21,14 @@ typedef struct {
 const Gpt2Name* gpt2_named(const char* name);      // NULL when there is none
 const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
 
-// The shape in FOLDER/config.json, each number from 1 to that of `most`. False and a sentence when it is no GPT-2, or a
+// The shape in FOLDER/config.json, each number from 1 to that of `max`. False and a sentence when it is no GPT-2, or a
 // variant of it.
-bool gpt2_config_read(const char* folder, const Gpt2Shape* most, Gpt2Shape* shape, char* error);
+bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error);
 // The shape of `model`, a name or the folder `folder` ("": it is a name), for data of `vocabulary` tokens (0: unknown),
 // or bytes. `typed` has the numbers that were typed, -1 where none was; its vocabulary does not count. `resumed`: the
 // folder is a checkpoint, whose shape the options already have. The positions of a name are those that were typed, if
 // any; those of a folder stay, and the typed ones must not be more.
-bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* most,
+bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* max,
                        const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error);
 // Writes config.json of a model whose weights are of type `dtype` (transformers' name). `loaded` is the tree of the
 // config.json that the model came with, or NULL: its members are kept where they do not describe the shape. The numbers

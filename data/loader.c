@@ -595,6 +595,22 @@ bool dataset_fingerprint(Dataset* data, char* error) {
     return true;
 }
 
+static bool files_overlap(const DatasetFile* a, const DatasetFile* b) {
+    struct stat one, other;
+    if (a->memory || b->memory || a->first >= b->first + b->tokens || b->first >= a->first + a->tokens) return false;
+    return fstat(a->descriptor, &one) == 0 && fstat(b->descriptor, &other) == 0 && one.st_dev == other.st_dev &&
+           one.st_ino == other.st_ino;
+}
+
+bool dataset_overlap(const Dataset* a, const Dataset* b) {
+    for (int i = 0; i < a->files; i++) {
+        for (int j = 0; j < b->files; j++) {
+            if (files_overlap(&a->file[i], &b->file[j])) return true;
+        }
+    }
+    return false;
+}
+
 int64_t dataset_windows(const Dataset* data, int T) {
     int64_t windows = 0;
     for (int i = 0; i < data->files; i++) windows += (data->file[i].tokens - 1) / T;

@@ -65,6 +65,8 @@ void dataset_close(Dataset* data);
 // Sets data->crc, a checksum of the tokens by which two data sets of one length differ, whatever their files are
 // called. It covers all bytes of a data set of up to 256 MiB; of a larger one 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);
+// Whether some token of one file belongs to both data sets, as where --val names a file of --data.
+bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
 // The windows that a validation reads of at most `tokens` tokens; at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);

@@ -145,19 +145,19 @@ static bool open_index(ModelFolder* folder, const Json* index, char* error) {
 bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
     char index_path[PATH_BYTES];
     *folder = (ModelFolder){text_copy(path), NULL, 0};
-    bool fine;
+    bool ok;
     if (has(path, "model.safetensors")) {
-        fine = open_file(folder, "model.safetensors", error);
+        ok = open_file(folder, "model.safetensors", error);
     } else if (!has(path, INDEX)) {
-        fine = no_weights(path, error);
+        ok = no_weights(path, error);
     } else {
         snprintf(index_path, sizeof(index_path), "%s/%s", path, INDEX);
         Json* index = json_read(index_path, error);
-        fine = index && open_index(folder, index, error);
+        ok = index && open_index(folder, index, error);
         json_free(index);
     }
-    if (!fine) model_folder_close(folder);
-    return fine;
+    if (!ok) model_folder_close(folder);
+    return ok;
 }
 
 const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file) {
@@ -181,16 +181,16 @@ static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, con
     const SafetensorsTensor* wte = model_folder_find(folder, "wte.weight", &wte_file);
     bool same = wte && head->dims == 2 && wte->dims == 2 && memcmp(head->shape, wte->shape, 2 * sizeof(int64_t)) == 0;
     float *a = memory_take(PIECE * sizeof(float)), *b = memory_take(PIECE * sizeof(float));
-    bool fine = (a && b) || data_error(error, "cannot read %s: out of memory", file->path);
+    bool ok = (a && b) || data_error(error, "cannot read %s: out of memory", file->path);
     int64_t elements = same ? wte->shape[0] * wte->shape[1] : 0;
-    for (int64_t at = 0; fine && same && at < elements; at += PIECE) {
+    for (int64_t at = 0; ok && same && at < elements; at += PIECE) {
         int64_t n = elements - at < PIECE ? elements - at : PIECE;
-        fine = safetensors_floats(file, head, at, n, a, error) && safetensors_floats(wte_file, wte, at, n, b, error);
-        same = fine && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
+        ok = safetensors_floats(file, head, at, n, a, error) && safetensors_floats(wte_file, wte, at, n, b, error);
+        same = ok && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
     }
     free(a);
     free(b);
-    if (!fine || same) return fine;
+    if (!ok || same) return ok;
     return data_error(error,
                       "%s holds a %s that differs from wte.weight, and nibble's output matrix is the embedding; give a "
                       "model with tied embeddings",

@@ -119,7 +119,7 @@ static const OptionSynonym SYNONYMS[] = {
     {"tensor-parallel-degree tensor-parallel tensor-parallel-size tp-size pipeline-parallel-degree pipeline-parallel "
      "pipeline-parallel-size pp-size context-parallel-degree context-parallel-size expert-parallel-degree",
      "leave it out: nibble has data parallelism and --shard alone"},
-    {"backend local-rank node-rank nnodes nodes num-nodes dist-backend dist-url rank master-addr master-port "
+    {"backend local-rank node-rank nnodes nodes num-nodes dist-backend dist-url master-addr master-port "
      "rdzv-backend rdzv-endpoint rdzv-id -pn "
      "-pr -pm -ps -pi -pg",
      "leave it out: ranks are read from the variables of torchrun, srun and mpirun"},
@@ -132,7 +132,8 @@ static const OptionSynonym SYNONYMS[] = {
      "type --val-tokens N, in tokens"},
     {"eval-only do-eval inference-only do-predict eval-strategy evaluation-strategy eval-on-start do-train val-only",
      "leave it out: a run trains and validates every --val-every steps; there is no run that only validates"},
-    {"core-metric-every core-metric-max-per-task hellaswag hellaswag-eval metric-for-best-model load-best-model-at-end",
+    {"core-metric-every hellaswag hellaswag-eval", "type --eval hellaswag --eval-every N"},
+    {"core-metric-max-per-task metric-for-best-model load-best-model-at-end",
      "leave it out: nibble measures the validation loss alone"},
     {"sample-interval generate-every sample-freq sampling-interval gen-every -s", "type --sample-every N"},
     {"max-new-tokens gent max-gen-tokens num-tokens-to-generate sample-length sample-len gen-length "

@@ -5,7 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// How much data there is, how much of it a validation of windows of T tokens reads, and what is left out.
+// How much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
+// validation is of texts that are trained on.
 static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
                         int vocabulary) {
     const struct {
@@ -24,6 +25,9 @@ static void report_data(RunFolder* run, const Dataset* train, const Dataset* val
         format_count((double)parts[i].data->left_out_tokens, left_out, sizeof(left_out));
         run_say(run, " notice   %d file%s of the %s, shorter than a window of %d tokens, %s left out: %s tokens\n",
                 files, files == 1 ? "" : "s", parts[i].name, T + 1, files == 1 ? "is" : "are", left_out);
+    }
+    if (dataset_overlap(train, val)) {
+        run_say(run, " notice   the validation data is trained on, so its loss says nothing of other texts\n");
     }
 }
 

@@ -1,5 +1,9 @@
-// See version.h.
+// See version.h. The Makefile defines COMMIT and BUILT.
 #include "version.h"
+#ifndef COMMIT
+#define COMMIT "unknown"
+#define BUILT "unknown"
+#endif
 
 const char NIBBLE_VERSION[] = "0.1.0";
 const char NIBBLE_COMMIT[] = COMMIT;

@@ -9,6 +9,8 @@
 // Without models: gpt2 64 524288  gpt2-xl 16 262144. Without --grads, as ./train: fp32 where there are several
 // micro-batches.
 #define TESTING
+#include <errno.h>
+
 #include "../train_gpt2.cu"
 #include "timing.h"
 

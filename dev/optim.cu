@@ -8,6 +8,8 @@
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
 //   without names: the presets and every listed format of the tables; dev/plot_optim.py draws the CSV
 #define TESTING
+#include <errno.h>
+
 #include "../train_gpt2.cu"
 #include "../optim/storage.h"
 #include "../optim/table.cuh"

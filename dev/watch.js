@@ -203,6 +203,10 @@ function compare() {
       return at < 0 ? "–" : `${(100 * (its.acc_norm?.[at] ?? its.acc?.[at])).toFixed(1)} %`;
     });
   }
+  for (const task of new Set(chosen.flatMap((run) => run.columns.eval?.name || []))) {
+    const perplexity = (run) => run.columns.eval?.perplexity?.[run.columns.eval.name.lastIndexOf(task)];
+    if (chosen.some((run) => perplexity(run) > 0)) add(`${task}, perplexity`, (run) => shown(perplexity(run), 2));
+  }
   add("tokens a second", (run) => large(run.summary.last.train?.tok_s));
   add("memory", (run) => gib(run.summary.last.memory?.used_bytes));
   add("skipped steps", (run) => String(run.summary.last.train?.skipped ?? "–"));

@@ -297,9 +297,14 @@ void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a,
     shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
     shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     shape.batched = true;
-    shape.stride_a = p->stride_b, shape.stride_b = p->stride_a, shape.stride_d = p->stride_d;
+    // One matrix needs no strides, but cuBLASLt is asked for an algorithm for several, whose outputs must not overlap.
+    const bool one = p->batch == 1;
+    shape.stride_a = one ? p->depth * p->cols : p->stride_b;
+    shape.stride_b = one ? p->rows * p->depth : p->stride_a;
+    shape.stride_d = one ? p->rows * p->cols : p->stride_d;
     MatmulPointers pointers = {b, a, d, p->beta != 0.0f ? c : d, nullptr};
-    const uint64_t apart = 256 | (uint64_t)(p->stride_a | p->stride_b) * sizeof(X) | (uint64_t)p->stride_d * sizeof(D);
+    const uint64_t apart =
+        256 | (uint64_t)(shape.stride_a | shape.stride_b) * sizeof(X) | (uint64_t)shape.stride_d * sizeof(D);
     const uint32_t strides = (uint32_t)(apart & -apart), alignment = matmul_alignment(&pointers);
     shape.alignment = strides < alignment ? strides : alignment;
     pointers.bias = nullptr;

@@ -43,6 +43,14 @@ struct StateType<-1> {
     typedef None Type;
 };
 
+// The v of a preset's rule.
+template <class Rule, int V, bool BY_ROWS = Rule::ROWS != ROWS_NONE>
+struct StateVType : StateType<V> {};
+template <class Rule, int V>
+struct StateVType<Rule, V, true> {
+    typedef NumbersOf<Rule> Type;
+};
+
 // Compares `name` with a text up to its end, a space or a semicolon.
 constexpr bool same_name(const char* name, const char* text) {
     while (*name && *name == *text) name++, text++;
@@ -82,7 +90,7 @@ struct PresetTypes {
     typedef typename RuleType<RULE>::Type Rule;
     typedef typename WeightsType<WEIGHTS>::Type Weights;
     typedef typename StateType<M>::Type StateM;
-    typedef typename StateType<V>::Type StateV;
+    typedef typename StateVType<Rule, V>::Type StateV;
 };
 
 struct BuiltInRow {

@@ -3,6 +3,7 @@
 #pragma once
 #include "optim.h"
 #include "rules/hyper.cuh"
+#include "storage.h"
 
 struct Settings {
     double lr, decay;  // factor on the step's learning rate; weight decay
@@ -17,7 +18,7 @@ inline double power(double base, int64_t exponent) {
     return result;
 }
 
-// ln(x) for 0 < x < 1, and exp(y), by their series, for the same reason.
+// ln(x) for x > 0, and exp(y), by their series, for the same reason.
 inline double logarithm(double x) {
     double z = (x - 1.0) / (x + 1.0), term = z, sum = z;
     for (int k = 3; fabs(term) > 1e-17 * fabs(sum); k += 2) {
@@ -50,6 +51,19 @@ inline void ramp_create(const OptimConfig* config, int64_t step, double* beta3, 
     *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(config->beta3)));
 }
 
+// 1 / sqrt(1 - beta^step), by which the root of an average that began at 0 is multiplied.
+inline double bias_root(double beta, int64_t step) {
+    return 1.0 / sqrt(1.0 - power(beta, step));
+}
+
+// Adafactor's 1 - beta2: step^-0.8. The logarithm's series wants an argument near 1.
+inline double adafactor_rest(int64_t step) {
+    int halvings = 0;
+    double x = 1.0 / (double)step;
+    for (; x < 0.75; x *= 2.0) halvings++;
+    return step > 1 ? exponential(0.8 * (logarithm(x) + halvings * logarithm(0.5))) : 1.0;
+}
+
 inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
     double beta1 = config->beta1, beta2 = config->beta2, beta3, alpha;
     bool independent = strcmp(config->decay_mode, "independent") == 0;
@@ -65,7 +79,7 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     hyper.rest1 = (float)(1.0 - beta1);
     hyper.beta2 = config->beta2;
     hyper.rest2 = (float)(1.0 - beta2);
-    hyper.root2 = (float)(1.0 / sqrt(1.0 - power(beta2, step)));
+    hyper.root2 = (float)bias_root(beta2, step);
     hyper.eps = config->eps;
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
@@ -77,5 +91,11 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
            min = 0.01 * config->lr_max * settings->lr;
     ahead = ahead > min ? ahead : min;
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
+    const RuleRow* rule = find_row(rule_table(), config->rule);
+    if (rule && rule->rows == ROWS_ADAFACTOR) {
+        hyper.rest2 = (float)adafactor_rest(step);
+        hyper.root2 = 1.0f;
+        if (strcmp(config->m, none_row()->name) == 0) hyper.rest1 = 1.0f;
+    }
     return hyper;
 }

@@ -60,7 +60,7 @@ enum Decode { AS_UPDATED, AS_SEEN };  // as the update reads it; as the model se
 
 // A key that draws no noise; its stream decides what a zero becomes.
 static NoiseKey piece_key(Slot slot) {
-    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW};
+    const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW, NOISE_SLOW};
     return {0, 0, noise[slot]};
 }
 
@@ -283,15 +283,28 @@ static bool same_storage(const Place* from, const Place* to) {
     return user && strcmp(from->format->name, to->format->name) == 0;
 }
 
-// Refuses a v of single elements for a rule that keeps one for each row.
+// True if v is an average of squares of gradients: of elements, or by rows and columns.
+static bool averages_gradients(const char* name) {
+    const RuleRow* rule = find_row(rule_table(), name);
+    const RowRule rows = rule->rows;
+    return rule->keeps_v || rows == ROWS_ADAM_MINI || rows == ROWS_ADAFACTOR || rows == ROWS_CAME;
+}
+
+static bool by_numbers(const FormatRow* format) {
+    return format_span(format) >= SPAN_ROWS && format_span(format) <= SPAN_PAIRS;
+}
+
+// Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart.
 static bool rows_convert(const Conversion* c, char* error, size_t bytes) {
     for (int t = 0; t < c->to.count; t++) {
         const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
-        if (from.format == to.format || to.format != row_moments_row()) continue;
+        if (!to.format || from.format == to.format || !(by_numbers(from.format) || by_numbers(to.format))) continue;
+        const bool came = find_row(rule_table(), to.rule)->rows == ROWS_CAME;
+        if (!came && averages_gradients(from.rule) && averages_gradients(to.rule)) continue;
         snprintf(error, bytes,
-                 "--rule: \"%s\" was found, which keeps a v for each row, and the checkpoint's %s keeps none of this "
-                 "kind; leave --rule and rule= of --override out, or begin anew from its weights with --model",
-                 to.rule, from.rule);
+                 "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; leave --rule "
+                 "and rule= of --override out, or begin anew from its weights with --model",
+                 to.rule, by_numbers(to.format) ? "is by rows" : "is of elements", from.rule);
         return false;
     }
     return true;
@@ -419,6 +432,25 @@ static void numbers_write(const Conversion* c, const Place* to, const Piece* pie
                    piece->number_bytes);
 }
 
+// Makes a checkpoint's numbers by row and column what `load` multiplies to v: r is divided by its mean.
+static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece* piece) {
+    const Span span = format_span(from->format);
+    if (span != SPAN_FACTORS && span != SPAN_PAIRS) return;
+    float* rows = (float*)piece->streams.extra;
+    double mean = 0.0;
+    for (int64_t i = 0; i < tensor->rows; i++) mean += (double)rows[i] / (double)tensor->rows;
+    for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);
+}
+
+// Adds v of a piece, whose first element is `start`, to the means of the rows and columns of a tensor.
+static void numbers_add(const OptimTensor* tensor, int64_t start, int64_t n, const float* values, double* mean) {
+    const int64_t end = start + n < tensor->rows * tensor->cols ? start + n : tensor->rows * tensor->cols;
+    for (int64_t i = start; i < end; i++) {
+        mean[i / tensor->cols] += (double)values[i - start] / (double)tensor->cols;
+        mean[tensor->rows + i % tensor->cols] += (double)values[i - start] / (double)tensor->rows;
+    }
+}
+
 static void slot_load(Conversion* c, int index, Slot slot) {
     Place from = place_from(c, index, slot), to = place_to(c, index, slot);
     if (!from.format && !to.format) return;
@@ -434,6 +466,9 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     float* values = slot == SLOT_WEIGHTS ? (float*)memory_zero((size_t)elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
     numbers_read(c, &from, &old);
+    if (!same) numbers_prepare(&from, tensor, &old);
+    const bool by_rows = !same && by_numbers(to.format);
+    double* mean = by_rows ? (double*)memory_zero((size_t)(tensor->rows + tensor->cols), sizeof(double)) : nullptr;
     for (int measure = !same && now.span ? 1 : 0; measure >= 0; measure--) {
         for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
             int64_t n = piece_length(held.end, start);
@@ -445,10 +480,14 @@ static void slot_load(Conversion* c, int index, Slot slot) {
             }
             if (measure) piece_measure(to.nearest, &now, n);
             if (measure) continue;
+            if (by_rows) numbers_add(tensor, start, n, now.values, mean);
+            if (by_rows) continue;
             if (!same) piece_encode(to.nearest, &now, n, slot);
             piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
         }
     }
+    for (int64_t i = 0; by_rows && i < span_numbers(now.span, tensor); i++) now.streams.next[i] = (float)mean[i];
+    free(mean);
     numbers_write(c, &to, &now, same ? old.streams.extra : now.streams.next);
     free(values);
     piece_free(&old);

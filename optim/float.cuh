@@ -84,6 +84,14 @@ OPTIM_INLINE float exact_fma(float a, float b, float c) {
 #endif
 }
 
+OPTIM_INLINE float exact_div(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
 OPTIM_INLINE float exact_sqrt(float a) {
 #ifdef __CUDA_ARCH__
     return __fsqrt_rn(a);

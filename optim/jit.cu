@@ -12,6 +12,7 @@
 #endif
 #include "kernel.cuh"
 #include "measure.cuh"
+#include "sums.cuh"
 #include "table.cuh"
 #include "user.cuh"
 

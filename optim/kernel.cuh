@@ -17,6 +17,7 @@
 #include "formats/feedback.cuh"
 #include "formats/none.cuh"
 #include "formats/spans.cuh"
+#include "rows.cuh"
 #include "rules/hyper.cuh"
 
 EMBED_SOURCE
@@ -40,6 +41,7 @@ struct StepArguments {
     Streams slow;             // the third state of a rule that keeps one, in m's format
     Streams copy;             // the weights in the type that the matmuls read, if that is another
     const float* grad_scale;  // device scalar
+    const float* factor;      // (tiles of the arena) of the update, for Scaled rules; on the CPU null for others
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;       // below 2^31
     uint32_t* next_tile;      // device scalar, 0 before a launch and after
@@ -96,6 +98,7 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     state_m.load(tile.m, first, m, n, key.of[1]);
     state_v.load(tile.v, first, v, n, key.of[2]);
     if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key.of[3]);
+    if (rule.pairs) RowPairs::numbers(tile.v, first, slow, n, true);
     // Update in fp32.
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
@@ -545,8 +548,14 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
     constexpr bool SEEN = COPIES && Weights::GIVES_SEEN && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
     Packed<16, COUNT> codes;
-    update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
-                           grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
+    if constexpr (Rule::SCALED) {
+        const Hyper hyper = hyper_scaled(step.group[tile.group], step.factor[tile.index]);
+        update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale,
+                               element, first, COUNT, turn, SEEN ? codes.word : nullptr);
+    } else {
+        update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
+                               grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
+    }
     if constexpr (SEEN) {
         NoiseKey key = {};
         key.ordered = step_ordered<COUNT, Weights, Grads, M, V>();

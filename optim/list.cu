@@ -21,7 +21,9 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
                         rows.grads->name, rows.m->name);
     if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
     if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    if (rows.rule->by_rows) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
+    if (rows.rule->by_rows && rows.v->stream[1].bits > 0) {
+        used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
+    }
     if (is_low_rank(rows.rule)) used += snprintf(line + used, bytes - used, "  of a projection, and");
     snprintf(line + used, bytes - used, "  %.4g B/param", rows_bytes_each(&rows));
 }
@@ -74,14 +76,14 @@ void optim_list_formats(FILE* file, const char* formats) {
 // Bytes for each parameter: "stored" is what a checkpoint has; "held" adds the gradients of a run with bf16 ones. The
 // room for decoded layers, which depends on the model's shape, is in the banner.
 void optim_list_presets(FILE* file) {
-    fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",
+    fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",
             "B/param", "held");
     for (const PresetRow& row : PRESETS) {
         OptimConfig config = {};
         config.rule = row.rule, config.weights = row.weights, config.grads = "bf16", config.m = row.m, config.v = row.v;
         Rows rows = config_rows(&config);
         const double each = rows_bytes_each(&rows);
-        fprintf(file, "  %-10s %-8s %-10s %-11s %-12s %6.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m, row.v,
+        fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %6.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m, row.v,
                 each, each + format_bytes_each(rows.grads), row.note);
         if (*row.overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row.overrides);
     }

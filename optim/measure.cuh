@@ -37,8 +37,10 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
             {}};
         if (Layout::PLACED_ARRAY == 0) streams.weights.codes = place.weights;
         tables_set<M>(&streams, step_memory);
+        const Hyper& group = step.group[tile.group];
+        const Hyper hyper = Rule::SCALED ? hyper_scaled(group, step.factor[tile.index]) : group;
         update_elements<COUNT, MEASURE>(
-            EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group], grad_scale,
+            EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale,
             Layout::PLACED ? place.element : (int64_t)tile.index * TILE_ELEMENTS, (int)threadIdx.x * COUNT, COUNT);
         __syncthreads();  // threads of log.cuh share memory, which the next tile overwrites
     }

@@ -212,7 +212,9 @@ static const Setting setting_texts[] = {{"preset", offsetof(OptimConfig, preset)
                                         {"decay_mode", offsetof(OptimConfig, decay_mode)}};
 static const Setting setting_numbers[] = {{"lr_max", offsetof(OptimConfig, lr_max)},
                                           {"beta3", offsetof(OptimConfig, beta3)},
-                                          {"alpha", offsetof(OptimConfig, alpha)}};
+                                          {"alpha", offsetof(OptimConfig, alpha)},
+                                          {"momentum", offsetof(OptimConfig, momentum)},
+                                          {"clip_update", offsetof(OptimConfig, clip_update)}};
 
 static const char** config_text(OptimConfig* config, const Setting& setting) {
     return (const char**)((char*)config + setting.at);
@@ -258,8 +260,7 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, "
-            "seed, decay_mode, lr_max, beta3, alpha, ramp and element",
+            "formats, seed, decay_mode, lr_max, beta3, alpha, momentum, clip_update, ramp and element",
             key);
     }
 }
@@ -355,6 +356,10 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
         if (!is_cut(tensor) || tensor->count == 0) continue;
         const bool on_rows =
             optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
+        if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
+            user_error("%s reads whole tensors, and %s is cut at element %lld; keep it whole, or override its rule",
+                       rows.rule->name, tensor->name, (long long)tensor->first);
+        }
         if (rows.rule->by_rows && !on_rows) {
             user_error(
                 "%s reads whole rows, and %s is cut at element %lld; cut it at rows that begin at multiples of "

@@ -40,7 +40,8 @@ typedef struct {
 // Makes an optimizer. `settings` ends with a null and has texts "key=value", whose values are those of ./train's
 // options:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
-//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, seed
+//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, momentum,
+//                 clip_update, ramp, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     element     the place of these tensors in the model, in elements: 0, or what nibble_optim_end gave for others
 // Without `weights` parameters of fp32 are stored as they are, and those of bf16 as the preset says. `tensors` are
@@ -54,8 +55,8 @@ void nibble_optim_free(NibbleOptim* optim);
 // Constants that tensors share.
 typedef struct {
     double lr, weight_decay;
-    float beta1, beta2, eps;
-    int64_t step;  // of these tensors, from 1, for bias corrections
+    float beta1, beta2, eps;  // rmnp and normuon-lite have the setting momentum in beta1's place
+    int64_t step;             // of these tensors, from 1, for bias corrections
 } NibbleGroup;
 
 typedef struct {

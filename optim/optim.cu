@@ -12,7 +12,9 @@
 #include "matrix/matrix.h"
 #include "measure.cuh"
 #include "placed.h"
-#include "rows.cuh"
+#include "plan.h"
+#include "rows.h"
+#include "sums.cuh"
 #include "storage.h"
 #include "user.h"
 
@@ -35,7 +37,7 @@ static int64_t format_bytes(const FormatRow* format, const ArenaRun* run) {
 static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
     int64_t bytes = allocated_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + allocated_bytes(run_bytes(run, format->stream[1])) +
+    return bytes + allocated_bytes(span_bytes(run, format_span(format))) +
            allocated_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 
@@ -55,13 +57,13 @@ static int64_t tiles_bytes(int64_t tiles) {
     return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
 }
 
-// The storage of a moment, or of the basis; none_row() if the rule keeps none.
-static const FormatRow* slot_format(const Rows* rows, Slot slot) {
-    return slot == SLOT_M            ? rows->m
-           : slot == SLOT_V          ? rows->v
-           : slot == SLOT_SLOW       ? rows->rule->keeps_slow ? rows->m : none_row()
-                 : is_low_rank(rows->rule) ? find_row(state_table(), "fp32")
-                                     : none_row();
+// The storage of a moment, of the basis or of the norms; none_row() if nothing is kept there.
+static const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot) {
+    if (slot == SLOT_M) return rows->m;
+    if (slot == SLOT_V) return rows->v;
+    if (slot == SLOT_SLOW && rows->rule->keeps_slow) return rows->m;
+    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return find_row(state_table(), "fp32");
+    return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
 }
 
 // Bytes of the buffers of a rule that reads matrices.
@@ -72,6 +74,23 @@ static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* ten
                           2 * allocated_bytes(its.low) + allocated_bytes(its.low_tiles);
     matrix_plan_free(&its);
     return bytes;
+}
+
+// Bytes of what the passes of a launch use.
+static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
+    RowPlan its = row_plan(plan, launch, tensors, count);
+    const bool any = its.passes > 0;
+    const int64_t bytes =
+        allocated_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + allocated_bytes(its.parts * (int64_t)sizeof(float));
+    row_plan_free(&its);
+    return any ? bytes : 0;
+}
+
+// Bytes of the factors of the tiles, if a launch has some.
+static int64_t factors_bytes(const Plan* plan) {
+    bool any = false;
+    for (int i = 0; i < plan->launches; i++) any = any || config_scaled(&plan->launch[i].config);
+    return any ? (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float) : 0;
 }
 
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
@@ -88,15 +107,15 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
     for (int i = 0; i < plan->launches; i++) {
         Rows rows = config_rows(&plan->launch[i].config);
         for (int slot = SLOT_M; slot < SLOTS; slot++) {
-            const FormatRow* format = slot_format(&rows, (Slot)slot);
+            const FormatRow* format = slot_format(&plan->launch[i].config, &rows, (Slot)slot);
             const ArenaRun* run = &plan->launch[i].kept[slot];
             bytes.states += format_bytes(format, run);
             bytes.tables += format_table_bytes(format, run);
         }
-        if (rows.rule->by_rows && !rows.rule->matrix)
-            bytes.tables += allocated_bytes(count * (int64_t)sizeof(RowTensor));
+        bytes.tables += rows_bytes(plan, i, tensors, count);
         if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
+    bytes.tables += allocated_bytes(factors_bytes(plan));
     plan_free(plan);
     return bytes;
 }
@@ -129,14 +148,13 @@ struct Launch {
     const LaunchPlan* plan;  // m, v and slow hold its run of the arena
     Rows rows;
     const Weights* weights;
-    Streams m, v, slow, basis;
+    Streams m, v, slow, basis, norms;
     const Tile* tiles;  // (plan->tiles)
     uint32_t* next_tile;
     StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
     StepKernel apply;   // and from the updates to the weights
     MatrixWork matrix;
-    RowTensor* row_tensor;  // (row_tensors) device memory: the rows of a rule that reads rows, in order
-    int row_tensors;
+    RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
 };
 
 struct Optim {
@@ -149,6 +167,7 @@ struct Optim {
     void* seen;                 // all weights in the compute type, as stored or as copies; NULL: no copy is kept
     Weights weights[LAUNCHES];  // as many as the plan has
     Launch launch[LAUNCHES];    // as many as the plan has
+    float* factors;             // device memory: of the update in each tile, or null
     Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
     OptimBytes allocated;
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
@@ -198,8 +217,9 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, run_bytes(run, format->stream[1]), &optim->allocated.tables);
-    optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
+    streams->next = (float*)allocate_zero(optim->dev, span_bytes(run, span), &optim->allocated.tables);
+    if (span < SPAN_SCALES)
+        optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
 // Allocates an array that checkpoints write.
@@ -284,7 +304,8 @@ static const char* user_source(const Rows* rows) {
 }
 
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
-    return config->placed ? nullptr : built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
+    if (config->placed || config_scaled(config)) return nullptr;
+    return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
 }
 
 // The rows of the first kernel of a step, which is the only one but with rules that read matrices.
@@ -305,9 +326,10 @@ const char* optim_source(const OptimConfig* config) {
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    const char* form = config->placed ? "%s<%s, %s, %s, %s, %s, Placed<%s>>" : "%s<%s, %s, %s, %s, %s, %s>";
-    snprintf(expression, bytes, form, kernel, rows->rule->type, rows->weights->type, rows->m->type, rows->v->type,
-             rows_copy(config, rows, compute)->type, rows->grads->type);
+    const bool scaled = config_scaled(config), placed = config->placed;
+    snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s%s%s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
+             scaled ? ">" : "", rows->weights->type, rows->m->type, rows->v->type,
+             rows_copy(config, rows, compute)->type, placed ? "Placed<" : "", rows->grads->type, placed ? ">" : "");
 }
 
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
@@ -413,22 +435,27 @@ static void weights_create(Optim* optim, int index) {
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
-// Makes the table of the rows that a rule's pass over the gradients takes.
+// Makes the tables and the kernel of the passes before the step.
 static void rows_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
-    const ArenaRun* run = &launch->plan->run;
-    const int64_t bytes = optim->count * (int64_t)sizeof(RowTensor);
-    if (!launch->rows.rule->by_rows || launch->rows.rule->matrix) return;
-    RowTensor* rows = (RowTensor*)memory_zero((size_t)optim->count + 1, sizeof(RowTensor));
-    for (int t = 0; t < optim->count; t++) {
-        const OptimTensor* tensor = &optim->tensors[t];
-        if (optim->plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
-        rows[launch->row_tensors++] = {optim->plan->at[t][SPAN_ROWS] - run->at[SPAN_ROWS],
-                                       tensor->offset - optim->plan->begin, tensor->rows, tensor->cols};
-    }
-    launch->row_tensor = (RowTensor*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
-    copy_to_device(optim->dev, launch->row_tensor, rows, bytes);
-    free(rows);
+    const Device* dev = optim->dev;
+    RowWork* work = &launch->passes;
+    work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
+    if (work->plan.passes == 0) return;
+    const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
+    work->tensor = (SumTensor*)allocate_zero(dev, bytes, &optim->allocated.tables);
+    copy_to_device(dev, work->tensor, work->plan.tensor, bytes);
+    work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
+    if (!dev->gpu || launch->plan->tiles == 0) return;
+    jit_create(dev, &launch->plan->config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
+    work->shared_bytes = launch->kernel.measure_shared_bytes;
+    jit_shared_bytes(&work->kernel, work->shared_bytes);
+}
+
+static void rows_free(const Device* dev, RowWork* work) {
+    device_free(dev, work->tensor);
+    device_free(dev, work->parts);
+    row_plan_free(&work->plan);
 }
 
 // Makes the buffers and the second kernel of a rule that reads matrices.
@@ -477,18 +504,18 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis};
+    Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
-        const FormatRow* format = slot_format(&launch->rows, (Slot)slot);
+        const FormatRow* format = slot_format(&planned->config, &launch->rows, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, (Slot)slot, array);
         *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, &optim->allocated.states);
         list_streams(optim, array, format, kept[slot], run, false);
     }
-    rows_create(optim, index);
     const Rows first = first_rows(&planned->config);
     kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
+    rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
 }
 
@@ -518,6 +545,9 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
             if (plan->launch[i].weights == w) launch_create(optim, i);
         }
     }
+    if (factors_bytes(plan) > 0) {
+        optim->factors = (float*)allocate_zero(dev, factors_bytes(plan), &optim->allocated.tables);
+    }
     tiles_create(optim);
     return optim;
 }
@@ -530,13 +560,14 @@ void optim_free(Optim* optim) {
     }
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < optim->plan->launches; i++) {
-        free_streams(optim, &optim->launch[i].m);
-        free_streams(optim, &optim->launch[i].v);
-        free_streams(optim, &optim->launch[i].slow);
-        free_streams(optim, &optim->launch[i].basis);
-        device_free(optim->dev, optim->launch[i].row_tensor);
+        Launch* launch = &optim->launch[i];
+        for (Streams* kept : {&launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms}) {
+            free_streams(optim, kept);
+        }
+        rows_free(optim->dev, &launch->passes);
         matrix_free(optim->dev, &optim->launch[i].matrix);
     }
+    device_free(optim->dev, optim->factors);
     device_free(optim->dev, optim->tiles);
     plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
@@ -640,6 +671,8 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
             row_tile(weights, arguments->weights, tile.index), row_tile(rows->grads, arguments->grads, tile.index),
             row_tile(rows->m, arguments->m, tile.index),       row_tile(rows->v, arguments->v, tile.index),
             row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
+        const Hyper& group = arguments->group[tile.group];
+        const Hyper hyper = arguments->factor ? hyper_scaled(group, arguments->factor[tile.index]) : group;
         int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
         if (arguments->places) {
             const TilePlace place = arguments->places[t];
@@ -648,8 +681,7 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
             element = place.element;
         }
         update_elements<TILE_ELEMENTS, PASS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments,
-                                             streams, arguments->group[tile.group], *arguments->grad_scale, element, 0,
-                                             TILE_ELEMENTS);
+                                             streams, hyper, *arguments->grad_scale, element, 0, TILE_ELEMENTS);
         if (PASS == MEASURE || !arguments->copy.codes) continue;
         float seen[TILE_ELEMENTS];
         if (format_span(weights) != SPAN_RUN) streams.weights.extra = streams.weights.next;
@@ -658,39 +690,44 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-template <class Format>
-static void rows_step(const Optim* optim, const Launch* launch, const void* grads, const float* grad_scale,
-                      float rest2) {
-    const typename Format::Code* from = (const typename Format::Code*)grads;
-    const float* now = (const float*)launch->v.extra;
-    float* next = launch->v.next;
-#ifdef __CUDACC__
-    const int64_t rows = launch->plan->run.numbers[SPAN_ROWS];
-    if (optim->dev->gpu) {
-        row_moments_kernel<Format><<<(unsigned)(8 * optim->dev->sm_count), 256, 0, optim->dev->stream>>>(
-            from, launch->row_tensor, launch->row_tensors, rows, now, next, grad_scale, rest2);
-        check_launch();
-        return;
+// Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
+static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArguments* arguments, int64_t step) {
+    const Device* dev = optim->dev;
+    const RowWork* work = &launch->passes;
+    SumArguments sums = {work->tensor, work->plan.tensors, work->plan.blocks, sum, launch->plan->config.scale_by_rms,
+                         work->parts,  launch->v.next};
+    sums.scaled = sums.scaled && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    if (dev->gpu) {
+        void* pointers[] = {arguments, &sums};
+        const int64_t blocks = 8 * (int64_t)dev->sm_count;
+        jit_launch(&work->kernel, sums.blocks < blocks ? sums.blocks : blocks, 32 * SUM_WARPS, work->shared_bytes,
+                   pointers, dev->stream);
+    } else {
+        rows_sum_cpu(&launch->rows, arguments, &sums);
     }
-#endif
-    if (!is_finite(*grad_scale)) return;
-    for (int t = 0; t < launch->row_tensors; t++) {
-        const RowTensor tensor = launch->row_tensor[t];
-#pragma omp parallel for schedule(static)
-        for (int64_t row = 0; row < tensor.rows; row++) {
-            const int64_t i = tensor.first + row;
-            next[i] = row_moment_cpu<Format>(from + tensor.offset + row * tensor.cols, tensor.cols, *grad_scale, now[i],
-                                             rest2);
-        }
-    }
+    const OptimConfig* config = &launch->plan->config;
+    SettleArguments settle = {};
+    settle.tensor = work->tensor, settle.grad_scale = arguments->grad_scale;
+    settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
+    settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
+    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->norms.extra;
+    settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
+    settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
+    settle.clip = config->clip_update, settle.growth = config->limit_growth;
+    rows_settle(dev, &settle, sums.tensors);
 }
 
-// The pass before the step of a rule that reads rows. The step then reads the numbers that the pass has made.
-static void launch_rows(const Optim* optim, const Launch* launch, const void* grads, const StepArguments* arguments) {
-    if (!launch->rows.rule->by_rows || launch->rows.rule->matrix || launch->plan->tiles == 0) return;
-    const float rest2 = arguments->group[0].rest2;
-    if (launch->rows.grads->stream[0].bits == 32) rows_step<Fp32>(optim, launch, grads, arguments->grad_scale, rest2);
-    if (launch->rows.grads->stream[0].bits == 16) rows_step<Bf16>(optim, launch, grads, arguments->grad_scale, rest2);
+// The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
+static void launch_passes(const Optim* optim, const Launch* launch, const StepArguments* arguments, int64_t step) {
+    const RowPlan* plan = &launch->passes.plan;
+    StepArguments its = *arguments;
+    for (int i = 0; i < plan->passes && plan->tensors > 0; i++) {
+        for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
+            const Settings settings = {1.0, optim->plan->group[group].decay};
+            its.group[group] = hyper_create(&launch->plan->config, &settings, 1.0, step);
+        }
+        pass_run(optim, launch, plan->pass[i], &its, step);
+    }
 }
 
 // Runs a kernel of the step, or the same on the CPU, on the tiles that the arguments name.
@@ -773,11 +810,9 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
     }
 }
 
-// Steps the tiles that the arguments name. They have the gradients and the constants too. A rule
-// that reads matrices takes all tiles of its launch.
-static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
-    const int64_t begin = launch->plan->run.begin, count = arguments->tile_count;
-    if (count == 0) return;
+// Sets the arrays of a launch's step besides the gradients.
+static void launch_arrays(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+    const int64_t begin = launch->plan->run.begin;
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
@@ -785,27 +820,44 @@ static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
+    const bool scaled = config_scaled(&launch->plan->config);
+    arguments->factor = scaled ? optim->factors - optim->plan->begin / TILE_ELEMENTS : nullptr;
     arguments->next_tile = launch->next_tile;
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
-    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that launch_rows has made
+}
+
+// Updates the tiles that the arguments name, after the passes.
+static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that the passes have made
     kernel_run(optim, &launch->kernel, arguments);
 }
 
-void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
-    launch_rows(optim, &optim->launch[launch], grads, arguments);
+// Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
+// `arguments` has the gradients and the constants.
+static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
+                        StepArguments* arguments, int64_t step) {
+    if (count == 0) return;
+    launch_arrays(optim, launch, arguments);
+    arguments->tiles = launch->tiles + first;
+    arguments->tile_count = count;
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
+    launch_passes(optim, launch, arguments, step);
+    launch_tiles(optim, launch, arguments);
+}
+
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step) {
+    const Launch* its = &optim->launch[launch];
+    arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
+    launch_arrays(optim, its, arguments);
+    launch_passes(optim, its, arguments, step);
+}
+
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
+    launch_arrays(optim, &optim->launch[launch], arguments);
     launch_tiles(optim, &optim->launch[launch], arguments);
 }
 
 void optim_settle(const Optim* optim, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
-}
-
-// Steps `count` tiles of a launch from tile `first` of its list on. `arguments` has the gradients and the constants.
-static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
-                        StepArguments* arguments) {
-    arguments->tiles = launch->tiles + first;
-    arguments->tile_count = count;
-    launch_tiles(optim, launch, arguments);
 }
 
 // The constants of a launch's step.
@@ -815,8 +867,11 @@ static StepArguments step_arguments(const Optim* optim, const Launch* launch, co
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
+    const bool relative = launch->plan->config.relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    double rate = lr;
+    if (relative && rate > 1.0 / sqrt((double)step)) rate = 1.0 / sqrt((double)step);
     for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&launch->plan->config, &optim->plan->group[group], (double)lr, step);
+        arguments.group[group] = hyper_create(&launch->plan->config, &optim->plan->group[group], rate, step);
     }
     return arguments;
 }
@@ -827,10 +882,9 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         const Launch* launch = &optim->launch[i];
         StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
         arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
-        launch_rows(optim, launch, grads, &arguments);
-        launch_step(optim, launch, 0, launch->plan->tiles, &arguments);
+        launch_step(optim, launch, 0, launch->plan->tiles, &arguments, step);
     }
-    optim_settle(optim, grad_scale);
+    optim_settle(optim, grad_scale);  // last, since tensors of several launches share the weights' array
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
@@ -840,8 +894,10 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
         const Rows rows = config_rows(&plan->launch[i].config);
-        ok = !reads_whole(rows.rule);
-        if (!ok) {
+        ok = !config_reads_whole(&plan->launch[i].config);
+        if (!ok && !reads_whole(rows.rule)) {
+            snprintf(error, error_bytes, "--limit-growth reads whole tensors in a pass of its own");
+        } else if (!ok) {
             snprintf(error, error_bytes, "the rule %s reads whole rows or matrices in passes of its own",
                      rows.rule->name);
         }
@@ -874,7 +930,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
         StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
         arguments.grads = {(void*)base, nullptr};
         launch_step(optim, launch, (begin - launch->plan->run.begin) / TILE_ELEMENTS, (end - begin) / TILE_ELEMENTS,
-                    &arguments);
+                    &arguments, step);
     }
 }
 

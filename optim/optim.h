@@ -50,12 +50,16 @@ struct OptimConfig {
     bool stored = false;         // a checkpoint's: overrides "" = none, and feedback is not checked
     bool keeps_copy = true;      // a copy, in the compute type, of all weights that the matmuls cannot read as they are
                                  // stored; false: the caller decodes them in pieces (decoded.h)
-    float momentum = 0.95f;      // muon, normuon: decay of m, in place of beta1
+    float momentum = 0.95f;      // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
     int64_t ns_steps = 5;        // and steps of Newton-Schulz, with coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
     int64_t rank = 0,
-            rank_gap = 200;   // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
-    float rank_scale = 0.0f;  // and factor on the update, 0 the paper's (matrix/low_rank.h)
+            rank_gap = 200;       // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
+    float rank_scale = 0.0f;      // and factor on the update, 0 the paper's (matrix/low_rank.h)
+    float limit_growth = 0.0f;    // a tensor's update grows by at most this factor a step; 0: no limit
+    float clip_update = 1.0f;     // adafactor, came: the largest RMS of a tensor's update; 0: no limit
+    bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
+    bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
     // The caller's memory for the stored streams: returns device memory of this size, 16-byte aligned, or null if there
     // is none; it stays the caller's. Null: the optimizer allocates and frees.
@@ -88,7 +92,7 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
-constexpr int OPTIM_STREAMS = 90;  // at most
+constexpr int OPTIM_STREAMS = 108;  // at most
 
 // Gives each tensor its offset; returns the length of the arena in elements (a multiple of TILE_ELEMENTS). With a
 // resolved configuration, tensors to which its overrides give other formats come last: first grouped by the format of

@@ -1,6 +1,10 @@
 // See placed.h.
 #include "placed.h"
 
+#include <assert.h>
+
+#include "rows.h"
+
 // One tile of the table: which part of which tensor it is.
 struct PlacedTile {
     int64_t from;     // the tile's first element, counted in the caller's tensor; below 0 in a cut tensor's first tile
@@ -18,6 +22,7 @@ struct PlacedPointers {
 // Tiles with the same constants: one launch.
 struct PlacedRun {
     int launch;
+    bool by_rows;  // the launch's rule reads rows
     int64_t first, tiles;
     int group[STEP_GROUPS], settings[STEP_GROUPS];  // the caller's group and the plan's
     int groups;
@@ -124,6 +129,7 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     const OptimParts parts = tables->parts = optim_parts(optim);
     const size_t count = (size_t)parts.count;
     const float scalars[2] = {1.0f, 1.0f};
+    for (int i = 0; i < parts.plan->launches; i++) assert(!config_scaled(&parts.plan->launch[i].config));
     tables->optim = optim;
     tables->tensor = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
     if (count > 0) memcpy(tables->tensor, tensors, count * sizeof(PlacedTensor));
@@ -246,7 +252,7 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
         build->grads_slots += (int32_t)plan->tiles;
     }
     for (bool more = true; more;) {
-        PlacedRun run = {launch, build->tiles, 0, {}, {}, 0};
+        PlacedRun run = {launch, rows.rule->by_rows, build->tiles, 0, {}, {}, 0};
         more = false;
         for (int t = 0; t < parts->count; t++) {
             const int group = tables->group_of[t];
@@ -384,42 +390,85 @@ static const float* tables_scale(const PlacedTables* tables, const PlacedStep* s
 
 static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
     OptimConfig own = *config;
-    own.beta1 = group->beta1, own.beta2 = group->beta2, own.eps = group->eps;
+    own.beta2 = group->beta2, own.eps = group->eps;
+    if (!has_momentum(find_row(rule_table(), config->rule))) own.beta1 = group->beta1;
     const Settings used = {settings->lr, settings->decay < 0.0 ? group->decay : settings->decay};
     return hyper_create(&own, &used, group->lr, group->step > 0 ? group->step : step);
 }
 
-static void run_step(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
-    const Plan* plan = tables->parts.plan;
-    const LaunchPlan* launch = &plan->launch[run->launch];
-    const Rows rows = config_rows(&launch->config);
+// What the kernels of a step share.
+static StepArguments step_arguments(const PlacedTables* tables, const PlacedStep* step, const float* scale) {
     StepArguments arguments = {};
     arguments.grad_scale = scale;
     arguments.seed = tables->parts.config->seed;
     arguments.step = (uint32_t)step->step;
+    return arguments;
+}
+
+static void run_step(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+    const Plan* plan = tables->parts.plan;
+    StepArguments arguments = step_arguments(tables, step, scale);
     arguments.tiles = tables->step_tiles + run->first;
     arguments.tile_count = run->tiles;
     arguments.places = tables->view.places + run->first;
     for (int i = 0; i < run->groups; i++) {
-        const PlacedGroup* group = &step->group[run->group[i]];
-        if (rows.rule->by_rows && group->beta2 != step->group[run->group[0]].beta2) {
-            user_error("%s was asked for with beta2 %g and %g in one step; give all its tensors the same",
-                       rows.rule->name, (double)group->beta2, (double)step->group[run->group[0]].beta2);
-        }
-        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[run->settings[i]], step->step);
+        arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
+                                       &plan->group[run->settings[i]], step->step);
+    }
+    optim_launch(tables->optim, run->launch, &arguments);
+}
+
+// True if the run is the first one of a launch whose rule reads rows.
+static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
+    return run->by_rows && (run == tables->run || run[-1].launch != run->launch);
+}
+
+// The passes of a launch, before its first run. They read no learning rate and no decay, and the other constants are
+// the same for all tensors (require_same_constants).
+static void run_passes(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+    const Plan* plan = tables->parts.plan;
+    const LaunchPlan* launch = &plan->launch[run->launch];
+    const PlacedGroup* group = &step->group[run->group[0]];
+    StepArguments arguments = step_arguments(tables, step, scale);
+    for (int i = 0; i < plan->groups; i++) {
+        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step->step);
     }
     const int64_t first = tables->rows_at[run->launch] * TILE_ELEMENTS - (launch->run.begin - plan->begin);
-    const char* grads = tables->view.grads + (rows.rule->by_rows ? first * tables->view.grad_bytes : 0);
-    optim_launch(tables->optim, run->launch, grads, &arguments);
+    optim_passes(tables->optim, run->launch, tables->view.grads + first * tables->view.grad_bytes, &arguments,
+                 group->step > 0 ? group->step : step->step);
+}
+
+// Refuses tensors of a rule that reads rows with different betas or numbers of steps: its passes take them all
+// together.
+static void require_same_constants(const PlacedTables* tables, const PlacedStep* step) {
+    const PlacedGroup* first = nullptr;
+    for (int i = 0; i < tables->runs; i++) {
+        const PlacedRun* run = &tables->run[i];
+        if (run_has_passes(tables, run)) first = &step->group[run->group[0]];
+        for (int g = 0; g < run->groups && run->by_rows; g++) {
+            const PlacedGroup* group = &step->group[run->group[g]];
+            if (group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->step == first->step) continue;
+            user_error(
+                "%s reads whole rows and its tensors were given betas (%g, %g) at step %lld and (%g, %g) at step %lld; "
+                "give them the same betas and step them together, or override the rule of some",
+                tables->parts.plan->launch[run->launch].config.rule, (double)first->beta1, (double)first->beta2,
+                (long long)first->step, (double)group->beta1, (double)group->beta2, (long long)group->step);
+        }
+    }
 }
 
 void placed_step(PlacedTables* tables, const PlacedStep* step) {
     const bool moved = tables_update(tables, step);
     if (tables->tiles == 0) return;
     if (moved) tables_places(tables);
+    require_same_constants(tables, step);
     const float* scale = tables_scale(tables, step);
     tables_move(tables, BRING);
-    for (int i = 0; i < tables->runs; i++) run_step(tables, &tables->run[i], step, scale);
+    for (int i = 0; i < tables->runs; i++) {
+        const PlacedRun* run = &tables->run[i];
+        if (run_has_passes(tables, run)) run_passes(tables, run, step, scale);
+        run_step(tables, run, step, scale);
+    }
     optim_settle(tables->optim, scale);
     tables_move(tables, RETURN);
 }

@@ -41,11 +41,16 @@ typedef struct PlacedTables PlacedTables;
 PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors);
 void placed_free(PlacedTables* tables);
 
-// One step, on the stream of the optimizer's device. Reports through user_error if tensors of a rule that reads rows,
-// or of formats whose scales are of whole tensors, have no gradient while others have.
+// One step, on the stream of the optimizer's device. Reports through user_error, before anything changes, if some
+// tensors of a rule that reads rows, or of formats whose scales are of whole tensors, have a gradient and others none,
+// or if tensors of a rule that reads rows have different betas or have taken different numbers of steps.
 void placed_step(PlacedTables* tables, const PlacedStep* step);
 
-// The parts of optim_step, for these steps: one launch over arguments->tiles, and what comes after the last one.
-// `grads`, an arena, is what a rule's pass over rows reads.
-void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments);
+// The parts of optim_step, for these steps. Both set the arrays that `arguments` needs besides tiles and places.
+// optim_passes runs the passes of a rule that reads rows; they read `grads`, an arena, and the constants in the order
+// of the plan's groups. `step` counts the tensors' own steps. A launch without passes does not need the call.
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step);
+// Updates the tiles that `arguments` names; a launch's passes come before its first tiles.
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments);
+// Ends a step, after all launches.
 void optim_settle(const Optim* optim, const float* grad_scale);

@@ -107,6 +107,11 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     }
 }
 
+bool has_momentum(const RuleRow* rule) {
+    return rule->rows == ROWS_RMNP || rule->rows == ROWS_NORMUON_LITE || rule->matrix == MATRIX_MUON ||
+           rule->matrix == MATRIX_NORMUON;
+}
+
 // Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
@@ -128,8 +133,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
-        const MatrixRule matrix = find_row(rule_table(), plan->launch[i].config.rule)->matrix;
-        if (matrix == MATRIX_MUON || matrix == MATRIX_NORMUON) plan->launch[i].config.beta1 = config->momentum;
+        OptimConfig* its = &plan->launch[i].config;
+        if (has_momentum(find_row(rule_table(), its->rule))) its->beta1 = config->momentum;
     }
     return plan;
 }
@@ -175,6 +180,11 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
 // Refuses a shard that cuts a tensor with numbers of spans, since these belong to whole tensors.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
     Rows rows = config_rows(&launch->config);
+    if (launch->config.limit_growth > 0.0f) {
+        user_error(
+            "--limit-growth reads whole tensors, and the shard of elements %lld to %lld cuts %s; take --shard none",
+            (long long)plan->begin, (long long)plan->end, tensor->name);
+    }
     if (reads_whole(rows.rule)) {
         user_error("%s reads whole rows or matrices, and the shard of elements %lld to %lld cuts %s; take --shard none",
                    rows.rule->name, (long long)plan->begin, (long long)plan->end, tensor->name);
@@ -221,7 +231,7 @@ void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count
     Plan* plan = plan_create(config, tensors, count);
     for (int t = 0; t < count; t++) {
         const int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
-        if (!reads_whole(find_row(rule_table(), plan->launch[plan->launch_of[t]].config.rule))) continue;
+        if (!config_reads_whole(&plan->launch[plan->launch_of[t]].config)) continue;
         for (int i = 0; i < cuts; i++) {
             if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
         }
@@ -264,7 +274,7 @@ static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* t
         if (!low) continue;
         kept_low(launch, &tensors[t], offset, plan->kept[t]);
         const bool here = tensors[t].offset >= plan->begin && tensors[t].offset < plan->end;
-        for (int slot = SLOT_M; slot < SLOTS; slot++) {
+        for (int slot = SLOT_M; slot <= SLOT_BASIS; slot++) {
             const OptimTensor* kept = &plan->kept[t][slot];
             const int64_t end = kept->offset + tensor_padded(kept);
             if (here) run_extend(&launch->kept[slot], kept->offset, end);
@@ -307,7 +317,7 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
 }
 
 const char* slot_name(Slot slot) {
-    static const char* const names[SLOTS] = {"weights", "m", "v", "slow", "basis"};
+    static const char* const names[SLOTS] = {"weights", "m", "v", "slow", "basis", "norms"};
     return names[slot];
 }
 
@@ -336,9 +346,13 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     int index = plan->launch_of[tensor];
     const LaunchPlan* launch = &plan->launch[index];
     Rows rows = config_rows(&launch->config);
-    const FormatRow* formats[SLOTS] = {
-        rows.weights, rows.m, rows.rule->keeps_v || rows.rule->by_rows ? rows.v : nullptr,
-        rows.rule->keeps_slow ? rows.m : nullptr, is_low_rank(rows.rule) ? find_row(state_table(), "fp32") : nullptr};
+    const bool has_v = rows.rule->keeps_v || (rows.rule->by_rows && rows.v->stream[1].bits > 0);
+    const FormatRow* formats[SLOTS] = {rows.weights,
+                                       rows.m == none_row() ? nullptr : rows.m,
+                                       has_v ? rows.v : nullptr,
+                                       rows.rule->keeps_slow ? rows.m : nullptr,
+                                       is_low_rank(rows.rule) ? find_row(state_table(), "fp32") : nullptr,
+                                       launch->config.limit_growth > 0.0f ? norms_row() : nullptr};
     const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->kept[slot];
     Span span = format_span(formats[slot]);
     Place place = {rows.rule->name,
@@ -350,6 +364,9 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
                    run->numbers[span],
                    plan->at[tensor][span] - run->at[span]};
     if (!place.format) return place;
+    if (slot == SLOT_NORMS) plan_array(plan, index, slot, place.array);
+    place.nearest = place.format;
+    if (slot == SLOT_NORMS) return place;
     char nearest[64];
     nearest_name(place.format->name, nearest);
     const FormatRow* weights = find_row(weights_table(), nearest);
@@ -363,11 +380,16 @@ int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
     return stream.span != SPAN_RUN ? 0 : ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
 }
 
+int64_t span_bytes(const ArenaRun* run, Span span) {
+    return run->numbers[span] * (int64_t)sizeof(float);
+}
+
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {
-    return stream.span != SPAN_RUN ? run->numbers[stream.span] * (int64_t)sizeof(float)
-                                   : stream_bytes(stream, run->end - run->begin);
+    if (stream.span != SPAN_RUN) return stream.bits ? span_bytes(run, stream.span) : 0;
+    return stream_bytes(stream, run->end - run->begin);
 }
 
 int64_t place_bytes(const Place* place, const StreamInfo& stream) {
-    return stream.span != SPAN_RUN ? place->numbers * (int64_t)sizeof(float) : stream_bytes(stream, place->elements);
+    if (stream.span != SPAN_RUN) return stream.bits ? place->numbers * (int64_t)sizeof(float) : 0;
+    return stream_bytes(stream, place->elements);
 }

@@ -11,6 +11,10 @@
 
 constexpr int LAUNCHES = 6;  // at most
 
+// The basis is what a rule projects gradients with, in fp32; the norms are the last ones of each tensor's update, which
+// --limit-growth keeps.
+enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOT_NORMS, SLOTS };
+
 // A run of the arena, and where the numbers of spans of its tensors lie among those of all.
 struct ArenaRun {
     int64_t begin, end;
@@ -29,7 +33,7 @@ struct LaunchPlan {
     int weights;  // index of its WeightsPlan
     ArenaRun run;
     int64_t tiles;
-    ArenaRun kept[5];  // (SLOTS): of each slot; the run, but for rules whose moments have shapes of their own
+    ArenaRun kept[SLOTS];  // of each slot; the run, but for rules whose moments have shapes of their own
 };
 
 // The first of the weights, launches and groups is the configuration itself, without overrides.
@@ -47,7 +51,7 @@ struct Plan {
     int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
     // (tensors): the shape in which a slot keeps a tensor, and where. Moments of projected gradients, and their bases,
     // lie one after another from the begin of the whole launch's run on, so that their noise is that of no other.
-    OptimTensor (*kept)[5];  // (SLOTS)
+    OptimTensor (*kept)[SLOTS];
 };
 
 // Makes the plan of a resolved configuration for tensors that optim_layout placed with it, as far as they lie in the
@@ -55,15 +59,15 @@ struct Plan {
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
 void plan_free(Plan* plan);
 
+// True if m of a rule decays by the configuration's momentum, which is then its launch's beta1.
+bool has_momentum(const RuleRow* rule);
+
 // Returns the elements of a tensor with its padding.
 int64_t tensor_padded(const OptimTensor* tensor);
 
 // Clamps an element of the arena to the plan's part of it.
 int64_t plan_clamp(const Plan* plan, int64_t element);
 
-// The basis is what a rule projects gradients with, in fp32.
-enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOTS };
-static_assert(SLOTS == 5, "kept");
 const char* slot_name(Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
@@ -90,6 +94,9 @@ void stream_name(const char* array, const StreamInfo& stream, char* name, size_t
 // Return the bytes of one of the arrays of a place, or of a run of the arena.
 int64_t place_bytes(const Place* place, const StreamInfo& stream);
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
+
+// Returns the bytes of the numbers of a run's tensors.
+int64_t span_bytes(const ArenaRun* run, Span span);
 
 // Returns the bytes of one stream for a number of elements; 0 for numbers of spans, which belong to tensors.
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements);

@@ -72,12 +72,18 @@ static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
 
+static const char* kept_by_rows(const RuleRow* rule) {
+    const Span span = rule->by_rows ? format_span(numbers_row(rule)) : SPAN_RUN;
+    if (span == SPAN_FACTORS || span == SPAN_PAIRS) return " but fp32 numbers by row and column";
+    return rule->by_rows && rule->rows != ROWS_RMNP ? " but one fp32 number a row" : "";
+}
+
 // Resolves v, which is "none" if the rule keeps none.
 static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
     bool kept = find_row(rule_table(), config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
     if (!kept && config->v && *config->v && !none) {
         snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
-                 config->rule, find_row(rule_table(), config->rule)->by_rows ? " but one fp32 number a row" : "");
+                 config->rule, kept_by_rows(find_row(rule_table(), config->rule)));
         return false;
     }
     config->v = kept ? config->v : NONE;
@@ -89,6 +95,16 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error, size
         return false;
     }
     return resolve_state(config, "--v", &config->v, error, bytes);
+}
+
+// Resolves m, which only adafactor can do without.
+static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error, size_t bytes) {
+    const RuleRow* rule = find_row(rule_table(), config->rule);
+    if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error, bytes);
+    if (rule->rows == ROWS_ADAFACTOR) return true;
+    snprintf(error, bytes, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
+             option, rule->name);
+    return false;
 }
 
 // Refuses a format without negative numbers for m.
@@ -106,7 +122,10 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     if (config->stored || !rows.weights->feeds_back) return true;
     const char* type = overridden ? "m=e4m3:sr" : "--m e4m3:sr";
     char why[256];
-    if (rows.rule->matrix) {
+    if (config->limit_growth > 0.0f) {
+        type = "--limit-growth 0";
+        snprintf(why, sizeof(why), "--limit-growth makes updates smaller than m is told");
+    } else if (rows.rule->matrix) {
         type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s's m passes through products of whole matrices", config->rule);
     } else if (!rows.rule->divides) {
@@ -147,8 +166,15 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t by
 
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error, size_t bytes) {
     const RuleRow* rule = find_row(rule_table(), launch->rule);
-    const bool has_v = strcmp(launch->v, NONE) != 0;
-    if (rule->keeps_v && !has_v) {
+    const bool has_v = strcmp(launch->v, NONE) != 0, has_m = strcmp(launch->m, NONE) != 0;
+    if (!has_m && rule->rows != ROWS_ADAFACTOR) {
+        snprintf(error, bytes, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
+    } else if (launch->limit_growth > 0.0f && rule->matrix) {
+        snprintf(error, bytes,
+                 "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take "
+                 "--rule adamw",
+                 rule->name);
+    } else if (rule->keeps_v && !has_v) {
         snprintf(error, bytes,
                  "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps none; add "
                  "v=fp32, say",
@@ -167,11 +193,11 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     return false;
 }
 
-// Rules of matrices leave some tensors to adamw: as the preset says if it has such a rule and its formats are used,
-// else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else what the preset says,
-// unless that begins so already or is "none".
-static void matrix_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
-    const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->matrix != MATRIX_NONE;
+// Rules of matrices, rmnp and normuon-lite leave some tensors to adamw: as the preset says if it has such a rule and
+// its formats are used, else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else
+// what the preset says, unless that begins so already or is "none".
+static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
+    const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->leaves_rest;
     const char* more = config->overrides && *config->overrides ? config->overrides
                        : its && !own                           ? preset->overrides
                                                                : "";
@@ -193,9 +219,9 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
                      (strcmp(config->v, preset->v) == 0 || !find_row(rule_table(), config->rule)->keeps_v);
-    const bool matrix = find_row(rule_table(), config->rule)->matrix != MATRIX_NONE;
-    if (matrix && !config->stored) matrix_overrides(config, preset, its);
-    if (its && !matrix && !config->stored) take_default(&config->overrides, preset->overrides);
+    const bool rest = find_row(rule_table(), config->rule)->leaves_rest;
+    if (rest && !config->stored) rest_overrides(config, preset, its);
+    if (its && !rest && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
@@ -206,7 +232,8 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
         if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error, bytes)) return false;
         rules = rules || *rule;
         if (*weights && !resolve_weights(config, "--override weights", &weights, error, bytes)) return false;
-        if (*m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
+        const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits looks at it
+        if (*m && !no_m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
         if (*v && !rules && !find_row(rule_table(), config->rule)->keeps_v) {
@@ -215,6 +242,14 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
         }
     }
     return true;
+}
+
+static bool resolve_rows(const OptimConfig* config, char* error, size_t bytes) {
+    const float growth = config->limit_growth, clip = config->clip_update;
+    return optim_rule_fits(config, config, error, bytes) &&
+           resolve_number("--limit-growth", growth, growth == 0.0f || (growth >= 1.0f && growth < INFINITY),
+                          "0 or a number from 1 on", error, bytes) &&
+           resolve_number("--clip-update", clip, clip >= 0.0f && clip < INFINITY, "a number from 0 on", error, bytes);
 }
 
 static bool resolve_matrix(const OptimConfig* config, char* error, size_t bytes) {
@@ -261,10 +296,10 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     return resolve_name(rule_table(), "--rule", &config->rule, error, bytes) &&
            resolve_weights(config, "--weights", &config->weights, error, bytes) &&
            resolve_name(grads_table(), "--grads", &config->grads, error, bytes) &&
-           resolve_state(config, "--m", &config->m, error, bytes) &&
-           resolve_sign(config, "--m", config->m, error, bytes) && resolve_v(config, preset->v, error, bytes) &&
-           optim_feedback_fits(config, false, error, bytes) && resolve_decay_mode(config, error, bytes) &&
-           resolve_overrides(config, error, bytes) && resolve_matrix(config, error, bytes) &&
+           resolve_m(config, "--m", &config->m, error, bytes) && resolve_sign(config, "--m", config->m, error, bytes) &&
+           resolve_v(config, preset->v, error, bytes) && optim_feedback_fits(config, false, error, bytes) &&
+           resolve_decay_mode(config, error, bytes) && resolve_overrides(config, error, bytes) &&
+           resolve_matrix(config, error, bytes) && resolve_rows(config, error, bytes) &&
            resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
            resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
            resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error, bytes) &&

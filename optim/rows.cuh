@@ -1,12 +1,32 @@
-// The state of a rule that reads rows: one fp32 number for each row of a matrix, and one for a vector. It is computed
-// in a pass over the gradients before the step; the step then reads it as a storage that it does not write.
+// Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares; each ends
+// with a kernel that turns the sums into a few numbers, fp32, for each row, column or tensor, which the step then reads
+// in the place of a v. So every format, rounding and noise of the step serves these rules too.
 //
-// The pass, row_moment_cpu, defines the sum of the squares of a row: 32 partial sums, of which number l takes columns
-// l, l + 32, l + 64, ... in this order, each by one fused operation; then sum l takes sum l + 16, l + 8, l + 4, l + 2
-// and l + 1. A warp has the same 32 sums, one in each thread. A row is never cut between GPUs (optim_cuts), so the bits
-// do not depend on the device, the launch or the shards.
+// With g the gradient, and means over a tensor of R x C (a vector is one row), the passes and what they leave are:
+//     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + rest2 (mean - v_i)
+//     SUM_DIRECTION  rows of u^2 (rules/rmnp.cuh)       rmnp: a_i = s / |u_i|, s = sqrt(max(1, R / C))
+//                                                       normuon-lite: v_i as above, o_i = u_i / sqrt(v_i), and
+//                                                       a_i = s sqrt(R) / |o| / sqrt(v_i)
+//     SUM_MOMENTS    rows and columns of g^2            adafactor, came: r_i and c_j as v_i;
+//                                                       a_i = sqrt(mean r) / sqrt(r_i), b_j = 1 / sqrt(c_j)
+//     SUM_UPDATE     all of (a_i b_j g)^2               adafactor, came: a_i = a_i / max(1, RMS / d), d: --clip-update
+//     SUM_RESIDUAL   rows, columns of (a_i b_j g - m)^2   came: as SUM_MOMENTS with beta3 and 1e-16 more
+//     SUM_WEIGHTS    all of p^2                         adafactor: a factor max(1e-3, RMS) of the step's update
+//     SUM_STEP       all of the update for lr 1         every rule, by --limit-growth: limit() below
+// For a vector r_i / mean r is 1 and c_j is its own average: it is not factored, as the papers say.
 //
-// Cost: the gradients are read once more, 2 or 4 bytes a parameter.
+// The order of each sum is fixed. A panel is 256 columns, a slab is 128 rows.
+//     row      in a panel, lane l of 32 adds its columns 8 l .. 8 l + 7 in order, each by one fused operation; lane l
+//              then takes lane l + 16, l + 8, l + 4, l + 2 and l + 1; last the panels are added in order
+//     column   in a slab, number w of 8 adds rows w, w + 8, ... in order; then the 8 are added in order, then the slabs
+//     tensor   number l of 1024 adds rows l, l + 1024, ... in order; then l takes l + 512, l + 256, ..., l + 1
+// Sums belong to whole tensors, so a tensor is never cut between GPUs (optim_cuts), and no bit depends on the device,
+// the launch or the shards. What this costs: the embedding, 31 % of GPT-2 124M and 5 % of 1558M, has one owner.
+//
+// Bytes a parameter, beside the step's: a pass reads g (2 or 4), and m or p where its formula has them. With bf16
+// gradients and an m of 8 bits: adam-mini 2; rmnp and normuon-lite 3; adafactor 4 (its passes read no m); came 7; and
+// --limit-growth all that the step loads. Kept beside the states: parts of the sums, 4/256 bytes a parameter for rows
+// and 4/128 for columns.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/fp32.cuh"
@@ -15,18 +35,75 @@
 
 EMBED_SOURCE
 
-// The storage of v as the step sees it: what `extra` points to are the new numbers, which the pass has made.
-struct RowMoments : StorageDefaults {
-    static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", 32, 1, false, SPAN_ROWS}};
+constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_THREADS = 1024;
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
+
+OPTIM_INLINE constexpr bool sum_has_columns(Sum sum) {
+    return sum == SUM_MOMENTS || sum == SUM_RESIDUAL;
+}
+
+// What a pass reads, besides the gradient.
+OPTIM_INLINE constexpr bool sum_reads_m(Sum sum) {
+    return sum == SUM_DIRECTION || sum == SUM_RESIDUAL || sum == SUM_STEP;
+}
+
+OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
+    return sum == SUM_UPDATE || sum == SUM_RESIDUAL || sum == SUM_STEP;
+}
+
+// A tensor of a launch.
+struct SumTensor {
+    int64_t offset;  // of its first element in the arena
+    int64_t rows, cols, panels, slabs;
+    int64_t number;                // of its first number among those of v
+    int64_t row_parts, col_parts;  // where its parts of sums begin
+    int64_t block;                 // of its first pair of a slab and a panel among those of the launch
+    int64_t norm;                  // of its number for --limit-growth
+    uint32_t group;                // of constants
+};
+
+// The row after a slab's last.
+OPTIM_INLINE int64_t sum_end(const SumTensor& tensor, int64_t slab) {
+    const int64_t end = (slab + 1) * SUM_ROWS;
+    return end < tensor.rows ? end : tensor.rows;
+}
+
+struct SumArguments {
+    const SumTensor* tensor;  // (tensors)
+    int64_t tensors, blocks;
+    Sum sum;
+    bool scaled;           // step.factor has a factor of the weights' RMS
+    float* parts;          // row_parts: panels x rows; col_parts: slabs x cols
+    const float* numbers;  // what the step reads as v
+};
+
+// The storages of these numbers. `extra` keeps what a checkpoint needs, and `next` has what the step reads: launch_step
+// passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
+// of those of its row and its column.
+OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int64_t row, int64_t col) {
+    const bool columns = span == SPAN_FACTORS || span == SPAN_PAIRS;
+    return columns ? exact_mul(numbers[row], numbers[rows + col]) : numbers[row];
+}
+
+template <Span SPAN, bool KEPT>
+struct RowNumbers : StorageDefaults {
+    static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
+
+    // The numbers of n elements; those of came's second pair of factors begin `second` numbers later.
+    static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
         const SpanTile tile = *streams.span;
+        const float* its = (const float*)streams.extra + tile.at + (second ? (int64_t)tile.rows + tile.cols : 0);
         SpanWalk walk = span_start(tile, first);
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) {
-            x[i] = span_top(tile, walk, (const float*)streams.extra);
+            x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
             span_advance(tile, &walk);
         }
+    }
+
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+        numbers(streams, first, x, n, false);
     }
 
     static OPTIM_INLINE void set(const Streams&, int, const float*, int) {}
@@ -34,61 +111,155 @@ struct RowMoments : StorageDefaults {
     static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        load(streams, first, x, n, NoiseKey{});
+        numbers(streams, first, x, n, false);
     }
 };
 
-// The rows of one tensor among those of a launch.
-struct RowTensor {
-    int64_t first;   // number of its first row
-    int64_t offset;  // of its first gradient, from where the gradients of the launch's shard begin
-    int64_t rows, cols;
+// The storage of a rule's numbers.
+OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
+    return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? SPAN_SCALES
+           : rule == ROWS_ADAFACTOR                       ? SPAN_FACTORS
+           : rule == ROWS_CAME                            ? SPAN_PAIRS
+                                                          : SPAN_ROWS;
+}
+
+template <class Rule>
+using NumbersOf = RowNumbers<numbers_span(Rule::ROWS), Rule::ROWS != ROWS_RMNP>;
+
+typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the new one, which the step reads, replaces it
+typedef RowNumbers<SPAN_SCALES, false> RowScales;   // a factor for each row
+typedef RowNumbers<SPAN_SCALES, true> RowScaledV;   // likewise, made of a v for each row
+typedef RowNumbers<SPAN_FACTORS, true> RowFactors;  // a factor for each row and column, made of r and c
+typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two of each
+typedef RowNumbers<SPAN_NORM, true> TensorNorms;    // a norm for each tensor
+
+// What a pass squares, except SUM_STEP's, which is an update.
+OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, float m, float v) {
+    if (sum == SUM_WEIGHTS) return p;
+    if (sum == SUM_UPDATE) return exact_mul(g, v);
+    if (sum == SUM_RESIDUAL) {
+        const float u = exact_mul(g, v);
+        return exact_add(u, -average(m, u, hyper.rest1));
+    }
+    if (sum == SUM_DIRECTION) return nesterov(hyper, g, average(m, g, hyper.rest1));
+    return g;
+}
+
+// How a pass ends. One function each for a row, a column and the tensor, and then for each row and tile again.
+
+struct SettleArguments {
+    const SumTensor* tensor;
+    const float* grad_scale;
+    Sum sum;
+    RowRule rule;
+    float *parts, *kept, *ready;  // `kept` and `ready` are extra and next of v
+    float* factor;                // (tiles of the arena), of the step's update
+    float* norms;                 // (tensors)
+    bool scaled;                  // as in SumArguments
+    float rest2, root2, rest3, root3;
+    float clip, growth;  // --clip-update, or infinity; --limit-growth
 };
 
-// The new number of a row, from the sum of squares of its scaled gradients.
-OPTIM_INLINE float row_moment(float v, float sum, float inverse_cols, float rest2) {
-    return canonical(exact_fma(rest2, exact_fma(sum, inverse_cols, -v), v));
+constexpr float RESIDUAL_EPS = 1e-16f, MIN_WEIGHTS = 1e-3f;
+
+// The new number of a row or column, from a sum of squares.
+OPTIM_INLINE float row_moment(float v, float sum, float inverse, float rest) {
+    return canonical(exact_fma(rest, exact_fma(sum, inverse, -v), v));
 }
 
-#ifndef __CUDACC_RTC__
-template <class Format>
-inline float row_moment_cpu(const typename Format::Code* grads, int64_t cols, float scale, float v, float rest2) {
-    float sum[32] = {};
-    for (int64_t i = 0; i < cols; i += 32) {
-        for (int l = 0; l < 32 && i + l < cols; l++) {
-            const float g = exact_mul(Format::decode(grads[i + l]), scale);
-            sum[l] = exact_fma(g, g, sum[l]);
-        }
-    }
-    for (int half = 16; half > 0; half /= 2) {
-        for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
-    }
-    return row_moment(v, sum[0], 1.0f / (float)cols, rest2);
+OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest) {
+    return canonical(exact_fma(rest, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
 }
 
-#ifdef __CUDACC__
-// grid: any, block: 256, a warp a row; deterministic. `now` and `next` have a number for each row.
-template <class Format>
-__global__ void __launch_bounds__(256)
-    row_moments_kernel(const typename Format::Code* grads, const RowTensor* tensors, int count, int64_t rows,
-                       const float* now, float* next, const float* grad_scale, float rest2) {
-    const float scale = *grad_scale;
-    if (!is_finite(scale)) return;  // the step changes nothing
-    const int lane = threadIdx.x % 32;
-    int t = 0;
-    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
-        while (t + 1 < count && tensors[t + 1].first <= row) t++;
-        const RowTensor tensor = tensors[t];
-        const typename Format::Code* at = grads + tensor.offset + (row - tensor.first) * tensor.cols;
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int64_t i = lane; i < tensor.cols; i += 32) {
-            const float g = exact_mul(Format::decode(at[i]), scale);
-            sum = exact_fma(g, g, sum);
-        }
-        for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
-        if (lane == 0) next[row] = row_moment(now[row], sum, __frcp_rn((float)tensor.cols), rest2);
+OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
+    float sum = part[0];
+#ifdef __CUDA_ARCH__
+#pragma unroll 8
+#endif
+    for (int64_t k = 1; k < count; k++) sum = exact_add(sum, part[k * stride]);
+    return sum;
+}
+
+// sqrt(max(1, R / C)), by which an update of rows of length 1 has about the same size for every shape.
+OPTIM_INLINE float shape_scale(const SumTensor& t) {
+    return t.rows > t.cols ? exact_sqrt(exact_div((float)t.rows, (float)t.cols)) : 1.0f;
+}
+
+// Returns the row's part of the tensor's sum.
+OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int64_t i) {
+    const float sum = parts_sum(a.parts + t.row_parts + i, t.panels, t.rows), inverse = exact_div(1.0f, (float)t.cols);
+    const int64_t at = t.number + i, second = at + t.rows + t.cols;
+    if (a.sum == SUM_SQUARES) {
+        a.ready[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+    } else if (a.sum == SUM_MOMENTS) {
+        return a.kept[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+    } else if (a.sum == SUM_RESIDUAL) {
+        return a.kept[second] = residual_moment(a.kept[second], sum, inverse, a.rest3);
+    } else if (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE) {
+        a.kept[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+        const float root = moment_root(a.kept[at]);
+        return exact_div(exact_div(sum, root), root);
+    } else if (a.sum == SUM_DIRECTION) {
+        a.ready[at] = sum > 0.0f ? exact_div(shape_scale(t), moment_root(sum)) : 0.0f;
+    }
+    return sum;
+}
+
+OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, int64_t j) {
+    const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
+    const bool residual = a.sum == SUM_RESIDUAL;
+    const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
+    a.kept[at] =
+        residual ? residual_moment(a.kept[at], sum, inverse, a.rest3) : row_moment(a.kept[at], sum, inverse, a.rest2);
+    const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
+    a.ready[at] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
+}
+
+// The norm-growth limiter of Fira (arXiv 2410.01623): a norm above `growth` times the last one is cut to that. A last
+// norm near 0, as of a tensor whose gradient was still 0, limits nothing; a norm that is not finite is left alone.
+OPTIM_INLINE float limit(float norm, float last, float growth) {
+    const float most = exact_mul(growth, last);
+    return is_finite(norm) && last > MIN_ROOT && norm > most ? exact_div(most, norm) : 1.0f;
+}
+
+// What the tensor's sum becomes.
+OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, float sum) {
+    const float elements = (float)(t.rows * t.cols);
+    if (a.sum == SUM_MOMENTS || a.sum == SUM_RESIDUAL) return moment_root(exact_div(sum, (float)t.rows));
+    if (a.sum == SUM_UPDATE) {
+        const float over = exact_div(exact_sqrt(exact_div(sum, elements)), a.clip);
+        return over > 1.0f ? exact_div(1.0f, over) : 1.0f;
+    }
+    if (a.sum == SUM_WEIGHTS) return exact_max(exact_sqrt(exact_div(sum, elements)), MIN_WEIGHTS);
+    if (a.sum == SUM_STEP) return limit(exact_sqrt(sum), a.norms[t.norm], a.growth);
+    if (a.rule != ROWS_NORMUON_LITE || !(sum > 0.0f)) return 0.0f;
+    return exact_mul(shape_scale(t), exact_div(exact_sqrt((float)t.rows), exact_sqrt(sum)));
+}
+
+OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
+    const int64_t at = t.number + i, second = at + t.rows + t.cols;
+    if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
+        a.ready[at] = exact_div(whole, moment_root(a.kept[at]));
+    } else if (a.sum == SUM_RESIDUAL) {
+        a.ready[second] = exact_div(whole, moment_root(a.kept[second]));
+    } else if (a.sum == SUM_UPDATE) {
+        a.ready[at] = exact_mul(a.ready[at], whole);
     }
 }
-#endif
-#endif
+
+// Tile k of the tensor.
+OPTIM_INLINE void settle_tile(const SettleArguments& a, const SumTensor& t, int64_t k, float whole) {
+    float* factor = a.factor + t.offset / TILE_ELEMENTS + k;
+    if (a.sum == SUM_WEIGHTS) *factor = whole;
+    if (a.sum == SUM_STEP) *factor = a.scaled ? exact_mul(*factor, whole) : whole;
+}
+
+OPTIM_INLINE void settle_norm(const SettleArguments& a, const SumTensor& t, float sum, float whole) {
+    const float norm = exact_sqrt(sum);
+    if (a.sum == SUM_STEP && is_finite(norm)) a.norms[t.norm] = exact_mul(norm, whole);
+}
+
+OPTIM_INLINE int64_t settle_tiles(const SettleArguments& a, const SumTensor& t) {
+    const bool any = a.sum == SUM_WEIGHTS || a.sum == SUM_STEP;
+    return any ? (t.rows * t.cols + TILE_ELEMENTS - 1) / TILE_ELEMENTS : 0;
+}

@@ -94,10 +94,15 @@ char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
     char own[OPTIM_OWN_FORMATS_BYTES], *text = nullptr;
     size_t bytes = 0;
     optim_own_formats(optim, own);
-    const char* const formats[][2] = {{"rule", config->rule}, {"weights", config->weights},    {"m", config->m},
-                                      {"v", config->v},       {"override", config->overrides}, {"own", own}};
+    const char* const formats[][2] = {{"rule", config->rule},
+                                      {"weights", config->weights},
+                                      {"m", config->m},
+                                      {"v", config->v},
+                                      {"override", config->overrides},
+                                      {"own", own},
+                                      {"norms", config->limit_growth > 0.0f ? "fp32" : "none"}};
     FILE* file = text_stream(&text, &bytes);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         fprintf(file, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
         json_write_string(file, formats[i][1]);
     }
@@ -114,6 +119,7 @@ bool optim_saved_config(OptimStored* stored, const Json* formats, char* error, s
     config->m = json_string(formats, "m", "");
     config->v = json_string(formats, "v", "");
     config->overrides = json_string(formats, "override", "");
+    config->limit_growth = strcmp(json_string(formats, "norms", "none"), "none") == 0 ? 0.0f : 1.0f;
     config->decay_mode = "coupled";  // whatever it was: nothing is stored of it
     config->stored = true;
     return optim_resolve(config, error, error_bytes);

@@ -22,21 +22,27 @@ Span format_span(const FormatRow* format) {
 int64_t span_numbers(Span span, const OptimTensor* tensor) {
     SpanShape shape = span_shape(tensor);
     if (span == SPAN_TENSOR) return TENSOR_NUMBERS;
-    if (span == SPAN_ROWS) return tensor->rows;
+    if (span == SPAN_ROWS || span == SPAN_SCALES) return tensor->rows;
+    if (span == SPAN_FACTORS) return tensor->rows + tensor->cols;
+    if (span == SPAN_PAIRS) return 2 * (tensor->rows + tensor->cols);
+    if (span == SPAN_NORM) return 1;
     return span == SPAN_RANK1 ? shape.rows + (shape.columns ? shape.cols : 0) : 0;
 }
 
 SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at) {
     SpanShape shape = span_shape(tensor);
     SpanTile tile = {at, 1, 1, 0, 0, 0, first == 0};
-    if (span == SPAN_ROWS) {
-        if (tensor->cols >= 1ll << 31) {
-            user_error("%s has rows of %lld elements, and rules that read rows take at most 2^31; give it rule=adamw",
-                       tensor->name, (long long)tensor->cols);
+    const bool by_rows = span >= SPAN_ROWS && span <= SPAN_PAIRS;
+    if (by_rows) {
+        if (tensor->cols >= 1ll << 31 || tensor->rows >= 1ll << 31) {
+            user_error(
+                "%s has %lld rows of %lld elements, and rules that read rows take at most 2^31 of each; give it "
+                "rule=adamw",
+                tensor->name, (long long)tensor->rows, (long long)tensor->cols);
         }
         shape = {tensor->rows, tensor->cols, false};
     }
-    if (span != SPAN_RANK1 && span != SPAN_ROWS) return tile;
+    if (span != SPAN_RANK1 && !by_rows) return tile;
     tile.rows = (uint32_t)shape.rows;
     tile.cols = (uint32_t)shape.cols;
     tile.row = (uint32_t)(first / shape.cols);

@@ -32,7 +32,10 @@ struct RuleRow {
     const char* note;
     const char* type;
     bool keeps_v, keeps_slow;
-    bool by_rows;       // v is one number a row (rows.cuh); keeps_v is then false
+    bool by_rows;       // v is made of numbers for rows or rows and columns; keeps_v is then false
+    RowRule rows;       // what the passes of rows.cuh sum up; ROWS_NONE: nothing
+    bool pairs;         // v has a second number
+    bool leaves_rest;   // vectors and embeddings have adamw unless --override says otherwise
     bool decoupled;     // the decay does not pass through the gradient
     bool divides;       // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
@@ -48,10 +51,11 @@ const Table<FormatRow>& weights_table();
 const Table<FormatRow>& grads_table();
 const Table<FormatRow>& state_table();
 const Table<PresetRow>& preset_table();
-const RuleRow* matrix_apply_row();                // the second step of a rule that reads matrices
-const FormatRow* none_row();                      // for a state that a rule does not keep
-const FormatRow* row_moments_row();               // the v of a rule that reads rows
-const FormatRow* compute_row(OptimType compute);  // the type that the matmuls read
+const RuleRow* matrix_apply_row();                  // the second step of a rule that reads matrices
+const FormatRow* none_row();                        // for a state that a rule does not keep
+const FormatRow* numbers_row(const RuleRow* rule);  // the v of a rule that reads rows
+const FormatRow* norms_row();                       // what --limit-growth keeps
+const FormatRow* compute_row(OptimType compute);    // the type that the matmuls read
 
 // The rows that a resolved configuration names. A moment may be in a format of the user's own.
 struct Rows {
@@ -65,6 +69,9 @@ const FormatRow* find_state(const OptimConfig* config, const char* name);
 
 // True if a rule reads more than an element, so that no tensor of it may be cut between shards.
 bool reads_whole(const RuleRow* rule);
+
+// True if a launch's step reads whole tensors, by its rule or for --limit-growth.
+bool config_reads_whole(const OptimConfig* config);
 
 // The storages of the two steps of a rule that reads matrices: from the gradient to its direction, which takes the
 // weights' place in fp32; and from the update, which takes the gradient's place, to the weights.

@@ -40,6 +40,9 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .keeps_v = T::KEEPS_V,
             .keeps_slow = T::KEEPS_SLOW,
             .by_rows = T::BY_ROWS,
+            .rows = T::ROWS,
+            .pairs = T::PAIRS,
+            .leaves_rest = T::LEAVES_REST || T::MATRIX != MATRIX_NONE,
             .decoupled = T::DECOUPLED,
             .divides = T::ADAPTIVE,
             .matrix = T::MATRIX,
@@ -95,8 +98,19 @@ const FormatRow* none_row() {
     return &row;
 }
 
-const FormatRow* row_moments_row() {
-    static const FormatRow row = format_row<RowMoments>("fp32/row", "", "RowMoments");
+const FormatRow* numbers_row(const RuleRow* rule) {
+    static const FormatRow moments = format_row<RowMoments>("fp32/row", "", "RowMoments"),
+                           scales = format_row<RowScales>("none", "", "RowScales"),
+                           scaled_v = format_row<RowScaledV>("fp32/row", "", "RowScaledV"),
+                           factors = format_row<RowFactors>("fp32/row+column", "", "RowFactors"),
+                           pairs = format_row<RowPairs>("fp32/row+column", "", "RowPairs");
+    const Span span = numbers_span(rule->rows);
+    if (span == SPAN_SCALES) return rule->rows == ROWS_RMNP ? &scales : &scaled_v;
+    return span == SPAN_FACTORS ? &factors : span == SPAN_PAIRS ? &pairs : &moments;
+}
+
+const FormatRow* norms_row() {
+    static const FormatRow row = format_row<TensorNorms>("fp32/tensor", "", "TensorNorms");
     return &row;
 }
 
@@ -119,7 +133,7 @@ Rows config_rows(const OptimConfig* config) {
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }
-    if (rows.rule->by_rows) rows.v = row_moments_row();
+    if (rows.rule->by_rows) rows.v = numbers_row(rows.rule);
     return rows;
 }
 

@@ -21,13 +21,16 @@
 #include "formats/split.cuh"
 #include "formats/uniform.cuh"
 #include "rows.cuh"
+#include "rules/adafactor.cuh"
 #include "rules/adam.cuh"
 #include "rules/adammini.cuh"
 #include "rules/adamw.cuh"
 #include "rules/ademamix.cuh"
+#include "rules/came.cuh"
 #include "rules/lion.cuh"
 #include "rules/lowrank.cuh"
 #include "rules/muon.cuh"
+#include "rules/rmnp.cuh"
 #include "rules/sgd.cuh"
 
 // ROW(name, when to use, adamw's usual learning rate over the rule's, type)
@@ -38,7 +41,11 @@
     ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", 1, Sgd)                                             \
     ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
         AdEMAMix)                                                                                                   \
-    ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)
+    ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)                       \
+    ROW("adafactor", "v is a number a row times one a column; --m none keeps no m", 1, Adafactor)                   \
+    ROW("came", "adafactor, and a confidence in m (--beta3), factored too; lr somewhat below adamw's", 1.5, Came)   \
+    ROW("rmnp", "momentum (--momentum) whose rows are of one length; vectors, embeddings: adamw", 0.2, Rmnp)        \
+    ROW("normuon-lite", "rmnp, whose rows are divided by the root of a v of each", 0.2, NorMuonLite)
 
 // Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have
 // another rule; MATRIX_REST (override.h) gives them adamw.
@@ -200,7 +207,7 @@ constexpr PresetRow PRESETS[] = {
      .weights = "bf16:ef",
      .m = "e4m3/256:sr",
      .v = "udyn8/256",
-     .note = "8-bit states; weights' rounding errors fed back"},
+     .note = "8-bit states; weights' rounding fed back"},
     {.name = "adamw8c",
      .rule = "adamw",
      .weights = "bf16:sr",
@@ -251,12 +258,31 @@ constexpr PresetRow PRESETS[] = {
      .v = "sqrt4/32@dq8",
      .note = "2 bytes a parameter in all; beta2 up to 0.95",
      .overrides = "ln*|*.bias: weights=bf16:sr"},
+    {.name = "adafactor8",
+     .rule = "adafactor",
+     .weights = "bf16:sr",
+     .m = "soft8/32",
+     .v = "none",
+     .note = "8-bit m; v is numbers by row and column"},
+    {.name = "came8",
+     .rule = "came",
+     .weights = "bf16:sr",
+     .m = "soft8/32",
+     .v = "none",
+     .note = "8-bit m; v, confidence by row and column"},
+    {.name = "rmnp4",
+     .rule = "rmnp",
+     .weights = "bf16:sr",
+     .m = "de4/32@dq8",
+     .v = "none",
+     .note = "4-bit m and no v; the rest as adamw4l",
+     .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
     {.name = "muon",
      .rule = "muon",
      .weights = "bf16+fp32",
      .m = "fp32",
      .v = "none",
-     .note = "muon with an fp32 momentum; the rest as adamw32",
+     .note = "muon, fp32 momentum; the rest as adamw32",
      .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
     {.name = "muon8",
      .rule = "muon",
@@ -277,7 +303,7 @@ constexpr PresetRow PRESETS[] = {
      .weights = "bf16:sr",
      .m = "dyn8/256",
      .v = "udyn8/256",
-     .note = "8-bit moments of rank --rank; the rest as adamw8",
+     .note = "moments of rank --rank; the rest as adamw8",
      .overrides = "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
     {.name = "apollo-mini",
      .rule = "apollo-mini",

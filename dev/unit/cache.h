@@ -51,7 +51,7 @@ inline int folder_files(const char* path, bool remove_them) {
     if (!folder) return -1;
     while (struct dirent* entry = readdir(folder)) {
         if (entry->d_name[0] == '.') continue;
-        char file[512];
+        char file[4352];
         snprintf(file, sizeof(file), "%s/%s", path, entry->d_name);
         if (remove_them) unlink(file);
         count++;

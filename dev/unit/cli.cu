@@ -9,25 +9,20 @@ static void check_run_folder(Test* test, const char* run, const char* out) {
     char* text = contents(run, "config.json", &bytes);
     Json* config = text ? json_parse(text, bytes, "config.json", error) : nullptr;
     expect(config && strcmp(json_string(config, "layers", ""), "1") == 0, "config.json");
-    json_free(config);
-    free(text);
     text = contents(run, "log.txt", &bytes);
     expect(text && strcmp(text, out) == 0, "log.txt is not what the terminal showed");
-    free(text);
     checkpoint_name(run, 60, checkpoint, sizeof(checkpoint));
     for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"}) {
         expect(exists(checkpoint, name), "%s/%s is not there", checkpoint, name);
     }
     Json* state = checkpoint_verify(checkpoint, error);
     expect(state, "%s", error);
-    json_free(state);
 }
 
 TEST(cli_run) {
     static Losses losses;
     const char* work = work_folder();
-    char run[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/deep/run", work);
+    const char* run = joined(work, "deep/run");
     run_train(child, SHAPE " --data %s/text.txt --run %s --batch 4 --steps 60 --sample-tokens 20 --prompt=fox", work,
               run);
     expect_code(child, 0);
@@ -41,9 +36,7 @@ TEST(cli_run) {
     expect(losses.lines == 60, "%d training lines", losses.lines);
     double first = atof(losses.text[1]), last = atof(losses.text[60]);
     expect(first > 5.4 && first < 5.7 && last < first - 1.5, "the loss goes from %g to %g", first, last);
-    snprintf(test->note, sizeof(test->note), "loss %.3f to %.3f", first, last);
-    forget(&child);
-    remove_tree(work);
+    note(test, "loss %.3f to %.3f", first, last);
 }
 
 // Whatever their number: after the tenth the clock begins anew.
@@ -56,9 +49,7 @@ TEST(cli_end_is_told) {
             work, work, steps, steps);
         expect_code(child, 0);
         expect(strstr(OUT(child), "\ndone  "), "%d steps: %s", steps, OUT(child));
-        forget(&child);
     }
-    remove_tree(work);
 }
 
 TEST(cli_builtin_text) {
@@ -66,8 +57,6 @@ TEST(cli_builtin_text) {
     run_train(child, "%s %s --run %s/run --steps 2", SHAPE, QUICK, work);
     expect_code(child, 0);
     expect(strstr(OUT(child), "built-in text"), "the data is not named");
-    forget(&child);
-    remove_tree(work);
 }
 
 // With no --run, the folder is runs/DATE_TIME_MODEL where the command was typed.
@@ -81,8 +70,6 @@ TEST(cli_default_folder) {
     const char* name = strstr(OUT(child), "runs/2");
     char run[PATH_MAX] = "";
     expect(name && sscanf(name, "%255s", run) == 1 && exists(work, run), "'%s' is not there", run);
-    forget(&child);
-    remove_tree(work);
 }
 
 // Lion's steps are as long as its learning rate: without --lr it is not AdamW's.
@@ -94,9 +81,7 @@ TEST(cli_usual_learning_rates) {
     for (const auto& rate : rates) {
         run_train(lr, "%s --data %s/text.txt --run %s/run --steps 3 --dry-run %s", SHAPE, work, work, rate[0]);
         expect(strstr(OUT(lr), rate[1]), "%s: %s", rate[0], OUT(lr));
-        forget(&lr);
     }
-    remove_tree(work);
 }
 
 // A preset's overrides go with its formats, typed or not, and give way to what is typed.
@@ -119,9 +104,7 @@ TEST(cli_overrides) {
         expect_code(plan, 0);
         const char* shown = strstr(OUT(plan), row.shows ? row.shows : " override");
         expect(!shown == !row.shows, "%s: %s", row.options, OUT(plan));
-        forget(&plan);
     }
-    remove_tree(work);
 }
 
 // A model's config.json says the type of its weights, float32 where they are of several.
@@ -136,12 +119,10 @@ TEST(cli_dtype) {
         char* text = contents(folder, "config.json", &bytes);
         const char* want = *options ? "\"dtype\": \"float32\"" : "\"dtype\": \"bfloat16\"";
         expect(text && strstr(text, want), "%s: no %s in %s", options, want, text);
-        free(text);
         snprintf(folder, sizeof(folder), "%s/run", work);
         remove_tree(folder);
         snprintf(folder, sizeof(folder), "%s/run/step_00000001", work);
     }
-    remove_tree(work);
 }
 
 TEST(cli_nothing_but_talk) {
@@ -151,8 +132,8 @@ TEST(cli_nothing_but_talk) {
     expect(strstr(OUT(plan), "memory "), "--dry-run prints no plan");
     expect(!exists(work, "run"), "--dry-run leaves a folder");
     train_well("%s %s --data %s/text.txt --run %s/run --steps 1", SHAPE, QUICK, work, work);
-    char error[DATA_ERROR_BYTES], folder[PATH_MAX];
-    snprintf(folder, sizeof(folder), "%s/run", work);
+    char error[DATA_ERROR_BYTES];
+    const char* folder = joined(work, "run");
     int64_t bytes;
     char* text = contents(folder, "config.json", &bytes);
     Json* config = json_parse(text, bytes, "config.json", error);
@@ -172,10 +153,6 @@ TEST(cli_nothing_but_talk) {
     run_train(presets, "--list-presets");
     expect(formats.code == 0 && strstr(OUT(formats), "bf16:sr"), "--list-formats");
     expect(presets.code == 0 && strstr(OUT(presets), "adamw32"), "--list-presets");
-    json_free(config);
-    free(text);
-    forget(&plan), forget(&help), forget(&formats), forget(&presets);
-    remove_tree(work);
 }
 
 // Bad input. '@' in the arguments stands for the test's folder, which make_bad_files fills.
@@ -313,9 +290,8 @@ static void make_bad_data(const char* work) {
 }
 
 static void make_bad_models(Test* test, const char* work) {
-    char from[PATH_MAX];
     train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
-    snprintf(from, sizeof(from), "%s/used/step_00000001", work);
+    const char* from = joined(work, "used/step_00000001");
     make_model(work, "llama", from, "\"model_type\": \"gpt2\"", "\"model_type\": \"llama\"", 1);
     make_model(work, "relu", from, "gelu_new", "relu", 1);
     make_model(work, "broken", from, "\"n_layer\":", "n_layer:", 1);
@@ -347,27 +323,23 @@ static void check_bad(Test* test, const char* work, const Bad* cases, int count)
         run_train(child, "%s %s", bad->before == NOTHING ? "" : before, arguments);
         expect_error(test, &child, bad->arguments, needle, needle2);
         // A wrong token is found when training comes to it; everything else before there is anything to leave behind.
-        char run[PATH_MAX];
-        snprintf(run, sizeof(run), "%s/run", work);
+        const char* run = joined(work, "run");
         bool late = strstr(bad->needle2, "token 300") != nullptr;
         expect(late || !exists(work, "run"), "%s: leaves a run folder", bad->arguments);
         remove_tree(run);
-        forget(&child);
     }
-    snprintf(test->note, sizeof(test->note), "%d cases", count);
+    note(test, "%d cases", count);
 }
 
 TEST(cli_bad_options) {
     const char* work = work_folder();
     check_bad(test, work, BAD_OPTIONS, sizeof(BAD_OPTIONS) / sizeof(Bad));
-    remove_tree(work);
 }
 
 TEST(cli_bad_data) {
     const char* work = work_folder();
     make_bad_data(work);
     check_bad(test, work, BAD_DATA, sizeof(BAD_DATA) / sizeof(Bad));
-    remove_tree(work);
 }
 
 TEST(cli_bad_folders) {
@@ -375,7 +347,6 @@ TEST(cli_bad_folders) {
     make_bad_data(work);
     make_bad_models(test, work);
     check_bad(test, work, BAD_FOLDERS, sizeof(BAD_FOLDERS) / sizeof(Bad));
-    remove_tree(work);
 }
 
 // A disk that takes no more than so many bytes a file: 0 (nothing at all), in the log, in the checkpoint.
@@ -393,14 +364,12 @@ TEST(cli_full_disk) {
         int64_t newest;
         expect(checkpoints(run, &newest) == 0, "%s: a checkpoint was made", what);
         expect(!exists(run, "step_00000040.tmp"), "%s: half a checkpoint is left", what);
-        forget(&child);
         // With room again the run begins anew, and half a line of its log does not stay.
         static Losses losses;
         train_well("%s %s --data %s/text.txt --run %s --steps 40 --resume auto", SHAPE, QUICK, work, run);
         read_losses(test, run, &losses);
         expect(losses.last == 40, "%s: resumed to step %d", what, losses.last);
     }
-    remove_tree(work);
 }
 
 // More than any GPU has: the largest batch that fits is named.
@@ -413,8 +382,6 @@ TEST(cli_too_little_memory_gpu) {
     finish(&child);
     expect_error(test, &child, "--batch 8192", "--batch 8192 needs", "type --batch ");
     expect(!exists(work, "run"), "a run folder is left");
-    forget(&child);
-    remove_tree(work);
 }
 
 // A run that diverges: weight decay times the learning rate is far beyond 1, so the weights grow a thousandfold a step.
@@ -426,8 +393,8 @@ TEST(cli_diverges) {
               SHAPE, QUICK, work, work);
     expect_error(test, &child, "--lr 1000", "step_0000", "--lr");
     expect(strncmp(ERR(child), "train: error: step ", 19) == 0, "no step: %s", ERR(child));
-    char run[PATH_MAX], error[DATA_ERROR_BYTES];
-    snprintf(run, sizeof(run), "%s/run", work);
+    char error[DATA_ERROR_BYTES];
+    const char* run = joined(work, "run");
     int64_t bytes, newest;
     char* log = contents(run, "log.jsonl", &bytes);
     expect(log && strstr(log, "\"nonfinite\": true"), "log.jsonl does not say nonfinite");
@@ -435,11 +402,7 @@ TEST(cli_diverges) {
     for (char *line = log, *end; line && (end = strchr(line, '\n')); line = end + 1) {
         Json* json = json_parse(line, end - line, "log.jsonl", error);
         expect(json, "%s", error);
-        json_free(json);
     }
-    free(log);
-    forget(&child);
-    remove_tree(work);
 }
 
 // The same command twice, and with other numbers of threads: the same bits.
@@ -454,29 +417,24 @@ TEST(cli_same_bits) {
               work, run[i]);
         finish(&child);
         expect_code(child, 0);
-        forget(&child);
     }
     expect_equal_runs(test, run[0], run[1], 20);
     expect_equal_runs(test, run[0], run[2], 20);
     run_train(other, "%s %s --data %s/text.txt --run %s/other --steps 2 --seed 2", SHAPE, QUICK, work, work);
     static Losses first, second;
-    char folder[PATH_MAX];
-    snprintf(folder, sizeof(folder), "%s/other", work);
+    const char* folder = joined(work, "other");
     read_losses(test, run[0], &first), read_losses(test, folder, &second);
     expect(strcmp(first.text[1], second.text[1]) != 0, "--seed changes nothing");
-    forget(&other);
-    remove_tree(work);
 }
 
 TEST(cli_shards) {
     static Losses losses;
     const char* work = work_folder();
-    char run[PATH_MAX];
     write_text(work, "meta.json", "{\"vocabulary\": 300}");
     write_shard(work, "train_000000.bin", 20240520, 1, 3000, 3000, 299);
     write_shard(work, "train_000001.bin", 20240520, 1, 1000, 1000, 3);
     write_shard(work, "val_000000.bin", 20240520, 1, 400, 400, 3);
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char* run = joined(work, "run");
     run_train(child, "%s --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-tokens 256", SHAPE, work,
               run);
     expect_code(child, 0);
@@ -487,8 +445,6 @@ TEST(cli_shards) {
     // The folder itself, as data/prepare.py writes one.
     run_train(folder, "%s %s --data %s --run %s/second --steps 2", SHAPE, QUICK, work, work);
     expect_code(folder, 0);
-    forget(&child), forget(&folder);
-    remove_tree(work);
 }
 
 TEST(cli_sample) {
@@ -505,11 +461,9 @@ TEST(cli_sample) {
         expect(child.bytes[1] == 0, "stderr: %s", ERR(child));
         expect(strncmp(OUT(child), "ab", 2) == 0 && child.bytes[0] > 40, "%s gives '%s'", options[i], OUT(child));
         text[i] = strdup(OUT(child));
-        forget(&child);
     }
     expect(strcmp(text[0], text[1]) == 0, "the same seed, another text");
     expect(strcmp(text[0], text[2]) != 0, "another seed, the same text");
     expect(strcmp(text[3], text[4]) == 0 && strcmp(text[3], text[5]) == 0, "--temperature 0 depends on the seed");
     for (char* t : text) free(t);
-    remove_tree(work);
 }

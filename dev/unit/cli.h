@@ -212,6 +212,19 @@ inline void write_shard(const char* folder, const char* name, int magic, int ver
     free(bytes);
 }
 
+// FOLDER/NAME, and the folder of a run's checkpoint; neither is ever freed.
+inline const char* joined(const char* folder, const char* name) {
+    char* path = nullptr;
+    if (asprintf(&path, "%s/%s", folder, name) < 0) abort();
+    return path;
+}
+
+inline const char* checkpoint_of(const char* run, int64_t step) {
+    char path[PATH_MAX];
+    checkpoint_name(run, step, path, sizeof(path));
+    return strdup(path);
+}
+
 inline bool exists(const char* folder, const char* name) {
     char path[2 * PATH_MAX];
     snprintf(path, sizeof(path), "%s/%s", folder, name);
@@ -272,11 +285,17 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
     free(log);
 }
 
+// The weights and states that two runs saved at a step.
+inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
+        expect_equal_files(test, checkpoint_of(a, step), checkpoint_of(b, step), file);
+    }
+}
+
 // Both runs did the steps from `first` on with the same losses to the last bit, and ended in the same weights and
 // states.
 inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int first, int steps) {
     static Losses of_a, of_b;
-    char folder_a[PATH_MAX], folder_b[PATH_MAX];
     read_losses(test, a, &of_a), read_losses(test, b, &of_b);
     expect(of_a.last == steps && of_b.last == steps, "%d and %d steps, want %d", of_a.last, of_b.last, steps);
     for (int step = first; step <= steps; step++) {
@@ -284,9 +303,7 @@ inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int
         expect(false, "loss of step %d: '%s' and '%s'", step, of_a.text[step], of_b.text[step]);
         break;
     }
-    checkpoint_name(a, steps, folder_a, sizeof(folder_a)), checkpoint_name(b, steps, folder_b, sizeof(folder_b));
-    expect_equal_files(test, folder_a, folder_b, "model.safetensors");
-    expect_equal_files(test, folder_a, folder_b, "optimizer.safetensors");
+    expect_equal_checkpoints(test, a, b, steps);
 }
 
 inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps) {

@@ -122,9 +122,8 @@ static int follow_all(Test* test, const char* work, const char* typed) {
 // Folders that refusals are about: a run, a run that was killed before its first checkpoint, and models of odd shapes.
 static const char* advice_folder(Test* test) {
     const char* work = work_folder();
-    char from[PATH_MAX];
     train_well("%s %s --data %s/text.txt --run %s/used --steps 2", SHAPE, QUICK, work, work);
-    snprintf(from, sizeof(from), "%s/used/step_00000002", work);
+    const char* from = joined(work, "used/step_00000002");
     make_model(work, "heads", from, "\"n_head\": 1", "\"n_head\": 2", 1);
     make_model(work, "channels", from, "\"n_embd\": 64", "\"n_embd\": 100", 1);
     make_model(work, "positions", from, "\"n_positions\": 32", "\"n_positions\": 16", 1);
@@ -240,8 +239,7 @@ TEST(cli_advice) {
         snprintf(typed, sizeof(typed), "--data text.txt --dry-run %s", command);
         past += follow_all(test, work, typed), count++;
     }
-    snprintf(test->note, sizeof(test->note), "%d commands, %d refusals left behind", count, past);
-    remove_tree(work);
+    note(test, "%d commands, %d refusals left behind", count, past);
 }
 
 // One to four options of any value, some of them impossible.
@@ -292,8 +290,7 @@ TEST(cli_advice_random) {
         random_command((uint64_t)i + 1, typed, sizeof(typed));
         past += follow_all(test, work, typed);
     }
-    snprintf(test->note, sizeof(test->note), "%d commands, %d refusals left behind", count, past);
-    remove_tree(work);
+    note(test, "%d commands, %d refusals left behind", count, past);
 }
 
 // Names of other programs.
@@ -333,7 +330,7 @@ TEST(cli_synonyms) {
         expect(strstr(row.answer, "type --") == row.answer || strstr(row.answer, "leave it out") == row.answer, "%s",
                row.answer);
     }
-    snprintf(test->note, sizeof(test->note), "%d names", names);
+    note(test, "%d names", names);
 }
 
 // What is not known is guessed only where a finger slipped.

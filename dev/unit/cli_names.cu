@@ -19,7 +19,6 @@ static char* shell(const char* folder, int* code, const char* line) {
     while (pipe && (got = fread(piece, 1, sizeof(piece), pipe)) > 0) fwrite(piece, 1, got, memory);
     fclose(memory);
     *code = WEXITSTATUS(pclose(pipe));
-    free(command);
     return text;
 }
 
@@ -35,7 +34,6 @@ __attribute__((format(printf, 3, 4))) static char* train_in(Test* test, const ch
     start(&child, "%s", words);
     finish(&child);
     expect(child.code == 0, "%s: exit code %d: %s", words, child.code, ERR(child));
-    free(child.text[1]);
     return child.text[0];
 }
 
@@ -56,10 +54,10 @@ static void move_folder(const char* work, const char* from, const char* to) {
 // A bare name of a built-in shape is that shape, whatever folder has the same name; ./NAME and other names are folders.
 TEST(cli_model_names) {
     const char* work = work_folder();
-    char plain[PATH_MAX], other[PATH_MAX];
+    char other[PATH_MAX];
     free(train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY));
     free(train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY));
-    snprintf(plain, sizeof(plain), "%s/plain", work);
+    const char* plain = joined(work, "plain");
     for (const char* holds : {"", "trained", "trained/step_00000009"}) {
         if (*holds) move_folder(work, holds, "nano");
         if (!*holds) make_folder(work, "nano");
@@ -69,7 +67,6 @@ TEST(cli_model_names) {
             snprintf(other, sizeof(other), "%s/other", work);
             expect_equal_runs(test, plain, other, 4);
             remove_tree(other);
-            free(out);
         }
         if (*holds) move_folder(work, "nano", holds);
         snprintf(other, sizeof(other), "%s/nano", work);
@@ -89,9 +86,7 @@ TEST(cli_model_names) {
     start(&bare, "--sample a --model d6 --device cpu");
     finish(&bare);
     expect_error(test, &bare, "--sample with a built-in shape", "d6 is a built-in shape", "type --model ./d6");
-    char* text = train_in(test, work, "--sample a --model ./d6 --device cpu --sample-tokens 4");
-    forget(&bare), free(text), free(preset), free(folder), free(mine);
-    remove_tree(work);
+    train_in(test, work, "--sample a --model ./d6 --device cpu --sample-tokens 4");
 }
 
 // A run whose own folder is called like a built-in shape, killed before its first checkpoint, begins anew by its own
@@ -107,7 +102,6 @@ TEST(cli_run_is_called_nano) {
         expect(wait_for_step(&child, run, 3), "no third step: %s", ERR(child));
         kill(child.pid, SIGKILL);
         finish(&child);
-        forget(&child);
         for (int steps : {4, 8}) {
             free(train_in(test, work, "%s --data text.txt --run nano --resume auto --steps %d --schedule constant %s",
                           TINY, steps, model));
@@ -116,16 +110,15 @@ TEST(cli_run_is_called_nano) {
         expect_equal_runs_from(test, whole, run, 4, 8);
         remove_tree(run), remove_tree(whole);
     }
-    remove_tree(work);
 }
 
 // A resume needs nothing of the folder that the first weights came from: it may be gone, moved or out of sight, and be
 // named on the command line or not.
 TEST(cli_resume_without_first_folder) {
     const char* work = work_folder();
-    char whole[PATH_MAX], run[PATH_MAX], elsewhere[PATH_MAX];
+    char whole[PATH_MAX], run[PATH_MAX];
     snprintf(whole, sizeof(whole), "%s/whole", work), snprintf(run, sizeof(run), "%s/run", work);
-    snprintf(elsewhere, sizeof(elsewhere), "%s/elsewhere", work);
+    const char* elsewhere = joined(work, "elsewhere");
     make_folder(work, "elsewhere"), make_folder(work, "elsewhere/nano"), make_folder(work, "elsewhere/base");
     free(train_in(test, work, "%s --data text.txt --run first --steps 5", TINY));
     const char* common = QUICK " --device cpu --data text.txt --schedule constant";
@@ -143,7 +136,6 @@ TEST(cli_resume_without_first_folder) {
         move_folder(work, name, "first/step_00000005");
         remove_tree(whole);
     }
-    remove_tree(work);
 }
 
 // Run folders.
@@ -176,9 +168,7 @@ TEST(cli_run_names) {
         for (int j = 0; j < i; j++) expect(strcmp(names[i], names[j]) != 0, "%s twice", names[i]);
         snprintf(name, sizeof(name), "%s/step_00000001", names[i]);
         expect(exists(work, name), "no %s", name);
-        forget(&child[i]);
     }
-    remove_tree(work);
 }
 
 // What is printed.
@@ -201,9 +191,7 @@ TEST(cli_first_eta) {
     while (ms && ms > first && ms[-1] != ' ') ms--;
     double step = ms ? atof(ms) / 1000 : 0, said = eta ? seconds_of(eta + 4) : 0;
     expect(said <= 2 * 300 * step + 1, "%g s for 299 steps of %g s after a validation of %.4s s", said, step, val + 15);
-    snprintf(test->note, sizeof(test->note), "%g s for 299 steps of %.4f s", said, step);
-    free(out);
-    remove_tree(work);
+    note(test, "%g s for 299 steps of %.4f s", said, step);
 }
 
 TEST(cli_shell_words) {
@@ -214,7 +202,6 @@ TEST(cli_shell_words) {
         snprintf(line, sizeof(line), "printf '%%s' %s", shell_word(text));
         char* said = shell("/", &code, line);
         expect(code == 0 && strcmp(said, text) == 0, "'%s' as %s: '%s'", text, shell_word(text), said);
-        free(said);
     }
 }
 
@@ -230,7 +217,6 @@ static int paste_next(Test* test, const char* folder, const char* out) {
                  (int)strcspn(line, "\n"), line);
         char* said = shell(folder, &code, command);
         expect(code == 0, "%s: exit code %d: %s", command, code, said);
-        free(said);
         line = strchr(line, '\n');
         line = line && strncmp(line, "\n         ", 10) == 0 ? line + 10 : nullptr;
     }
@@ -259,7 +245,6 @@ TEST(cli_printed_commands) {
                  program);
         char* out = shell(folder, &code, line);
         expect(code == 0 && paste_next(test, folder, out) == 2, "%s: %s", line, out);
-        free(out);
         if (inside) continue;
         snprintf(line, sizeof(line),
                  "rm -r \"../it's home/.venv\"; timeout --preserve-status -s INT 2 %s " TINY
@@ -267,7 +252,6 @@ TEST(cli_printed_commands) {
                  program);
         out = shell(folder, &code, line);
         expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, out) == 1, "%s: %s", line, out);
-        free(out);
     }
     snprintf(line, sizeof(line), "rm -rf %s", work);
     free(shell("/", &code, line));
@@ -276,9 +260,8 @@ TEST(cli_printed_commands) {
 // A whole state.json, by its seal, that lists its files in no usable way: one sentence, which holds no leftover.
 TEST(cli_state_lists_no_files) {
     const char* work = work_folder();
-    char checkpoint[PATH_MAX];
     free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
-    snprintf(checkpoint, sizeof(checkpoint), "%s/run/step_00000001", work);
+    const char* checkpoint = joined(work, "run/step_00000001");
     for (const char* files :
          {"", "\"files\": 3,\n", "\"files\": [1, 2],\n", "\"files\": null,\n", "\"files\": \"a\",\n",
           "\"files\": {\"model.safetensors\": 3},\n", "\"files\": {\"nothing\": {}},\n"}) {
@@ -295,9 +278,7 @@ TEST(cli_state_lists_no_files) {
         }
         const char* reason = strstr(ERR(child), "damaged checkpoint: ");
         expect(reason && strstr(reason, checkpoint), "%s: %s", files, ERR(child));
-        forget(&child), free(text), free(whole);
     }
-    remove_tree(work);
 }
 
 // A run that no tokenizer fits names no command to sample with; a refused link, once removed, leaves a folder to use.
@@ -314,16 +295,13 @@ TEST(cli_folder_after_refusal) {
     expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
     expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
     free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
-    char folder[PATH_MAX];
-    snprintf(folder, sizeof(folder), "%s/tokens", work);
+    const char* folder = joined(work, "tokens");
     char tokens[4001];
     for (int i = 0; i < 4000; i++) tokens[i] = i % 2 ? 1 : 2;  // uint16: 258
     tokens[4000] = 0;
     write_text(folder, "train.bin", tokens), write_text(folder, "val.bin", tokens);
     char* out = train_in(test, work, "%s --data tokens --data-format nanogpt --run other --steps 1", TINY);
     expect(strstr(out, "no samples") && !strstr(out, "--sample"), "%s", out);
-    forget(&child), free(out);
-    remove_tree(work);
 }
 
 // What bash offers for the last of some words, with the script of --completion; an empty text where it offers nothing.
@@ -352,9 +330,7 @@ TEST(cli_completion) {
         write_text(work, "ask", line);
         char* said = shell(work, &code, "bash ask");
         expect(code == 0 && strcmp(said, one.offered) == 0, "%s: '%s', want '%s'", one.words, said, one.offered);
-        free(said);
     }
-    forget(&script);
     run_train(zsh, "--completion zsh");
     expect_code(zsh, 0);
     for (int i = 0; i < option_table()->count; i++) {
@@ -366,8 +342,6 @@ TEST(cli_completion) {
     int code;
     char* said = shell(work, &code, "command -v zsh > /dev/null || exit 3; zsh -n _nibble");
     expect(code == 3 || code == 0, "zsh: %s", said);
-    free(said), forget(&zsh);
-    remove_tree(work);
 }
 
 // The first line of log.jsonl says which program this is and how it was started; its numbers are numbers.
@@ -405,8 +379,6 @@ TEST(cli_first_line) {
                number ? "number" : "text");
     }
     expect(missing == 0, "%d options are missing, or too many", missing);
-    json_free(first), free(log), forget(&version);
-    remove_tree(work);
 }
 
 // --profile ends the run by itself, and leaves no checkpoint.

@@ -6,7 +6,6 @@ static int64_t state_number(const char* run, const char* key) {
     char folder[PATH_MAX];
     Json* state = checkpoint_newest(run, folder, sizeof(folder));
     int64_t number = state ? json_int(state, key, -1) : -1;
-    json_free(state);
     return number;
 }
 
@@ -22,7 +21,6 @@ static void expect_skipped_steps(Test* test, const char* run, int steps) {
         char* log = contents(run, "log.jsonl", &bytes);
         expect(strcmp(losses.text[step], "null") == 0, "step %d: loss %s", step, losses.text[step]);
         expect(log && strstr(log, want), "step %d: no %s", step, want);
-        free(log);
     }
 }
 
@@ -31,11 +29,10 @@ static void expect_skipped_steps(Test* test, const char* run, int steps) {
 // run.
 TEST(cli_nonfinite) {
     const char* work = work_folder();
-    char from[PATH_MAX], bad[PATH_MAX], run[PATH_MAX], last[PATH_MAX];
+    char last[PATH_MAX];
     train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
-    snprintf(from, sizeof(from), "%s/used/step_00000001", work);
-    snprintf(bad, sizeof(bad), "%s/bad", work);
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char *from = joined(work, "used/step_00000001"), *bad = joined(work, "bad");
+    const char* run = joined(work, "run");
     make_model_ending(work, "bad", from, "\x7f\x7f");
     const char* common = QUICK " --device cpu --seq 32";
     run_train(skips, "%s --data %s/text.txt --model %s --run %s --steps 3", common, work, bad, run);
@@ -58,8 +55,6 @@ TEST(cli_nonfinite) {
     run_train(stop, "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad,
               work);
     expect_error(test, &stop, "--on-nonfinite stop", "step 1: the loss is ", "--lr");
-    forget(&skips), forget(&more), forget(&end), forget(&stop);
-    remove_tree(work);
 }
 
 // Resume.
@@ -68,9 +63,7 @@ TEST(cli_nonfinite) {
 // gone, as after a crash.
 static void check_resume(Test* test, const char* options, bool gpu) {
     const char* work = work_folder();
-    char whole[PATH_MAX], halves[PATH_MAX];
-    snprintf(whole, sizeof(whole), "%s/whole", work);
-    snprintf(halves, sizeof(halves), "%s/halves", work);
+    const char *whole = joined(work, "whole"), *halves = joined(work, "halves");
     const char* device = gpu ? "gpu" : "cpu";
     const char* common = SHAPE " --batch 2 --tokens-per-step 128 --val-every 3 --val-tokens 128 --warmup 2 --keep 9";
     Child child[4];
@@ -98,8 +91,6 @@ static void check_resume(Test* test, const char* options, bool gpu) {
     finish(&child[3]);
     expect_code(child[3], 0);
     expect_equal_runs(test, whole, halves, 12);
-    for (Child& c : child) forget(&c);
-    remove_tree(work);
 }
 
 TEST(cli_resume) {
@@ -138,16 +129,12 @@ TEST(cli_resume_micro_batches_gpu) {
     finish(&child[3]);
     expect_code(child[3], 0);
     expect(strstr(OUT(child[3]), "grads bf16"), "%s", OUT(child[3]));
-    for (Child& c : child) forget(&c);
-    remove_tree(work);
 }
 
 // With cosine, where every learning rate depends on the number of steps: a checkpoint in the middle, named itself.
 TEST(cli_resume_checkpoint) {
     const char* work = work_folder();
-    char whole[PATH_MAX], again[PATH_MAX];
-    snprintf(whole, sizeof(whole), "%s/whole", work);
-    snprintf(again, sizeof(again), "%s/again", work);
+    const char *whole = joined(work, "whole"), *again = joined(work, "again");
     train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, whole);
     char last[PATH_MAX];
     train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, again);
@@ -159,13 +146,12 @@ TEST(cli_resume_checkpoint) {
     expect_equal_runs(test, whole, again, 12);
     // A run that is over has nothing left to do.
     train_well("--resume %s --device cpu", again);
-    remove_tree(work);
 }
 
 // Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
 static void check_resume_presets(Test* test, bool gpu) {
     const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
-    char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX], name[32];
+    char whole[PATH_MAX], again[PATH_MAX], name[32];
     int presets = 0, used = 0;
     run_train(list, "--list-presets");
     expect_code(list, 0);
@@ -183,16 +169,11 @@ static void check_resume_presets(Test* test, bool gpu) {
         finish(&child[1]);
         expect_code(child[1], 0);
         expect(!strstr(OUT(child[1]), " notice "), "%s: %s", name, OUT(child[1]));
-        checkpoint_name(whole, 8, ends[0], sizeof(ends[0])), checkpoint_name(again, 8, ends[1], sizeof(ends[1]));
-        expect_equal_files(test, ends[0], ends[1], "model.safetensors");
-        expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
-        for (Child& c : child) forget(&c);
+        expect_equal_checkpoints(test, whole, again, 8);
         presets++;
     }
     expect(presets >= 10, "--list-presets lists %d", presets);
-    snprintf(test->note, sizeof(test->note), "%d presets", presets);
-    forget(&list);
-    remove_tree(work);
+    note(test, "%d presets", presets);
 }
 
 TEST(cli_resume_presets) {
@@ -211,7 +192,7 @@ TEST(cli_resume_spans) {
                                       {"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
                                       {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
     const char* work = work_folder();
-    char whole[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX];
+    char whole[PATH_MAX], again[PATH_MAX];
     for (const auto& format : formats) {
         snprintf(whole, sizeof(whole), "%s/whole_%s", work, format[0]);
         snprintf(again, sizeof(again), "%s/again_%s", work, format[0]);
@@ -220,12 +201,8 @@ TEST(cli_resume_spans) {
         run_train(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
         expect_code(child, 0);
         expect(!strstr(OUT(child), " notice "), "%s: %s", format[1], OUT(child));
-        checkpoint_name(whole, 8, ends[0], sizeof(ends[0])), checkpoint_name(again, 8, ends[1], sizeof(ends[1]));
-        expect_equal_files(test, ends[0], ends[1], "model.safetensors");
-        expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
-        forget(&child);
+        expect_equal_checkpoints(test, whole, again, 8);
     }
-    remove_tree(work);
 }
 
 // adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
@@ -233,10 +210,8 @@ TEST(cli_resume_spans) {
 TEST(cli_resume_converts) {
     static Losses before, after;
     const char* work = work_folder();
-    char wide[PATH_MAX], narrow[PATH_MAX], again[PATH_MAX], ends[2][PATH_MAX];
-    snprintf(wide, sizeof(wide), "%s/wide", work);
-    snprintf(narrow, sizeof(narrow), "%s/narrow", work);
-    snprintf(again, sizeof(again), "%s/again", work);
+    const char *wide = joined(work, "wide"), *narrow = joined(work, "narrow");
+    const char* again = joined(work, "again");
     train_well("%s %s --batch 8 --data %s/text.txt --run %s --steps 40 --lr 0.003 --schedule constant", SHAPE, QUICK,
                work, wide);
     run_train(child, "--resume %s --run %s --preset adamw8 --steps 80 --save-every 60 --keep 9 --device cpu", wide,
@@ -253,12 +228,8 @@ TEST(cli_resume_converts) {
     run_train(exact, "--resume %s/step_00000060 --run %s --device cpu", narrow, again);
     expect_code(exact, 0);
     expect(!strstr(OUT(exact), " notice "), "%s", OUT(exact));
-    checkpoint_name(narrow, 80, ends[0], sizeof(ends[0])), checkpoint_name(again, 80, ends[1], sizeof(ends[1]));
-    expect_equal_files(test, ends[0], ends[1], "model.safetensors");
-    expect_equal_files(test, ends[0], ends[1], "optimizer.safetensors");
-    snprintf(test->note, sizeof(test->note), "loss %.3f, then %.3f to %.3f", old, first, last);
-    forget(&child), forget(&exact);
-    remove_tree(work);
+    expect_equal_checkpoints(test, narrow, again, 80);
+    note(test, "loss %.3f, then %.3f to %.3f", old, first, last);
 }
 
 // Other words in a checkpoint's state.json, with the checksum that it then has.
@@ -275,14 +246,13 @@ static void rewrite_state(const char* folder, const char* from, const char* to) 
     for (char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
     sprintf(seal, "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
     write_text(folder, "state.json", changed);
-    free(text), free(changed);
 }
 
 // A state.json of a version that is not known is refused.
 TEST(cli_resume_versions) {
     const char* work = work_folder();
-    char run[PATH_MAX], folder[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/run", work);
+    char folder[PATH_MAX];
+    const char* run = joined(work, "run");
     train_well("%s %s --data %s/text.txt --run %s --steps 3", SHAPE, QUICK, work, run);
     checkpoint_name(run, 3, folder, sizeof(folder));
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
@@ -291,8 +261,6 @@ TEST(cli_resume_versions) {
     rewrite_state(folder, "\"version\": 1", "\"version\": 2");
     run_train(newer, "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
     expect_error(test, &newer, "version 2", "another version of nibble (2)", "resume with that one");
-    forget(&asked), forget(&newer);
-    remove_tree(work);
 }
 
 // Overrides of a preset: a run goes on with those that it began with, none among them, with its preset and formats;
@@ -345,13 +313,11 @@ TEST(cli_resume_overrides) {
         expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", row.begun,
                row.resumed, OUT(again));
         expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", row.begun, row.resumed, OUT(again));
-        forget(&child), forget(&again);
         train_well("--sample T --model %s/other/step_00000006 --sample-tokens 4 --device cpu", work);
         remove_tree(run);
         snprintf(run, sizeof(run), "%s/other", work);
         remove_tree(run);
     }
-    remove_tree(work);
 }
 
 // As many arrays as there can be: a launch for each of six combinations, three moments and weights of three arrays
@@ -362,8 +328,8 @@ TEST(cli_resume_most_arrays) {
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
         "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=bf16:kahan;"
         "c_attn.weight:weights=e4m3/tensor+fp32";
-    char whole[PATH_MAX], run[PATH_MAX];
-    snprintf(whole, sizeof(whole), "%s/whole", work);
+    char run[PATH_MAX];
+    const char* whole = joined(work, "whole");
     snprintf(run, sizeof(run), "%s/run", work);
     train_well("%s %s --data %s/text.txt --run %s --steps 4 %s", SHAPE, QUICK, work, whole, options);
     train_well("%s %s --data %s/text.txt --run %s --steps 4 --save-every 2 --keep 9 %s", SHAPE, QUICK, work, run,
@@ -378,14 +344,11 @@ TEST(cli_resume_most_arrays) {
     run_train(seventh, "%s %s --data %s/text.txt --run %s/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", SHAPE, QUICK,
               work, work, options);
     expect_error(test, &seventh, "a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer");
-    forget(&seventh);
-    remove_tree(work);
 }
 
 // Another rule's learning rate, taken at a resume, is the run's own at the next one.
 static void check_rate_stays(Test* test, const char* run, const char* work) {
-    char other[PATH_MAX];
-    snprintf(other, sizeof(other), "%s/other", work);
+    const char* other = joined(work, "other");
     train_well("--resume %s --run %s --steps 6 --device cpu --rule lion", run, other);
     run_train(child, "--resume %s --steps 8 --device cpu", other);
     expect_code(child, 0);
@@ -393,8 +356,6 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
     char* options = contents(other, "config.json", &bytes);
     expect(options && strstr(options, "\"lr\": \"0.000600"), "config.json: %s", options);
     expect(!strstr(OUT(child), " --lr "), "%s", OUT(child));
-    free(options);
-    forget(&child);
     remove_tree(other);
 }
 
@@ -402,8 +363,7 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
 // rule's.
 TEST(cli_resume_rules) {
     const char* work = work_folder();
-    char run[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char* run = joined(work, "run");
     train_well("%s %s --data %s/text.txt --run %s --steps 4 --override ln*:m=bf16", SHAPE, QUICK, work, run);
     const char *const usual = " --lr 0.0006, usual for lion (was 0.003, for adamw)\n", *const typed =
                                                                                            " --lr 0.001 (was 0.003)";
@@ -414,14 +374,12 @@ TEST(cli_resume_rules) {
         {"--override *.bias:m=dyn8", " notice   m: bf16 in the checkpoint in 3 tensors, converted to fp32", nullptr},
         {"--weights fp32 --m dyn8", " notice   weights: bf16+fp32 in the checkpoint, converted to fp32", nullptr}};
     for (const auto& row : cases) {
-        char other[PATH_MAX];
-        snprintf(other, sizeof(other), "%s/other", work);
+        const char* other = joined(work, "other");
         run_train(child, "--resume %s --run %s --steps 8 --device cpu %s", run, other, row[0]);
         expect_code(child, 0);
         expect(strstr(OUT(child), row[1]), "%s: no '%s' in: %s", row[0], row[1], OUT(child));
         const char* rate = strstr(OUT(child), " --lr ");
         expect(row[2] ? rate && strncmp(rate, row[2], strlen(row[2])) == 0 : !rate, "%s: %s", row[0], OUT(child));
-        forget(&child);
         remove_tree(other);
     }
     check_rate_stays(test, run, work);
@@ -429,8 +387,6 @@ TEST(cli_resume_rules) {
     run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
     expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");
     expect(!exists(work, "other"), "a run folder is left");
-    forget(&child);
-    remove_tree(work);
 }
 
 #define LONG SHAPE " " QUICK " --steps 1500 --keep 1000 --data %s/text.txt"
@@ -459,7 +415,6 @@ TEST(cli_signals) {
         expect(strstr(OUT(child), "stopped"), "signal %d: the end is not told", number);
         train_well("--run %s --resume auto --device cpu", run);
         expect_equal_runs(test, whole, run, 1500);
-        forget(&child);
     }
     // SIGUSR1, and a file called save in the run folder: both save and go on.
     snprintf(run, sizeof(run), "%s/saves", work);
@@ -476,8 +431,6 @@ TEST(cli_signals) {
            (long long)newest);
     expect(!exists(run, "save"), "the request is still there");
     expect_equal_runs(test, whole, run, 1500);
-    forget(&child);
-    remove_tree(work);
 }
 
 // kill -9 at moments that differ from one test run to the next; NIBBLE_TEST_SEED repeats one.
@@ -485,9 +438,9 @@ TEST(cli_kill) {
     const char* work = work_folder();
     const char* given = getenv("NIBBLE_TEST_SEED");
     uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
-    char whole[PATH_MAX], run[PATH_MAX];
+    char whole[PATH_MAX];
     long_run(test, work, whole, "--save-every 50");
-    snprintf(run, sizeof(run), "%s/killed", work);
+    const char* run = joined(work, "killed");
     int killed = 0;
     bool done = false;
     for (int i = 0; i < 30 && !done; i++) {
@@ -500,13 +453,10 @@ TEST(cli_kill) {
         expect(!strstr(ERR(child), "damaged"), "%s", ERR(child));
         killed += child.code == 128 + SIGKILL;
         done = child.code == 0;
-        forget(&child);
     }
     train_well(LONG " --run %s --save-every 50 --resume auto", work, run);
     expect_equal_runs(test, whole, run, 1500);
-    snprintf(test->note, sizeof(test->note), "NIBBLE_TEST_SEED=%llu, killed %d times", (unsigned long long)seed,
-             killed);
-    remove_tree(work);
+    note(test, "NIBBLE_TEST_SEED=%llu, killed %d times", (unsigned long long)seed, killed);
 }
 
 // Damage.
@@ -522,7 +472,6 @@ static void damage(const char* folder, const char* name, Damage how) {
     if (how == FLIP) text[bytes / 2] ^= 4;
     write_bytes(folder, name, text, (size_t)(how == TRUNCATE ? bytes / 2 : bytes));
     if (how == REMOVE) unlink(path);
-    free(text);
 }
 
 TEST(cli_damaged_checkpoint) {
@@ -533,9 +482,8 @@ TEST(cli_damaged_checkpoint) {
                    {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
                    {"state.json", TRUNCATE},          {"state.json", REMOVE}};
     const char* work = work_folder();
-    char whole[PATH_MAX], run[PATH_MAX], newest[PATH_MAX], temporary[PATH_MAX + 8];
-    snprintf(whole, sizeof(whole), "%s/whole", work);
-    snprintf(run, sizeof(run), "%s/run", work);
+    char newest[PATH_MAX], temporary[PATH_MAX + 8];
+    const char *whole = joined(work, "whole"), *run = joined(work, "run");
     const char* common = SHAPE " " QUICK " --steps 12 --save-every 4 --keep 9";
     train_well("%s --data %s/text.txt --run %s", common, work, whole);
     train_well("%s --data %s/text.txt --run %s", common, work, run);
@@ -550,7 +498,6 @@ TEST(cli_damaged_checkpoint) {
                d.name, ERR(child));
         expect(strstr(OUT(child), "step_00000008, step 8"), "the checkpoint before is not used");
         expect_equal_runs(test, whole, run, 12);
-        forget(&child), forget(&refused);
     }
     // Half written: the folder still has its temporary name.
     snprintf(temporary, sizeof(temporary), "%s.tmp", newest);
@@ -566,21 +513,18 @@ TEST(cli_damaged_checkpoint) {
     for (const char* typed : {"--device cpu --resume", "--device cpu --resume auto --run"}) {
         run_train(child, "%s %s", typed, run);
         expect(child.code == 2 && strstr(ERR(child), "all 3 are damaged"), "exit code %d: %s", child.code, ERR(child));
-        forget(&child);
     }
     expect(exists(newest, "model.safetensors"), "what is damaged was removed");
     run_train(child, "%s %s --data %s/text.txt --run %s/from --steps 1 --model %s", SHAPE, QUICK, work, work, newest);
     expect(child.code == 2 && strstr(ERR(child), "damaged checkpoint"), "exit code %d: %s", child.code, ERR(child));
-    forget(&child);
-    remove_tree(work);
 }
 
 // What a run would overwrite, and what another process is at work in.
 TEST(cli_run_folders) {
     const char* work = work_folder();
-    char run[PATH_MAX], checkpoint[PATH_MAX + 32], copied[PATH_MAX];
+    char run[PATH_MAX], checkpoint[PATH_MAX + 32];
     snprintf(run, sizeof(run), "%s/run", work);
-    snprintf(copied, sizeof(copied), "%s/copied", work);
+    const char* copied = joined(work, "copied");
     train_well("%s %s --data %s/text.txt --run %s --steps 4 --save-every 2", SHAPE, QUICK, work, run);
     checkpoint_name(run, 2, checkpoint, sizeof(checkpoint));
     run_train(inside, "%s %s --data %s/text.txt --run %s --steps 4", SHAPE, QUICK, work, checkpoint);
@@ -607,16 +551,12 @@ TEST(cli_run_folders) {
     kill(child.pid, SIGCONT);
     finish(&child);
     expect_code(child, 0);
-    forget(&inside), forget(&lost), forget(&there), forget(&child), forget(&other);
-    remove_tree(work);
 }
 
 // A data file that is cut short while it is mapped: one sentence, where a process would die without a word.
 TEST(cli_data_is_cut) {
     const char* work = work_folder();
-    char run[PATH_MAX], text[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/run", work);
-    snprintf(text, sizeof(text), "%s/text.txt", work);
+    const char *run = joined(work, "run"), *text = joined(work, "text.txt");
     Child child = new_child();
     start(&child, LONG " --run %s --save-every 0", work, run);
     expect(wait_for_step(&child, run, 40), "the run ended before its data was cut");
@@ -626,8 +566,6 @@ TEST(cli_data_is_cut) {
                  "; the last checkpoint is ");
     int64_t newest;
     expect(checkpoints(run, &newest) == 1 && newest >= 40, "what was there is not saved: %lld", (long long)newest);
-    forget(&child);
-    remove_tree(work);
 }
 
 // A job script's command, typed again: --model names the folder that the run began with.
@@ -642,13 +580,10 @@ TEST(cli_resume_model_folder) {
                   2 + 2 * i);
             finish(&child);
             expect_code(child, 0);
-            forget(&child);
         }
-        char again[PATH_MAX];
-        snprintf(again, sizeof(again), "%s/again", work);
+        const char* again = joined(work, "again");
         remove_tree(again);
     }
-    remove_tree(work);
 }
 
 // What was left to the program is so again when a run is made longer.
@@ -665,10 +600,8 @@ TEST(cli_resume_auto) {
         char* text = file_read(path, &bytes, error);
         samples[i] = 0;
         for (const char* at = text; at && (at = strstr(at, "\nsample ")); at++) samples[i]++;
-        free(text);
     }
     expect(samples[0] == 2 && samples[1] == 1, "%d samples, one at each end, and %d", samples[0], samples[1]);
-    remove_tree(work);
 }
 
 TEST(cli_keep) {
@@ -687,5 +620,4 @@ TEST(cli_keep) {
                checkpoints(run, &newest), (long long)newest);
         for (const char* name : own) expect(exists(run, name), "%s was removed", name);
     }
-    remove_tree(work);
 }

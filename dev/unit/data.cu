@@ -36,11 +36,9 @@ TEST(data_files) {
     int64_t bytes = 0;
     char* text = file_read(path, &bytes, error);
     expect(text && bytes == 7 && memcmp(text, "one\0two", 8) == 0, "%s", error);
-    free(text);
     expect(file_write(path, "", 0, error), "%s", error);
     text = file_read(path, &bytes, error);
     expect(text && bytes == 0 && text[0] == 0, "%s", error);
-    free(text);
     expect(access(in(folder, "a.tmp"), F_OK) != 0, "the temporary file is left");
     expect(folder_make(in(folder, "b/c//d/"), error), "%s", error);
     expect(folder_make(in(folder, "b/c/d"), error), "an existing folder: %s", error);
@@ -66,12 +64,9 @@ TEST(data_files) {
     bool wrote = file_write(path, large, 200000, error);
     setrlimit(RLIMIT_FSIZE, &before);
     signal(SIGXFSZ, SIG_DFL);
-    free(large);
     expect(!wrote && strstr(error, "File too large") && strstr(error, path), "%s", error);
     text = file_read(path, &bytes, error);
     expect(text && strcmp(text, "kept") == 0, "the old contents are gone");
-    free(text);
-    folder_end(test, folder);
 }
 
 static Json* parse_text(const char* text, char* error) {
@@ -103,7 +98,6 @@ TEST(data_json_values) {
     expect(json_number(json, "half", 0) == 1.5 && json_number(json, "none", 4) == 4, "numbers");
     expect(json_get(json, "")->text_bytes == 9 && json_get(json, "none") == NULL && !json_get(a, "a"), "members");
     expect(strcmp(json_get(json, "big")->text, "9223372036854775807") == 0, "a number's text");
-    json_free(json);
 }
 
 TEST(data_json_round_trip) {
@@ -153,8 +147,6 @@ TEST(data_json_round_trip) {
     }
     expect(at && at->kind == JSON_NULL && at->next->kind == JSON_NULL, "non-finite numbers");
     if (at) expect(strcmp(at->next->next->text, "a\xEF\xBF\xBDz\xEF\xBF\xBD") == 0, "bytes that are no UTF-8");
-    json_free(json);
-    free(text);
     const struct {
         double value;
         const char* text;
@@ -164,7 +156,6 @@ TEST(data_json_round_trip) {
         json_write_number(file, item.value);
         fclose(file);
         expect(strcmp(text, item.text) == 0, "%s for %s", text, item.text);
-        free(text);
     }
 }
 
@@ -227,7 +218,6 @@ TEST(data_json_malformed) {
         memcpy(part, whole, (size_t)i);
         error[0] = 0;
         expect(!json_parse(part, i, "text", error) && error[0], "prefix of %d", i);
-        free(part);
         for (int value = 0; value < 256; value++) {
             char* changed = (char*)malloc((size_t)length);
             memcpy(changed, whole, (size_t)length);
@@ -235,8 +225,6 @@ TEST(data_json_malformed) {
             error[0] = 0;
             Json* json = json_parse(changed, length, "text", error);
             expect(json || error[0], "byte %d as %d", i, value);
-            json_free(json);
-            free(changed);
         }
     }
     static char deep[400001];
@@ -245,7 +233,6 @@ TEST(data_json_malformed) {
     memset(deep + 256, ']', 256);
     Json* json = json_parse(deep, 512, "text", error);
     expect(json, "256 levels: %s", error);
-    json_free(json);
     expect_refused(parse_text("{\n  \"a\": 1,\n  b\n}", error), error, "line 3, column 3");
 }
 
@@ -264,8 +251,6 @@ TEST(data_json_large) {
     for (const Json* at = json ? json->child : NULL; at; at = at->next, count++)
         sum += (int64_t)at->child->next->number;
     expect(count == 200000 && sum == 199999ll * 100000, "%lld members, sum %lld", (long long)count, (long long)sum);
-    json_free(json);
-    free(text);
 }
 
 static const SafetensorsEntry entries[] = {
@@ -352,8 +337,6 @@ TEST(data_safetensors_round_trip) {
     expect(file.count == 1 && file.bytes == bytes && file_crc(path) == crc, "size and checksum");
     expect(file.count == 1 && memcmp(tensor_data(&file, file.tensors), data, (size_t)large) == 0, "contents");
     safetensors_close(&file);
-    free(data);
-    folder_end(test, folder);
 }
 
 TEST(data_safetensors_truncated) {
@@ -383,9 +366,6 @@ TEST(data_safetensors_truncated) {
     put(test, cut, longer, bytes + 1);
     Safetensors opened;
     expect_refused(safetensors_open(&opened, cut, error), error, "corrupted");
-    free(longer);
-    free(text);
-    folder_end(test, folder);
 }
 
 // Random damage to the header: the file is refused with a sentence, or opens with every tensor inside the file.
@@ -414,7 +394,6 @@ TEST(data_safetensors_fuzz) {
         FILE* out = fopen(path, "wb");
         fwrite(changed, 1, (size_t)bytes, out);
         fclose(out);
-        free(changed);
         Safetensors file;
         error[0] = 0;
         if (!safetensors_open(&file, path, error)) {
@@ -433,10 +412,8 @@ TEST(data_safetensors_fuzz) {
         expect(total == file.bytes - 8 - (int64_t)length, "seed %llu: tiling", (unsigned long long)seed);
         safetensors_close(&file);
     }
-    snprintf(test->note, sizeof(test->note), "%d refused, %d opened", refused, opened);
+    note(test, "%d refused, %d opened", refused, opened);
     expect(refused > 2000 && opened > 100, "%d refused, %d opened", refused, opened);
-    free(text);
-    folder_end(test, folder);
 }
 
 TEST(data_safetensors_bad) {
@@ -490,7 +467,6 @@ TEST(data_safetensors_bad) {
     expect_refused(safetensors_open(&opened, path, error), error, "truncated: it has 0 bytes");
     expect_refused(safetensors_open(&opened, in(folder, "none"), error), error, "No such file");
     expect_refused(safetensors_open(&opened, folder.path, error), error, "not a regular file");
-    folder_end(test, folder);
 }
 
 TEST(data_safetensors_writer_errors) {
@@ -527,7 +503,5 @@ TEST(data_safetensors_writer_errors) {
     expect_refused(safetensors_write(writer, zeros, 10 << 20, error), error, "File too large");
     expect_refused(safetensors_write(writer, zeros, 0, error), error, "an earlier write failed");
     expect_refused(safetensors_finish(writer, &crc, &bytes, error), error, "an earlier write failed");
-    free(zeros);
     setrlimit(RLIMIT_FSIZE, &before);
-    folder_end(test, folder);
 }

@@ -267,7 +267,7 @@ TEST(doors_strangers_delay_nobody) {
     for (Rank& r : rank) rank_end(&r);
     for (Rank& r : rank) expect(r.code == 0 && r.text[0] == 0, "code %d: %s", r.code, r.text);
     expect(rank[1].took < 4, "the rank took %.1f s to join and leave", rank[1].took);
-    snprintf(test->note, sizeof(test->note), "%d strangers, %.2f s", STRANGERS, rank[1].took);
+    note(test, "%d strangers, %.2f s", STRANGERS, rank[1].took);
     for (int one : stranger) close(one);
 }
 
@@ -482,8 +482,6 @@ TEST(doors_warning) {
             end && end[1] == 0;
         expect(*secret ? *said == 0 : once, "'%s': %s", secret, said);
         expect(ERR(child[1])[0] == 0, "'%s': rank 1: %s", secret, ERR(child[1]));
-        for (Child& c : child) forget(&c);
-        remove_tree(work);
     }
 }
 
@@ -496,7 +494,6 @@ static void name_format(const char* folder, const char* format) {
     char* seal = strstr(changed, "\n\"crc32c\": ") + 1;
     snprintf(seal, strlen(seal), "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
     write_text(folder, "state.json", changed);
-    free(text), free(changed);
 }
 
 // Code that only a checkpoint names runs if it is this user's own and the path is one that the program itself wrote. A
@@ -553,7 +550,5 @@ TEST(doors_format_of_a_checkpoint) {
         expect((strncmp(ERR(child), "train: note: the code in ", 25) == 0) == notes, "%s: %s", format, ERR(child));
         expect((strstr(ERR(child), "if you trust it") != nullptr) == (needle != cpu), "%s: %s", format, ERR(child));
         expect(!strchr(ERR(child), '\033'), "%s: %s", format, ERR(child));
-        forget(&child);
     }
-    remove_tree(work);
 }

@@ -83,7 +83,7 @@ TEST(examples_format_built_in) {
             expect(moved > TILE_ELEMENTS / 4, "%s: %d elements are not zero", mine->name, moved);
         }
     }
-    snprintf(test->note, sizeof(test->note), "%d rows", ROWS);
+    note(test, "%d rows", ROWS);
 }
 
 // The arrays of a step in host memory, over tiles of one tensor with decay.
@@ -256,7 +256,6 @@ static bool rule_kernel(Test* test, const char* types, const char* architecture,
     expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
     bool good = jit_compile(expression, architecture, image, error, source);
     expect(good, "%s", error);
-    free(text), free(source);
     return good;
 }
 
@@ -353,7 +352,7 @@ TEST(examples_preset) {
         bool good = jit_compile(expression, "sm_90", &image, error);
         expect(good, "%s", error);
         if (good) jit_free(&image);
-        snprintf(test->note, sizeof(test->note), "%g left of 0.75", left);
+        note(test, "%g left of 0.75", left);
     }
 }
 

@@ -11,13 +11,6 @@
 
 constexpr int PATHS = 2 * PATH_MAX;
 
-// FOLDER/NAME, which is never freed.
-static const char* joined(const char* folder, const char* name) {
-    char* path = nullptr;
-    if (asprintf(&path, "%s/%s", folder, name) < 0) abort();
-    return path;
-}
-
 // A copy of a folder's files without state.json, so that it is a model and no checkpoint; returns its path.
 static const char* copy_model(const char* work, const char* name, const char* from, bool state = false) {
     char error[DATA_ERROR_BYTES];
@@ -124,7 +117,6 @@ TEST(folders_damage_is_found) {
             fill(text, sizeof(text), command, damaged, "", work);
             run_train(child, "%s", text);
             expect_error(test, &child, text, file, "damaged checkpoint");
-            forget(&child);
         }
     }
     // The run folder's own copy of a tokenizer, and the advice for it.
@@ -135,8 +127,6 @@ TEST(folders_damage_is_found) {
     unlink(joined(used, "merges.txt"));
     train_well("--resume %s --steps 2", used);
     expect_equal_files(test, used, from, "merges.txt");
-    forget(&child);
-    remove_tree(work);
 }
 
 static void reseal(const char* folder, const char* find, const char* replace) {
@@ -147,7 +137,6 @@ static void reseal(const char* folder, const char* find, const char* replace) {
     uint32_t crc = crc32c(0, changed, end - changed);
     snprintf(end, 32, "\"crc32c\": %u\n}\n", crc);
     write_text(folder, "state.json", changed);
-    free(state), free(changed);
 }
 
 // A name in state.json is that of a file in its folder.
@@ -164,9 +153,7 @@ TEST(folders_state_names) {
         expect_error(test, &resume, name, "no name of a file in its folder", name);
         run_train(sample, "--sample a --model %s", folder);
         expect_error(test, &sample, name, "no name of a file in its folder", name);
-        forget(&resume), forget(&sample);
     }
-    remove_tree(work);
 }
 
 // A file that becomes shorter while it is in use is an error and no signal.
@@ -195,7 +182,6 @@ TEST(folders_cut_while_read) {
     expect(!dataset_window(&data, 64, 900, tokens, targets, error) && strstr(error, "cut short"), "%s", error);
     expect(dataset_window(&data, 64, 3, tokens, targets, error), "%s", error);
     dataset_close(&data);
-    remove_tree(work);
 }
 
 // Special files.
@@ -256,11 +242,9 @@ TEST(folders_special_files) {
             run_train(child, "%s", text);
             expect_error(test, &child, text, place.file, "");
             expect(now() - child.started < 20, "%s: it took %.0f s", text, now() - child.started);
-            forget(&child);
             remove_tree(folder), remove_tree(joined(work, "new"));
         }
     }
-    remove_tree(work);
 }
 
 // Links.
@@ -285,7 +269,6 @@ TEST(folders_links_are_not_followed) {
     int64_t bytes, newest;
     char* text = contents(victim, "file", &bytes);
     expect(text && strcmp(text, "precious") == 0, "a file behind a link was changed or removed");
-    free(text);
     expect(checkpoints(run, &newest) == 1 && newest == 4, "newest %lld", (long long)newest);
     for (const char* name : planted) {
         struct stat status;
@@ -297,13 +280,10 @@ TEST(folders_links_are_not_followed) {
         make_link(joined(victim, "file"), joined(run, name));
         run_train(linked, "--resume %s --steps 5", run);
         expect_error(test, &linked, name, name, "is a link");
-        forget(&linked);
         unlink(joined(run, name)), rename(joined(kept, name), joined(run, name));
     }
     text = contents(victim, "file", &bytes);
     expect(text && strcmp(text, "precious") == 0, "a file behind a linked log was changed");
-    free(text), forget(&child);
-    remove_tree(work);
 }
 
 // A checkpoint that was moved and linked back, and a run folder that is a link, go on; removing the checkpoint's link
@@ -327,7 +307,6 @@ TEST(folders_linked_back) {
     make_link(joined(cache, "config.json"), joined(linked, "config.json"));
     make_link(joined(cache, "model.safetensors"), joined(linked, "model.safetensors"));
     train_well("--sample a --sample-tokens 2 --model %s", linked);
-    remove_tree(work);
 }
 
 // Model folders of others.
@@ -373,7 +352,6 @@ static void rewrite(const char* from, const char* to, int first, int last, const
         if (!safetensors_write(writer, bytes, size, error)) abort();
     }
     if (!safetensors_finish(writer, nullptr, nullptr, error)) abort();
-    free(bytes);
     safetensors_close(&file);
 }
 
@@ -407,10 +385,8 @@ TEST(folders_unused_tensors) {
             if (item.good) expect_code(*child, 0);
             if (!item.good) expect_error(test, child, item.added.name, item.added.name, "model.safetensors holds");
         }
-        forget(&sample), forget(&train);
         remove_tree(joined(work, "new"));
     }
-    remove_tree(work);
 }
 
 static const char INDEX_JSON[] = "model.safetensors.index.json";
@@ -450,7 +426,6 @@ TEST(folders_several_files) {
         index(item[0], item[1]);
         run_train(child, "--sample a --model %s", folder);
         expect_error(test, &child, item[1], item[2], "");
-        forget(&child);
     }
     write_text(folder, INDEX_JSON, "{\"weight_map\": []}");
     run_train(empty, "--sample a --model %s", folder);
@@ -460,8 +435,6 @@ TEST(folders_several_files) {
     run_train(twice, "--sample a --model %s", folder);
     expect_error(test, &twice, "a tensor in two files", "both hold the tensor", file.tensors[4].name);
     safetensors_close(&file);
-    forget(&whole), forget(&parts), forget(&empty), forget(&twice);
-    remove_tree(work);
 }
 
 // A folder with PyTorch's own format only: the sentence holds a command, whose folder is one word of the shell.
@@ -488,10 +461,7 @@ TEST(folders_bin_only) {
         int64_t bytes;
         char* text = contents(folder, "model.safetensors", &bytes);
         expect(text && strcmp(text, joined(folder, "pytorch_model.bin")) == 0, "%s", text ? text : "no file");
-        free(text);
     }
-    forget(&child);
-    remove_tree(work);
 }
 
 static void expect_tokens(Test* test, const Tokenizer* tokenizer) {
@@ -558,7 +528,6 @@ TEST(folders_tokenizer_json) {
         write_text(work, "tokenizer.json", text[0]);
         expect(!tokenizer_open(work, error) && strstr(error, text[1]), "%s: %s", text[0], error);
     }
-    remove_tree(work);
 }
 
 // A model whose config.json has this member; whether nibble takes it.
@@ -606,7 +575,6 @@ TEST(folders_config_members) {
         expect(good == item.good, "%s: %s", text, good ? "taken" : error);
         if (good) expect(shape.layers == 2 && shape.channels == 64 && shape.heads == 12, "%s: another shape", text);
     }
-    remove_tree(work);
 }
 
 // The config.json of a run's checkpoint, as a tree.
@@ -651,8 +619,6 @@ TEST(folders_special_tokens) {
     expect_ids(test, none, -1, -1, -1);
     expect(json_int(none, "vocab_size", 0) == 50257, "the vocabulary");
     expect(exists(from, "vocab.json"), "no vocab.json");
-    json_free(bytes), json_free(shards), json_free(map), json_free(none);
-    remove_tree(work);
 }
 
 // What a loaded model's folder says beside the weights is in the run folder and in every checkpoint, also after a
@@ -686,7 +652,5 @@ TEST(folders_loaded_model_is_kept) {
             expect_equal_files(test, folder, joined(work, "new"), name);
             expect_equal_files(test, folder, joined(work, step == 1 ? "new/step_00000001" : "new/step_00000002"), name);
         }
-        json_free(config);
     }
-    remove_tree(work);
 }

@@ -1,17 +1,10 @@
 // Tests of the block formats: every code survives decoding and encoding, encoding is the nearest level against a search
 // of all levels, stochastic rounding is linear in value counted over all its noise, blocks and their scales, what
-// happens to zeros, NaN and infinity, names, and where there is a GPU equal bits for every format and for random
-// combinations.
+// happens to zeros, NaN and infinity, names, and on a GPU what packs codes. Whole steps are in every.cu.
 #include <float.h>
-#include <time.h>
 
-#include "presets.h"
-#include "../../optim/jit.h"
-#include "../../optim/storage.h"
 #include "../../optim/kernel.cuh"
-#include "../../optim/optim.h"
-#include "../../optim/table.cuh"
-#include "cache.h"
+#include "steps.h"
 
 // A format as function pointers, over a table of its own.
 struct FormatCase {
@@ -274,7 +267,7 @@ TEST(formats_stochastic_counts) {
             }
         }
     }
-    snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
+    note(test, "%.2f of bound", worst);
 }
 
 // One tile of a storage on the CPU.
@@ -508,277 +501,51 @@ TEST(formats_linear_weights_are_unbiased) {
     expect(fabs(mean) <= 4.0 * standard / sqrt(TILE_ELEMENTS), "all are off by %g steps", mean);
 }
 
-// Whole steps through optim.h.
-
-#define STATE_NAME(NAME, NOTE, ...) NAME,
-static const char* const all_states[] = {OPTIM_STATES(STATE_NAME)};
-#define WEIGHTS_NAME(NAME, NOTE, ...) NAME,
-static const char* const all_weights[] = {OPTIM_WEIGHTS(WEIGHTS_NAME)};
-#define RULE_NAME(NAME, NOTE, ...) NAME,
-static const char* const all_rules[] = {OPTIM_RULES(RULE_NAME)};
-constexpr int STATES = sizeof(all_states) / sizeof(all_states[0]);
-
-static OptimConfig state_config(const char* rule, const char* weights, const char* grads, const char* m,
-                                const char* v) {
-    OptimConfig config = {};
-    config.rule = rule, config.weights = weights, config.grads = grads, config.m = m, config.v = v;
-    config.beta1 = 0.9f, config.beta2 = 0.95f, config.eps = 1e-8f, config.weight_decay = 0.1f;
-    config.beta3 = 0.999f, config.alpha = 2.0f, config.lr_max = 1e-2f, config.seed = 77;
-    char error[4096];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
-}
-
-static const int64_t run_lengths[] = {1, 4097, 31, 33, 2048, 255, 257, 4095, 128, 1000};
-constexpr int RUN_TENSORS = sizeof(run_lengths) / sizeof(run_lengths[0]);
-
-// The stored streams after some steps over mixed tensors. Gradients spread over 40 powers of two, zeros among them; in
-// a wild run NaN, infinities and the ends of fp32 too.
-struct Run {
-    char* bytes;
-    int64_t count;
-};
-
-static Run run_steps(const Device* dev, const OptimConfig* config, int steps, bool wild) {
-    OptimTensor tensors[RUN_TENSORS];
-    for (int t = 0; t < RUN_TENSORS; t++) tensors[t] = {"tensor", 1, run_lengths[t], t % 2 == 0, 0};
-    int64_t elements = optim_layout(tensors, RUN_TENSORS), used = 0;
-    Optim* optim = optim_create(dev, config, tensors, RUN_TENSORS, OPTIM_BF16);
-    float *values = (float*)calloc((size_t)elements, 4), scale = 0.9f;
-    uint16_t* narrow = (uint16_t*)calloc((size_t)elements, 2);
-    for (int64_t i = 0; i < elements; i++) values[i] = test_uniform(21, i);
-    for (int t = 0; t < RUN_TENSORS; t++) optim_set_weights(optim, t, values + tensors[t].offset);
-    optim_decode(optim);
-    void* grads = device_alloc(dev, elements * 4);
-    float* device_scale = (float*)device_alloc(dev, 4);
-    copy_to_device(dev, device_scale, &scale, 4);
-    bool bf16 = strcmp(config->grads, "bf16") == 0;
-    for (int step = 1; step <= steps; step++) {
-        memset(values, 0, (size_t)elements * 4);
-        for (int t = 0; t < RUN_TENSORS; t++) {
-            for (int64_t i = tensors[t].offset; i < tensors[t].offset + run_lengths[t]; i++) {
-                float g = ldexpf(test_uniform(30 + (uint64_t)step, i), (int)(20.0f * test_uniform(5, i / 3)));
-                values[i] = i % 13 == 3 ? 0.0f : g;
-            }
-        }
-        if (wild && step == 2) {
-            const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
-            for (int k = 0; k < 7; k++) values[tensors[1].offset + 300 * k + k] = strange[k];
-        }
-        for (int64_t i = 0; i < elements; i++) narrow[i] = Bf16::encode(values[i]);
-        copy_to_device(dev, grads, bf16 ? (void*)narrow : (void*)values, elements * (bf16 ? 2 : 4));
-        optim_step(optim, grads, device_scale, 1e-2f, step);
-    }
-    const int64_t copy = optim_allocated(optim).compute;  // what the matmuls read, after all that is stored
-    Run run = {nullptr, copy};
-    for (int s = 0; s < optim_stream_count(optim); s++) {
-        run.count += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
-    }
-    run.bytes = (char*)malloc((size_t)run.count);
-    for (int s = 0; s < optim_stream_count(optim); s++) {
-        OptimStream stream = optim_stream(optim, s);
-        int64_t bytes = stream.elements * stream.element_bytes;
-        copy_to_host(dev, run.bytes + used, stream.data, bytes);
-        used += bytes;
-    }
-    if (copy > 0) copy_to_host(dev, run.bytes + used, optim_weights(optim), copy);
-    device_free(dev, grads);
-    device_free(dev, device_scale);
-    optim_free(optim);
-    free(values);
-    free(narrow);
-    return run;
-}
-
 TEST(formats_names_and_streams) {
     OptimConfig wrong = {};
-    char error[4096];
-    wrong.grads = "bf16", wrong.m = "sqrt4", wrong.eps = 1e-8f;
-    expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "--m: \"sqrt4/128\""), "%s", error);
-    wrong.m = "dyn8/257";
-    expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, "did you mean dyn8/256?"), "%s", error);
-    // The nearest of each name: what stands before the block decides.
-    const char* const typed[][2] = {{"dyn9/256:sr", "dyn8/256:sr"},
-                                    {"dyn9", "dyn8/256"},
-                                    {"sft8/32@bf16", "soft8/32@bf16"},
-                                    {"fp33", "fp32"},
-                                    {"bf61:sr", "bf16:sr"}};
-    for (const auto& pair : typed) {
-        char want[64];
-        snprintf(want, sizeof(want), "did you mean %s?", pair[1]);
-        wrong.m = pair[0];
-        expect(!optim_resolve(&wrong, error, sizeof(error)) && strstr(error, want), "%s: %s", pair[0], error);
+    wrong.grads = "bf16", wrong.eps = 1e-8f;
+    // What is typed, and what the refusal holds. What stands before the block decides which name is nearest.
+    const char* const refused[][2] = {{"sqrt4", "--m: \"sqrt4/128\""},
+                                      {"dyn8/257", "did you mean dyn8/256?"},
+                                      {"dyn9/256:sr", "did you mean dyn8/256:sr?"},
+                                      {"dyn9", "did you mean dyn8/256?"},
+                                      {"sft8/32@bf16", "did you mean soft8/32@bf16?"},
+                                      {"fp33", "did you mean fp32?"},
+                                      {"bf61:sr", "did you mean bf16:sr?"}};
+    for (const auto& row : refused) {
+        wrong.m = row[0];
+        expect_refusal(test, wrong, "--m: ", row[1]);
     }
-    OptimConfig config = state_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8/64:sr");
-    expect(strcmp(config.m, "dyn8/256") == 0 && strcmp(config.v, "udyn8/64:sr") == 0, "%s %s", config.m, config.v);
-    config = state_config("adamw", "bf16:sr", "bf16", "soft8@bf16:sr", "sqrt8/32@e8m0");
-    expect(strcmp(config.m, "soft8/32@bf16:sr") == 0 && strcmp(config.v, "sqrt8/32@e8m0") == 0, "%s %s", config.m,
-           config.v);
-    config = state_config("adamw", "bf16:sr", "bf16", "de4:sr", "lin4");
-    expect(strcmp(config.m, "de4/128:sr") == 0 && strcmp(config.v, "lin4/128") == 0, "%s %s", config.m, config.v);
+    const char* const filled[][4] = {{"dyn8", "dyn8/256", "udyn8/64:sr", "udyn8/64:sr"},
+                                     {"soft8@bf16:sr", "soft8/32@bf16:sr", "sqrt8/32@e8m0", "sqrt8/32@e8m0"},
+                                     {"de4:sr", "de4/128:sr", "lin4", "lin4/128"}};
+    OptimConfig config;
+    for (const auto& row : filled) {
+        config = states_config("adamw", "bf16:sr", "bf16", row[0], row[2]);
+        expect(is(config.m, row[1]) && is(config.v, row[3]), "%s %s", config.m, config.v);
+    }
     char line[256];
     optim_describe(&config, line, sizeof(line));
     expect(strstr(line, "3.062 B/param"), "%s", line);
-    Device dev;
-    device_open(&dev, false, 0);
-    OptimTensor tensor = {"tensor", 3, 1001, true, 0};
-    int64_t elements = optim_layout(&tensor, 1);
-    Optim* optim = optim_create(&dev, &config, &tensor, 1, OPTIM_BF16);
+    const OptimTensor tensor = {"tensor", 3, 1001, true, 0};
+    Run run;
+    run_open(&run, &config, &tensor, 1, OPTIM_BF16);
     const struct {
         const char *name, *dtype;
         int64_t bytes;
-    } want[] = {{"weights", "BF16", elements * 2},
-                {"m", "U8", elements / 2},
-                {"m.scales", "F32", elements / 128 * 4},
-                {"v", "U8", elements / 2},
-                {"v.scales", "F32", elements / 128 * 4}};
-    expect(optim_stream_count(optim) == 5, "%d streams", optim_stream_count(optim));
-    for (int s = 0; s < 5 && s < optim_stream_count(optim); s++) {
-        OptimStream stream = optim_stream(optim, s);
-        expect(strcmp(stream.name, want[s].name) == 0 && strcmp(stream.dtype, want[s].dtype) == 0 &&
-                   stream.elements * stream.element_bytes == want[s].bytes,
-               "%s %s %lld", stream.name, stream.dtype, (long long)(stream.elements * stream.element_bytes));
+    } want[] = {{"weights", "BF16", run.elements * 2},
+                {"m", "U8", run.elements / 2},
+                {"m.scales", "F32", run.elements / 128 * 4},
+                {"v", "U8", run.elements / 2},
+                {"v.scales", "F32", run.elements / 128 * 4}};
+    expect(optim_stream_count(run.optim) == 5, "%d streams", optim_stream_count(run.optim));
+    for (int s = 0; s < 5 && s < optim_stream_count(run.optim); s++) {
+        OptimStream stream = optim_stream(run.optim, s);
+        bool same = is(stream.name, want[s].name) && is(stream.dtype, want[s].dtype);
+        expect(same && stream.elements * stream.element_bytes == want[s].bytes, "%s %s %lld", stream.name, stream.dtype,
+               (long long)(stream.elements * stream.element_bytes));
     }
-    OptimBytes plan = optim_bytes(&config, &tensor, 1, OPTIM_BF16), allocated = optim_allocated(optim);
-    expect(memcmp(&plan, &allocated, sizeof(plan)) == 0, "plan and allocation");
-    optim_free(optim);
-}
-
-TEST(formats_padding_of_weights_stays_zero) {
-    Device dev;
-    device_open(&dev, false, 0);
-    for (const char* preset : all_presets.name) {
-        OptimConfig config = {};
-        config.preset = preset, config.weights = "bf16:sr", config.overrides = "none", config.grads = "fp32",
-        config.eps = 1e-8f, config.beta1 = 0.9f, config.beta2 = 0.95f;
-        config.weight_decay = 0.1f, config.seed = 3;
-        char error[4096];
-        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
-        Run run = run_steps(&dev, &config, 4, false);
-        int64_t offset = 0;
-        for (int64_t length : run_lengths) {
-            int64_t padded = (length + TILE_ELEMENTS - 1) / TILE_ELEMENTS * TILE_ELEMENTS;
-            for (int64_t i = offset + length; i < offset + padded; i++) {
-                expect(((uint16_t*)run.bytes)[i] == 0, "%s element %lld", preset, (long long)i);
-            }
-            offset += padded;
-        }
-        free(run.bytes);
-    }
-}
-
-TEST(formats_every_row_compiles) {
-    // A sample: the presets' formats with noise and in the longest blocks, which reduce through shared memory.
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    const char* const drawn[][2] = {{"dyn8/2048:sr", "udyn8/32:sr"},
-                                    {"soft8/64:sr", "sqrt8/512:sr"},
-                                    {"e5m2/128:sr", "e4m3/1024:sr"},
-                                    {"de4/32:sr", "lin4/2048:sr"},
-                                    {"nf4", "sqrt4:sr"},
-                                    {"e2m1:sr", "ulin8"},
-                                    {"lin8:sr", "fp32"},
-                                    {"soft8@dq8:sr", "log8:sr"},
-                                    {"de4/64@dq8", "sqrt4@dq8:sr"},
-                                    {"nf4@dq8", "log8/256"},
-                                    {"e4m3@dq8:sr", "adalog8:sr"},
-                                    {"dyn8@dq8", "log16:sr"}};
-    for (const auto& pair : drawn) {
-        OptimConfig config = state_config("adamw", "bf16:sr", "bf16", pair[0], pair[1]);
-        char expression[1024];
-        JitImage image;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        bool good = jit_compile(expression, "sm_90", &image, error);
-        expect(good, "%s", error);
-        if (good) jit_free(&image);
-    }
-}
-
-static void compare(Test* test, const Device* gpu, const OptimConfig* config, int steps, bool wild) {
-    Device cpu;
-    device_open(&cpu, false, 0);
-    Run want = run_steps(&cpu, config, steps, wild), got = run_steps(gpu, config, steps, wild);
-    int64_t differ = 0, first = -1;
-    for (int64_t i = 0; i < want.count && i < got.count; i++) {
-        if (want.bytes[i] == got.bytes[i]) continue;
-        if (differ++ == 0) first = i;
-    }
-    char line[256];
-    optim_describe(config, line, sizeof(line));
-    expect(want.count == got.count && differ == 0, "%s, grads %s: %lld of %lld bytes differ, the first at %lld", line,
-           config->grads, (long long)differ, (long long)want.count, (long long)first);
-    free(want.bytes);
-    free(got.bytes);
-}
-
-// Compiles the kernels of all configurations into the cache, on all cores.
-static void compile_all(Test* test, const Device* gpu, const OptimConfig* configs, int count) {
-    int bad = in_processes(test, count, [&](int k) {
-        static char error[JIT_ERROR_BYTES];
-        char expression[1200], architecture[32];
-        JitImage image = {};
-        optim_expression(&configs[k], OPTIM_BF16, expression, sizeof(expression));
-        // What fails here fails again, and is reported, when the optimizer is created.
-        if (jit_architecture(gpu->compute, architecture, sizeof(architecture), error) &&
-            jit_get(expression, architecture, &image, error)) {
-            jit_free(&image);
-        }
-    });
-    expect(bad == 0, "%d processes did not end well", bad);
-}
-
-// Whether a row of the table is a format of its own, to nearest, at its default block, or that with another scale. Of
-// those in spans there are tests in spans.cu, other blocks are drawn in formats_random_combinations.
-static bool is_format(const char* name, const char* note) {
-    bool at_default = note[0] || strchr(name, '@') || strcmp(name, "log8/256") == 0;
-    return at_default && !strchr(name, ':') && !strstr(name, "/tensor") && !strstr(name, "/rank1");
-}
-
-#define IS_FORMAT(NAME, NOTE, ...) is_format(NAME, NOTE),
-
-TEST(formats_each_in_m_and_v_equals_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    Device gpu;
-    device_open(&gpu, true, 0);
-    const bool chosen[] = {OPTIM_STATES(IS_FORMAT)};
-    static OptimConfig configs[2 * STATES];
-    static char noisy[STATES][64];
-    int count = 0;
-    for (int i = 0; i < STATES; i++) {
-        const char* name = all_states[i];
-        if (!chosen[i]) continue;
-        bool m = serves_m(name);
-        snprintf(noisy[i], sizeof(noisy[i]), "%s%s", name, strcmp(name, "fp32") == 0 ? "" : ":sr");
-        configs[count++] = state_config("adamw", "bf16:sr", "bf16", m ? name : "bf16", noisy[i]);
-        configs[count++] = state_config("adamw", "bf16:sr", "fp32", m ? noisy[i] : "de4", name);
-    }
-    compile_all(test, &gpu, configs, count);
-    for (int k = 0; k < count && test->failures < 10; k++) {
-        compare(test, &gpu, &configs[k], 20, false);
-        compare(test, &gpu, &configs[k], 4, true);
-    }
-    int each = 0;
-    for (bool is_chosen : chosen) each += is_chosen;
-    expect(count == 2 * each && each > 40, "%d configurations of %d formats", count, each);
-    snprintf(test->note, sizeof(test->note), "%d formats and scales, to nearest and stochastic", count / 2);
-    device_close(&gpu);
-}
-
-TEST(formats_8_bit_weights_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    Device gpu;
-    device_open(&gpu, true, 0);
-    for (const char* weights :
-         {"e4m3:sr", "e5m2:sr", "e4m3+8", "e4m3+8:sr", "e4m3", "lin8:sr", "lin8:ef", "e4m3:ef", "bf16:ef"}) {
-        OptimConfig config = state_config("adamw", weights, "bf16", "soft8", "sqrt8");
-        compare(test, &gpu, &config, 20, false);
-        compare(test, &gpu, &config, 4, true);
-        // Values looked up to nearest: ordinary and rare ones have stores of their own.
-        if (strstr(weights, ":ef")) continue;
-        config = state_config("adamw", weights, "bf16", "de4", "sqrt4");
-        compare(test, &gpu, &config, 4, true);
-    }
-    device_close(&gpu);
+    run_close(&run);
 }
 
 template <class Format>
@@ -857,62 +624,34 @@ __global__ void packed_kernel(unsigned long long* total) {
 }
 
 TEST(formats_packed_codes_equal_the_portable_gpu) {
-    Device gpu;
-    device_open(&gpu, true, 0);
+    const struct {
+        const char* name;
+        void (*kernel)(unsigned long long* total);
+    } rows[] = {{"e4m3", packed_kernel<E4m3>},
+                {"e5m2", packed_kernel<E5m2>},
+                {"e2m1", packed_kernel<E2m1>},
+                {"lin8", packed_kernel<Lin8>},
+                {"lin8 of powers", packed_kernel<Lin8OfPowers>},
+                {"ulin8", packed_kernel<Ulin8>},
+                {"sqrt8", packed_kernel<Sqrt8>},
+                {"lin4", packed_kernel<Lin4>},
+                {"sqrt4", packed_kernel<Sqrt4>}};
+    const Device gpu = open_device(true);
     if (gpu.compute < 90) skip("needs compute capability 9.0");
-    unsigned long long count[9][2], *totals = (unsigned long long*)device_alloc(&gpu, sizeof(count));
-    device_zero(&gpu, totals, sizeof(count));
-    packed_kernel<E4m3><<<1056, 256, 0, gpu.stream>>>(totals);
-    packed_kernel<E5m2><<<1056, 256, 0, gpu.stream>>>(totals + 2);
-    packed_kernel<E2m1><<<1056, 256, 0, gpu.stream>>>(totals + 4);
-    packed_kernel<Lin8><<<1056, 256, 0, gpu.stream>>>(totals + 6);
-    packed_kernel<Lin8OfPowers><<<1056, 256, 0, gpu.stream>>>(totals + 8);
-    packed_kernel<Ulin8><<<1056, 256, 0, gpu.stream>>>(totals + 10);
-    packed_kernel<Sqrt8><<<1056, 256, 0, gpu.stream>>>(totals + 12);
-    packed_kernel<Lin4><<<1056, 256, 0, gpu.stream>>>(totals + 14);
-    packed_kernel<Sqrt4><<<1056, 256, 0, gpu.stream>>>(totals + 16);
-    check(cudaGetLastError());
-    copy_to_host(&gpu, count, totals, sizeof(count));
-    device_free(&gpu, totals);
-    device_close(&gpu);
-    if (count[0][1] == 0) skip("needs a build for sm_90 or later");
-    snprintf(test->note, sizeof(test->note), "all floats");
-    const char* const names[] = {"e4m3", "e5m2", "e2m1", "lin8", "lin8 of powers", "ulin8", "sqrt8", "lin4", "sqrt4"};
-    for (int i = 0; i < 9; i++) {
-        expect(count[i][0] == 0, "%llu codes of %s differ", count[i][0], names[i]);
-        expect(count[i][1] == 1ull << 32, "%llu floats compared as %s", count[i][1], names[i]);
+    for (const auto& row : rows) {
+        unsigned long long count[2], *total = (unsigned long long*)device_alloc(&gpu, sizeof(count));
+        device_zero(&gpu, total, sizeof(count));
+        row.kernel<<<1056, 256, 0, gpu.stream>>>(total);
+        check(cudaGetLastError());
+        copy_to_host(&gpu, count, total, sizeof(count));
+        device_free(&gpu, total);
+        if (count[1] == 0) skip("needs a build for sm_90 or later");
+        expect(count[0] == 0, "%llu codes of %s differ", count[0], row.name);
+        expect(count[1] == 1ull << 32, "%llu floats compared as %s", count[1], row.name);
     }
+    note(test, "all floats");
 }
 #endif
-
-constexpr int RANDOM_COMBINATIONS = 300;
-
-TEST(formats_random_combinations_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    Device gpu;
-    device_open(&gpu, true, 0);
-    const char* given = getenv("NIBBLE_TEST_SEED");
-    uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
-    snprintf(test->note, sizeof(test->note), "NIBBLE_TEST_SEED=%llu", (unsigned long long)seed);
-    static OptimConfig configs[RANDOM_COMBINATIONS];
-    for (int k = 0; k < RANDOM_COMBINATIONS; k++) {
-        int draw[5];
-        for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, k * 5 + j)) * 1e6f);
-        while (!serves_m(all_states[draw[3] % STATES])) draw[3]++;
-        const char* rule = all_rules[draw[0] % (int)(sizeof(all_rules) / sizeof(all_rules[0]))];
-        const char *weights = all_weights[draw[1] % (int)(sizeof(all_weights) / sizeof(all_weights[0]))],
-                   *m = all_states[draw[3] % STATES];
-        bool keeps_v = find_row(rule_table(), rule)->keeps_v;
-        if (!goes_with(rule, weights, m)) weights = "lin8:sr";
-        configs[k] =
-            state_config(rule, weights, draw[2] % 2 ? "bf16" : "fp32", m, keeps_v ? all_states[draw[4] % STATES] : "");
-    }
-    compile_all(test, &gpu, configs, RANDOM_COMBINATIONS);
-    for (int k = 0; k < RANDOM_COMBINATIONS && test->failures < 10; k++) {
-        compare(test, &gpu, &configs[k], 20, false);
-    }
-    device_close(&gpu);
-}
 
 #ifdef __CUDACC__
 // Counts where the sequences without branches differ from the correctly rounded instructions, over every float that
@@ -934,17 +673,15 @@ __global__ void fast_arithmetic_kernel(unsigned long long* wrong) {
 }
 
 TEST(formats_fast_arithmetic_is_exact_gpu) {
-    Device gpu;
-    device_open(&gpu, true, 0);
+    const Device gpu = open_device(true);
     unsigned long long* wrong = (unsigned long long*)device_alloc(&gpu, 16);
     unsigned long long count[2] = {1, 1};
     device_zero(&gpu, wrong, 16);
     fast_arithmetic_kernel<<<1056, 256, 0, gpu.stream>>>(wrong);
     check(cudaGetLastError());
     copy_to_host(&gpu, count, wrong, 16);
-    snprintf(test->note, sizeof(test->note), "all 2.1e9 roots, all 4.2e9 reciprocals");
+    note(test, "all 2.1e9 roots, all 4.2e9 reciprocals");
     expect(count[0] == 0 && count[1] == 0, "%llu roots and %llu reciprocals differ", count[0], count[1]);
     device_free(&gpu, wrong);
-    device_close(&gpu);
 }
 #endif

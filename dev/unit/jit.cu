@@ -1,7 +1,6 @@
 // Tests of the run-time compiler, none of which needs a GPU but those named so: the embedded source, the cache under
 // all that can happen to a file (damage, truncation, a folder that is read-only or full, a process killed as it writes,
-// eight at once), what happens without NVRTC, how long it takes, and a sample of all combinations that changes with the
-// commit.
+// eight at once), what happens without NVRTC, and how long it takes. That combinations compile is tested in every.cu.
 #include <errno.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
@@ -12,53 +11,48 @@
 #include <time.h>
 #include <utime.h>
 
-#include "../../optim/jit.h"
-#include "../../optim/storage.h"
-#include "../../optim/optim.h"
-#include "../../data/text.h"
-#include "cache.h"
 #include "presets.h"
-#include "test.h"
+#include "steps.h"
 
-#define NAME(NAME, ...) NAME,
-static const char* const rules[] = {OPTIM_RULES(NAME)};
-static const char* const weights[] = {OPTIM_WEIGHTS(NAME)};
-static const char* const grads[] = {OPTIM_GRADS(NAME)};
-static const char* const states[] = {OPTIM_STATES(NAME)};
-static constexpr auto& presets = all_presets.name;
+// An empty cache, and the smallest kernel that is not built in, which is the quickest to compile.
+struct Cached {
+    CacheFolder folder;
+    char expression[2048];
+    JitImage want;  // compiled by cached_enter(), not through the cache
+};
 
-template <int COUNT>
-static constexpr int length(const char* const (&)[COUNT]) {
-    return COUNT;
-}
-
-static OptimConfig make_config(const char* preset, const char* weights, const char* grads, const char* m,
-                               const char* v) {
-    OptimConfig config = {preset, "", weights, grads, m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
-    char error[1024];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
-}
-
-// The smallest kernel that is not built in, and so the quickest to compile.
 static void small_expression(char* expression, size_t bytes) {
-    OptimConfig config = make_config("", "fp32", "bf16", "bf16:sr", "bf16");
+    OptimConfig config = states_config("adamw", "fp32", "bf16", "bf16:sr", "bf16");
     optim_expression(&config, OPTIM_BF16, expression, bytes);
 }
 
-// Fetches a kernel and compares it with the one first compiled; returns whether it came from the cache.
-static bool fetch(Test* test, const char* expression, const JitImage* want, const char* when) {
+static Cached cached_enter(Test* test) {
+    static char error[JIT_ERROR_BYTES];
+    Cached cached = {cache_enter(), {}, {}};
+    small_expression(cached.expression, sizeof(cached.expression));
+    expect(jit_compile(cached.expression, "sm_90", &cached.want, error), "%s", error);
+    return cached;
+}
+
+static void cached_leave(Cached* cached) {
+    jit_free(&cached->want);
+    cache_leave(&cached->folder);
+}
+
+// Fetches the kernel and compares it with the one first compiled; returns whether it came from the cache.
+static bool fetch(Test* test, const Cached& cached, const char* when) {
+    const JitImage* want = &cached.want;
     static char error[JIT_ERROR_BYTES];
     JitImage image;
-    bool good = jit_get(expression, "sm_90", &image, error);
-    expect(good, "%s: %s", when, error);
-    if (!good) return false;
-    bool cached = image.cached;
+    bool ok = jit_get(cached.expression, "sm_90", &image, error);
+    expect(ok, "%s: %s", when, error);
+    if (!ok) return false;
+    bool kept = image.cached;
     expect(strcmp(image.symbol, want->symbol) == 0 && image.image_bytes == want->image_bytes &&
                memcmp(image.image, want->image, (size_t)want->image_bytes) == 0,
            "%s: another kernel", when);
     jit_free(&image);
-    return cached;
+    return kept;
 }
 
 // Runs a part of a case in a child, which may change its limits and its user. Its failures are the case's.
@@ -122,7 +116,7 @@ TEST(jit_source_is_device_code_alone) {
     const char* const never[] = {"\n#include \"", "\n#pragma once", "OPTIM_STATES",
                                  "PRESETS",       "hyper_create",   "FormatRow"};
     for (const char* text : never) expect(!strstr(source, text), "\"%s\" is in it", text);
-    snprintf(test->note, sizeof(test->note), "%lld bytes", (long long)bytes);
+    note(test, "%lld bytes", (long long)bytes);
     free(source), free(followed);
 }
 
@@ -198,106 +192,93 @@ static void overwrite(const char* path, long offset, int change) {
 
 TEST(jit_cache) {
     if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[2048], path[4352], other[4352];
-    JitImage first;
-    small_expression(expression, sizeof(expression));
-    expect(jit_get(expression, "sm_90", &first, error), "%s", error);
-    expect(!first.cached, "an empty folder had it");
-    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
-    expect(jit_cache_path(expression, "sm_80", other, sizeof(other)) && strcmp(path, other) != 0, "architecture");
-    expect(folder_files(folder.path, false) == 1 && access(path, R_OK) == 0, "one file is kept: %s", path);
-    expect(fetch(test, expression, &first, "whole"), "it was compiled again");
+    Cached cached = cached_enter(test);
+    char path[4352], other[4352];
+    expect(!fetch(test, cached, "empty"), "an empty folder had it");
+    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
+    expect(jit_cache_path(cached.expression, "sm_80", other, sizeof(other)) && strcmp(path, other) != 0,
+           "architecture");
+    expect(folder_files(cached.folder.path, false) == 1 && access(path, R_OK) == 0, "one file is kept: %s", path);
+    expect(fetch(test, cached, "whole"), "it was compiled again");
     struct stat info;
     expect(stat(path, &info) == 0, "%s", path);
     const long damaged[] = {0, 8, 16, 24, 41, (long)info.st_size / 2, (long)info.st_size - 1};
     for (long offset : damaged) {
         overwrite(path, offset, 0x10);
-        expect(!fetch(test, expression, &first, "damaged"), "byte %ld was changed and it was taken", offset);
-        expect(fetch(test, expression, &first, "repaired"), "byte %ld: it was not written again", offset);
+        expect(!fetch(test, cached, "damaged"), "byte %ld was changed and it was taken", offset);
+        expect(fetch(test, cached, "repaired"), "byte %ld: it was not written again", offset);
     }
     const off_t lengths[] = {0, 1, 39, 40, info.st_size / 2, info.st_size - 1, info.st_size + 1};
     for (off_t length : lengths) {
         expect(truncate(path, length) == 0, "truncate");
-        expect(!fetch(test, expression, &first, "truncated"), "%lld bytes were taken", (long long)length);
-        expect(fetch(test, expression, &first, "repaired"), "%lld bytes: not written again", (long long)length);
+        expect(!fetch(test, cached, "truncated"), "%lld bytes were taken", (long long)length);
+        expect(fetch(test, cached, "repaired"), "%lld bytes: not written again", (long long)length);
     }
-    expect(folder_files(folder.path, false) == 1, "temporary files are left");
+    expect(folder_files(cached.folder.path, false) == 1, "temporary files are left");
     char nested[128];
-    snprintf(nested, sizeof(nested), "%s/a", folder.path);
+    snprintf(nested, sizeof(nested), "%s/a", cached.folder.path);
     setenv("NIBBLE_CACHE", nested, 1);
-    expect(!fetch(test, expression, &first, "new folder") && fetch(test, expression, &first, "made"), "mkdir");
+    expect(!fetch(test, cached, "new folder") && fetch(test, cached, "made"), "mkdir");
     folder_files(nested, true);
     rmdir(nested);
-    jit_free(&first);
-    cache_leave(&folder);
+    cached_leave(&cached);
 }
 
 TEST(jit_toolkit_upgrade) {
     // The file of another version of NVRTC stays where it is and is not taken, although it is whole.
     if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[2048], path[4352], older[4352], key[JIT_KEY_BYTES];
-    JitImage first;
-    small_expression(expression, sizeof(expression));
-    expect(jit_get(expression, "sm_90", &first, error), "%s", error);
-    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
+    Cached cached = cached_enter(test);
+    char path[4352], older[4352], key[JIT_KEY_BYTES];
+    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
+    expect(!fetch(test, cached, "empty"), "an empty folder had it");
     int found = 0;
     for (int version = 0; version < 10 * 100; version++) {
-        jit_key(expression, "sm_90", "", 10 + version / 100, version % 100, key);
-        snprintf(older, sizeof(older), "%s/%s.kernel", folder.path, key);
+        jit_key(cached.expression, "sm_90", "", 10 + version / 100, version % 100, key);
+        snprintf(older, sizeof(older), "%s/%s.kernel", cached.folder.path, key);
         found += strcmp(older, path) == 0;
     }
     expect(found == 1, "of 1000 versions %d have this one's address", found);
-    jit_key(expression, "sm_90", "", 11, 8, key);
-    snprintf(older, sizeof(older), "%s/%s.kernel", folder.path, key);
+    jit_key(cached.expression, "sm_90", "", 11, 8, key);
+    snprintf(older, sizeof(older), "%s/%s.kernel", cached.folder.path, key);
     expect(rename(path, older) == 0, "%s", strerror(errno));
-    expect(!fetch(test, expression, &first, "upgraded"), "another version's was taken");
-    expect(fetch(test, expression, &first, "kept"), "it was not kept");
-    expect(access(older, R_OK) == 0 && folder_files(folder.path, false) == 2, "the other version's has gone");
-    jit_free(&first);
-    cache_leave(&folder);
+    expect(!fetch(test, cached, "upgraded"), "another version's was taken");
+    expect(fetch(test, cached, "kept"), "it was not kept");
+    expect(access(older, R_OK) == 0 && folder_files(cached.folder.path, false) == 2, "the other version's has gone");
+    cached_leave(&cached);
 }
 
 TEST(jit_cache_that_cannot_be_written) {
     if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[2048];
-    JitImage want;
-    small_expression(expression, sizeof(expression));
-    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    Cached cached = cached_enter(test);
     // A folder that nobody can make, one that is a file, and one that only others may write: root becomes somebody.
-    chmod(folder.path, 0555);
-    for (const char* path : {"/proc/nibble", "/dev/null/nibble", (const char*)folder.path}) {
+    chmod(cached.folder.path, 0555);
+    for (const char* path : {"/proc/nibble", "/dev/null/nibble", (const char*)cached.folder.path}) {
         setenv("NIBBLE_CACHE", path, 1);
         int status = run_child(test, [&] {
             if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
-            int lines = stderr_lines([&] { expect(!fetch(test, expression, &want, path), "%s: from where?", path); });
+            int lines = stderr_lines([&] { expect(!fetch(test, cached, path), "%s: from where?", path); });
             expect(lines == 1, "%s: %d lines say so", path, lines);
         });
         expect(status == 0, "%s: status %x", path, status);
     }
-    expect(folder_files(folder.path, false) == 0, "the read-only folder was written");
+    expect(folder_files(cached.folder.path, false) == 0, "the read-only folder was written");
     // What root has put into a read-only folder, and made readable, is used.
     char path[4352];
-    chmod(folder.path, 0755);
-    setenv("NIBBLE_CACHE", folder.path, 1);
-    expect(!fetch(test, expression, &want, "written"), "from where?");
-    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)) && chmod(path, 0644) == 0, "%s", strerror(errno));
-    chmod(folder.path, 0555);
+    chmod(cached.folder.path, 0755);
+    setenv("NIBBLE_CACHE", cached.folder.path, 1);
+    expect(!fetch(test, cached, "written"), "from where?");
+    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)) && chmod(path, 0644) == 0, "%s",
+           strerror(errno));
+    chmod(cached.folder.path, 0555);
     int status = run_child(test, [&] {
         if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
-        int lines = stderr_lines([&] { expect(fetch(test, expression, &want, "read-only"), "compiled again"); });
+        int lines = stderr_lines([&] { expect(fetch(test, cached, "read-only"), "compiled again"); });
         expect(lines == 0, "%d lines", lines);
     });
     expect(status == 0, "status %x", status);
-    chmod(folder.path, 0755);
-    expect(folder_files(folder.path, false) == 1, "%d files", folder_files(folder.path, false));
-    jit_free(&want);
-    cache_leave(&folder);
+    chmod(cached.folder.path, 0755);
+    expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
+    cached_leave(&cached);
 }
 
 // A full disk as a limit on a file's size, which fails a write after its first part as ENOSPC does.
@@ -311,90 +292,73 @@ static void limit_files(int64_t bytes, bool killed) {
 
 TEST(jit_full_disk) {
     if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[2048];
-    JitImage want;
-    small_expression(expression, sizeof(expression));
-    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
-    for (int64_t most : {0, 20, 4096}) {
+    Cached cached = cached_enter(test);
+    for (int64_t max : {0, 20, 4096}) {
         int status = run_child(test, [&] {
-            limit_files(most, false);
+            limit_files(max, false);
             if (!freopen("/dev/null", "w", stderr)) _exit(2);  // the notice would not fit into a file
-            expect(!fetch(test, expression, &want, "limited"), "from where?");
+            expect(!fetch(test, cached, "limited"), "from where?");
         });
         expect(status == 0, "status %x", status);
-        expect(folder_files(folder.path, false) == 0, "a part was left after %lld bytes", (long long)most);
+        expect(folder_files(cached.folder.path, false) == 0, "a part was left after %lld bytes", (long long)max);
     }
     // And a disk that is full: 16 KiB of memory mounted on the folder, where this user may do that.
     constexpr int NO_MOUNT = 77;
     int status = run_child(test, [&] {
         if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
-            mount("none", folder.path, "tmpfs", 0, "size=16k") != 0) {
+            mount("none", cached.folder.path, "tmpfs", 0, "size=16k") != 0) {
             _exit(NO_MOUNT);
         }
-        int lines = stderr_lines([&] { expect(!fetch(test, expression, &want, "full"), "from where?"); });
+        int lines = stderr_lines([&] { expect(!fetch(test, cached, "full"), "from where?"); });
         expect(lines == 1, "%d lines", lines);
-        expect(folder_files(folder.path, false) == 0, "a part was left on the full disk");
+        expect(folder_files(cached.folder.path, false) == 0, "a part was left on the full disk");
     });
     bool mounted = !(WIFEXITED(status) && WEXITSTATUS(status) == NO_MOUNT);
     expect(status == 0 || !mounted, "status %x", status);
-    snprintf(test->note, sizeof(test->note), "a limit on files%s",
-             mounted ? " and a full tmpfs" : "; no right to mount");
+    note(test, "a limit on files%s", mounted ? " and a full tmpfs" : "; no right to mount");
     // There is room again.
-    expect(!fetch(test, expression, &want, "room"), "from where?");
-    expect(fetch(test, expression, &want, "kept"), "it was not kept");
-    expect(folder_files(folder.path, false) == 1, "%d files", folder_files(folder.path, false));
-    jit_free(&want);
-    cache_leave(&folder);
+    expect(!fetch(test, cached, "room"), "from where?");
+    expect(fetch(test, cached, "kept"), "it was not kept");
+    expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
+    cached_leave(&cached);
 }
 
 TEST(jit_killed_while_writing) {
     if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[2048], path[4352], other[4400];
-    JitImage want;
-    small_expression(expression, sizeof(expression));
-    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
-    expect(jit_cache_path(expression, "sm_90", path, sizeof(path)), "no path");
+    Cached cached = cached_enter(test);
+    char path[4352], other[4400];
+    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
     int status = run_child(test, [&] {
         limit_files(4096, true);
-        fetch(test, expression, &want, "killed");
+        fetch(test, cached, "killed");
     });
     expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ, "status %x", status);
-    expect(folder_files(folder.path, false) == 1 && access(path, F_OK) != 0, "half of a file is what remains");
+    expect(folder_files(cached.folder.path, false) == 1 && access(path, F_OK) != 0, "half of a file is what remains");
     // Made old, it goes with the next write; what is new, or none of ours, stays.
     struct utimbuf old = {time(nullptr) - 2 * 3600, time(nullptr) - 2 * 3600};
-    DIR* entries = opendir(folder.path);
+    DIR* entries = opendir(cached.folder.path);
     while (struct dirent* entry = readdir(entries)) {
         if (entry->d_name[0] == '.') continue;
-        snprintf(other, sizeof(other), "%s/%s", folder.path, entry->d_name);
+        snprintf(other, sizeof(other), "%s/%s", cached.folder.path, entry->d_name);
         utime(other, &old);
     }
     closedir(entries);
     char fresh[4400], foreign[4400];
     snprintf(fresh, sizeof(fresh), "%s.fresh0", path);
-    snprintf(foreign, sizeof(foreign), "%s/notes.txt", folder.path);
+    snprintf(foreign, sizeof(foreign), "%s/notes.txt", cached.folder.path);
     for (const char* name : {fresh, foreign}) fclose(fopen(name, "w"));
     utime(foreign, &old);
-    expect(!fetch(test, expression, &want, "after"), "half of a file was taken");
+    expect(!fetch(test, cached, "after"), "half of a file was taken");
     expect(access(other, F_OK) != 0, "the dead process's file is still there");
     expect(access(fresh, F_OK) == 0 && access(foreign, F_OK) == 0, "a file was removed that may be in use");
-    expect(folder_files(folder.path, false) == 3, "%d files", folder_files(folder.path, false));
-    jit_free(&want);
-    cache_leave(&folder);
+    expect(folder_files(cached.folder.path, false) == 3, "%d files", folder_files(cached.folder.path, false));
+    cached_leave(&cached);
 }
 
 TEST(jit_eight_processes_at_once) {
     if (!jit_available()) skip("libnvrtc was not found");
     constexpr int PROCESSES = 8;
-    static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
-    char expression[2048];
-    JitImage want;
-    small_expression(expression, sizeof(expression));
-    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    Cached cached = cached_enter(test);
     pid_t child[PROCESSES];
     int start[2];
     expect(pipe(start) == 0, "%s", strerror(errno));
@@ -406,7 +370,7 @@ TEST(jit_eight_processes_at_once) {
         int before = test->failures;
         close(start[1]);
         if (read(start[0], &byte, 1) != 0) _exit(2);  // until all have been started
-        fetch(test, expression, &want, "at once");
+        fetch(test, cached, "at once");
         fflush(stdout);
         _exit(test->failures > before ? 1 : 0);
     }
@@ -416,10 +380,9 @@ TEST(jit_eight_processes_at_once) {
         int status = 1;
         expect(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0, "status %x", status);
     }
-    expect(folder_files(folder.path, false) == 1, "%d files", folder_files(folder.path, false));
-    expect(fetch(test, expression, &want, "after"), "what they left is not whole");
-    jit_free(&want);
-    cache_leave(&folder);
+    expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
+    expect(fetch(test, cached, "after"), "what they left is not whole");
+    cached_leave(&cached);
 }
 
 // Without NVRTC.
@@ -436,12 +399,6 @@ TEST(jit_without_nvrtc) {
     char expression[2048], architecture[32], path[4352];
     JitImage image;
     expect(!jit_available(), "it was found");
-    for (const char* preset : presets) {
-        for (const char* grad : grads) {
-            OptimConfig config = make_config(preset, "", grad, "", "");
-            expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients needs it", preset, grad);
-        }
-    }
     small_expression(expression, sizeof(expression));
     expect(!jit_get(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
     expect(!jit_compile(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
@@ -460,7 +417,7 @@ TEST(jit_without_nvrtc_presets_train_gpu) {
     const char* small =
         "--device gpu --layers 1 --channels 64 --heads 1 --seq 64 --batch 2 --steps 2 --val-every 0 --sample-every 0";
     char words[1024];
-    for (const char* preset : presets) {
+    for (const char* preset : all_presets.name) {
         snprintf(words, sizeof(words), "%s --preset %s --run %s/%s", small, preset, folder.path, preset);
         int code = run_train(words, output, sizeof(output));
         expect(code == 0, "%s: exit code %d: %s", preset, code, output);
@@ -530,20 +487,20 @@ TEST_ALONE(jit_times) {
     if (!jit_available()) skip("libnvrtc was not found");
     // Processor time, and the least of three, or of up to twelve until it is within the limits: other work, on this
     // machine or on its host, only adds to it, for seconds at a time. The formats whose kernels are longest.
-    constexpr int TIMES = 3, MOST = 12;
+    constexpr int TIMES = 3, MAX_TIMES = 12;
     constexpr double COMPILED_MS = 1000.0, CACHED_MS = 20.0;
-    const char* const drawn[][4] = {{"", "bf16:sr", "dyn8/64", "udyn8/64:sr"},
-                                    {"", "e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
-                                    {"", "bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
+    const char* const drawn[][3] = {{"bf16:sr", "dyn8/64", "udyn8/64:sr"},
+                                    {"e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
+                                    {"bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
     CacheFolder folder = cache_enter();
     double worst_compiled = 0.0, worst_cached = 0.0;
     for (const auto& names : drawn) {
-        OptimConfig config = make_config(names[0], names[1], "bf16", names[2], names[3]);
+        OptimConfig config = states_config("adamw", names[0], "bf16", names[1], names[2]);
         char expression[2048];
         double compiled = INFINITY, cached = INFINITY;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
         bool late = false;
-        for (int i = 0; i < TIMES || (late && i < MOST && !test->failures); i++) {
+        for (int i = 0; i < TIMES || (late && i < MAX_TIMES && !test->failures); i++) {
             folder_files(folder.path, true);
             compiled = fmin(compiled, first_call_ms(test, expression, false));
             cached = fmin(cached, first_call_ms(test, expression, true));
@@ -554,83 +511,7 @@ TEST_ALONE(jit_times) {
         worst_compiled = fmax(worst_compiled, compiled);
         worst_cached = fmax(worst_cached, cached);
     }
-    snprintf(test->note, sizeof(test->note), "first use %.0f ms of %.0f, from the cache %.1f ms of %.0f",
-             worst_compiled, COMPILED_MS, worst_cached, CACHED_MS);
+    note(test, "first use %.0f ms of %.0f, from the cache %.1f ms of %.0f", worst_compiled, COMPILED_MS, worst_cached,
+         CACHED_MS);
     cache_leave(&folder);
-}
-
-// All combinations.
-
-// The seed of the sample: NIBBLE_TEST_SEED (any text), else the commit, else the source itself.
-static void sample_seed(char* seed, size_t bytes) {
-    const char* given = getenv("NIBBLE_TEST_SEED");
-    char command[2200];
-    snprintf(seed, bytes, "%s", given ? given : "");
-    if (*seed) return;
-    snprintf(command, sizeof(command), "git -C '%s' rev-parse HEAD 2> /dev/null", test_folder());
-    FILE* git = popen(command, "r");
-    if (git && fgets(seed, (int)bytes, git)) seed[strcspn(seed, "\n")] = 0;
-    if (git) pclose(git);
-    char key[JIT_KEY_BYTES];
-    jit_key("", "", "", 0, 0, key);
-    if (!*seed) snprintf(seed, bytes, "%s", key);
-}
-
-// One of all combinations of the tables, each as likely as another but for m's, which has both signs.
-static OptimConfig draw_config(uint64_t seed, int64_t index) {
-    int draw[5];
-    for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, index * 5 + j)) * 1e6f);
-    while (!serves_m(states[draw[3] % length(states)])) draw[3]++;
-    const char* rule = rules[draw[0] % length(rules)];
-    bool keeps_v = find_row(rule_table(), rule)->keeps_v;
-    const char* m = states[draw[3] % length(states)];
-    while (!goes_with(rule, weights[draw[1] % length(weights)], m)) draw[1]++;
-    OptimConfig config = {"",
-                          rule,
-                          weights[draw[1] % length(weights)],
-                          grads[draw[2] % length(grads)],
-                          m,
-                          keeps_v ? states[draw[4] % length(states)] : "",
-                          0.9f,
-                          0.95f,
-                          1e-8f,
-                          0.1f,
-                          1};
-    char error[1024];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
-}
-
-TEST(jit_sample_of_all_combinations_compiles) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    constexpr int DRAWN = 120, PRESETS = length(presets) * length(grads);
-    char text[128];
-    sample_seed(text, sizeof(text));
-    const uint64_t seed = text_hash(text, (int64_t)strlen(text));
-    constexpr size_t BYTES = (PRESETS + DRAWN) * sizeof(double);
-    double* ms = (double*)mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    int bad = in_processes(test, PRESETS + DRAWN, [&](int k) {
-        static char error[JIT_ERROR_BYTES];
-        OptimConfig config = k < PRESETS ? make_config(presets[k / length(grads)], "", grads[k % length(grads)], "", "")
-                                         : draw_config(seed, k - PRESETS);
-        char expression[2048];
-        JitImage image;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        double begin = cpu_ms();
-        bool good = jit_compile(expression, "sm_90", &image, error) && image.image_bytes > 1000;
-        ms[k] = cpu_ms() - begin;
-        expect(good, "%s", error);
-        if (good) jit_free(&image);
-    });
-    expect(bad == 0, "in %d processes a combination does not compile", bad);
-    double slowest = 0.0, all = 0.0;
-    for (int k = 0; k < PRESETS + DRAWN; k++) {
-        slowest = ms[k] > slowest ? ms[k] : slowest;
-        all += ms[k];
-    }
-    munmap(ms, BYTES);
-    snprintf(test->note, sizeof(test->note),
-             "%d presets and %d of %d, NIBBLE_TEST_SEED=%s, %.0f s of CPU, the slowest %.0f ms", PRESETS, DRAWN,
-             length(rules) * length(weights) * length(grads) * length(states) * length(states), text, 1e-3 * all,
-             slowest);
 }

@@ -43,9 +43,7 @@ static bool read_environment(const char* set, int gpus, Launch* launch, char* er
     for (int i = 0; i < LAUNCH_NAMES; i++) {
         unsetenv(launch_names[i]);
         if (before[i]) setenv(launch_names[i], before[i], 1);
-        free(before[i]);
     }
-    free(copy);
     return fine;
 }
 
@@ -218,5 +216,5 @@ TEST(launch_ends_together) {
     expect(code == 1 && strstr(text, "ended for which others still wait"), "one leaves early: %d, %s", code, text);
     code = run_ranks(4, all_fail_main, text, sizeof(text));
     expect(code == 2 && strcmp(text, "train: error: the same everywhere\n") == 0, "failure of all: %d, %s", code, text);
-    snprintf(test->note, sizeof(test->note), "a hang found in %.1f s of 2 allowed", hang);
+    note(test, "a hang found in %.1f s of 2 allowed", hang);
 }

@@ -25,7 +25,6 @@ static void put_shard(Test* test, const char* path, int64_t first, int64_t token
         memcpy(file + 1024 + 2 * i, &token, 2);
     }
     put(test, path, file, 1024 + 2 * tokens);
-    free(file);
 }
 
 TEST(data_shuffle) {
@@ -133,7 +132,6 @@ TEST(data_loader_order) {
         expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
     }
     dataset_close(&data);
-    folder_end(test, folder);
 }
 
 // A batch keeps its contents through the next call, while the thread fills the buffers ahead.
@@ -198,7 +196,6 @@ TEST(data_loader_buckets) {
     }
     loader_close(loader);
     dataset_close(&data);
-    folder_end(test, folder);
 }
 
 TEST(data_loader_bytes) {
@@ -229,7 +226,6 @@ TEST(data_loader_bytes) {
     expect(dataset_windows(&data, T) == 5, "%lld windows", (long long)dataset_windows(&data, T));
     expect_refused(dataset_window(&data, T, 5, tokens, targets, error), error, "no window 5");
     dataset_close(&data);
-    folder_end(test, folder);
 }
 
 // The parts of one file share no token, and together they are the file.
@@ -277,7 +273,6 @@ TEST(data_loader_split) {
     expect_refused(dataset_open(&train, path, DATASET_TRAIN, 1.5, T, error), error, "not between 0 and 1");
     expect_refused(dataset_open(&train, path, DATASET_TRAIN, NAN, T, error), error, "not between 0 and 1");
     expect_refused(dataset_open(&train, path, DATASET_WHOLE, 0, 0, error), error, "T = 0");
-    folder_end(test, folder);
 }
 
 // The first token of every window, to tell which files were taken and in which order.
@@ -329,7 +324,6 @@ TEST(data_loader_glob) {
         expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
         dataset_close(&data);
     }
-    folder_end(test, folder);
 }
 
 TEST(data_loader_folder) {
@@ -378,7 +372,6 @@ TEST(data_loader_folder) {
     put_text(test, in(folder, "meta.json"), "{\"vocabulary\": ");
     expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error,
                    "meta.json is not valid JSON");
-    folder_end(test, folder);
 }
 
 TEST(data_loader_bad_files) {
@@ -435,7 +428,6 @@ TEST(data_loader_bad_files) {
     // A name of any length must fit the sentence's buffer.
     longest[3999] = 0;
     expect_refused(dataset_open(&data, longest, DATASET_WHOLE, 0.1, T, error), error, "cannot open aaa");
-    folder_end(test, folder);
 }
 
 TEST(data_loader_token_above_vocabulary) {
@@ -461,7 +453,6 @@ TEST(data_loader_token_above_vocabulary) {
     for (int i = 0; i < 3; i++) expect_refused(loader_next(loader, error), error, wanted);
     loader_close(loader);
     dataset_close(&data);
-    folder_end(test, folder);
 }
 
 // Files over 2 GiB, sparse: a shard and bytes whose last window holds what was written there.
@@ -483,7 +474,6 @@ TEST(data_loader_over_2_gib) {
         fine = fine && pwrite(descriptor, last, (size_t)((T + 1) * width), size - (T + 1) * width) == (T + 1) * width;
         close(descriptor);
         if (!fine) {
-            folder_end(test, folder);
             skip("no sparse files of 2.5 GiB here: %s", strerror(errno));
         }
         Dataset data;
@@ -509,7 +499,6 @@ TEST(data_loader_over_2_gib) {
             dataset_close(&data);
         }
     }
-    folder_end(test, folder);
 }
 
 TEST(data_tokenizer_bytes) {
@@ -568,7 +557,6 @@ TEST(data_tokenizer_files) {
     expect_refused(tokenizer_open(folder.path, error), error, "token 1 to two texts");
     put_text(test, vocabulary, "{\"a\":1");
     expect_refused(tokenizer_open(folder.path, error), error, "vocab.json is not valid JSON");
-    folder_end(test, folder);
 }
 
 // The last one is the number of tokens. One line each, as long as it takes.

@@ -74,7 +74,7 @@ TEST(logs_polynomials) {
         expect(e == -126 || log2_from(below, EXPONENT_NUMBER) <= (float)e, "log2 below 2^%d", e);
         if (e < 127) expect(exp2_scaled(0.0f, EXP2_MAGIC + (float)e) == x, "2^%d", e);
     }
-    snprintf(test->note, sizeof(test->note), "log2 off by %.2g, 2^x by %.2g of itself", worst, power);
+    note(test, "log2 off by %.2g, 2^x by %.2g of itself", worst, power);
 }
 
 // The probability of the upper level against libm: the polynomial's error and four roundings.
@@ -92,7 +92,7 @@ TEST(logs_rise) {
             worst = fmax(worst, error / bound);
         }
     }
-    snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
+    note(test, "%.2f of bound", worst);
 }
 
 TEST(logs_grid) {
@@ -239,7 +239,7 @@ static double check_counts(Test* test, const char* name) {
 TEST(logs_stochastic_counts) {
     double log8 = check_counts<Log8>(test, "log8"), log16 = check_counts<Log16>(test, "log16");
     double adalog8 = check_counts<AdaLog8>(test, "adalog8");
-    snprintf(test->note, sizeof(test->note), "log8 %.2f, log16 %.2f, adalog8 %.2f of bound", log8, log16, adalog8);
+    note(test, "log8 %.2f, log16 %.2f, adalog8 %.2f of bound", log8, log16, adalog8);
 }
 
 // Stored again and again with the noise of other steps, the mean is the value within 4 standard errors, for 64 elements
@@ -274,8 +274,7 @@ static double check_unbiased(Test* test, const char* name) {
 TEST(logs_stochastic_means) {
     double log8 = check_unbiased<Log8>(test, "log8"), log16 = check_unbiased<Log16>(test, "log16");
     double adalog8 = check_unbiased<AdaLog8>(test, "adalog8");
-    snprintf(test->note, sizeof(test->note), "log8 %.1f, log16 %.1f, adalog8 %.1f of 4 standard errors", log8, log16,
-             adalog8);
+    note(test, "log8 %.1f, log16 %.1f, adalog8 %.1f of 4 standard errors", log8, log16, adalog8);
 }
 
 // Zeros, subnormals, NaN, infinity, what is negative, in blocks of 256 with a range each.

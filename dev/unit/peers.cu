@@ -15,8 +15,6 @@
 //   logarithms   adafactor8bit's own go through fp32 logarithms of up to 126: 2^-17 of a binade off
 // Not here: bitsandbytes' CUDA kernels keep m's sign where it rounds to zero; its CPU kernel misplaces small codes
 // (make_peers.py).
-#include <stdarg.h>
-
 #include "../../data/safetensors.h"
 #include "../../optim/optim.h"
 #include "../../optim/storage.h"
@@ -332,15 +330,6 @@ static void check_scales(Test* test, const char* what, const Format* format, con
         bound += format->units != 1.0f ? 2.0 * U * a : 0.0;  // divided and multiplied again
         expect(least || fabs(a - c) <= bound, "%s: scale %lld is %.9g, theirs %.9g", what, (long long)b, a, c);
     }
-}
-
-__attribute__((format(printf, 2, 3))) static void note(Test* test, const char* format, ...) {
-    size_t used = strlen(test->note);
-    if (used > 0 && used + 2 < sizeof(test->note)) used += (size_t)sprintf(test->note + used, ", ");
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(test->note + used, sizeof(test->note) - used, format, arguments);
-    va_end(arguments);
 }
 
 static Comparison compare_input(Test* test, const Safetensors* file, const Format* format, const char* set) {

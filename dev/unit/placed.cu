@@ -23,6 +23,12 @@ static const Case cases[] = {
     {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "*.bias|ln*: weights=bf16:sr lr=0.5; wte: wd=0.3"},
     {"", "adamw", "fp32", "dyn8", "udyn8", "wte: rule=sgd"},
     {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},
+    {"adafactor8", "", "", "", "", "ln*: rule=lion m=fp32 lr=0.5"},
+    {"came8", "", "", "", "", "wte: wd=0.3"},
+    {"rmnp4", "", "", "", "", ""},
+    {"", "normuon-lite", "bf16:sr", "dyn8", "", "*.bias: lr=2"},
+    {"", "rmnp", "bf16:sr", "fp32", "", ""},
+    {"", "rmnp", "bf16:sr", "dyn8", "", ""},
     {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""},
     {"", "adamw", "e4m3/tensor+fp32", "e4m3/tensor", "fp32", ""},
 };
@@ -196,9 +202,9 @@ static void compare_case(Test* test, const Case* its, OptimType compute, const c
 static void compare_all(Test* test, bool gpu) {
     constexpr int OWN = sizeof(cases) / sizeof(cases[0]);
     int compared = 0;
-    for (int i = 0; i < PRESET_COUNT + OWN; i++) {
-        const Case preset = {all_presets.name[i < PRESET_COUNT ? i : 0], "", "", "", "", ""};
-        const Case* its = i < PRESET_COUNT ? &preset : &cases[i - PRESET_COUNT];
+    for (int i = 0; i < ELEMENT_PRESETS + OWN; i++) {
+        const Case preset = {all_presets.name[i < ELEMENT_PRESETS ? i : 0], "", "", "", "", ""};
+        const Case* its = i < ELEMENT_PRESETS ? &preset : &cases[i - ELEMENT_PRESETS];
         if (find_row(rule_table(), case_config(its, OPTIM_BF16, "bf16").rule)->matrix) continue;
         // Weights of fp32, which overrides of weights do not leave alone.
         const bool fp32 = i % 3 == 2 && !strstr(its->overrides, "weights=");
@@ -305,7 +311,8 @@ TEST(placed_kernels_compile) {
     if (!jit_available()) skip("no libnvrtc");
     static const Case few[] = {{"adamw8", "", "", "", "", ""},
                                {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""},
-                               {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}};
+                               {"", "adam-mini", "bf16+16", "bf16:sr", "", ""},
+                               {"came8", "", "", "", "", ""}};
     char *expression = (char*)malloc(4096), *error = (char*)malloc(JIT_ERROR_BYTES);
     for (const Case& its : few) {
         OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");

@@ -1,74 +1,16 @@
 // Tests of the rules and of the ways to keep weights: every rule against double precision within a bound that is
-// derived beside it, splits and compensation against what they promise, bytes, streams and resumes of every pair, all
-// of them through NVRTC, and, where there is a GPU, equal bits.
-#include "../../optim/jit.h"
+// derived beside it, splits and compensation against what they promise, and what is refused. every.cu has what holds of
+// all of them.
 #include "../../optim/kernel.cuh"
-#include "presets.h"
-#include "rules.h"
-
-#define ROW_NAME(NAME, ...) NAME,
-static const char* const rule_names[] = {OPTIM_RULES(ROW_NAME)};
-static const char* const weights_names[] = {OPTIM_WEIGHTS(ROW_NAME)};
-static constexpr auto& preset_names = all_presets.name;
-#undef ROW_NAME
+#include "steps.h"
 
 // Two tensors, the first with decay; lengths that leave padding.
-constexpr int64_t LENGTH[2] = {2321, 300};
+static const OptimTensor model[2] = {{"tensor", 1, 2321, true, 0}, {"tensor", 1, 300, false, 0}};
 
-struct Run {
-    Device dev;
-    OptimTensor tensor[2];
-    int64_t elements;
-    Optim* optim;
-    float *grads, *scale;  // on the device
-};
+static const Steps plain = {0.01f, 0.5f, false, false};
 
-static void run_open(Run* run, const OptimConfig* config, bool gpu, OptimType compute) {
-    device_open(&run->dev, gpu, 0);
-    for (int t = 0; t < 2; t++) run->tensor[t] = {"tensor", 1, LENGTH[t], t == 0, 0};
-    run->elements = optim_layout(run->tensor, 2);
-    run->optim = optim_create(&run->dev, config, run->tensor, 2, compute);
-    run->grads = (float*)device_alloc(&run->dev, run->elements * 4);
-    run->scale = (float*)device_alloc(&run->dev, 4);
-    float values[LENGTH[0]], half = 0.5f;
-    for (int t = 0; t < 2; t++) {
-        for (int64_t i = 0; i < LENGTH[t]; i++) values[i] = start(run->tensor[t].offset + i);
-        optim_set_weights(run->optim, t, values);
-    }
-    optim_decode(run->optim);
-    copy_to_device(&run->dev, run->scale, &half, 4);
-}
-
-static bool is_padding(const Run* run, int64_t element) {
-    int64_t second = run->tensor[1].offset;
-    return element < second ? element >= LENGTH[0] : element - second >= LENGTH[1];
-}
-
-static void run_steps(Run* run, float lr, int64_t first, int64_t last) {
-    float* values = (float*)malloc((size_t)run->elements * sizeof(float));
-    for (int64_t step = first; step <= last; step++) {
-        for (int64_t i = 0; i < run->elements; i++) values[i] = is_padding(run, i) ? 0.0f : gradient(step, i);
-        copy_to_device(&run->dev, run->grads, values, run->elements * 4);
-        optim_step(run->optim, run->grads, run->scale, lr, step);
-    }
-    device_sync(&run->dev);
-    free(values);
-}
-
-static void run_close(Run* run) {
-    optim_free(run->optim);
-    device_free(&run->dev, run->grads);
-    device_free(&run->dev, run->scale);
-    device_close(&run->dev);
-}
-
-static OptimStream stream_named(Test* test, const Run* run, const char* name) {
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        OptimStream stream = optim_stream(run->optim, s);
-        if (is(stream.name, name)) return stream;
-    }
-    expect(false, "there is no stream %s", name);
-    return optim_stream(run->optim, 0);
+static void rule_open(Run* run, const OptimConfig* config, OptimType compute) {
+    run_open(run, config, model, 2, compute);
 }
 
 // A number and a bound on the error of the fp32 arithmetic that computes it: each operation adds its own rounding, u of
@@ -157,8 +99,9 @@ static const struct {
     void (*step)(Element* e, const Given* c);
 } reference_rules[] = {
     {"adamw", reference_adamw},       {"adam", reference_adam}, {"lion", reference_lion}, {"sgd", reference_sgd},
-    {"ademamix", reference_ademamix}, {"adam-mini", nullptr}};  // kinds.cu, since it reads more than an element
-static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == sizeof(rule_names) / sizeof(rule_names[0]),
+    {"ademamix", reference_ademamix}, {"adam-mini", nullptr},  // rows.cu, since these read more
+    {"adafactor", nullptr},           {"came", nullptr},        {"rmnp", nullptr},        {"normuon-lite", nullptr}};
+static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == (size_t)name_count(SIMPLE_RULES),
               "a rule needs its formula here");
 
 static void reference_step(Element* e, const OptimConfig* config, double gradient, double lr, bool decay, double step) {
@@ -190,51 +133,52 @@ static void check_rule(Test* test, const char* rule, const char* decay_mode) {
     config.decay_mode = decay_mode;
     config.lr_max = 0.25f;
     Run run;
-    run_open(&run, &config, false, OPTIM_FP32);
-    const float lr = 0.01f;
-    run_steps(&run, lr, 1, 20);
-    bool slow = find_row(rule_table(), rule)->keeps_slow;
-    const float* p = (const float*)stream_named(test, &run, "weights").data;
-    const float* m = (const float*)stream_named(test, &run, "m").data;
-    const float* v = keeps_v(rule) ? (const float*)stream_named(test, &run, "v").data : nullptr;
-    const float* s = slow ? (const float*)stream_named(test, &run, "slow").data : nullptr;
+    rule_open(&run, &config, OPTIM_FP32);
+    run_steps(&run, 1, 20, plain);
+    const char* const names[] = {"weights", "m", "v", "slow"};
+    const float* got[4];  // NULL where the rule keeps none
+    for (int k = 0; k < 4; k++) {
+        OptimStream stream;
+        got[k] = find_stream(&run, names[k], &stream) ? (const float*)stream.data : nullptr;
+    }
+    expect(got[0] && got[1] && !got[2] == !keeps_v(rule), "%s: arrays", rule);
     double worst = 0.0;
     int lost = 0;
-    for (int64_t i = 0; i < run.elements; i++) {
-        if (is_padding(&run, i)) continue;
-        Element e = {{(double)start(i), 0.0}, {0, 0}, {0, 0}, {0, 0}, false};
-        for (int step = 1; step <= 20; step++) {
-            reference_step(&e, &config, 0.5 * (double)gradient(step, i), (double)lr, i < LENGTH[0], step);
-        }
-        lost += e.lost;
-        if (e.lost) continue;
-        const double got[] = {p[i], m[i], v ? v[i] : 0.0, s ? s[i] : 0.0};
-        const Bounded want[] = {e.p, e.m, e.v, e.slow};
-        for (int k = 0; k < 4; k++) {
-            double error = fabs(got[k] - want[k].value), multiple = error == 0.0 ? 0.0 : error / want[k].error;
-            if (!(multiple <= worst)) worst = multiple;
+    for (int t = 0; t < 2; t++) {
+        for (int64_t i = 0; i < model[t].cols; i++) {
+            Element e = {{(double)run_start(t, i), 0.0}, {0, 0}, {0, 0}, {0, 0}, false};
+            for (int step = 1; step <= 20; step++) {
+                const double g = 0.5 * (double)run_gradient(&model[t], step, t, i, plain);
+                reference_step(&e, &config, g, (double)plain.lr, model[t].decay, step);
+            }
+            lost += e.lost;
+            const Bounded want[] = {e.p, e.m, e.v, e.slow};
+            for (int k = 0; k < 4 && !e.lost; k++) {
+                double error = fabs((got[k] ? (double)got[k][run.tensor[t].offset + i] : 0.0) - want[k].value);
+                double multiple = error == 0.0 ? 0.0 : error / want[k].error;
+                if (!(multiple <= worst)) worst = multiple;
+            }
         }
     }
     expect(worst <= 1.0, "%s, decay %s: %g of the bound", rule, decay_mode, worst);
     expect(worst > 0.01, "%s: the bound is too loose to tell anything, %g", rule, worst);
     expect(lost < 20, "%s: %d signs could not be called", rule, lost);
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2f", used ? ", " : "of bound: ", rule, worst);
+    note(test, "%s %.2f of bound", rule, worst);
     run_close(&run);
 }
 
 TEST(rules_against_double) {
-    for (const char* rule : rule_names) check_rule(test, rule, "coupled");
+    for (const char* rule : SIMPLE_RULES) check_rule(test, rule, "coupled");
 }
 
 TEST(rules_with_independent_decay_against_double) {
-    for (const char* rule : rule_names) {
+    for (const char* rule : SIMPLE_RULES) {
         if (find_row(rule_table(), rule)->decoupled) check_rule(test, rule, "independent");
     }
 }
 
-TEST(rules_allocate_what_they_keep) {
-    for (const char* rule : rule_names) {
+TEST(rules_say_what_they_keep) {
+    for (const char* rule : SIMPLE_RULES) {
         const RuleRow* row = find_row(rule_table(), rule);
         if (row->by_rows) continue;
         const int states = 1 + row->keeps_v + row->keeps_slow;
@@ -244,13 +188,6 @@ TEST(rules_allocate_what_they_keep) {
                  row->keeps_slow ? "  slow bf16:sr" : "", row->keeps_v ? "  v bf16:sr" : "", 2 + 2 * states);
         optim_describe(&config, line, sizeof(line));
         expect(is(line, want), "%s", line);
-        Run run;
-        run_open(&run, &config, false, OPTIM_BF16);
-        OptimBytes plan = optim_bytes(&config, run.tensor, 2, OPTIM_BF16), allocated = optim_allocated(run.optim);
-        expect(memcmp(&plan, &allocated, sizeof(plan)) == 0, "%s", rule);
-        expect(plan.states == states * 2 * run.elements, "%s: %lld", rule, (long long)plan.states);
-        expect(optim_stream_count(run.optim) == 1 + states, "%s", rule);
-        run_close(&run);
     }
 }
 
@@ -264,38 +201,35 @@ TEST(rules_usual_learning_rates) {
 }
 
 TEST(rules_refuse_what_does_not_fit) {
-    OptimConfig good = make_config("adamw", "bf16", "fp32"), config = good;
-    config = good, config.rule = "lion";
-    expect_refusal(test, config, "--v: \"fp32\"", "lion keeps no second moment");
-    config.v = "none";
+    const OptimConfig good = make_config("adamw", "bf16", "fp32"), fed = make_config("adamw", "lin8:ef", "dyn8:sr");
+    OptimConfig lion = good, none = good, mode = good, adam = good, beta3 = good, alpha = good, fed_lion = fed,
+                beta1 = fed;
+    lion.rule = "lion", none.v = "none", mode.decay_mode = "both", adam.rule = "adam", adam.decay_mode = "independent";
+    beta3.beta3 = 1.0f, alpha.alpha = -1.0f, fed_lion.rule = "lion", fed_lion.v = "none", beta1.beta1 = 0.0f;
+    const struct {
+        const OptimConfig* config;
+        const char *begin, *holds;
+    } rows[] = {{&lion, "--v: \"fp32\"", "lion keeps no second moment"},
+                {&none, "--v: \"none\"", "adamw keeps a second moment"},
+                {&mode, "--decay-mode: \"both\"", "coupled or independent"},
+                {&adam, "--decay-mode: \"independent\"", "adam adds"},
+                {&beta3, "--beta3: 1", "below 1"},
+                {&alpha, "--alpha: -1", "from 0"},
+                {&fed_lion, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr"},
+                {&beta1, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr"}};
+    for (const auto& row : rows) expect_refusal(test, *row.config, row.begin, row.holds);
+    lion.v = "none";
+    resolved(resolved(lion));
+    OptimConfig config = fed;
     char error[1024];
-    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
-    expect(optim_resolve(&config, error, sizeof(error)), "a second time: %s", error);
-    config = good, config.v = "none";
-    expect_refusal(test, config, "--v: \"none\"", "adamw keeps a second moment");
-    config = good, config.decay_mode = "both";
-    expect_refusal(test, config, "--decay-mode: \"both\"", "coupled or independent");
-    config = good, config.rule = "adam", config.decay_mode = "independent";
-    expect_refusal(test, config, "--decay-mode: \"independent\"", "adam adds");
-    config = good, config.beta3 = 1.0f;
-    expect_refusal(test, config, "--beta3: 1", "below 1");
-    config = good, config.alpha = -1.0f;
-    expect_refusal(test, config, "--alpha: -1", "from 0");
-    good = make_config("adamw", "lin8:ef", "dyn8:sr");
-    config = good, config.rule = "lion", config.v = "none";
-    expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr");
-    config = good, config.beta1 = 0.0f;
-    expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr");
-    for (const char* m : {"dyn8/rank1", "e4m3/tensor"}) {
-        config = good, config.m = m;
-        expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "of more than a block; type --m e4m3:sr, or");
-    }
-    for (const char* m : {"de4", "nf4:sr", "de4/32@dq8"}) {
-        config = good, config.m = m;
-        expect_refusal(test, config, "--weights: weights \"lin8:ef\"", "type --m e4m3:sr, or --weights lin8:sr");
+    for (const char* m : {"dyn8/rank1", "e4m3/tensor", "de4", "nf4:sr", "de4/32@dq8"}) {
+        config.m = m;
+        expect_refusal(test, config, "--weights: weights \"lin8:ef\"",
+                       strchr(m, '@') || !in_spans(m) ? "type --m e4m3:sr, or --weights lin8:sr"
+                                                      : "of more than a block; type --m e4m3:sr, or");
     }
     // A checkpoint may hold what no run begins with.
-    config = good, config.m = "de4", config.stored = true;
+    config = fed, config.m = "de4", config.stored = true;
     expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
     config.beta1 = 0.0f;
     expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
@@ -367,7 +301,7 @@ TEST(rules_split_8_is_within_its_bound) {
             expect(high[i] == (uint16_t)((float_bits(back[i]) + 0x8000) >> 16), "%a: bf16 %04x", x[i], high[i]);
         }
     }
-    snprintf(test->note, sizeof(test->note), "%.3f of 1/512 of a step of bf16", worst);
+    note(test, "%.3f of 1/512 of a step of bf16", worst);
     expect(worst == 1.0, "ties are at the bound: %g", worst);
 }
 
@@ -415,7 +349,7 @@ TEST(rules_kahan_is_within_its_bound) {
             expect(back[i] == (float)(w + k), "%a comes back as %a", x[i], back[i]);
         }
     }
-    snprintf(test->note, sizeof(test->note), "%.3f of half a step of the compensation", worst);
+    note(test, "%.3f of half a step of the compensation", worst);
     expect(worst <= 1.0 && worst > 0.99, "%g", worst);
 }
 
@@ -511,8 +445,7 @@ static void check_block_split(Test* test, double largest) {
         expect(error_seen <= 1.0, "%a is seen as %a", back[i], seen[i]);
         if (!(error <= worst)) worst = error;
     }
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%.3f of half a step", used ? ", " : "", worst);
+    note(test, "%.3f of half a step", worst);
     expect(worst <= 1.0 && worst > 0.9, "%g", worst);
 }
 
@@ -598,30 +531,28 @@ TEST(rules_small_updates_survive) {
     for (double way : {kahan.moved, split8.moved, split16.moved}) {
         expect(way > 0.9 * moved && way < 1.1 * moved, "moved by %g of %g", way, moved);
     }
-    // 1e-6 is below half a step of the split too: nearest stands still, noise keeps the mean. The variance of a step is
-    // f (1 - f) steps squared, f = 1e-6 / 2^-16.
+    // 1e-6 is below half a step of the split too: what rounds to nearest stands still, and noise keeps the mean. The
+    // variance of a step is f (1 - f) steps squared, where f is the update's share of a step, at most of this size.
     const float small = 1e-6f;
-    double step = ldexp(1.0, -16), f = (double)small / step, standard = step * sqrt(200 * f * (1.0 - f) / 2048);
     expect(drift("bf16+8", small, Split<int8_t, NEAREST>::load).moved == 0.0, "bf16+8 moved");
-    Drift noisy = drift("bf16+8:sr", small, Split<int8_t, STOCHASTIC>::load);
-    // In place in fp8: a step is a power of two from 2^-4 down, and the update a small share of it.
-    Drift fp8 = drift("e4m3:sr", lr, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>::load);
     expect(drift("e4m3", lr, Blocks<E4m3, 128, ScaleE8m0, NEAREST>::load).moved == 0.0, "e4m3 moved");
-    double largest = ldexp(1.0, -4), share = (double)lr / largest;
-    double error8 = largest * sqrt(200 * share * (1.0 - share) / 2048);
-    expect(fabs(fp8.mean) <= 4.0 * error8, "e4m3:sr is off by %g, %g standard errors", fp8.mean,
-           fabs(fp8.mean) / error8);
-    expect(fp8.moved > 0.5 * moved, "e4m3:sr stands still: %g", fp8.moved);
-    Drift linear = drift("lin8:sr", lr, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>::load);
-    double step_linear = ldexp(1.0, -7), share_linear = (double)lr / step_linear;
-    double error_linear = step_linear * sqrt(200 * share_linear * (1.0 - share_linear) / 2048);
-    expect(fabs(linear.mean) <= 4.0 * error_linear, "lin8:sr is off by %g, %g standard errors", linear.mean,
-           fabs(linear.mean) / error_linear);
-    expect(linear.moved > 0.5 * moved, "lin8:sr stands still: %g", linear.moved);
-    snprintf(test->note, sizeof(test->note), "kahan %.1e, bf16+8 %.1e of %.1e; bf16+8:sr %.1f of 4 standard errors",
-             kahan.worst, split8.worst, moved, fabs(noisy.mean) / standard);
-    expect(fabs(noisy.mean) <= 4.0 * standard + fp32, "bf16+8:sr is off by %g", noisy.mean);
-    expect(noisy.moved > 100 * (double)small, "bf16+8:sr stands still: %g", noisy.moved);
+    const struct {
+        const char* name;
+        float rate;
+        double step;
+        void (*load)(const Streams&, int, float*, int, const NoiseKey&);
+    } noisy[] = {{"bf16:sr", lr, 0x1p-8, Elementwise<Bf16, STOCHASTIC>::load},
+                 {"bf16+8:sr", small, 0x1p-16, Split<int8_t, STOCHASTIC>::load},
+                 {"e4m3:sr", lr, 0x1p-4, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>::load},
+                 {"lin8:sr", lr, 0x1p-7, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>::load}};
+    for (const auto& row : noisy) {
+        const double f = (double)row.rate / row.step, standard = row.step * sqrt(200 * f * (1.0 - f) / 2048);
+        const Drift got = drift(row.name, row.rate, row.load);
+        expect(fabs(got.mean) <= 4.0 * standard + fp32, "%s is off by %g, %g standard errors", row.name, got.mean,
+               fabs(got.mean) / standard);
+        expect(got.moved > 100 * (double)row.rate, "%s stands still: %g", row.name, got.moved);
+        note(test, "%s %.1f of 4 standard errors", row.name, fabs(got.mean) / standard);
+    }
 }
 
 // The root mean square of how far weights are from those of an fp32 run after `steps` steps of AdamW whose gradient is
@@ -700,8 +631,7 @@ static void check_feedback(Test* test, const char* name, float rate) {
     // Roundings of the root, the unit, the product, the sum, and of what comes before them.
     const double bound = 8 * ldexp(1.0, -24);
     expect(worst <= bound, "%s, rate %g: m is off by %.1e of itself", name, (double)rate, worst);
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%.2f", used ? ", " : "of bound: ", worst / bound);
+    note(test, "%.2f of bound", worst / bound);
 }
 
 TEST(rules_feedback_by_its_formula) {
@@ -733,27 +663,23 @@ TEST(rules_feedback_makes_errors_good) {
             expect(fabs(mean) <= 4.0 * error[i] / sqrt(2048.0), "%s, m %s: the mean is off by %.2e", row.feedback,
                    row.m, mean);
         }
-        size_t used = strlen(test->note);
-        snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.1e, %.1e", used ? "; " : "", row.feedback,
-                 error[0], error[1]);
+        note(test, "%s %.1e, %.1e", row.feedback, error[0], error[1]);
     }
 }
 
 TEST(rules_split_16_is_an_fp32_run) {
-    for (const char* rule : rule_names) {
+    for (const char* rule : SIMPLE_RULES) {
         Run run[2];
-        const char* const weights[2] = {"fp32", "bf16+16"};
         for (int r = 0; r < 2; r++) {
-            OptimConfig config = make_config(rule, weights[r], "bf16:sr");
-            run_open(&run[r], &config, false, OPTIM_BF16);
-            run_steps(&run[r], 0.01f, 1, 20);
+            OptimConfig config = make_config(rule, r ? "bf16+16" : "fp32", "bf16:sr");
+            rule_open(&run[r], &config, OPTIM_BF16);
+            run_steps(&run[r], 1, 20, plain);
         }
-        int64_t n = run[0].elements;
+        const int64_t n = run[0].elements;
         float* joined = (float*)malloc((size_t)n * sizeof(float));
-        Streams streams = {stream_named(test, &run[1], "weights").data,
-                           stream_named(test, &run[1], "weights.low").data};
+        Streams streams = {optim_stream(run[1].optim, 0).data, optim_stream(run[1].optim, 1).data};
         Split<int16_t, NEAREST>::load(streams, 0, joined, (int)n, NoiseKey{});
-        expect(memcmp(joined, stream_named(test, &run[0], "weights").data, (size_t)n * 4) == 0, "%s: weights", rule);
+        expect(memcmp(joined, optim_stream(run[0].optim, 0).data, (size_t)n * 4) == 0, "%s: weights", rule);
         for (int s = 1; s < optim_stream_count(run[0].optim); s++) {
             OptimStream a = optim_stream(run[0].optim, s), b = optim_stream(run[1].optim, s + 1);
             expect(is(a.name, b.name) && memcmp(a.data, b.data, (size_t)(a.elements * a.element_bytes)) == 0, "%s: %s",
@@ -762,190 +688,4 @@ TEST(rules_split_16_is_an_fp32_run) {
         free(joined);
         for (Run& each : run) run_close(&each);
     }
-}
-
-TEST(rules_weights_cost_what_they_say) {
-    const struct {
-        const char* name;
-        double bytes;
-    } wanted[] = {{"fp32", 4},
-                  {"bf16", 2},
-                  {"bf16:sr", 2},
-                  {"bf16:kahan", 4},
-                  {"bf16+8", 3},
-                  {"bf16+8:sr", 3},
-                  {"bf16+16", 4},
-                  {"bf16+fp32", 6},
-                  {"fp16", 2},
-                  {"fp16:sr", 2},
-                  {"fp16:kahan", 4},
-                  {"fp16+fp32", 6},
-                  {"e4m3", 1 + 1 / 128.0},
-                  {"e4m3:sr", 1 + 1 / 128.0},
-                  {"e4m3+8", 2 + 1 / 128.0},
-                  {"e4m3+8:sr", 2 + 1 / 128.0},
-                  {"e4m3+fp32", 5 + 1 / 128.0},
-                  {"e5m2", 1 + 1 / 128.0},
-                  {"e5m2:sr", 1 + 1 / 128.0},
-                  {"e5m2+fp32", 5 + 1 / 128.0},
-                  {"lin8:sr", 1 + 1 / 32.0},
-                  {"bf16:ef", 2},
-                  {"e4m3:ef", 1 + 1 / 128.0},
-                  {"lin8:ef", 1 + 1 / 32.0},
-                  {"e4m3/tensor+fp32", 5},
-                  {"e5m2/tensor+fp32", 5}};
-    for (const auto& row : wanted) {
-        OptimConfig config = make_config("adamw", row.name, "fp32");
-        Run run;
-        run_open(&run, &config, false, OPTIM_BF16);
-        OptimBytes plan = optim_bytes(&config, run.tensor, 2, OPTIM_BF16), allocated = optim_allocated(run.optim);
-        expect(memcmp(&plan, &allocated, sizeof(plan)) == 0, "%s", row.name);
-        // Each array is rounded up to 256 bytes.
-        double bytes = row.bytes * (double)run.elements;
-        expect((double)plan.weights >= bytes && (double)plan.weights < bytes + 768, "%s: %lld", row.name,
-               (long long)plan.weights);
-        expect((plan.compute == 0) == (strncmp(row.name, "bf16", 4) == 0), "%s: a bf16 stream serves as it is",
-               row.name);
-        run_close(&run);
-    }
-}
-
-// All that a run leaves: the streams one after another, and the weights in the compute type.
-static char* snapshot(const Run* run, OptimType compute, int64_t* count) {
-    int64_t copy = run->elements * (compute == OPTIM_BF16 ? 2 : 4);
-    *count = copy;
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        *count += optim_stream(run->optim, s).elements * optim_stream(run->optim, s).element_bytes;
-    }
-    char *all = (char*)malloc((size_t)*count), *at = all;
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        OptimStream stream = optim_stream(run->optim, s);
-        copy_to_host(&run->dev, at, stream.data, stream.elements * stream.element_bytes);
-        at += stream.elements * stream.element_bytes;
-    }
-    copy_to_host(&run->dev, at, optim_weights(run->optim), copy);
-    return all;
-}
-
-static bool same_result(const Run* a, const Run* b, OptimType compute) {
-    int64_t count[2];
-    char* all[2] = {snapshot(a, compute, &count[0]), snapshot(b, compute, &count[1])};
-    bool same = count[0] == count[1] && memcmp(all[0], all[1], (size_t)count[0]) == 0;
-    free(all[0]);
-    free(all[1]);
-    return same;
-}
-
-TEST(rules_every_pair_resumes_to_the_bit) {
-    for (const char* rule : rule_names) {
-        for (const char* weights : weights_names) {
-            if (!goes_with(rule, weights, "bf16:sr")) continue;
-            OptimConfig config = make_config(rule, weights, "bf16:sr");
-            Run whole, first, second;
-            for (Run* run : {&whole, &first, &second}) run_open(run, &config, false, OPTIM_FP32);
-            run_steps(&whole, 0.01f, 1, 9);
-            run_steps(&first, 0.01f, 1, 4);
-            for (int s = 0; s < optim_stream_count(first.optim); s++) {
-                OptimStream from = optim_stream(first.optim, s), to = optim_stream(second.optim, s);
-                memcpy(to.data, from.data, (size_t)(from.elements * from.element_bytes));
-            }
-            optim_decode(second.optim);
-            run_steps(&second, 0.01f, 5, 9);
-            expect(same_result(&whole, &second, OPTIM_FP32), "%s with weights %s", rule, weights);
-            expect(!same_result(&whole, &first, OPTIM_FP32), "%s with weights %s: nothing moves", rule, weights);
-            for (Run* run : {&whole, &first, &second}) run_close(run);
-        }
-    }
-}
-
-TEST(rules_every_pair_leaves_padding_zero) {
-    for (const char* rule : rule_names) {
-        for (const char* weights : weights_names) {
-            if (!goes_with(rule, weights, "bf16")) continue;
-            OptimConfig config = make_config(rule, weights, "bf16");
-            Run run;
-            run_open(&run, &config, false, OPTIM_FP32);
-            run_steps(&run, 0.01f, 1, 3);
-            for (int s = 0; s < optim_stream_count(run.optim); s++) {
-                OptimStream stream = optim_stream(run.optim, s);
-                if (stream.elements != run.elements) continue;  // scales of blocks
-                // The code of zero, which is not 0 with linear levels.
-                int zero = strncmp(weights, "lin8", 4) == 0 && is(stream.name, "weights") ? Lin8::ZERO : 0;
-                for (int64_t i = 0; i < run.elements; i++) {
-                    if (!is_padding(&run, i)) continue;
-                    const char* bytes = (const char*)stream.data + i * stream.element_bytes;
-                    for (int b = 0; b < stream.element_bytes; b++) {
-                        expect(bytes[b] == zero, "%s, %s: stream %s element %lld", rule, weights, stream.name,
-                               (long long)i);
-                    }
-                }
-            }
-            const float* seen = (const float*)optim_weights(run.optim);
-            for (int64_t i = 0; i < run.elements; i++) expect(!is_padding(&run, i) || seen[i] == 0.0f, "%s", weights);
-            run_close(&run);
-        }
-    }
-}
-
-TEST(rules_and_weights_compile_at_run_time) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
-    constexpr int RULES = sizeof(rule_names) / sizeof(rule_names[0]);
-    constexpr int WEIGHTS = sizeof(weights_names) / sizeof(weights_names[0]);
-    // Each rule and each kind of weights at least once.
-    for (int i = 0; i < RULES || i < WEIGHTS; i++) {
-        const char *weights = weights_names[i % WEIGHTS], *rule = rule_names[i % RULES];
-        OptimConfig config =
-            make_config(goes_with(rule, weights, "fp32") ? rule : "adam", weights, i % 2 ? "fp32" : "bf16:sr");
-        char expression[1024];
-        JitImage image;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        bool good = jit_compile(expression, i % 2 ? "sm_80" : "sm_90", &image, error);
-        expect(good, "%s: %s", expression, error);
-        if (good) jit_free(&image);
-    }
-}
-
-TEST(rules_presets_run) {
-    for (const char* preset : preset_names) {
-        OptimConfig config = {preset, "", "", "fp32", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
-        char error[512];
-        bool good = optim_resolve(&config, error, sizeof(error));
-        expect(good, "%s: %s", preset, error);
-        if (!good) continue;
-        expect(optim_built_in(&config, OPTIM_BF16), "%s needs NVRTC", preset);
-        Run run, other;
-        run_open(&run, &config, false, OPTIM_FP32);
-        run_open(&other, &config, false, OPTIM_FP32);
-        run_steps(&run, 0.01f, 1, 2);
-        expect(!same_result(&run, &other, OPTIM_FP32), "%s: nothing moves", preset);
-        run_close(&run);
-        run_close(&other);
-    }
-}
-
-static void every_pair_on_gpu(Test* test) {
-    const char* const states[3] = {"fp32", "bf16:sr", "e4m3/256"};  // the last has 16 elements a thread
-    int pairs = 0;
-    for (const char* rule : rule_names) {
-        for (const char* weights : weights_names) {
-            if (!goes_with(rule, weights, states[pairs % 3])) continue;
-            OptimConfig config = make_config(rule, weights, states[pairs % 3]);
-            OptimType compute = pairs % 2 ? OPTIM_BF16 : OPTIM_FP32;
-            if (!optim_built_in(&config, OPTIM_BF16) && !jit_available()) continue;
-            Run run[2];
-            for (int r = 0; r < 2; r++) {
-                run_open(&run[r], &config, r == 1, compute);
-                run_steps(&run[r], 0.01f, 1, 20);
-            }
-            expect(same_result(&run[0], &run[1], compute), "%s with weights %s", rule, weights);
-            for (Run& each : run) run_close(&each);
-            pairs++;
-        }
-    }
-    snprintf(test->note, sizeof(test->note), "%d pairs x 20 steps", pairs);
-}
-
-TEST(rules_every_pair_equals_cpu_gpu) {
-    with_empty_cache(test, every_pair_on_gpu);
 }

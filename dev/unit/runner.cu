@@ -10,11 +10,13 @@
 // report, and there is no time limit.
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <omp.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -58,6 +60,18 @@ static void count_case(const Test* test, Counts* counts) {
     (test->failures ? counts->failed : test->skipped ? counts->skipped : counts->passed)++;
 }
 
+// A folder that is TMPDIR while a case runs, and goes with all that is in it when the case has ended.
+static void case_folder_make(char (&path)[1024]) {
+    const char* base = getenv("TMPDIR");
+    snprintf(path, sizeof(path), "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
+    if (!mkdtemp(path) || chmod(path, 0755) != 0) user_error("%s: no folder: %s", path, strerror(errno));
+}
+
+static void case_folder_remove(const char* path) {
+    auto remove_one = [](const char* name, const struct stat*, int, struct FTW*) { return remove(name) & 0; };
+    nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
 static void run_case(Test* test, bool gpu) {
     double begin = clock_seconds();
     if (needs_gpu(test) && !gpu) {
@@ -95,9 +109,17 @@ static void run_here(Test** cases, int count, Counts* counts) {
     bool gpu = test_gpu_present();
     atexit(case_left);
     for (int i = 0; i < count; i++) {
+        char folder[1024];
+        const char* before = getenv("TMPDIR");
+        const char* kept = before ? strdup(before) : nullptr;
+        case_folder_make(folder);
+        setenv("TMPDIR", folder, 1);
         here()->test = cases[i];
         run_case(cases[i], gpu);
         here()->test = nullptr;
+        case_folder_remove(folder);
+        if (kept) setenv("TMPDIR", kept, 1);
+        if (!kept) unsetenv("TMPDIR");
         count_case(cases[i], counts);
     }
 }
@@ -119,6 +141,7 @@ struct Worker {
     double begin;
     bool overdue;  // and therefore killed
     Ending* ending;
+    char folder[1024];
 };
 
 static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
@@ -126,6 +149,7 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
     fflush(stdout);
     *worker->ending = {};
     if (pipe2(ends, O_CLOEXEC) != 0) user_error("%s: no pipe: %s", test->name, strerror(errno));
+    case_folder_make(worker->folder);
     worker->begin = clock_seconds();
     worker->pid = fork();
     if (worker->pid < 0) user_error("%s: no process: %s; type --here", test->name, strerror(errno));
@@ -134,6 +158,7 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive a runner that is killed
         dup2(ends[1], 1), dup2(ends[1], 2);
         omp_set_num_threads(threads);
+        setenv("TMPDIR", worker->folder, 1);
         run_case(test, gpu);
         fflush(stdout);
         *worker->ending = {true, test->skipped, test->failures};
@@ -189,6 +214,7 @@ static void worker_end(Worker* worker, int status, Counts* counts) {
             snprintf(test->note, sizeof(test->note), "killed, it took longer than %g s", case_seconds());
         print_line(test, clock_seconds() - worker->begin);
     }
+    case_folder_remove(worker->folder);
     count_case(test, counts);
     free(worker->text);
     worker->test = nullptr;

@@ -1,124 +1,28 @@
 // Tests of storages whose scales reach further than a tile: steps against plain loops over whole matrices, lpmm's
-// rank-1 scales by hand, what an fp8 copy keeps for a matmul, what is not finite, checkpoints in the same and other
-// formats, shards of whole tensors and the refusal of others, and where there is a GPU equal bits.
-#include <sys/wait.h>
-
+// rank-1 scales by hand, what an fp8 copy keeps for a matmul, what is not finite, checkpoints in other formats, and the
+// refusal of shards that cut a tensor. every.cu has what holds of all formats.
 #include "../../optim/constants.h"
-#include "../../optim/jit.h"
 #include "../../optim/kernel.cuh"
-#include "../../optim/plan.h"
-#include "../../optim/table.cuh"
-#include "rules.h"
-
-#define ROW_NAME(NAME, ...) NAME,
-static const char* const rule_names[] = {OPTIM_RULES(ROW_NAME)};
-static const char* const state_names[] = {OPTIM_STATES(ROW_NAME)};
-static const char* const weights_names[] = {OPTIM_WEIGHTS(ROW_NAME)};
+#include "apart.h"
+#include "steps.h"
 
 // Rows or columns that are no multiple of a thread's elements, one row, one column, several tiles, a vector's tail.
-struct Shape {
-    int64_t rows, cols;
-};
-static const Shape shapes[] = {{3, 1001}, {1, 300}, {70, 1}, {37, 16}, {130, 257}, {1, 5000}, {5, 4099}, {2, 2}};
-constexpr int TENSORS = sizeof(shapes) / sizeof(shapes[0]);
-static const char* const tensor_names[TENSORS] = {"wpe.weight",       "ln_f.weight",      "h.0.one.weight",
-                                                  "h.0.small.weight", "h.0.mlp.weight",   "h.0.mlp.bias",
-                                                  "h.0.wide.weight",  "h.1.little.weight"};
+static const OptimTensor model[] = {{"wpe.weight", 3, 1001, true, 0},      {"ln_f.weight", 1, 300, false, 0},
+                                    {"h.0.one.weight", 70, 1, true, 0},    {"h.0.small.weight", 37, 16, false, 0},
+                                    {"h.0.mlp.weight", 130, 257, true, 0}, {"h.0.mlp.bias", 1, 5000, false, 0},
+                                    {"h.0.wide.weight", 5, 4099, true, 0}, {"h.1.little.weight", 2, 2, false, 0}};
+constexpr int TENSORS = sizeof(model) / sizeof(model[0]);
 
-struct Run {
-    Device dev;
-    OptimConfig config;
-    OptimTensor tensor[TENSORS];
-    int64_t elements;
-    Optim* optim;
-    float *grads, *scale;  // on the device
-};
+static void spans_open(Run* run, const OptimConfig* config, OptimType compute) {
+    run_open(run, config, model, TENSORS, compute);
+}
 
 static OptimConfig spans_config(const char* rule, const char* weights, const char* m, const char* v) {
-    OptimConfig config = make_config(rule, weights, "fp32");
-    char error[4096];
-    config.m = m;
-    if (keeps_v(rule)) config.v = v;
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
+    return states_config(rule, weights, "fp32", m, v);
 }
 
 static int64_t length(const OptimTensor* tensor) {
     return tensor->rows * tensor->cols;
-}
-
-static void run_open(Run* run, const OptimConfig* config, bool gpu, OptimType compute) {
-    memset((void*)run, 0, sizeof(*run));
-    device_open(&run->dev, gpu, 0);
-    run->config = *config;
-    for (int t = 0; t < TENSORS; t++) run->tensor[t] = {tensor_names[t], shapes[t].rows, shapes[t].cols, t % 2 == 0, 0};
-    run->elements = optim_layout(run->tensor, TENSORS, config);
-    run->optim = optim_create(&run->dev, config, run->tensor, TENSORS, compute);
-    int64_t held = (config->end ? config->end : run->elements) - config->begin;
-    run->grads = (float*)device_alloc(&run->dev, held * 4);
-    run->scale = (float*)device_alloc(&run->dev, 4);
-    float *values = (float*)malloc((size_t)run->elements * 4), half = 0.5f;
-    for (int t = 0; t < TENSORS; t++) {
-        for (int64_t i = 0; i < length(&run->tensor[t]); i++)
-            values[i] = ldexpf(start(t * 100000 + i), (int)(i % 7) - 9);
-        optim_set_weights(run->optim, t, values);
-    }
-    optim_decode(run->optim);
-    copy_to_device(&run->dev, run->scale, &half, 4);
-    free(values);
-}
-
-static void run_close(Run* run) {
-    device_free(&run->dev, run->grads);
-    device_free(&run->dev, run->scale);
-    optim_free(run->optim);
-    device_close(&run->dev);
-}
-
-// Rows and columns of magnitudes of their own; wild ones are not finite here and there.
-static float spans_gradient(int tensor, int64_t row, int64_t col, int step, bool wild) {
-    int64_t i = row * 5003 + col;
-    float g = ldexpf(gradient(step, tensor * 100000 + i), (int)(row % 5) - (int)(col % 11));
-    const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
-    return wild && step == 2 && i % 97 == 5 ? strange[i / 97 % 7] : g;
-}
-
-// The whole arena's, of a step.
-static float* make_gradients(const Run* run, int step, bool wild) {
-    float* values = (float*)calloc((size_t)run->elements, 4);
-    for (int t = 0; t < TENSORS; t++) {
-        float* at = values + run->tensor[t].offset;
-        int64_t cols = run->tensor[t].cols;
-        for (int64_t i = 0; i < length(&run->tensor[t]); i++) {
-            at[i] = spans_gradient(t, i / cols, i % cols, step, wild);
-        }
-    }
-    return values;
-}
-
-static void run_steps(Run* run, int first, int last, bool wild) {
-    const OptimConfig* c = &run->config;
-    for (int step = first; step <= last; step++) {
-        float* values = make_gradients(run, step, wild);
-        int64_t end = c->end ? c->end : run->elements;
-        copy_to_device(&run->dev, run->grads, values + c->begin, (end - c->begin) * 4);
-        optim_step(run->optim, run->grads, run->scale, 1e-2f, step);
-        free(values);
-    }
-    device_sync(&run->dev);
-}
-
-// Host memory of an array; the caller frees it. Null when there is none.
-static void* array(const Run* run, const char* name) {
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        OptimStream stream = optim_stream(run->optim, s);
-        int64_t bytes = stream.elements * stream.element_bytes;
-        if (!is(stream.name, name)) continue;
-        void* copy = malloc((size_t)bytes + 1);
-        copy_to_host(&run->dev, copy, stream.data, bytes);
-        return copy;
-    }
-    return nullptr;
 }
 
 // Formats by plain loops: levels, and codes as they lie in memory.
@@ -217,8 +121,8 @@ static bool is_nearest(const PlainFormat* format, uint32_t code, float x, float 
 static void plain_slot(const Run* run, const PlainFormat* format, const char* slot, float* values) {
     char name[64];
     snprintf(name, sizeof(name), "%s.%s", slot, format->tensor ? "scales" : "maxima");
-    uint8_t* codes = (uint8_t*)array(run, slot);
-    float *numbers = (float*)array(run, name), *at = numbers;
+    uint8_t* codes = (uint8_t*)run_array(run, slot);
+    float *numbers = (float*)run_array(run, name), *at = numbers;
     for (int t = 0; t < TENSORS; t++) {
         const OptimTensor* tensor = &run->tensor[t];
         for (int64_t i = 0; i < length(tensor); i++) {
@@ -237,8 +141,8 @@ static void check_slot(Test* test, const Run* run, const PlainFormat* format, co
     char name[64];
     static float want[16384];
     snprintf(name, sizeof(name), "%s.%s", slot, format->tensor ? "scales" : "maxima");
-    uint8_t* codes = (uint8_t*)array(run, slot);
-    float *numbers = (float*)array(run, name), *at = numbers;
+    uint8_t* codes = (uint8_t*)run_array(run, slot);
+    float *numbers = (float*)run_array(run, name), *at = numbers;
     bool is_v = is(slot, "v");
     for (int t = 0; t < TENSORS && codes && numbers; t++) {
         const OptimTensor* tensor = &run->tensor[t];
@@ -267,16 +171,14 @@ static void check_slot(Test* test, const Run* run, const PlainFormat* format, co
 // The update of a step from the stored states and weights, by AdamW's own formula an element at a time.
 static void plain_update(const Run* run, int step, float* p, float* m, float* v) {
     Settings settings[2] = {{1.0, 0.0}, {1.0, (double)run->config.weight_decay}};
-    float* grads = make_gradients(run, step, false);
     for (int t = 0; t < TENSORS; t++) {
         Hyper hyper = hyper_create(&run->config, &settings[run->tensor[t].decay], (double)1e-2f, step);
         for (int64_t i = 0; i < length(&run->tensor[t]); i++) {
             int64_t element = run->tensor[t].offset + i;
-            float g = grads[element] * 0.5f, slow, root;
+            float g = run_gradient(&model[t], step, t, i, Steps()) * 0.5f, slow, root;
             EachElement<AdamW>::update(hyper, &p[element], &g, &m[element], &v[element], &slow, &root, 1);
         }
     }
-    free(grads);
 }
 
 TEST(spans_states_against_plain_loops) {
@@ -289,15 +191,15 @@ TEST(spans_states_against_plain_loops) {
         OptimConfig config = spans_config("adamw", "fp32", pair[0], pair[1]);
         const PlainFormat *format_m = find_plain(pair[0]), *format_v = find_plain(pair[1]);
         Run run;
-        run_open(&run, &config, false, OPTIM_FP32);
+        spans_open(&run, &config, OPTIM_FP32);
         float* all = (float*)calloc((size_t)run.elements * 2, 4);
-        float *m = all, *v = all + run.elements, *p = (float*)array(&run, "weights");
+        float *m = all, *v = all + run.elements, *p = (float*)run_array(&run, "weights");
         for (int step = 1; step <= STEPS; step++) {
             plain_slot(&run, format_m, "m", m);
             plain_slot(&run, format_v, "v", v);
             plain_update(&run, step, p, m, v);
-            run_steps(&run, step, step, false);
-            float* weights = (float*)array(&run, "weights");
+            run_steps(&run, step, step);
+            float* weights = (float*)run_array(&run, "weights");
             expect(memcmp(weights, p, (size_t)run.elements * 4) == 0, "%s %s step %d: the weights", pair[0], pair[1],
                    step);
             check_slot(test, &run, format_m, "m", m, step);
@@ -308,7 +210,7 @@ TEST(spans_states_against_plain_loops) {
         free(all), free(p);
         run_close(&run);
     }
-    snprintf(test->note, sizeof(test->note), "%.1fe6 codes", 1e-6 * (double)compared);
+    note(test, "%.1fe6 codes", 1e-6 * (double)compared);
 }
 
 // Stochastic rounding: the same numbers, and codes of one of the two levels around.
@@ -320,12 +222,12 @@ TEST(spans_stochastic_states) {
         for (int k = 0; k < 2; k++) snprintf(noisy[k], sizeof(noisy[k]), "%s:sr", pair[k]);
         OptimConfig config = spans_config("adamw", "fp32", noisy[0], noisy[1]);
         Run run;
-        run_open(&run, &config, false, OPTIM_FP32);
+        spans_open(&run, &config, OPTIM_FP32);
         float* all = (float*)calloc((size_t)run.elements * 4, 4);
         float *m = all, *v = m + run.elements, *back = v + run.elements, *numbers = back + run.elements;
-        float* p = (float*)array(&run, "weights");
+        float* p = (float*)run_array(&run, "weights");
         plain_update(&run, 1, p, m, v);
-        run_steps(&run, 1, 1, false);
+        run_steps(&run, 1, 1);
         for (int k = 0; k < 2; k++) {
             const PlainFormat* format = find_plain(pair[k]);
             const float* values = k ? v : m;
@@ -396,8 +298,9 @@ TEST(spans_pieces_of_a_tile) {
     static uint8_t codes[3][TILE_ELEMENTS / 2], table[Storage::TABLE_BYTES] __attribute__((aligned(16)));
     const int sizes[3] = {TILE_ELEMENTS, 16, 8};
     Storage::fill(table);
-    for (const Shape& shape : {Shape{3, 1001}, {1500, 3}, {4000, 1}, {37, 117}, {2, 5000}, {1, 4000}}) {
-        OptimTensor tensor = {"tensor", shape.rows, shape.cols, true, 0};
+    const int64_t pieces[][2] = {{3, 1001}, {1500, 3}, {4000, 1}, {37, 117}, {2, 5000}, {1, 4000}};
+    for (const auto& shape : pieces) {
+        OptimTensor tensor = {"tensor", shape[0], shape[1], true, 0};
         SpanTile tile = span_tile(SPAN_RANK1, &tensor, TILE_ELEMENTS, 5);
         int64_t kept = length(&tensor) - TILE_ELEMENTS;
         memset(next, 0, sizeof(next));
@@ -412,13 +315,13 @@ TEST(spans_pieces_of_a_tile) {
             for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::load(streams, i, to + i, sizes[k], NoiseKey{});
             bool same =
                 memcmp(next[k], next[0], sizeof(next[0])) == 0 && memcmp(codes[k], codes[0], sizeof(codes[0])) == 0;
-            expect(same && memcmp(to, back[0], sizeof(back[0])) == 0, "%lld x %lld by %d", (long long)shape.rows,
-                   (long long)shape.cols, sizes[k]);
+            expect(same && memcmp(to, back[0], sizeof(back[0])) == 0, "%lld x %lld by %d", (long long)shape[0],
+                   (long long)shape[1], sizes[k]);
         }
         int64_t zeros = 0;
         for (int64_t i = kept < 0 ? 0 : kept; i < TILE_ELEMENTS; i++) zeros += back[0][i] == 0.0f;
-        expect(kept >= TILE_ELEMENTS || zeros == TILE_ELEMENTS - kept, "padding of %lld x %lld", (long long)shape.rows,
-               (long long)shape.cols);
+        expect(kept >= TILE_ELEMENTS || zeros == TILE_ELEMENTS - kept, "padding of %lld x %lld", (long long)shape[0],
+               (long long)shape[1]);
     }
 }
 
@@ -466,10 +369,10 @@ TEST(spans_edges) {
 
 // What an fp8 copy of fp32 weights keeps: exact, of the new master, after steps as after the weights were set.
 static void check_copy(Test* test, const Run* run, const PlainFormat* format, int step) {
-    float* master = (float*)array(run, "master");
+    float* master = (float*)run_array(run, "master");
     check_slot(test, run, format, "weights", master, step);
-    float *numbers = (float*)array(run, "weights.scales"), *seen = (float*)malloc((size_t)run->elements * 4);
-    uint8_t* codes = (uint8_t*)array(run, "weights");
+    float *numbers = (float*)run_array(run, "weights.scales"), *seen = (float*)malloc((size_t)run->elements * 4);
+    uint8_t* codes = (uint8_t*)run_array(run, "weights");
     uint16_t* copy = (uint16_t*)malloc((size_t)run->elements * 2);
     copy_to_host(&run->dev, copy, optim_weights(run->optim), run->elements * 2);
     for (int t = 0; t < TENSORS; t++) {
@@ -496,14 +399,14 @@ TEST(spans_weights_with_master) {
         OptimConfig narrow = spans_config("adamw", weights, "fp32", "bf16"),
                     wide = spans_config("adamw", "fp32", "fp32", "bf16");
         Run run, exact;
-        run_open(&run, &narrow, false, OPTIM_BF16);
-        run_open(&exact, &wide, false, OPTIM_BF16);
+        spans_open(&run, &narrow, OPTIM_BF16);
+        spans_open(&exact, &wide, OPTIM_BF16);
         check_copy(test, &run, find_plain(name), 0);
         for (int step = 1; step <= 3; step++) {
-            run_steps(&run, step, step, false);
-            run_steps(&exact, step, step, false);
+            run_steps(&run, step, step);
+            run_steps(&exact, step, step);
             check_copy(test, &run, find_plain(name), step);
-            float *master = (float*)array(&run, "master"), *want = (float*)array(&exact, "weights");
+            float *master = (float*)run_array(&run, "master"), *want = (float*)run_array(&exact, "weights");
             expect(memcmp(master, want, (size_t)run.elements * 4) == 0, "%s: the master is an fp32 run's", weights);
             free(master), free(want);
         }
@@ -511,122 +414,14 @@ TEST(spans_weights_with_master) {
     }
 }
 
-// Configurations of all kinds, for what follows.
-static const char* const mixed[][5] = {{"adamw", "bf16:sr", "e4m3/tensor", "e5m2/tensor:sr", ""},
-                                       {"adamw", "bf16:sr", "de4/rank1:sr", "lin4/rank1", ""},
-                                       {"adamw", "e4m3/tensor+fp32", "dyn8", "udyn8", ""},
-                                       {"adamw", "e5m2/tensor+fp32", "dyn8/rank1", "sqrt4/rank1:sr", ""},
-                                       {"adamw", "e4m3:sr", "fp32", "udyn8/rank1:sr", ""},
-                                       {"ademamix", "e4m3/tensor+fp32", "e5m2/tensor:sr", "udyn8/rank1", ""},
-                                       {"lion", "bf16+8", "de4/rank1", "", ""},
-                                       {"adamw", "e4m3/tensor+fp32", "de4", "lin4/rank1",
-                                        "ln*|wpe: m=dyn8/rank1 v=fp32; *.mlp: m=e4m3/tensor; h.1: lr=0.5"}};
-
-static OptimConfig mixed_config(const char* const* row) {
-    OptimConfig config = spans_config(row[0], row[1], row[2], row[3]);
-    config.overrides = row[4];
-    return config;
-}
-
-static bool same_arrays(const Run* a, const Run* b) {
-    bool same = optim_stream_count(a->optim) == optim_stream_count(b->optim);
-    for (int s = 0; s < optim_stream_count(a->optim) && same; s++) {
-        OptimStream stream = optim_stream(a->optim, s), other = optim_stream(b->optim, s);
-        int64_t bytes = stream.elements * stream.element_bytes;
-        same = is(stream.name, other.name) && bytes == other.elements * other.element_bytes;
-        void *x = array(a, stream.name), *y = same ? array(b, stream.name) : nullptr;
-        same = same && memcmp(x, y, (size_t)bytes) == 0;
-        free(x), free(y);
-    }
-    return same;
-}
-
-TEST(spans_cost_what_they_say) {
-    for (const auto& row : mixed) {
-        OptimConfig config = mixed_config(row);
-        Run run;
-        run_open(&run, &config, false, OPTIM_BF16);
-        OptimBytes plan = optim_bytes(&config, run.tensor, TENSORS, OPTIM_BF16), real = optim_allocated(run.optim);
-        expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s %s %s: planned and allocated", row[1], row[2], row[3]);
-        run_close(&run);
-    }
-    OptimConfig config = spans_config("adamw", "e4m3/tensor+fp32", "e4m3/tensor", "lin4/rank1");
-    char line[256];
-    optim_describe(&config, line, sizeof(line));
-    expect(strstr(line, "6.5 B/param"), "%s", line);
-}
-
-TEST(spans_nonfinite_scale_changes_nothing) {
-    for (const auto& row : mixed) {
-        OptimConfig config = mixed_config(row);
-        Run run, other;
-        run_open(&run, &config, false, OPTIM_BF16);
-        run_open(&other, &config, false, OPTIM_BF16);
-        for (Run* each : {&run, &other}) run_steps(each, 1, 2, false);
-        for (float scale : {NAN, INFINITY}) {
-            copy_to_device(&run.dev, run.scale, &scale, 4);
-            run_steps(&run, 3, 3, true);
-        }
-        float half = 0.5f;
-        copy_to_device(&run.dev, run.scale, &half, 4);
-        expect(same_arrays(&run, &other), "%s %s %s: a step that is skipped", row[1], row[2], row[3]);
-        for (Run* each : {&run, &other}) run_steps(each, 3, 3, false);
-        expect(same_arrays(&run, &other), "%s %s %s: the step after it", row[1], row[2], row[3]);
-        run_close(&run), run_close(&other);
-    }
-}
-
-// Checkpoints, held in memory.
-
-static const void* stored_array(void* context, const char* name, const char* dtype, int64_t bytes) {
-    const Optim* optim = ((Run*)context)->optim;
-    for (int s = 0; s < optim_stream_count(optim); s++) {
-        OptimStream stream = optim_stream(optim, s);
-        bool same = is(stream.name, name) && is(stream.dtype, dtype) && stream.elements * stream.element_bytes == bytes;
-        if (same) return stream.data;
-    }
-    return nullptr;
-}
-
-static void stored_weights(void* context, int tensor, float* values) {
-    optim_get_weights(((Run*)context)->optim, tensor, values);
-}
-
-static void no_notice(void*, const char*) {}
-
-static void load(Test* test, Run* to, const Run* from) {
-    char error[512] = "";
-    OptimStored stored = {from->config, 0, stored_array, stored_weights, no_notice, (void*)from};
-    for (int s = 0; s < optim_stream_count(from->optim); s++) {
-        OptimStream stream = optim_stream(from->optim, s);
-        stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
-    }
-    expect(optim_load(to->optim, &stored, error, sizeof(error)), "%s", error);
-}
-
-TEST(spans_resume_to_the_bit) {
-    for (const auto& row : mixed) {
-        OptimConfig config = mixed_config(row);
-        Run whole, first, second;
-        for (Run* run : {&whole, &first, &second}) run_open(run, &config, false, OPTIM_BF16);
-        run_steps(&whole, 1, 6, false);
-        run_steps(&first, 1, 3, false);
-        load(test, &second, &first);
-        expect(same_arrays(&first, &second), "%s %s %s: loaded", row[1], row[2], row[3]);
-        run_steps(&second, 4, 6, false);
-        expect(same_arrays(&whole, &second), "%s %s %s: resumed", row[1], row[2], row[3]);
-        expect(!same_arrays(&whole, &first), "%s %s %s: nothing moves", row[1], row[2], row[3]);
-        for (Run* run : {&whole, &first, &second}) run_close(run);
-    }
-}
-
 // From fp32 into the formats and back: numbers of the loaded values, the nearest codes, and what they decode to.
 TEST(spans_convert) {
     OptimConfig wide = spans_config("adamw", "fp32", "fp32", "fp32");
     Run exact;
-    run_open(&exact, &wide, false, OPTIM_FP32);
-    run_steps(&exact, 1, 3, false);
-    float *m = (float*)array(&exact, "m"), *v = (float*)array(&exact, "v"), *p = (float*)array(&exact, "weights");
+    spans_open(&exact, &wide, OPTIM_FP32);
+    run_steps(&exact, 1, 3);
+    float *m = (float*)run_array(&exact, "m"), *v = (float*)run_array(&exact, "v"),
+          *p = (float*)run_array(&exact, "weights");
     const char* const pairs[][2] = {{"e4m3/tensor", "e5m2/tensor:sr"},
                                     {"de4/rank1:sr", "lin4/rank1"},
                                     {"dyn8/rank1", "udyn8/rank1"},
@@ -635,18 +430,18 @@ TEST(spans_convert) {
         OptimConfig config = spans_config("adamw", "e4m3/tensor+fp32", pair[0], pair[1]);
         const PlainFormat* const formats[2] = {find_plain(pair[0]), find_plain(pair[1])};
         Run narrow, back;
-        run_open(&narrow, &config, false, OPTIM_BF16);
-        run_open(&back, &wide, false, OPTIM_FP32);
-        load(test, &narrow, &exact);
+        spans_open(&narrow, &config, OPTIM_BF16);
+        spans_open(&back, &wide, OPTIM_FP32);
+        expect_load(test, &narrow, &exact);
         check_slot(test, &narrow, formats[0], "m", m, 0);
         check_slot(test, &narrow, formats[1], "v", v, 0);
         check_slot(test, &narrow, find_plain("e4m3/tensor"), "weights", p, 0);
         check_copy(test, &narrow, find_plain("e4m3/tensor"), 0);
-        load(test, &back, &narrow);
-        float *weights = (float*)array(&back, "weights"), *want = (float*)calloc((size_t)back.elements, 4);
+        expect_load(test, &back, &narrow);
+        float *weights = (float*)run_array(&back, "weights"), *want = (float*)calloc((size_t)back.elements, 4);
         expect(memcmp(weights, p, (size_t)back.elements * 4) == 0, "the master was not lossless");
         for (int k = 0; k < 2; k++) {
-            float* got = (float*)array(&back, k ? "v" : "m");
+            float* got = (float*)run_array(&back, k ? "v" : "m");
             memset(want, 0, (size_t)back.elements * 4);
             plain_slot(&narrow, formats[k], k ? "v" : "m", want);
             expect(memcmp(got, want, (size_t)back.elements * 4) == 0, "%s is not what fp32 holds of it", pair[k]);
@@ -659,172 +454,16 @@ TEST(spans_convert) {
     run_close(&exact);
 }
 
-// Shards of whole tensors are the whole's parts; one that cuts a tensor is refused.
-TEST(spans_shards) {
-    for (const auto& row : mixed) {
-        OptimConfig config = mixed_config(row);
-        Run whole, shard[2];
-        run_open(&whole, &config, false, OPTIM_BF16);
-        run_steps(&whole, 1, 3, false);
-        int64_t cut = whole.tensor[4].offset, used[32] = {};
-        for (int k = 0; k < 2; k++) {
-            OptimConfig part = config;
-            part.begin = k ? cut : 0, part.end = k ? whole.elements : cut;
-            run_open(&shard[k], &part, false, OPTIM_BF16);
-            run_steps(&shard[k], 1, 3, false);
-        }
-        for (int s = 0; s < optim_stream_count(whole.optim); s++) {
-            OptimStream want = optim_stream(whole.optim, s);
-            bool same = true;
-            for (const Run& each : shard) {
-                for (int i = 0; i < optim_stream_count(each.optim); i++) {
-                    OptimStream got = optim_stream(each.optim, i);
-                    int64_t bytes = got.elements * got.element_bytes;
-                    if (!is(got.name, want.name)) continue;
-                    same = same && memcmp((char*)want.data + used[s], got.data, (size_t)bytes) == 0;
-                    used[s] += bytes;
-                }
-            }
-            expect(same && used[s] == want.elements * want.element_bytes, "%s %s %s: %s", row[1], row[2], row[3],
-                   want.name);
-        }
-        for (Run* run : {&whole, &shard[0], &shard[1]}) run_close(run);
-    }
-}
-
 TEST(spans_refuse_a_cut_tensor) {
-    OptimConfig config = spans_config("adamw", "bf16:sr", "fp32", "lin4/rank1");
-    OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
-    optim_layout(&tensor, 1, &config);
-    config.begin = TILE_ELEMENTS, config.end = 3 * TILE_ELEMENTS;
-    int ends[2], status = 0;
-    char said[1024] = "";
-    expect(pipe(ends) == 0, "pipe");
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], 2);
-        optim_bytes(&config, &tensor, 1, OPTIM_BF16);
-        _exit(0);
-    }
-    close(ends[1]);
-    size_t used = 0;
-    for (ssize_t got; (got = read(ends[0], said + used, sizeof(said) - 1 - used)) > 0;) used += (size_t)got;
-    close(ends[0]);
-    expect(child > 0 && waitpid(child, &status, 0) == child, "no child");
-    expect(WIFEXITED(status) && WEXITSTATUS(status) == 2, "status %d", status);
-    expect(strstr(said, "lin4/rank1") && strstr(said, "h.0.mlp.weight"), "%s", said);
-}
-
-// Every row through NVRTC, with the pass before the step.
-static bool compiles(Test* test, const OptimConfig* config, const char* architecture) {
-    static char error[JIT_ERROR_BYTES];
-    const char* const step = "optim_step_kernel";
-    char step_name[2100], measure_name[2200];
-    bool good = true;
-    optim_expression(config, OPTIM_BF16, step_name, sizeof(step_name));
-    expect(strncmp(step_name, step, strlen(step)) == 0, "%s", step_name);
-    snprintf(measure_name, sizeof(measure_name), "optim_measure_kernel%s", step_name + strlen(step));
-    for (const char* each : {step_name, measure_name}) {
-        JitImage image;
-        bool fine = jit_compile(each, architecture, &image, error);
-        expect(fine, "%s: %s", each, error);
-        if (fine) jit_free(&image);
-        good = good && fine;
-    }
-    return good;
-}
-
-TEST(spans_compile_at_run_time) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    int rows = 0;
-    for (const char* name : state_names) {
-        if (!in_spans(name)) continue;
-        OptimConfig config = spans_config(rows % 3 ? "adamw" : "lion", rows % 2 ? "bf16:sr" : "e4m3:sr", "fp32", name);
-        bool is_m = serves_m(name);
-        if (is_m) config.m = name;
-        if (!is_m) config = spans_config("adamw", "bf16:sr", "fp32", name);
-        compiles(test, &config, rows % 2 ? "sm_80" : "sm_90"), rows++;
-    }
-    for (const char* name : weights_names) {
-        if (!in_spans(name)) continue;
-        OptimConfig config = spans_config("adamw", name, "fp32", "bf16:sr");
-        compiles(test, &config, "sm_90"), rows++;
-    }
-    OptimConfig config = mixed_config(mixed[5]);
-    compiles(test, &config, "sm_90");
-    expect(rows == 16, "%d rows", rows);
-}
-
-static void expect_equal_devices(Test* test, const OptimConfig* config, OptimType compute, int steps, bool wild) {
-    Run run[2];
-    for (int gpu = 0; gpu < 2; gpu++) run_open(&run[gpu], config, gpu == 1, compute);
-    expect(same_arrays(&run[0], &run[1]), "%s: set differently", config->weights);
-    for (Run& each : run) run_steps(&each, 1, steps, wild);
-    char line[256];
-    optim_describe(config, line, sizeof(line));
-    expect(same_arrays(&run[0], &run[1]), "%s \"%s\"%s", line, config->overrides, wild ? ", wild" : "");
-    int64_t bytes = run[0].elements * (compute == OPTIM_BF16 ? 2 : 4), at = 0;
-    char *copy = (char*)malloc((size_t)bytes), *want = (char*)optim_weights(run[0].optim);
-    copy_to_host(&run[1].dev, copy, optim_weights(run[1].optim), bytes);
-    while (at < bytes && copy[at] == want[at]) at++;
-    at = at / 4 * 4;
-    expect(at == bytes, "%s%s: byte %lld of the %s copy and the next: %08x, %08x on the CPU", line,
-           wild ? ", wild" : "", (long long)at, compute == OPTIM_BF16 ? "bf16" : "fp32", *(uint32_t*)(copy + at),
-           *(uint32_t*)(want + at));
-    free(copy);
-    run_close(&run[0]), run_close(&run[1]);
-}
-
-static void equal_devices(Test* test) {
-    int pairs = 0;
-    for (const char* name : state_names) {
-        if (!in_spans(name)) continue;
-        bool is_m = serves_m(name);
-        OptimConfig config = spans_config("adamw", "bf16:sr", is_m ? name : "bf16:sr", name);
-        expect_equal_devices(test, &config, OPTIM_BF16, 20, false);
-        expect_equal_devices(test, &config, OPTIM_BF16, 4, true), pairs++;
-    }
-    for (const auto& row : mixed) {
-        OptimConfig config = mixed_config(row);
-        expect_equal_devices(test, &config, pairs % 2 ? OPTIM_FP32 : OPTIM_BF16, 20, false);
-        expect_equal_devices(test, &config, OPTIM_BF16, 4, true), pairs++;
-    }
-    for (const char* rule : rule_names) {
-        OptimConfig config = spans_config(rule, "e4m3/tensor+fp32", "dyn8/rank1", "sqrt4/rank1");
-        expect_equal_devices(test, &config, OPTIM_BF16, 20, false), pairs++;
-    }
-    snprintf(test->note, sizeof(test->note), "%d combinations", pairs);
-}
-
-TEST(spans_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    with_empty_cache(test, equal_devices);
-}
-
-// A skipped step and checkpoints on the GPU.
-static void skips_and_loads(Test* test) {
-    for (const auto& row : mixed) {
-        OptimConfig config = mixed_config(row);
-        Run cpu, gpu, again;
-        run_open(&cpu, &config, false, OPTIM_BF16);
-        run_open(&gpu, &config, true, OPTIM_BF16);
-        run_open(&again, &config, true, OPTIM_BF16);
-        run_steps(&cpu, 1, 3, false), run_steps(&gpu, 1, 3, false);
-        float scale = NAN, half = 0.5f;
-        copy_to_device(&gpu.dev, gpu.scale, &scale, 4);
-        run_steps(&gpu, 4, 4, true);
-        copy_to_device(&gpu.dev, gpu.scale, &half, 4);
-        expect(same_arrays(&cpu, &gpu), "%s %s %s: a step that is skipped", row[1], row[2], row[3]);
-        load(test, &again, &cpu);
-        expect(same_arrays(&cpu, &again), "%s %s %s: loaded", row[1], row[2], row[3]);
-        for (Run* run : {&cpu, &gpu, &again}) run_steps(run, 4, 6, false);
-        expect(same_arrays(&cpu, &gpu) && same_arrays(&cpu, &again), "%s %s %s: resumed", row[1], row[2], row[3]);
-        for (Run* run : {&cpu, &gpu, &again}) run_close(run);
-    }
-}
-
-TEST(spans_skip_and_resume_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
-    with_empty_cache(test, skips_and_loads);
+    char said[1024];
+    int code = run_apart(
+        [] {
+            OptimConfig config = spans_config("adamw", "bf16:sr", "fp32", "lin4/rank1");
+            OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
+            optim_layout(&tensor, 1, &config);
+            config.begin = TILE_ELEMENTS, config.end = 3 * TILE_ELEMENTS;
+            optim_bytes(&config, &tensor, 1, OPTIM_BF16);
+        },
+        said, sizeof(said));
+    expect(code == 2 && strstr(said, "lin4/rank1") && strstr(said, "h.0.mlp.weight"), "%d: %s", code, said);
 }

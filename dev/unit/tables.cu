@@ -256,7 +256,10 @@ TEST(tables_list_of_presets) {
         Cost cost = cost_of(test, &config);
         const bool low = is_low_rank(find_row(rule_table(), rule));  // of whose moments no list counts bytes
         const double counted = cost.weights + (low ? 0.0 : cost.states);
-        expect(says(bytes, counted, 0.0), "%s: %g bytes, allocated %g", name, bytes, counted);
+        // A rule that keeps numbers of rows and columns has a few more, which depend on the shape and are not listed.
+        const bool fits = find_row(rule_table(), rule)->by_rows ? bytes <= counted && counted < bytes + 0.1
+                                                                : says(bytes, counted, 0.0);
+        expect(fits, "%s: %g bytes, allocated %g", name, bytes, counted);
         expect(strlen(line + used) > 10, "%s: no line on when to use it", name);
         rows++;
     }

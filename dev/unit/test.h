@@ -2,10 +2,11 @@
 // with `N passed, N failed, N skipped`. `--list` names them, `-k substring` (repeatable) picks, `-j N` runs N at a
 // time. A case whose name ends in _gpu is skipped where there is no GPU. A case fails through expect() or
 // expect_close() and goes on, so that one run shows all that is wrong. Each runs in a process of its own, for at most
-// five minutes (`--here`: all in one, for a debugger), so a case takes files of its own (mkdtemp) and leaves nothing
-// behind for another. TEST_ALONE: nothing runs beside it, because it measures time or what the whole device has free.
+// five minutes (`--here`: all in one, for a debugger), so a small case need not free its memory. Files go under TMPDIR,
+// a folder of the case that the runner removes. TEST_ALONE: nothing runs beside it, as it measures time or free memory.
 #pragma once
 #include <math.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,6 +59,16 @@ struct TestRegistration {
         return;                                                \
     } while (0)
 
+// Adds to what is printed at the end of the case's line.
+__attribute__((format(printf, 2, 3))) inline void note(Test* test, const char* format, ...) {
+    size_t used = strlen(test->note);
+    if (used > 0 && used + 2 < sizeof(test->note)) used += (size_t)snprintf(test->note + used, 3, ", ");
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(test->note + used, sizeof(test->note) - used, format, arguments);
+    va_end(arguments);
+}
+
 // Compares n values with a bound for each: |got - want| <= bound(i) = absolute + relative * |want|. A NaN fails.
 // Returns the largest error as a multiple of the bound (1.0 = at the bound) and notes it on the case's line.
 inline double expect_close(Test* test, const char* what, const float* got, const float* want, int64_t n,
@@ -70,8 +81,7 @@ inline double expect_close(Test* test, const char* what, const float* got, const
         if (!(multiple <= worst)) worst = multiple, index = i;
         if (isnan(multiple)) break;
     }
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2f of bound", used ? ", " : "", what, worst);
+    note(test, "%s %.2f of bound", what, worst);
     if (!(worst <= 1.0)) {
         test->failures++;
         printf("    %s: element %lld of %lld is %.9g, want %.9g: %.2f times the bound\n", what, (long long)index,

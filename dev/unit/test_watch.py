@@ -393,10 +393,12 @@ def test_page_grows(case):
             "text": " be",
         }
         evaluation = {"type": "eval", "step": 51, "tokens": 9, "time_s": 1.0, "name": "hellaswag", "acc_norm": 0.31}
-        case.log("a", sample, evaluation)
+        last = {"type": "eval", "step": 51, "tokens": 9, "time_s": 1.0, "name": "lambada", "acc": 0.4, "perplexity": 21.5}
+        case.log("a", sample, evaluation, last)
         assert page.wait("document.querySelector('pre')?.innerText === '<b>to be'"), "text is no markup"
         assert page.evaluate("!figures.eval.box.hidden && figures.memory.box.hidden")
-        assert "hellaswag\t31.0 %" in page.evaluate("document.body.innerText")
+        body = page.evaluate("document.body.innerText")
+        assert "hellaswag\t31.0 %" in body and "lambada, perplexity\t21.50\t–" in body, body
         # What was hidden stays hidden while its run grows.
         page.evaluate("document.querySelector('.run').click()")
         case.log("a", train(52))

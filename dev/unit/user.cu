@@ -48,7 +48,6 @@ TEST(user_format_may_have_built_in_tables) {
         OptimConfig config = asked(in(folder, "tables.cuh"), moment[0], moment[1]);
         resolve(test, &config);
     }
-    folder_end(test, folder);
     cache_leave(&cache);
 }
 
@@ -105,7 +104,6 @@ TEST(user_format_spans) {
         expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
                (long long)want.states);
     }
-    folder_end(test, folder);
     cache_leave(&cache);
 }
 
@@ -125,7 +123,6 @@ TEST(user_format_lists) {
     double each = 0;
     expect(row && sscanf(row, " my8/64 %d %d %lf", &bits, &block, &each) == 3, "%s", row ? row : "no row");
     expect(bits == 8 && block == 64 && each == 1.062, "%d bits, block %d, %g bytes", bits, block, each);
-    free(text[0]), free(text[1]);
     cache_leave(&folder);
 }
 
@@ -191,7 +188,6 @@ TEST(user_format_refusals) {
     put_text(test, in(folder, "unsigned.cuh"), text);
     expect_refusal(test, asked(in(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
     expect(folder_files(cache.path, false) > 0, "what compiles is kept");
-    folder_end(test, folder);
     cache_leave(&cache);
 }
 
@@ -216,7 +212,6 @@ TEST(user_format_enters_the_content_address) {
                "no path");
     }
     expect(strcmp(first, second) != 0, "the address is the same after the file was changed");
-    folder_end(test, folder);
     cache_leave(&cache);
 }
 
@@ -258,7 +253,6 @@ TEST(user_format_sums) {
     OptimConfig plain = asked(in(folder, "mine.cuh"), "fp32", "fp32");
     if (resolve(test, &plain)) user_sums(&plain, sums, sizeof(sums));
     expect(!*sums, "%s, and none is used", sums);
-    folder_end(test, folder);
     cache_leave(&cache);
 }
 
@@ -298,7 +292,6 @@ TEST(user_format_changed_is_refused) {
     }
     config = changed_file(test, path, "struct Mine : Lin8 {\n    static constexpr int MORE = 1;\n};", now, sizeof(now));
     expect_load_refused(test, &config, sums, "--format that holds its mine/32 has been changed since");
-    folder_end(test, folder);
     cache_leave(&cache);
 }
 
@@ -415,7 +408,6 @@ static char* run_steps(const Device* dev, const OptimConfig* config, int64_t* by
         used += stream.elements * stream.element_bytes;
     }
     device_free(dev, grads), device_free(dev, scale);
-    free(values), free(narrow);
     optim_free(optim);
     return all;
 }
@@ -429,7 +421,6 @@ static void expect_equal_runs(Test* test, const Device* dev, const char* formats
     for (int64_t i = 0; i < bytes[0] && i < bytes[1]; i++) differ += got[i] != want[i];
     expect(bytes[0] == bytes[1] && differ == 0, "%s, %s: %lld of %lld bytes differ", mine.m, mine.v, (long long)differ,
            (long long)bytes[1]);
-    free(got), free(want);
 }
 
 TEST(user_format_equals_built_in_gpu) {
@@ -448,7 +439,6 @@ TEST(user_format_equals_built_in_gpu) {
     expect_equal_runs(test, &gpu, tables, "e", "b", "soft8/32", "udyn8/128:sr");
     expect_equal_runs(test, &gpu, tables, "d", "fp32", "nf4@bf16", "fp32");
     expect_equal_runs(test, &gpu, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
-    folder_end(test, folder);
     cache_leave(&cache);
     device_close(&gpu);
 }

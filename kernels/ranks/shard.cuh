@@ -779,7 +779,7 @@ struct ShardArray {
     const void* data;  // the rank's own
 };
 
-constexpr int SHARD_ARRAYS = 96;  // at most
+constexpr int SHARD_ARRAYS = 112;  // at most
 
 struct ShardArrays {
     ShardArray* whole;  // (count) as an unsharded optimizer has them

@@ -424,6 +424,7 @@ struct LogBlocks : StorageDefaults {
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;
     static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
+    static constexpr bool LOADS_TOGETHER = SHARES;
     static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
 
     // There are no constants: what TABLE_BYTES says is written by the kernel.
@@ -433,6 +434,11 @@ struct LogBlocks : StorageDefaults {
 
 #ifdef __CUDACC__
     static __device__ __forceinline__ void prepare(const Streams&, void*) {}
+
+    // Loads 8 elements.
+    static __device__ __forceinline__ void load_alone(const Streams& streams, int first, float* x) {
+        log_get<Codes, 8>(streams, first, log_scale<Codes>(log_load<Codes>(streams, first / BLOCK)), x);
+    }
 #endif
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {

@@ -33,7 +33,18 @@ struct Streams {
 };
 
 // What one number of an array covers: a run of elements of the arena, or more than a tile holds (spans.cuh).
-enum Span { SPAN_RUN, SPAN_TENSOR, SPAN_RANK1, SPAN_ROWS, SPANS };
+// From SPAN_SCALES on they are made by the passes of rows.cuh, and `next` does not replace `extra` after the step.
+enum Span {
+    SPAN_RUN,
+    SPAN_TENSOR,
+    SPAN_RANK1,
+    SPAN_ROWS,
+    SPAN_SCALES,   // of rows
+    SPAN_FACTORS,  // of rows, then of columns
+    SPAN_PAIRS,    // two of each
+    SPAN_NORM,     // one a tensor
+    SPANS
+};
 
 // One array. An array with 0 bits does not exist. The numbers of a `span` other than SPAN_RUN belong to tensors, not to
 // tiles; only the second array of a storage may have one.
@@ -72,6 +83,7 @@ struct StorageDefaults {
     static OPTIM_HOST void fill(void*) {}
 
     // On a GPU.
+    static constexpr bool LOADS_TOGETHER = false;  // threads share what load() decodes; load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
     static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order pays
     static constexpr bool GIVES_SEEN = false;      // store() fills key.seen

@@ -375,7 +375,7 @@ struct Factors {
 };
 
 // Sums `count` numbers.
-struct Sum {
+struct SumOf {
     const float* x;
     int64_t count;
     float* to;
@@ -463,13 +463,13 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
     channel_squares(dev, l, l->direction, l->rank, factor);
     channel_squares(dev, l, l->low, l->rank, of_low);
     if (l->rule == MATRIX_APOLLO_MINI) {
-        for_lanes(dev, Sum{factor, n, inverse + 2}, 1);
-        for_lanes(dev, Sum{of_low, n, inverse + 3}, 1);
+        for_lanes(dev, SumOf{factor, n, inverse + 2}, 1);
+        for_lanes(dev, SumOf{of_low, n, inverse + 3}, 1);
         for_each(dev, OneFactor{inverse + 2, inverse + 3, factor, squares, full}, n);
     } else {
         for_each(dev, Factors{factor, squares, full, of_low, l->rule == MATRIX_FIRA}, n);
     }
-    for_lanes(dev, Sum{squares, n, total}, 1);
+    for_lanes(dev, SumOf{squares, n, total}, 1);
     for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
 }
 

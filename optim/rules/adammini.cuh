@@ -13,6 +13,7 @@ EMBED_SOURCE
 
 struct AdamMini : AdamW {
     static constexpr bool KEEPS_V = false, BY_ROWS = true;
+    static constexpr RowRule ROWS = ROWS_ADAM_MINI;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float*, float*) {
         *m = average(*m, g, hyper.rest1);

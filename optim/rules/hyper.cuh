@@ -4,8 +4,9 @@
 //     KEEPS_V, KEEPS_SLOW    what it stores beside m (the slow average has m's format); other states cost no memory
 //     DECOUPLED              it decays by `keep`; otherwise through the gradient, by `decay`
 //     ADAPTIVE               it divides by the root of v, and has the two functions that EachElement names; otherwise
-//     BY_ROWS                true: v is one number a row, which rows.cuh computes before the step; then KEEPS_V is
-//     false update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
+//         update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
+//     BY_ROWS                true: v is a number of the element's row or row and column, which is made before the step;
+//                            then KEEPS_V is false. ROWS says how rows.cuh makes it
 // average(a, x, rest) moves an average towards x by `rest` = 1 - beta, as PyTorch's lerp does.
 // A gradient of 0 on an element that is 0, with states 0, must leave all of them 0: padding is updated like the rest.
 //
@@ -41,9 +42,16 @@ enum MatrixRule {
     MATRIX_APOLLO_MINI
 };
 
+// What a rule sums up over rows and columns (rows.cuh); ROWS_NONE: nothing.
+enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADAFACTOR, ROWS_CAME };
+
 // The optional members of a rule.
 struct RuleDefaults {
     static constexpr bool BY_ROWS = false;
+    static constexpr RowRule ROWS = ROWS_NONE;
+    static constexpr bool PAIRS = false;        // v has a second number, which `update` finds in `slow`
+    static constexpr bool SCALED = false;       // each tensor's update has a factor
+    static constexpr bool LEAVES_REST = false;  // vectors and embeddings have adamw unless --override says otherwise
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
 };
 
@@ -56,6 +64,23 @@ OPTIM_INLINE float average_square(float a, float x, float rest) {
     return exact_fma(rest, exact_fma(x, x, -a), a);
 }
 
+// The direction of Nesterov's momentum: g + beta1 (m - g), m the new average.
+OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
+    return average(g, m, hyper.beta1);
+}
+
+// A rule whose update has a factor for each tensor, and its constants.
+template <class Rule>
+struct Scaled : Rule {
+    static constexpr bool SCALED = true;
+};
+
+OPTIM_INLINE Hyper hyper_scaled(Hyper hyper, float factor) {
+    hyper.lr = exact_mul(hyper.lr, factor);
+    hyper.step_size = exact_mul(hyper.step_size, factor);
+    return hyper;
+}
+
 // Applies a rule's functions to n elements. A rule is one function, update, or, when it divides by the root of v,
 //     moments(hyper, g, &p, &m, &v, &slow)   the averages; returns the numerator
 //     weight(hyper, &p, quotient)            quotient = numerator * (1 / (sqrt(v) * root2 + eps))
@@ -64,7 +89,7 @@ OPTIM_INLINE float average_square(float a, float x, float rest) {
 // roots of v.
 template <class Rule>
 struct EachElement {
-    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE;
+    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE, pairs = Rule::PAIRS;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow,
                                     float* root, int n) {

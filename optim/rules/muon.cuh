@@ -14,6 +14,7 @@ EMBED_SOURCE
 struct Muon : RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
     static constexpr MatrixRule MATRIX = MATRIX_MUON;
+    static constexpr bool LEAVES_REST = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         *m = average(*m, g, hyper.rest1);

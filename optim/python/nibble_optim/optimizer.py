@@ -251,9 +251,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
-                 beta3=None, alpha=None, ramp=None, min_quantized=0):
+                 beta3=None, alpha=None, ramp=None, momentum=None, clip_update=None, min_quantized=0):
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
-                            beta3=beta3, alpha=alpha, ramp=ramp)
+                            beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update)
         self._min_quantized = min_quantized  # smaller tensors, as a whole, keep m and v in fp32
         self._begin()
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
@@ -298,7 +298,8 @@ class Optimizer(torch.optim.Optimizer):
         settings = {key: value for key, value in self._shared.items() if value is not None}
         settings.update((key, group[key]) for key in FORMATS if group.get(key) is not None)
         if small:
-            settings.update(m="fp32", v="fp32" if settings.get("rule") not in ("lion", "sgd", "adam-mini") else None)
+            v = library.Handle({**settings, "device": "cpu"}, []).setting("v")
+            settings.update(m="fp32", v="fp32" if v != "none" else None)
         if parameters:  # for a look at the names alone
             settings.update(parameters=parameters, device="cpu", overrides=None)
         return settings

@@ -1,0 +1,473 @@
+// What holds of every combination of rule, weights, gradients, states and overrides: it allocates what it plans; a step
+// whose factor is not finite changes nothing; padding keeps the code of zero; threads, shards and a resume do not
+// change a bit; a GPU has the CPU's bits, whatever the gradients. A new format, rule or preset is tested here by its
+// row in optim/table.cuh alone.
+#include <time.h>
+
+#include "presets.h"
+#include "steps.h"
+
+// Shapes with rows and columns that no thread's elements divide, one row, one column, whole tiles and single elements.
+static const OptimTensor model[] = {
+    {"wpe.weight", 3, 1001, true, 0},      {"ln_f.weight", 1, 300, false, 0},    {"h.0.one.weight", 70, 1, true, 0},
+    {"h.0.mlp.weight", 21, 257, true, 0},  {"h.0.mlp.bias", 1, 4097, false, 0},  {"h.0.wide.weight", 2, 4099, true, 0},
+    {"h.1.little.weight", 2, 2, true, 0},  {"h.1.tile.bias", 1, 2048, false, 0}, {"h.1.ln_1.weight", 1, 1, false, 0},
+    {"h.1.ln_2.weight", 1, 255, false, 0}, {"h.1.attn.weight", 33, 31, true, 0}};
+constexpr int COUNT = sizeof(model) / sizeof(model[0]);
+
+// Combinations that the loops below do not make: scales of tensors, rows and columns; overrides of all kinds.
+static const char* const mixed[][5] = {
+    {"adamw", "bf16:sr", "e4m3/tensor", "e5m2/tensor:sr", ""},
+    {"adamw", "bf16:sr", "de4/rank1:sr", "lin4/rank1", ""},
+    {"adamw", "e4m3/tensor+fp32", "dyn8", "udyn8", ""},
+    {"adamw", "e5m2/tensor+fp32", "dyn8/rank1", "sqrt4/rank1:sr", ""},
+    {"adamw", "e4m3:sr", "fp32", "udyn8/rank1:sr", ""},
+    {"ademamix", "e4m3/tensor+fp32", "e5m2/tensor:sr", "udyn8/rank1", ""},
+    {"lion", "bf16+8", "de4/rank1", "", ""},
+    {"adamw", "e4m3/tensor+fp32", "de4", "lin4/rank1",
+     "ln*|wpe: m=dyn8/rank1 v=fp32; *.mlp: m=e4m3/tensor; h.1: lr=0.5"},
+    {"ademamix", "bf16:sr", "bf16:sr", "bf16:sr", "wpe|ln*: m=fp32 v=fp32 lr=0.5; ln_f: lr=0.5; *.bias: wd=0.3"},
+    {"ademamix", "e4m3:sr", "bf16:sr", "bf16:sr",
+     "ln*: weights=bf16:sr; wpe: weights=fp32 m=bf16:sr; *.bias: weights=bf16+8 wd=0.1"},
+    {"adamw", "e4m3:sr", "bf16:sr", "bf16:sr", "*: weights=bf16+8"},
+    {"adamw", "bf16+8:sr", "bf16:sr", "bf16:sr", "wpe: m=bf16; ln_f: v=bf16; *.bias: m=fp32 v=fp32"},
+    {"adamw", "bf16+8:sr", "bf16:sr", "bf16:sr", "*: m=bf16 v=bf16 lr=3"},
+    {"adamw", "bf16:sr", "bf16:sr", "bf16:sr", "wpe: weights=lin8:sr; ln*: weights=fp32"},
+    {"adamw", "fp32", "bf16:sr", "bf16:sr",  // numbers of one array of spans are those of two launches
+     "wpe: weights=e4m3/tensor+fp32 m=fp32; ln*: weights=e4m3/tensor+fp32 m=e4m3/tensor; *.bias: v=e4m3/tensor"},
+    {"adamw", "lin8:ef", "dyn8:sr", "udyn8", "ln*|*.bias: weights=bf16:sr"},
+    {"adamw", "bf16:sr", "dyn8", "udyn8", "ln*: weights=e4m3:sr; *.bias: weights=bf16+fp32 m=fp32"},
+    {"adam-mini", "bf16:sr", "fp32", "", ""},
+    {"adam-mini", "bf16:sr", "dyn8/256", "", ""},
+    {"adam-mini", "bf16:sr", "de4/32@dq8", "", "h.0: rule=adamw v=udyn8; ln*: m=fp32"},
+    {"adam-mini", "bf16:sr", "e4m3/tensor", "", "h.0: rule=adamw v=udyn8; ln*: m=fp32"}};
+
+constexpr int MAX_CONFIGS = 512;
+struct Configs {
+    OptimConfig config[MAX_CONFIGS];
+    int count;
+};
+
+static void add(Configs* all, const OptimConfig& config) {
+    if (all->count < MAX_CONFIGS) all->config[all->count++] = config;
+}
+
+// Presets with both kinds of gradients and with other formats for some tensors, rows of `mixed`, and every rule with
+// every storage of the weights.
+static Configs* every_config() {
+    static Configs all;
+    const char* const states[] = {"fp32", "bf16:sr", "e4m3/256"};
+    for (const char* preset : all_presets.name) {
+        for (const char* grads : GRADS_NAMES) add(&all, preset_config(preset, grads));
+        add(&all, preset_config(preset, "fp32", "ln*: m=fp32 lr=0.5; *.bias: wd=0.3"));
+    }
+    for (const auto& row : mixed) {
+        OptimConfig config = states_config(row[0], row[1], "fp32", row[2], row[3]);
+        config.overrides = row[4];
+        add(&all, resolved(config));
+    }
+    for (const char* rule : SIMPLE_RULES) {
+        for (const char* weights : WEIGHTS_NAMES) {
+            const char* state = states[all.count % 3];
+            if (goes_with(rule, weights, state)) add(&all, states_config(rule, weights, "fp32", state, state));
+        }
+    }
+    return &all;
+}
+
+static const char* describe(const OptimConfig* config) {
+    static char text[1024];
+    char line[256];
+    optim_describe(config, line, sizeof(line));
+    snprintf(text, sizeof(text), "%s%s%s%s", line, *config->overrides ? ", " : "", config->overrides,
+             config->begin || config->end ? ", a shard" : "");
+    return text;
+}
+
+static void every_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu) {
+    run_open(run, config, model, COUNT, compute, gpu);
+}
+
+static bool can_run(const OptimConfig* config, bool gpu) {
+    return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
+}
+
+// Calls body(config, k) for each configuration that can run, with a cache of kernels of its own.
+template <class Body>
+static void for_every(Test* test, bool gpu, Body body) {
+    CacheFolder folder = cache_enter();
+    Configs* all = every_config();
+    int ran = 0;
+    for (int k = 0; k < all->count && test->failures < 20; k++) {
+        if (can_run(&all->config[k], gpu)) body(&all->config[k], k), ran++;
+    }
+    expect(ran > (gpu && !jit_available() ? 10 : 150), "%d configurations", ran);
+    note(test, "%d configurations", ran);
+    cache_leave(&folder);
+}
+
+// A step whose factor is NaN or infinite, then a resume from the streams. The steps after it are those of a run that
+// was not interrupted. Another seed changes what rounds stochastically, and that alone.
+static void skip_and_resume(Test* test, bool gpu) {
+    for_every(test, gpu, [&](const OptimConfig* config, int k) {
+        const OptimType compute = k % 2 ? OPTIM_FP32 : OPTIM_BF16;
+        OptimConfig reseeded = *config;
+        Run whole, first, second, other;
+        reseeded.seed++;
+        for (Run* run : {&whole, &first}) every_open(run, config, compute, false);
+        every_open(&second, config, compute, gpu);
+        every_open(&other, &reseeded, compute, false);
+        expect_planned(test, &whole, describe(config));
+        run_steps(&whole, 1, 5), run_steps(&first, 1, 3), run_steps(&other, 1, 5);
+        expect_load(test, &second, &first);
+        const char* where = difference(&first, &second);
+        expect(!where, "%s: %s after it was loaded", describe(config), where);
+        for (float factor : {NAN, INFINITY, -INFINITY}) {
+            Steps how;
+            how.factor = factor;
+            run_steps(&second, 4, 4, how);
+            where = difference(&first, &second);
+            expect(!where, "%s: %s changes by a step with the factor %g", describe(config), where, (double)factor);
+        }
+        run_steps(&second, 4, 5);
+        where = difference(&whole, &second);
+        expect(!where, "%s: %s after a resume", describe(config), where);
+        expect(difference(&whole, &first), "%s: nothing moves", describe(config));
+        char names[1024];
+        snprintf(names, sizeof(names), "%s %s %s %s", config->weights, config->m, config->v, config->overrides);
+        expect((difference(&whole, &other) != nullptr) == (strstr(names, ":sr") || strstr(names, ":ef")),
+               "%s: another seed", describe(config));
+        for (Run* run : {&whole, &first, &second, &other}) run_close(run);
+    });
+}
+
+TEST(every_skip_and_resume) {
+    skip_and_resume(test, false);
+}
+
+TEST(every_skip_and_resume_gpu) {
+    skip_and_resume(test, true);
+}
+
+// Padding of the weights, and of moments in fp32 and bf16, keeps the bytes that it began with; the copy has zeros
+// there. Everything else moves. One thread and five compute the same.
+TEST(every_padding_and_threads) {
+    const int threads = omp_get_max_threads();
+    for_every(test, false, [&](const OptimConfig* config, int) {
+        Run fresh, run;
+        every_open(&run, config, OPTIM_FP32, false), every_open(&fresh, config, OPTIM_FP32, false);
+        omp_set_num_threads(1), run_steps(&run, 1, 3);
+        for (int s = 0; s < optim_stream_count(run.optim); s++) {
+            OptimStream stream = optim_stream(run.optim, s), begin = optim_stream(fresh.optim, s);
+            const int64_t bytes = stream.elements * stream.element_bytes, bits = 8 * bytes / run.elements;
+            const bool wide = is(stream.dtype, "F32") || is(stream.dtype, "BF16") || is(stream.dtype, "F16");
+            const bool whole = !*config->overrides || is(config->overrides, "none");  // the arena's layout
+            if ((!stream.is_weights && !wide) || !whole || bits < 4 || bits * run.elements != 8 * bytes) continue;
+            const char *now = (const char*)stream.data, *before = (const char*)begin.data;
+            int64_t wrong = 0;
+            for (int t = 0; t < COUNT; t++) {
+                const int64_t used = run.tensor[t].offset + model[t].rows * model[t].cols;
+                const int64_t end = run.tensor[t].offset + tensor_padded(&run.tensor[t]);
+                for (int64_t b = ceil_div(used * bits, 8); b < end * bits / 8; b++) wrong += now[b] != before[b];
+            }
+            expect(wrong == 0, "%s: %lld bytes of %s's padding", describe(config), (long long)wrong, stream.name);
+            expect(memcmp(now, before, (size_t)bytes) != 0, "%s: %s stands still", describe(config), stream.name);
+        }
+        const float* seen = (const float*)optim_weights(run.optim);
+        for (int t = 0; t < COUNT; t++) {
+            int64_t i = run.tensor[t].offset + model[t].rows * model[t].cols, wrong = 0;
+            for (; i < run.tensor[t].offset + tensor_padded(&run.tensor[t]); i++) wrong += seen[i] != 0.0f;
+            expect(wrong == 0, "%s: padding of %s is read", describe(config), model[t].name);
+        }
+        omp_set_num_threads(5), run_steps(&fresh, 1, 3), omp_set_num_threads(threads);
+        const char* where = difference(&run, &fresh);
+        expect(!where, "%s: %s with other threads", describe(config), where);
+        run_close(&run), run_close(&fresh);
+    });
+}
+
+// Shards are the whole's parts, for cuts between tensors, and within them where the formats allow it; the last cut
+// leaves a shard without elements. On a GPU, presets and `mixed` alone.
+static void shards(Test* test, bool gpu) {
+    const int tiles[][4] = {{1, 7, 12, 16}, {2, 3, 4, 9}, {5, 6, 10, 18}};
+    for_every(test, gpu, [&](const OptimConfig* config, int k) {
+        const bool listed = k < 3 * ELEMENT_PRESETS + (int)(sizeof(mixed) / sizeof(mixed[0]));
+        if (gpu && !listed) return;
+        Run whole, shard[6];
+        every_open(&whole, config, OPTIM_BF16, false);
+        run_steps(&whole, 1, 3);
+        char names[1024];
+        snprintf(names, sizeof(names), "%s %s %s %s", config->weights, config->m, config->v, config->overrides);
+        const bool whole_tensors = in_spans(names);
+        for (int c = 0; c < 3; c++) {
+            int64_t cut[6] = {0};
+            for (int i = 0; i < 4; i++) {
+                cut[i + 1] = whole_tensors ? whole.tensor[tiles[c][i] % COUNT].offset : tiles[c][i] * TILE_ELEMENTS;
+            }
+            cut[5] = whole.elements;
+            for (int i = 1; i < 5; i++) {  // in order
+                for (int j = i; j > 1 && cut[j - 1] > cut[j]; j--) {
+                    int64_t low = cut[j];
+                    cut[j] = cut[j - 1], cut[j - 1] = low;
+                }
+            }
+            optim_cuts(config, whole.tensor, COUNT, cut, 6);
+            int count = 0;
+            for (int i = 0; i < 5; i++) {
+                if (cut[i] == cut[i + 1] && i < 4) continue;
+                OptimConfig part = *config;
+                part.begin = cut[i], part.end = cut[i + 1];
+                every_open(&shard[count], &part, OPTIM_BF16, gpu);
+                run_steps(&shard[count++], 1, 3);
+            }
+            expect_joined(test, &whole, shard, count, describe(config));
+            for (int i = 0; i < count; i++) run_close(&shard[i]);
+            if (!listed) break;
+        }
+        run_close(&whole);
+    });
+}
+
+TEST(every_shard) {
+    shards(test, false);
+}
+
+TEST(every_shard_gpu) {
+    shards(test, true);
+}
+
+// The CPU and the GPU.
+
+// Compiles the kernels of all configurations into the cache, on all cores.
+static void compile_all(Test* test, const Configs* all) {
+    const Device gpu = open_device(true);
+    int bad = in_processes(test, all->count, [&](int k) {
+        static char error[JIT_ERROR_BYTES];
+        char expression[2048], architecture[32];
+        JitImage image = {};
+        optim_expression(&all->config[k], OPTIM_BF16, expression, sizeof(expression));
+        // What fails here fails again, and is reported, when the optimizer is created.
+        if (jit_architecture(gpu.compute, architecture, sizeof(architecture), error) &&
+            jit_get(expression, architecture, &image, error)) {
+            jit_free(&image);
+        }
+    });
+    expect(bad == 0, "%d processes did not end well", bad);
+}
+
+// `multiprocessors`: as many as the GPU is said to have; 0: all.
+static void compare(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
+                    int steps, bool wild, int multiprocessors = 0) {
+    Run run[2];
+    Steps how;
+    how.wild = wild;
+    for (int gpu = 0; gpu < 2; gpu++) {
+        run_open(&run[gpu], config, tensors, count, compute, gpu == 1);
+        if (gpu && multiprocessors) run[gpu].dev.sm_count = multiprocessors;
+        run_steps(&run[gpu], 1, steps, how);
+    }
+    const char* where = difference(&run[0], &run[1]);
+    expect(!where, "%s, grads %s, %lld elements%s: %s differs", describe(config), config->grads,
+           (long long)tensors[0].cols, wild ? ", wild" : "", where);
+    run_close(&run[0]), run_close(&run[1]);
+}
+
+static void compare_all(Test* test, const Configs* all, bool wild) {
+    compile_all(test, all);
+    for (int k = 0; k < all->count && test->failures < 20; k++) {
+        const OptimConfig* config = &all->config[k];
+        if (!can_run(config, true)) continue;
+        compare(test, config, model, COUNT, k % 2 ? OPTIM_FP32 : OPTIM_BF16, 20, false);
+        if (wild) compare(test, config, model, COUNT, OPTIM_BF16, 4, true);
+    }
+    note(test, "%d configurations", all->count);
+}
+
+static void every_equal(Test* test) {
+    compare_all(test, every_config(), true);
+}
+
+TEST(every_equal_cpu_gpu) {
+    with_empty_cache(test, every_equal);
+}
+
+// Is a row of the table a format to nearest at its default block, or that with another scale? Other blocks are drawn in
+// every_random.
+static bool is_format(const char* name, const char* when) {
+    bool at_default = when[0] || strchr(name, '@') || is(name, "log8/256");
+    return at_default && !strchr(name, ':');
+}
+
+#define IS_FORMAT(NAME, WHEN, ...) is_format(NAME, WHEN),
+
+static void every_state(Test* test) {
+    static Configs all;
+    const bool chosen[] = {OPTIM_STATES(IS_FORMAT)};
+    static char noisy[name_count(STATE_NAMES)][64];
+    for (int i = 0; i < name_count(STATE_NAMES); i++) {
+        const char* name = STATE_NAMES[i];
+        if (!chosen[i]) continue;
+        const bool m = serves_m(name);
+        snprintf(noisy[i], sizeof(noisy[i]), "%s%s", name, is(name, "fp32") ? "" : ":sr");
+        add(&all, states_config("adamw", "bf16:sr", "bf16", m ? name : "bf16", noisy[i]));
+        add(&all, states_config("adamw", "bf16:sr", "fp32", m ? noisy[i] : "de4", name));
+    }
+    // Weights that are looked up: ordinary and rare values have stores of their own.
+    for (const char* weights : WEIGHTS_NAMES) {
+        if (strchr("el", *weights)) add(&all, states_config("adamw", weights, "bf16", "soft8", "sqrt8"));
+        if (strchr("el", *weights) && goes_with("adamw", weights, "de4")) {
+            add(&all, states_config("adamw", weights, "bf16", "de4", "sqrt4"));
+        }
+    }
+    expect(all.count > 100, "%d configurations", all.count);
+    compare_all(test, &all, true);
+}
+
+TEST(every_state_equals_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, every_state);
+}
+
+// One of all combinations of the tables, each as likely as another but for m, which needs negative levels.
+static OptimConfig draw_config(uint64_t seed, int64_t index) {
+    int draw[5];
+    for (int j = 0; j < 5; j++) draw[j] = (int)(fabsf(test_uniform(seed, index * 5 + j)) * 1e6f);
+    while (!serves_m(STATE_NAMES[draw[3] % name_count(STATE_NAMES)])) draw[3]++;
+    const char* rule = SIMPLE_RULES[draw[0] % name_count(SIMPLE_RULES)];
+    const char* m = STATE_NAMES[draw[3] % name_count(STATE_NAMES)];
+    while (!goes_with(rule, WEIGHTS_NAMES[draw[1] % name_count(WEIGHTS_NAMES)], m)) draw[1]++;
+    return states_config(rule, WEIGHTS_NAMES[draw[1] % name_count(WEIGHTS_NAMES)],
+                         GRADS_NAMES[draw[2] % name_count(GRADS_NAMES)], m,
+                         STATE_NAMES[draw[4] % name_count(STATE_NAMES)]);
+}
+
+// NIBBLE_TEST_SEED draws a failed sample again.
+static uint64_t sample_seed(Test* test) {
+    const char* given = getenv("NIBBLE_TEST_SEED");
+    const uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
+    note(test, "NIBBLE_TEST_SEED=%llu", (unsigned long long)seed);
+    return seed;
+}
+
+static void every_random(Test* test) {
+    static Configs all;
+    const uint64_t seed = sample_seed(test);
+    for (int k = 0; k < 300; k++) add(&all, draw_config(seed, k));
+    compare_all(test, &all, false);
+}
+
+TEST(every_random_equals_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, every_random);
+}
+
+// Every preset, on a GPU that is said to have seven multiprocessors: of the last length, which no tile, block or group
+// of threads divides, all of them draw tiles in turn and their stages go round.
+TEST(every_length_equals_cpu_gpu) {
+    for (int64_t length : {1, 31, 33, 255, 257, 4095, 4097, 1000003}) {
+        const OptimTensor tensor = {"tensor", 1, length, true, 0};
+        const bool large = length > 5000;
+        for (int preset = 0; preset < ELEMENT_PRESETS; preset++) {
+            for (int compute = 0; compute < 2; compute++) {
+                if (large && compute != preset % 2) continue;
+                OptimConfig config =
+                    preset_config(all_presets.name[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32", "none");
+                compare(test, &config, &tensor, 1, (OptimType)compute, large ? 3 : 20, false, 7);
+            }
+        }
+    }
+}
+
+// For `make sanitize`, whose race checker is slow: one thread block, which uses all of its stages several times. Blocks
+// of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves; so are
+// the largest of a tile with @dq8, here with 16 and 8 elements a thread and with a third state.
+static void race(Test* test) {
+    const OptimTensor tensor = {"tensor", 1, 60 * TILE_ELEMENTS + 1, true, 0};
+    static Configs all;
+    for (const char* preset : all_presets.name) add(&all, preset_config(preset, "bf16", "none"));
+    add(&all, states_config("adamw", "bf16:sr", "bf16", "dyn8/2048", "udyn8/2048"));
+    add(&all, states_config("adamw", "bf16:sr", "bf16", "de4/32@dq8", "fp32"));
+    add(&all, states_config("ademamix", "bf16:sr", "bf16", "soft8/32@dq8", "sqrt8/32@dq8"));
+    for (int k = 0; k < all.count; k++) {
+        if (can_run(&all.config[k], true)) compare(test, &all.config[k], &tensor, 1, OPTIM_BF16, 2, false, 1);
+    }
+}
+
+TEST(every_race_gpu) {
+    with_empty_cache(test, race);
+}
+
+static void built_in_and_jit(Test* test) {
+    for (const char* preset : all_presets.name) {
+        for (const char* grads : GRADS_NAMES) {
+            OptimConfig config = preset_config(preset, grads, "none");
+            Run run[2];
+            int files[2];
+            for (int jit = 0; jit < 2; jit++) {
+                if (jit) setenv("NIBBLE_JIT", "1", 1);
+                every_open(&run[jit], &config, OPTIM_BF16, true);
+                run_steps(&run[jit], 1, 20);
+                files[jit] = folder_files(getenv("NIBBLE_CACHE"), false);
+            }
+            unsetenv("NIBBLE_JIT");
+            expect(files[1] == files[0] + 1, "%s was not compiled by NVRTC", preset);
+            const char* where = difference(&run[0], &run[1]);
+            expect(!where, "%s with %s gradients: %s", preset, grads, where);
+            run_close(&run[0]), run_close(&run[1]);
+        }
+    }
+}
+
+TEST(every_built_in_equals_jit_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, built_in_and_jit);
+}
+
+// Every rule, every storage of the weights, each format of states with noise and in the longest blocks, and a sample of
+// all combinations, through NVRTC; rules and formats with a pass before the step, that pass too.
+static bool compiles(Test* test, const OptimConfig* config, const char* architecture) {
+    static char error[JIT_ERROR_BYTES];
+    const char* const step = "optim_step_kernel";
+    char name[2][2200];
+    char all[1024];
+    snprintf(all, sizeof(all), "%s %s %s", config->weights, config->m, config->v);
+    optim_expression(config, OPTIM_BF16, name[0], sizeof(name[0]));
+    expect(strncmp(name[0], step, strlen(step)) == 0, "%s", name[0]);
+    snprintf(name[1], sizeof(name[1]), "optim_measure_kernel%.2100s", name[0] + strlen(step));
+    bool ok = true;
+    for (int i = 0; i < (in_spans(all) ? 2 : 1); i++) {
+        JitImage image;
+        bool compiled = jit_compile(name[i], architecture, &image, error) && image.image_bytes > 1000;
+        expect(compiled, "%s: %s", name[i], error);
+        if (compiled) jit_free(&image);
+        ok = ok && compiled;
+    }
+    return ok;
+}
+
+TEST(every_row_compiles) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static Configs all;
+    const uint64_t seed = sample_seed(test);
+    const int rules = name_count(SIMPLE_RULES), weights = name_count(WEIGHTS_NAMES);
+    for (int i = 0; i < rules || i < weights; i++) {
+        const char *rule = SIMPLE_RULES[i % rules], *stored = WEIGHTS_NAMES[i % weights];
+        const char* m = i % 2 ? "fp32" : "bf16:sr";
+        add(&all, states_config(goes_with(rule, stored, m) ? rule : "adamw", stored, "fp32", m, m));
+    }
+    for (const char* name : STATE_NAMES) {
+        if (in_spans(name)) add(&all, states_config("adamw", "bf16:sr", "fp32", serves_m(name) ? name : "fp32", name));
+    }
+    for (const char* m : {"dyn8/2048:sr", "soft8/64:sr", "e5m2/128:sr", "de4/32:sr", "nf4", "e2m1:sr", "de4/64@dq8"}) {
+        add(&all, states_config("adamw", "bf16:sr", "bf16", m, serves_m(m) ? "lin4/2048:sr" : m));
+    }
+    for (const char* v : {"udyn8/32:sr", "sqrt8/512:sr", "sqrt4:sr", "ulin8", "log8:sr", "adalog8:sr", "log16:sr"}) {
+        add(&all, states_config("adamw", "bf16:sr", "bf16", "soft8@dq8:sr", v));
+    }
+    for (const char* preset : all_presets.name) {
+        for (const char* grads : GRADS_NAMES) add(&all, preset_config(preset, grads, "none"));
+    }
+    for (int k = 0; k < 80; k++) add(&all, draw_config(seed, k));
+    int bad = in_processes(test, all.count, [&](int k) { compiles(test, &all.config[k], k % 3 ? "sm_90" : "sm_80"); });
+    expect(bad == 0, "in %d processes a combination does not compile", bad);
+}

@@ -1,0 +1,490 @@
+// Tests of rules that read rows, columns and tensors (optim/rows.cuh), and of --limit-growth: against the papers'
+// formulas in double precision, over resumes, skipped steps and shards, and where there is a GPU equal bits.
+#include "../../optim/jit.h"
+#include "../../optim/rows.h"
+#include "../../optim/table.cuh"
+#include "kinds.h"
+
+struct RowCase {
+    const char *rule, *m;
+    float growth = 0.0f, clip = 1.0f;
+    bool by_rms = false, relative = false;
+};
+
+static const RowCase cases[] = {
+    {"adam-mini", "fp32"},
+    {"rmnp", "fp32"},
+    {"normuon-lite", "fp32"},
+    {"adafactor", "fp32"},
+    {"adafactor", "none", 0.0f, 0.3f},
+    {"adafactor", "none", 0.0f, 0.0f, true, true},
+    {"came", "fp32"},
+    {"came", "fp32", 1.01f},
+    {"adafactor", "fp32", 1.02f, 1.0f, true},
+    {"rmnp", "fp32", 1.0f},
+    {"adamw", "fp32", 1.01f},
+    {"sgd", "fp32", 1.05f},
+};
+
+static OptimConfig case_config(const RowCase* c, const char* weights, const char* m) {
+    OptimConfig config = make_config(c->rule, weights, strcmp(c->m, "none") ? m : "fp32");
+    char error[1024];
+    config.m = strcmp(c->m, "none") ? m : "none";
+    config.overrides = "none";
+    config.limit_growth = c->growth, config.clip_update = c->clip;
+    config.scale_by_rms = c->by_rms, config.relative_steps = c->relative;
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+// A tensor in double precision.
+struct Exact {
+    double p[MODEL_MAX], m[MODEL_MAX], v[MODEL_MAX], u[MODEL_MAX], g[MODEL_MAX];
+    double row[2][2600], col[2][2600];  // averages of squares, and those of came's confidence
+    double norm;                        // of the last step's update
+    double bound[MODEL_MAX];            // of the error of p
+};
+
+// Moves averages by row and column towards the means of x^2 + eps.
+static void average_factors(Exact* e, int k, int64_t rows, int64_t cols, const double* x, double rest, double eps) {
+    static double row[2600], col[2600];
+    memset(row, 0, sizeof(row));
+    memset(col, 0, sizeof(col));
+    for (int64_t i = 0; i < rows * cols; i++) {
+        row[i / cols] += (x[i] * x[i] + eps) / (double)cols;
+        col[i % cols] += (x[i] * x[i] + eps) / (double)rows;
+    }
+    for (int64_t i = 0; i < rows; i++) e->row[k][i] += rest * (row[i] - e->row[k][i]);
+    for (int64_t j = 0; j < cols; j++) e->col[k][j] += rest * (col[j] - e->col[k][j]);
+}
+
+// The second moment that the factors stand for, at element i.
+static double factored(const Exact* e, int k, int64_t rows, int64_t cols, int64_t i, double correction) {
+    double mean = 0.0;
+    for (int64_t r = 0; r < rows; r++) mean += e->row[k][r] / (double)rows;
+    return e->row[k][i / cols] * e->col[k][i % cols] / mean / correction;
+}
+
+static double norm_of(const double* x, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+    return sqrt(sum);
+}
+
+// The update u of the factored rules.
+static void exact_factored(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols, int step) {
+    static double inverse[MODEL_MAX];
+    const bool came = is(config->rule, "came");
+    const double beta1 = is(config->m, "none") ? 0.0 : (double)config->beta1, beta2 = config->beta2;
+    const int64_t n = rows * cols;
+    average_factors(e, 0, rows, cols, e->g, came ? 1.0 - beta2 : pow(step, -0.8), 0.0);
+    const double correction = came ? 1.0 - pow(beta2, step) : 1.0;
+    for (int64_t r = 0; r < rows; r++) {  // a row's are in proportion, so the mean is taken once
+        const double first = factored(e, 0, rows, cols, r * cols, correction) / e->col[0][0];
+        for (int64_t j = 0; j < cols; j++) {
+            const int64_t i = r * cols + j;
+            e->u[i] = e->g[i] / sqrt(first * e->col[0][j]);
+        }
+    }
+    const double rms = norm_of(e->u, n) / sqrt((double)n), clip = config->clip_update;
+    for (int64_t i = 0; i < n; i++) {
+        if (clip > 0.0 && rms > clip) e->u[i] *= clip / rms;
+        e->m[i] += (1.0 - beta1) * (e->u[i] - e->m[i]);
+        inverse[i] = e->u[i] - e->m[i];
+        e->u[i] = e->m[i];
+    }
+    if (!came || rows == 1) return;
+    average_factors(e, 1, rows, cols, inverse, 1.0 - (double)config->beta3, 1e-16);
+    for (int64_t r = 0; r < rows; r++) {
+        const double all = 1.0 - pow((double)config->beta3, step);
+        const double first = factored(e, 1, rows, cols, r * cols, all) / e->col[1][0];
+        for (int64_t j = 0; j < cols; j++) e->u[r * cols + j] /= sqrt(first * e->col[1][j]);
+    }
+}
+
+// The update u of rules with normalised rows.
+static void exact_rows(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols) {
+    const bool lite = is(config->rule, "normuon-lite");
+    const double beta = config->momentum, shape = sqrt(rows > cols ? (double)rows / (double)cols : 1.0);
+    for (int64_t r = 0; r < rows; r++) {
+        double *u = e->u + r * cols, *m = e->m + r * cols, *g = e->g + r * cols;
+        for (int64_t j = 0; j < cols; j++) {
+            m[j] += (1.0 - beta) * (g[j] - m[j]);
+            u[j] = g[j] + beta * (m[j] - g[j]);
+        }
+        const double norm = norm_of(u, cols);
+        e->row[0][r] += (1.0 - (double)config->beta2) * (norm * norm / (double)cols - e->row[0][r]);
+        for (int64_t j = 0; j < cols; j++) u[j] *= lite ? 1.0 / sqrt(e->row[0][r]) : shape / norm;
+    }
+    const double norm = norm_of(e->u, rows * cols);
+    for (int64_t i = 0; i < rows * cols && lite; i++) e->u[i] *= shape * sqrt((double)rows) / norm;
+}
+
+// The update u of adam-mini, adamw and sgd.
+static void exact_others(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols, int step, double wd) {
+    const double beta1 = config->beta1, beta2 = config->beta2;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        if (is(config->rule, "sgd")) {
+            e->u[i] = e->m[i] = beta1 * e->m[i] + e->g[i] + wd * e->p[i];
+            continue;
+        }
+        const double norm = i % cols == 0 ? norm_of(e->g + i, cols) : 0.0;
+        const bool mini = is(config->rule, "adam-mini");
+        double* v = mini ? &e->row[0][i / cols] : &e->v[i];
+        if (!mini || i % cols == 0)
+            *v += (1.0 - beta2) * ((mini ? norm * norm / (double)cols : e->g[i] * e->g[i]) - *v);
+        e->m[i] += (1.0 - beta1) * (e->g[i] - e->m[i]);
+        e->u[i] = e->m[i] / (1.0 - pow(beta1, step)) / (sqrt(*v / (1.0 - pow(beta2, step))) + (double)config->eps);
+    }
+}
+
+// One step of a tensor. Sums of squares do not cancel: some 200 roundings bound them, and an update's error stays below
+// 2^-16 of it; came's residual and sums of products do cancel, which costs 2 bits.
+static void exact_step(Exact* e, const OptimConfig* config, const OptimTensor* t, int step, double lr) {
+    const int64_t n = t->rows * t->cols;
+    const double wd = t->decay ? (double)config->weight_decay : 0.0;
+    const bool sgd = is(config->rule, "sgd");
+    const RowRule rule = find_row(rule_table(), config->rule)->rows;
+    if (rule == ROWS_ADAFACTOR || rule == ROWS_CAME) {
+        exact_factored(e, config, t->rows, t->cols, step);
+    } else if (rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE) {
+        exact_rows(e, config, t->rows, t->cols);
+    } else {
+        exact_others(e, config, t->rows, t->cols, step, wd);
+    }
+    double factor = config->scale_by_rms ? fmax(1e-3, norm_of(e->p, n) / sqrt((double)n)) : 1.0;
+    const double norm = factor * norm_of(e->u, n), most = (double)config->limit_growth * e->norm;
+    if (config->limit_growth > 0.0f && e->norm > 0.0 && norm > most) factor *= most / norm;
+    e->norm = config->limit_growth > 0.0f && e->norm > 0.0 && norm > most ? most : norm;
+    if (config->relative_steps) lr = fmin(lr, 1.0 / sqrt((double)step));
+    const double most_u = norm_of(e->u, n);
+    for (int64_t i = 0; i < n; i++) {
+        e->p[i] = e->p[i] * (sgd ? 1.0 : 1.0 - lr * wd) - lr * factor * e->u[i];
+        e->bound[i] += lr * factor * (fabs(e->u[i]) + most_u * 0x1p-8) * 0x1p-14 + fabs(e->p[i]) * 0x1p-22;
+    }
+}
+
+static void check_case(Test* test, const RowCase* c) {
+    static Exact e[TENSORS];
+    static float got[MODEL_MAX];
+    const OptimConfig config = case_config(c, "fp32", "fp32");
+    constexpr int STEPS = 6;
+    Kind run;
+    kind_open(&run, &config, false);
+    kind_steps(&run, 1, STEPS);
+    memset(e, 0, sizeof(e));
+    double worst = 0.0;
+    for (int t = 0; t < TENSORS; t++) {
+        const int64_t n = model[t].rows * model[t].cols;
+        for (int64_t i = 0; i < n; i++) e[t].p[i] = start(t * 100000 + i);
+        for (int step = 1; step <= STEPS; step++) {
+            for (int64_t i = 0; i < n; i++) e[t].g[i] = 0.5 * (double)gradient(step, t * 100000 + i);
+            exact_step(&e[t], &config, &model[t], step, (double)1e-2f);
+        }
+        optim_get_weights(run.optim, t, got);
+        for (int64_t i = 0; i < n; i++) worst = fmax(worst, fabs((double)got[i] - e[t].p[i]) / e[t].bound[i]);
+    }
+    expect(worst <= 1.0 && worst > 1e-4, "%s, m %s, growth %g: %g of the bound", c->rule, c->m, (double)c->growth,
+           worst);
+    const size_t used = strlen(test->note);
+    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g", used ? ", " : "of bound: ", c->rule, worst);
+    const OptimBytes plan = optim_bytes(&config, run.tensor, TENSORS, OPTIM_FP32), real = optim_allocated(run.optim);
+    expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", c->rule);
+    kind_close(&run);
+}
+
+TEST(rows_against_double) {
+    for (const RowCase& c : cases) check_case(test, &c);
+}
+
+// The numbers that are kept, by hand: a tensor's rows, then its columns; came's confidence after them.
+TEST(rows_numbers_kept) {
+    const struct {
+        const char* rule;
+        int64_t each[2];  // for a row, for a column
+    } rows[] = {
+        {"adam-mini", {1, 0}}, {"rmnp", {0, 0}}, {"normuon-lite", {1, 0}}, {"adafactor", {1, 1}}, {"came", {2, 2}}};
+    for (const auto& row : rows) {
+        const RowCase c = {row.rule, "fp32"};
+        const OptimConfig config = case_config(&c, "fp32", "fp32");
+        Kind run;
+        kind_open(&run, &config, false);
+        int64_t want = 0, found = 0;
+        for (const OptimTensor& t : model) want += row.each[0] * t.rows + row.each[1] * t.cols;
+        for (int s = 0; s < optim_stream_count(run.optim); s++) {
+            if (is(optim_stream(run.optim, s).name, "v")) found += optim_stream(run.optim, s).elements;
+        }
+        expect(found == want, "%s: %lld numbers, %lld wanted", row.rule, (long long)found, (long long)want);
+        kind_close(&run);
+    }
+}
+
+static void kind_copy(const Kind* from, const Kind* to) {
+    for (int s = 0; s < optim_stream_count(from->optim); s++) {
+        OptimStream a = optim_stream(from->optim, s), b = optim_stream(to->optim, s);
+        memcpy(b.data, a.data, (size_t)(a.elements * a.element_bytes));
+    }
+}
+
+static void check_shards(Test* test, const OptimConfig* config, const Kind* whole) {
+    int64_t cut[] = {0, TILE_ELEMENTS, whole->tensor[2].offset + TILE_ELEMENTS, 0};
+    cut[3] = whole->tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS;
+    optim_cuts(config, whole->tensor, TENSORS, cut, 4);
+    expect(cut[1] == 0 && cut[3] == whole->tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS, "%lld", (long long)cut[1]);
+    for (int k = 0; k < 3; k++) {
+        OptimConfig part = *config;
+        part.begin = cut[k], part.end = cut[k + 1];
+        if (part.begin == part.end) continue;
+        Kind shard;
+        kind_open(&shard, &part, false);
+        kind_steps(&shard, 1, 6, 0, part.begin);
+        for (int t = 0; t < TENSORS; t++) {
+            bool held = shard.tensor[t].offset >= part.begin && shard.tensor[t].offset < part.end;
+            expect(!held || kind_same(whole, &shard, t), "%s, m %s: shard %d, %s", config->rule, config->m, k,
+                   model[t].name);
+        }
+        kind_close(&shard);
+    }
+}
+
+// A step that changes nothing, a resume from the streams, and shards.
+static void check_resume(Test* test, const RowCase* c, const char* m) {
+    const OptimConfig config = case_config(c, "bf16:sr", m);
+    Kind whole, first, second;
+    for (Kind* run : {&whole, &first, &second}) kind_open(run, &config, false);
+    kind_steps(&whole, 1, 6);
+    kind_steps(&first, 1, 3);
+    kind_steps(&first, 4, 4, 4);
+    kind_copy(&first, &second);
+    expect(!kind_equal(&whole, &second), "%s, m %s: nothing moves", c->rule, m);
+    kind_steps(&second, 4, 6);
+    expect(kind_equal(&whole, &second), "%s, m %s: resumed", c->rule, m);
+    check_shards(test, &config, &whole);
+    for (Kind* run : {&whole, &first, &second}) kind_close(run);
+}
+
+TEST(rows_resume_skip_and_shard) {
+    for (const RowCase& c : cases) {
+        for (const char* m : {"bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
+            if (!is(c.m, "none") || is(m, "bf16:sr")) check_resume(test, &c, m);
+        }
+    }
+    OptimConfig config = make_config("adamw", "fp32", "fp32");
+    int64_t cut[] = {0, TILE_ELEMENTS, 3 * TILE_ELEMENTS};
+    OptimTensor tensors[TENSORS];
+    memcpy(tensors, model, sizeof(model));
+    optim_layout(tensors, TENSORS, &config);
+    optim_cuts(&config, tensors, TENSORS, cut, 3);
+    expect(cut[1] == TILE_ELEMENTS, "cuts of element rules stay");
+}
+
+// Conversions on load: what v becomes, from the checkpoint's run to another rule's.
+
+static const void* of_run(void* context, const char* name, const char*, int64_t bytes) {
+    const Kind* run = (const Kind*)context;
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        const OptimStream stream = optim_stream(run->optim, s);
+        if (is(stream.name, name) && stream.elements * stream.element_bytes == bytes) return stream.data;
+    }
+    return nullptr;
+}
+
+static void weights_of_run(void* context, int tensor, float* values) {
+    optim_get_weights(((const Kind*)context)->optim, tensor, values);
+}
+
+static void ignore(void*, const char*) {}
+
+// Loads what `from` holds into `to`, whose rule is another.
+static bool load(const Kind* from, const OptimConfig* config, Kind* to, char* error, size_t bytes) {
+    OptimStored stored = {*config, optim_stream_count(from->optim) - 1, of_run, weights_of_run, ignore, (void*)from};
+    return optim_load(to->optim, &stored, error, bytes);
+}
+
+static const float* numbers_of(const Kind* run) {
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        if (is(optim_stream(run->optim, s).name, "v")) return (const float*)optim_stream(run->optim, s).data;
+    }
+    return nullptr;
+}
+
+TEST(rows_convert_v) {
+    const RowCase adamw = {"adamw", "fp32"}, adafactor = {"adafactor", "fp32"}, mini = {"adam-mini", "fp32"};
+    const OptimConfig config[] = {case_config(&adamw, "fp32", "fp32"), case_config(&adafactor, "fp32", "fp32"),
+                                  case_config(&mini, "fp32", "fp32")};
+    Kind run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
+    char error[1024] = "";
+    for (int k = 0; k < 4; k++) kind_open(&run[k], &config[k % 3], false);
+    kind_steps(&run[0], 1, 3);
+    for (int k = 1; k < 3; k++) expect(load(&run[0], &config[0], &run[k], error, sizeof(error)), "%s", error);
+    expect(load(&run[1], &config[1], &run[3], error, sizeof(error)), "%s", error);
+    const float *v = numbers_of(&run[0]), *factors = numbers_of(&run[1]), *rows = numbers_of(&run[2]);
+    const float* back = numbers_of(&run[3]);
+    int64_t first = 0, row = 0;
+    double worst = 0.0;
+    for (int t = 0; t < TENSORS; t++) {
+        const int64_t R = model[t].rows, C = model[t].cols, at = run[0].tensor[t].offset;
+        double all = 0.0;
+        for (int64_t i = 0; i < R; i++) {
+            double mean = 0.0;
+            for (int64_t j = 0; j < C; j++) mean += (double)v[at + i * C + j] / (double)C;
+            worst = fmax(worst, fabs((double)factors[first + i] / mean - 1.0));
+            worst = fmax(worst, fabs((double)rows[row + i] / mean - 1.0));
+            all += mean / (double)R;
+        }
+        for (int64_t j = 0; j < C; j++) {
+            double mean = 0.0;
+            for (int64_t i = 0; i < R; i++) mean += (double)v[at + i * C + j] / (double)R;
+            worst = fmax(worst, fabs((double)factors[first + R + j] - mean) / (mean > 0.0 ? mean : 1.0));
+            const double product = (double)factors[first] * (double)factors[first + R + j] / all;
+            worst = fmax(worst, fabs((double)back[at + j] - product) / (product > 0.0 ? product : 1.0));
+        }
+        first += R + C, row += R;
+    }
+    expect(worst < 1e-6, "off by %.1e", worst);
+    for (Kind& each : run) kind_close(&each);
+}
+
+// What has no counterpart is refused; what the new rule does not keep is left behind.
+TEST(rows_convert_refusals) {
+    const struct {
+        const char *from, *to, *says;
+    } rows[] = {{"adamw", "came", "is by rows"},
+                {"adamw", "normuon-lite", "is by rows"},
+                {"normuon-lite", "adamw", "is of elements"},
+                {"lion", "adafactor", "keeps no second moment"},
+                {"rmnp", "adam-mini", "keeps no second moment"},
+                {"adamw", "rmnp", nullptr},
+                {"lion", "rmnp", nullptr},
+                {"came", "adafactor", nullptr},
+                {"adafactor", "rmnp", nullptr}};
+    for (const auto& row : rows) {
+        const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
+        const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");
+        Kind run[2];
+        char error[1024] = "";
+        kind_open(&run[0], &from, false);
+        kind_open(&run[1], &to, false);
+        kind_steps(&run[0], 1, 1);
+        const bool loaded = load(&run[0], &from, &run[1], error, sizeof(error));
+        expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
+        for (Kind& each : run) kind_close(&each);
+    }
+}
+
+// The limiter's norms are part of a checkpoint, and a run without them begins anew.
+TEST(limit_growth_resumes) {
+    const RowCase off = {"adamw", "fp32"}, on = {"adamw", "fp32", 1.01f};
+    const OptimConfig config[] = {case_config(&off, "fp32", "fp32"), case_config(&on, "fp32", "fp32")};
+    for (int from = 0; from < 2; from++) {
+        for (int to = 0; to < 2; to++) {
+            Kind run[2];
+            char error[1024] = "";
+            kind_open(&run[0], &config[from], false);
+            kind_open(&run[1], &config[to], false);
+            kind_steps(&run[0], 1, 3);
+            expect(load(&run[0], &config[from], &run[1], error, sizeof(error)), "%s", error);
+            for (Kind& each : run) kind_steps(&each, 4, 6);
+            expect(kind_equal(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
+            for (Kind& each : run) kind_close(&each);
+        }
+    }
+}
+
+// A tensor whose first gradients are zero must not be held near 0 afterwards (families.md: 1387 steps).
+TEST(limit_growth_begins_after_zeros) {
+    const SettleArguments none = {};
+    expect(limit(5.0f, 0.0f, 1.01f) == 1.0f && limit(0.0f, 0.0f, 1.01f) == 1.0f, "a last norm of 0 limits nothing");
+    expect(limit(2.0f, 1.0f, 1.5f) == 0.75f && limit(1.5f, 1.0f, 1.5f) == 1.0f, "cut to growth times the last");
+    expect(limit(NAN, 1.0f, 1.5f) == 1.0f && limit(INFINITY, 1.0f, 1.5f) == 1.0f, "not finite: left alone");
+    float norms[1] = {3.0f};
+    SettleArguments a = none;
+    SumTensor t = {};
+    a.sum = SUM_STEP, a.norms = norms;
+    settle_norm(a, t, NAN, 1.0f);
+    expect(norms[0] == 3.0f, "a norm that is not finite is not kept: %g", (double)norms[0]);
+}
+
+TEST(rows_refusals) {
+    OptimConfig config = make_config("adamw", "fp32", "fp32");
+    config.m = "none";
+    expect_refusal(test, config, "--m: \"none\"", "take adafactor");
+    config = make_config("adafactor", "fp32", "fp32");
+    config.v = "fp32";
+    expect_refusal(test, config, "--v: \"fp32\"", "fp32 numbers by row and column");
+    config = make_config("adamw", "fp32", "fp32");
+    config.limit_growth = 0.5f;
+    expect_refusal(test, config, "--limit-growth: 0.5", "0 or a number from 1 on");
+    config = make_config("muon", "fp32", "fp32");
+    config.limit_growth = 1.01f;
+    expect_refusal(test, config, "--limit-growth: muon", "--rule adamw");
+    config = make_config("rmnp", "fp32", "fp32");
+    config.weights = "bf16:ef";
+    expect_refusal(test, config, "--weights", "does not divide by a root of v");
+    config = make_config("adafactor", "fp32", "fp32");
+    config.clip_update = -1.0f;
+    expect_refusal(test, config, "--clip-update", "a number from 0 on");
+}
+
+static void rows_on_gpu(Test* test) {
+    for (const RowCase& c : cases) {
+        for (const char* m : {"fp32", "bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
+            if (is(c.m, "none") && !is(m, "fp32")) continue;
+            const OptimConfig config = case_config(&c, "bf16:sr", m);
+            Kind run[2];
+            for (int gpu = 0; gpu < 2; gpu++) {
+                kind_open(&run[gpu], &config, gpu == 1);
+                kind_steps(&run[gpu], 1, 8, 5);
+            }
+            expect(kind_equal(&run[0], &run[1]), "%s, m %s, growth %g", c.rule, m, (double)c.growth);
+            for (Kind& each : run) kind_close(&each);
+        }
+    }
+}
+
+TEST(rows_equal_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, rows_on_gpu);
+}
+
+// The limiter reads v and slow in every kind of format.
+static void limit_on_gpu(Test* test) {
+    for (const char* v : {"log8/2048:sr", "log16/2048", "udyn8/256", "sqrt4/32@dq8", "udyn8/rank1", "ulin8/256"}) {
+        for (const char* weights : {"bf16+16", "e4m3:sr", "bf16:kahan"}) {
+            for (const char* rule : {"adam", "ademamix"}) {
+                OptimConfig config = make_config(rule, weights, "fp32");
+                config.m = "soft8/32", config.v = v, config.limit_growth = 1.01f;
+                Kind run[2];
+                for (int gpu = 0; gpu < 2; gpu++) {
+                    kind_open(&run[gpu], &config, gpu == 1);
+                    kind_steps(&run[gpu], 1, 6, 3);
+                }
+                expect(kind_equal(&run[0], &run[1]), "%s, weights %s, v %s", rule, weights, v);
+                for (Kind& each : run) kind_close(&each);
+            }
+        }
+    }
+}
+
+TEST(limit_growth_equals_cpu_gpu) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    with_empty_cache(test, limit_on_gpu);
+}
+
+// Both kernels of a step, for every rule.
+TEST(rows_compile_at_run_time) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    static char error[JIT_ERROR_BYTES];
+    for (const RowCase& c : cases) {
+        const OptimConfig config = case_config(&c, "bf16:sr", "dyn8/256");
+        char step[1024], sums[1100];
+        optim_expression(&config, OPTIM_BF16, step, sizeof(step));
+        snprintf(sums, sizeof(sums), "optim_sums_kernel%s", strchr(step, '<'));
+        for (const char* expression : {step, sums}) {
+            JitImage image;
+            bool good = jit_compile(expression, "sm_90", &image, error);
+            expect(good, "%s: %s", expression, error);
+            if (good) jit_free(&image);
+        }
+    }
+}

@@ -1,0 +1,245 @@
+// A model under one configuration, stepped on the CPU or on a GPU: what the tests of optim/ share. Start weights and
+// gradients depend on the tensor and on the element in it, not on where the layout puts the tensor, so that runs with
+// other layouts, shards and devices can be compared to the bit.
+#pragma once
+#include "../../optim/jit.h"
+#include "../../optim/table.cuh"
+#include "../../optim/plan.h"
+#include "rules.h"
+
+// Rules that read elements or rows; those that read matrices are tested in matrix.cu.
+constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
+
+constexpr int MAX_TENSORS = 16;
+
+struct Run {
+    Device dev;
+    OptimConfig config;
+    OptimTensor tensor[MAX_TENSORS];
+    int count;
+    int64_t elements;  // of the whole arena
+    Optim* optim;
+    OptimType compute;
+};
+
+// How steps are taken.
+struct Steps {
+    float lr = 1e-2f, factor = 0.5f;  // factor: what every gradient is multiplied by
+    bool wild = false;                // the gradients of step 2 hold NaN, infinities and the ends of fp32
+    bool spread = true;               // magnitudes differ by tensor, row and column; false: gradient() alone
+};
+
+inline Device open_device(bool gpu) {
+    Device dev;
+    device_open(&dev, gpu, 0);
+    return dev;
+}
+
+inline float run_start(int t, int64_t i) {
+    return start(t * 1000000 + i);
+}
+
+// The gradient of element `i` of tensor `t`.
+inline float run_gradient(const OptimTensor* tensor, int64_t step, int t, int64_t i, const Steps& how) {
+    const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
+    if (how.wild && step == 2 && i % 97 == 5) return strange[i / 97 % 7];
+    float g = gradient(step, t * 1000000 + i);
+    if (!how.spread) return g;
+    int exponent = (int)(i / tensor->cols % 5) - (int)(i % tensor->cols % 11);
+    return ldexpf(g, exponent + (t % 3 == 2 ? (int)(30.0f * test_uniform(2001, i)) : 0));
+}
+
+// A configuration whose names are filled in; ends the test if it is refused.
+inline OptimConfig resolved(OptimConfig config) {
+    char error[4096];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+inline OptimConfig preset_config(const char* preset, const char* grads, const char* overrides = "") {
+    OptimConfig config = {preset, "", "", grads, "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 42};
+    config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9, config.overrides = overrides;
+    return resolved(config);
+}
+
+// As make_config(), with a format for each moment.
+inline OptimConfig states_config(const char* rule, const char* weights, const char* grads, const char* m,
+                                 const char* v) {
+    OptimConfig config = make_config(rule, weights, "fp32");
+    config.grads = grads, config.m = m, config.lr_max = 1e-2f;
+    if (keeps_v(rule)) config.v = v;
+    return resolved(config);
+}
+
+inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
+                     bool gpu = false) {
+    memset((void*)run, 0, sizeof(*run));
+    run->dev = open_device(gpu);
+    run->config = *config, run->count = count, run->compute = compute;
+    memcpy(run->tensor, tensors, (size_t)count * sizeof(*tensors));
+    run->elements = optim_layout(run->tensor, count, config);
+    run->optim = optim_create(&run->dev, &run->config, run->tensor, count, compute);
+    float* values = (float*)malloc((size_t)run->elements * 4);
+    for (int t = 0; t < count; t++) {
+        for (int64_t i = 0; i < tensors[t].rows * tensors[t].cols; i++) values[i] = run_start(t, i);
+        optim_set_weights(run->optim, t, values);
+    }
+    optim_decode(run->optim);
+    free(values);
+}
+
+inline void run_close(Run* run) {
+    optim_free(run->optim);
+    device_close(&run->dev);
+}
+
+// Steps `first` to `last`; padding has gradients of zero, as the trainer leaves it.
+inline void run_steps(Run* run, int first, int last, const Steps& how = Steps()) {
+    const Device* dev = &run->dev;
+    const bool narrow = is(run->config.grads, "bf16");
+    const int64_t begin = run->config.begin, end = run->config.end ? run->config.end : run->elements;
+    float *values = (float*)calloc((size_t)run->elements, 4), *scale = (float*)device_alloc(dev, 4);
+    uint16_t* rounded = (uint16_t*)calloc((size_t)run->elements, 2);
+    void* grads = device_alloc(dev, (end - begin) * 4);
+    copy_to_device(dev, scale, &how.factor, 4);
+    for (int step = first; step <= last; step++) {
+        for (int t = 0; t < run->count; t++) {
+            const OptimTensor* tensor = &run->tensor[t];
+            for (int64_t i = 0; i < tensor->rows * tensor->cols; i++) {
+                const float g = run_gradient(tensor, step, t, i, how);
+                values[tensor->offset + i] = g, rounded[tensor->offset + i] = Bf16::encode(g);
+            }
+        }
+        const void* from = narrow ? (const void*)(rounded + begin) : (const void*)(values + begin);
+        copy_to_device(dev, grads, from, (end - begin) * (narrow ? 2 : 4));
+        optim_step(run->optim, grads, scale, how.lr, step);
+    }
+    device_sync(dev);
+    device_free(dev, grads), device_free(dev, scale);
+    free(values), free(rounded);
+}
+
+inline bool find_stream(const Run* run, const char* name, OptimStream* stream) {
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        *stream = optim_stream(run->optim, s);
+        if (is(stream->name, name)) return true;
+    }
+    return false;
+}
+
+// Bytes of device memory as host memory, which the caller frees.
+inline void* to_host(const Run* run, const void* data, int64_t bytes) {
+    void* copy = malloc((size_t)bytes + 1);
+    copy_to_host(&run->dev, copy, data, bytes);
+    return copy;
+}
+
+// A stored array in host memory, which the caller frees; NULL if there is none.
+inline void* run_array(const Run* run, const char* name) {
+    OptimStream stream;
+    if (!find_stream(run, name, &stream)) return nullptr;
+    return to_host(run, stream.data, stream.elements * stream.element_bytes);
+}
+
+inline bool same_bytes(const Run* a, const void* x, const Run* b, const void* y, int64_t bytes) {
+    void *of_a = to_host(a, x, bytes), *of_b = to_host(b, y, bytes);
+    bool same = memcmp(of_a, of_b, (size_t)bytes) == 0;
+    free(of_a), free(of_b);
+    return same;
+}
+
+// Where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the matmuls
+// read are the same.
+inline const char* difference(const Run* a, const Run* b) {
+    if (optim_stream_count(a->optim) != optim_stream_count(b->optim)) return "the number of arrays";
+    for (int s = 0; s < optim_stream_count(a->optim); s++) {
+        OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
+        const int64_t bytes = x.elements * x.element_bytes;
+        if (!is(x.name, y.name) || bytes != y.elements * y.element_bytes) return x.name;
+        if (!same_bytes(a, x.data, b, y.data, bytes)) return x.name;
+    }
+    const OptimConfig* c = &a->config;
+    const int64_t held = (c->end ? c->end : a->elements) - c->begin, size = a->compute == OPTIM_BF16 ? 2 : 4;
+    const void *x = optim_weights(a->optim), *y = optim_weights(b->optim);
+    return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
+}
+
+inline bool same_tensor(const Run* a, const Run* b, int tensor) {
+    const int64_t n = a->tensor[tensor].rows * a->tensor[tensor].cols;
+    float *x = (float*)malloc((size_t)n * 4), *y = (float*)malloc((size_t)n * 4);
+    optim_get_weights(a->optim, tensor, x), optim_get_weights(b->optim, tensor, y);
+    bool same = memcmp(x, y, (size_t)n * 4) == 0;
+    free(x), free(y);
+    return same;
+}
+
+// A run on the CPU as a checkpoint, from which another is loaded.
+struct Stored {
+    const Run* from;
+    char notices[8][256];
+    int notice_count;
+};
+
+inline const void* stored_array(void* context, const char* name, const char* dtype, int64_t bytes) {
+    OptimStream stream;
+    bool found = find_stream(((Stored*)context)->from, name, &stream);
+    return found && is(stream.dtype, dtype) && stream.elements * stream.element_bytes == bytes ? stream.data : nullptr;
+}
+
+inline void stored_weights(void* context, int tensor, float* values) {
+    optim_get_weights(((Stored*)context)->from->optim, tensor, values);
+}
+
+inline void stored_notice(void* context, const char* line) {
+    Stored* stored = (Stored*)context;
+    if (stored->notice_count < 8) snprintf(stored->notices[stored->notice_count++], 256, "%s", line);
+}
+
+// Loads `to` from `from`, whose file holds `more` arrays besides; false with a sentence.
+inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error, size_t bytes) {
+    *context = {from, {}, 0};
+    OptimStored stored = {from->config, more, stored_array, stored_weights, stored_notice, context};
+    for (int s = 0; s < optim_stream_count(from->optim); s++) {
+        OptimStream stream = optim_stream(from->optim, s);
+        stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
+    }
+    return optim_load(to->optim, &stored, error, bytes);
+}
+
+inline Stored expect_load(Test* test, Run* to, const Run* from) {
+    char error[512] = "";
+    Stored context;
+    expect(run_load(to, from, &context, 0, error, sizeof(error)), "%s", error);
+    return context;
+}
+
+inline void expect_planned(Test* test, const Run* run, const char* what) {
+    OptimBytes plan = optim_bytes(&run->config, run->tensor, run->count, run->compute);
+    OptimBytes real = optim_allocated(run->optim);
+    expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
+}
+
+// The arrays of shards, one after another, are those of the whole, and so are the copies that the matmuls read.
+inline void expect_joined(Test* test, const Run* whole, const Run* shards, int count, const char* what) {
+    for (int s = 0; s < optim_stream_count(whole->optim); s++) {
+        OptimStream want = optim_stream(whole->optim, s), got;
+        int64_t used = 0, bytes = want.elements * want.element_bytes;
+        bool same = true;
+        for (int k = 0; k < count; k++) {
+            if (!find_stream(&shards[k], want.name, &got)) continue;
+            const int64_t part = got.elements * got.element_bytes;
+            same = same && used + part <= bytes;
+            if (same) same = same_bytes(&shards[k], got.data, whole, (const char*)want.data + used, part);
+            used += part;
+        }
+        expect(same && used == bytes, "%s: %s, %lld of %lld bytes", what, want.name, (long long)used, (long long)bytes);
+    }
+    const int64_t size = whole->compute == OPTIM_BF16 ? 2 : 4;
+    for (int k = 0; k < count; k++) {
+        const OptimConfig* c = &shards[k].config;
+        const char* copy = (const char*)optim_weights(whole->optim) + c->begin * size;
+        expect(same_bytes(&shards[k], optim_weights(shards[k].optim), whole, copy, (c->end - c->begin) * size),
+               "%s: what the matmuls read of shard %d", what, k);
+        expect_planned(test, &shards[k], what);
+    }
+}

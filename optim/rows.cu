@@ -1,0 +1,208 @@
+// See rows.h.
+#include "rows.h"
+
+// The plan.
+
+bool config_scaled(const OptimConfig* config) {
+    const bool by_rms = config->scale_by_rms && find_row(rule_table(), config->rule)->rows == ROWS_ADAFACTOR;
+    return config->limit_growth > 0.0f || by_rms;
+}
+
+bool config_reads_whole(const OptimConfig* config) {
+    return config->limit_growth > 0.0f || reads_whole(find_row(rule_table(), config->rule));
+}
+
+static void passes_add(RowPlan* its, const OptimConfig* config) {
+    const RowRule rule = find_row(rule_table(), config->rule)->rows;
+    const bool factored = rule == ROWS_ADAFACTOR || rule == ROWS_CAME;
+    auto add = [&](bool wanted, Sum sum) {
+        if (wanted) its->pass[its->passes++] = sum;
+    };
+    add(rule == ROWS_ADAM_MINI, SUM_SQUARES);
+    add(rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE, SUM_DIRECTION);
+    add(factored, SUM_MOMENTS);
+    add(factored && config->clip_update > 0.0f, SUM_UPDATE);
+    add(rule == ROWS_CAME, SUM_RESIDUAL);
+    add(rule == ROWS_ADAFACTOR && config->scale_by_rms, SUM_WEIGHTS);
+    add(config->limit_growth > 0.0f, SUM_STEP);
+}
+
+RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
+    const LaunchPlan* launch = &plan->launch[index];
+    const ArenaRun* run = &launch->run;
+    const Span span = format_span(config_rows(&launch->config).v);
+    RowPlan its = {};
+    passes_add(&its, &launch->config);
+    its.scaled = config_scaled(&launch->config);
+    its.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));
+    bool columns = false;
+    for (int i = 0; i < its.passes; i++) columns = columns || sum_has_columns(its.pass[i]);
+    for (int t = 0; t < count && its.passes > 0; t++) {
+        const OptimTensor* tensor = &tensors[t];
+        if (plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
+        if (tensor->cols == 0) continue;  // a shard of nothing has no sums
+        SumTensor* sum = &its.tensor[its.tensors++];
+        sum->offset = tensor->offset, sum->rows = tensor->rows, sum->cols = tensor->cols;
+        sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
+        sum->number = span == SPAN_RUN ? 0 : plan->at[t][span] - run->at[span];
+        sum->norm = plan->at[t][SPAN_NORM] - run->at[SPAN_NORM];
+        sum->group = (uint32_t)plan->group_of[t];
+        sum->block = its.blocks;
+        its.blocks += sum->slabs * sum->panels;
+        sum->row_parts = its.parts;
+        sum->col_parts = sum->row_parts + sum->panels * sum->rows;
+        its.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
+    }
+    return its;
+}
+
+void row_plan_free(RowPlan* plan) {
+    free(plan->tensor);
+    *plan = {};
+}
+
+// Sums, in plain C.
+
+constexpr int PANEL = SUM_COLS + 32;  // with what lies around a panel in its first and last runs of 16 elements
+
+// Loads `n` elements from `element` of the arena on, both multiples of 16.
+static void sum_load(const FormatRow* format, const Streams& whole, int64_t element, int64_t n, float* x) {
+    for (int64_t done = 0; done < n;) {
+        const int64_t tile = (element + done) / TILE_ELEMENTS, first = (element + done) % TILE_ELEMENTS;
+        const int64_t some = n - done < TILE_ELEMENTS - first ? n - done : TILE_ELEMENTS - first;
+        const Streams streams = tile_at(format->stream[0], format->stream[1], format->stream[2], whole, tile);
+        format->load(streams, (int)first, x + done, (int)some, NoiseKey{});
+        done += some;
+    }
+}
+
+// The values that a pass squares: `held` columns from `col` on of a row.
+static void sum_values(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
+                       int64_t row, int64_t col, int held, float* x) {
+    float p[PANEL] = {}, g[PANEL] = {}, m[PANEL] = {}, v[PANEL] = {}, slow[PANEL] = {}, root[PANEL];
+    const int64_t element = tensor->offset + row * tensor->cols + col, from = element / 16 * 16;
+    const int64_t shift = element - from, n = ceil_div(shift + held, 16) * 16;
+    const bool decays = sums->sum == SUM_STEP && !rows->rule->decoupled;
+    Hyper hyper = step->group[tensor->group];
+    if (sums->sum != SUM_WEIGHTS) sum_load(rows->grads, step->grads, from, n, g);
+    if (sums->sum == SUM_WEIGHTS || decays) sum_load(rows->weights, step->weights, from, n, p);
+    if (sum_reads_m(sums->sum)) sum_load(rows->m, step->m, from, n, m);
+    const float* numbers = sums->numbers + tensor->number;
+    const Span span = format_span(rows->v);
+    if (sum_reads_v(sums->sum) && !rows->rule->rows) sum_load(rows->v, step->v, from, n, v);
+    if (sum_reads_v(sums->sum) && rows->rule->keeps_slow) sum_load(rows->m, step->slow, from, n, slow);
+    for (int i = 0; i < held; i++) {
+        g[shift + i] = exact_mul(g[shift + i], *step->grad_scale);
+        if (decays) g[shift + i] = exact_fma(hyper.decay, p[shift + i], g[shift + i]), p[shift + i] = 0.0f;
+        if (!sum_reads_v(sums->sum) || !rows->rule->rows) continue;
+        v[shift + i] = number_at(span, numbers, tensor->rows, row, col + i);
+        if (!rows->rule->pairs) continue;
+        slow[shift + i] = number_at(span, numbers + tensor->rows + tensor->cols, tensor->rows, row, col + i);
+    }
+    if (sums->sum == SUM_STEP) {
+        if (sums->scaled) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
+        hyper.decay = 0.0f;
+        rows->rule->update(hyper, p + shift, g + shift, m + shift, v + shift, slow + shift, root, held);
+        memcpy(x, p + shift, (size_t)held * sizeof(float));
+        return;
+    }
+    for (int64_t i = shift; i < shift + held; i++) x[i - shift] = sum_value(sums->sum, hyper, p[i], g[i], m[i], v[i]);
+}
+
+// A panel's part of a row's sum; adds the squares to those of the columns.
+static float row_sum(const float* x, int held, float* column) {
+    float lane[32] = {};
+    for (int i = 0; i < held; i++) {
+        lane[i / SUM_LANE] = exact_fma(x[i], x[i], lane[i / SUM_LANE]);
+        column[i] = exact_fma(x[i], x[i], column[i]);
+    }
+    for (int half = 16; half > 0; half /= 2) {
+        for (int l = 0; l < half; l++) lane[l] = exact_add(lane[l], lane[l + half]);
+    }
+    return lane[0];
+}
+
+static void sum_block(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
+                      int64_t slab, int64_t panel) {
+    float column[SUM_WARPS][SUM_COLS] = {}, x[SUM_COLS];
+    const int64_t first = slab * SUM_ROWS, col = panel * SUM_COLS;
+    const int held = (int)(tensor->cols - col < SUM_COLS ? tensor->cols - col : SUM_COLS);
+    for (int64_t row = first; row < sum_end(*tensor, slab); row++) {
+        sum_values(rows, step, sums, tensor, row, col, held, x);
+        sums->parts[tensor->row_parts + panel * tensor->rows + row] =
+            row_sum(x, held, column[(row - first) % SUM_WARPS]);
+    }
+    for (int i = 0; i < held && sum_has_columns(sums->sum); i++) {
+        float sum = column[0][i];
+        for (int w = 1; w < SUM_WARPS; w++) sum = exact_add(sum, column[w][i]);
+        sums->parts[tensor->col_parts + slab * tensor->cols + col + i] = sum;
+    }
+}
+
+void rows_sum_cpu(const Rows* rows, const StepArguments* step, const SumArguments* sums) {
+    if (!is_finite(*step->grad_scale)) return;  // the step changes nothing
+    for (int64_t t = 0; t < sums->tensors; t++) {
+        const SumTensor* tensor = &sums->tensor[t];
+#pragma omp parallel for schedule(static)
+        for (int64_t b = 0; b < tensor->slabs * tensor->panels; b++) {
+            sum_block(rows, step, sums, tensor, b / tensor->panels, b % tensor->panels);
+        }
+    }
+}
+
+// The end of a pass.
+
+static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
+    float sum[SETTLE_THREADS] = {};
+    for (int64_t i = 0; i < t->rows; i++) {
+        sum[i % SETTLE_THREADS] = exact_add(sum[i % SETTLE_THREADS], settle_row(*a, *t, i));
+    }
+    for (int64_t j = 0; j < t->cols && sum_has_columns(a->sum); j++) settle_column(*a, *t, j);
+    for (int half = SETTLE_THREADS / 2; half > 0; half /= 2) {
+        for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
+    }
+    const float whole = settle_tensor(*a, *t, sum[0]);
+    for (int64_t i = 0; i < t->rows; i++) settle_ready(*a, *t, i, whole);
+    for (int64_t k = 0; k < settle_tiles(*a, *t); k++) settle_tile(*a, *t, k, whole);
+    settle_norm(*a, *t, sum[0], whole);
+}
+
+#ifdef __CUDACC__
+// grid: a thread block a tensor, block: SETTLE_THREADS; deterministic.
+__global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_kernel(SettleArguments a) {
+    if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
+    __shared__ float sum[SETTLE_THREADS];
+    const SumTensor t = a.tensor[blockIdx.x];
+    float its = 0.0f;
+    for (int64_t i = threadIdx.x; i < t.rows; i += SETTLE_THREADS) its = exact_add(its, settle_row(a, t, i));
+    if (sum_has_columns(a.sum)) {
+        for (int64_t j = threadIdx.x; j < t.cols; j += SETTLE_THREADS) settle_column(a, t, j);
+    }
+    sum[threadIdx.x] = its;
+    for (int half = SETTLE_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) sum[threadIdx.x] = exact_add(sum[threadIdx.x], sum[threadIdx.x + half]);
+    }
+    __syncthreads();
+    const float whole = settle_tensor(a, t, sum[0]);
+    __syncthreads();  // all have read the last norm
+    for (int64_t i = threadIdx.x; i < t.rows; i += SETTLE_THREADS) settle_ready(a, t, i, whole);
+    for (int64_t k = threadIdx.x; k < settle_tiles(a, t); k += SETTLE_THREADS) settle_tile(a, t, k, whole);
+    if (threadIdx.x == 0) settle_norm(a, t, sum[0], whole);
+}
+#endif
+
+void rows_settle(const Device* dev, const SettleArguments* settle, int64_t tensors) {
+    if (tensors == 0) return;
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        rows_settle_kernel<<<(unsigned)tensors, SETTLE_THREADS, 0, dev->stream>>>(*settle);
+        check_launch();
+        return;
+    }
+#endif
+    (void)dev;
+    if (!is_finite(*settle->grad_scale)) return;
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < tensors; t++) settle_cpu(settle, &settle->tensor[t]);
+}

@@ -1,0 +1,122 @@
+// The passes that add up squares before the step of a rule that reads rows (rows.cuh has the formulas and the order of
+// the sums). Threads read memory directly. A thread block takes a slab of 128 rows by a panel of 256 columns: each warp
+// a row at a time, each lane 8 columns of it, which lie in one or, where a row does not begin at a multiple of 8, two
+// runs of 8 elements.
+#pragma once
+#include "kernel.cuh"
+
+EMBED_SOURCE
+
+#ifdef __CUDACC__
+// Loads the 8 elements from `element` of the arena on; `held` of them lie in the tensor.
+template <class Storage>
+__device__ __forceinline__ void sum_load(const Streams& whole, const void* table, int64_t element, int held, float* x) {
+    constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
+    const int shift = (int)(element % 8);
+    auto run = [&](int64_t from, float* to) {
+        Streams streams = tile_at(codes, extra, more, whole, from / TILE_ELEMENTS);
+        streams.table = table;
+        const int first = (int)(from % TILE_ELEMENTS);
+        if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, to);
+        if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, to, 8, NoiseKey{});
+    };
+    if (shift == 0) {
+        run(element, x);
+        return;
+    }
+    float wide[16];
+    run(element - shift, wide);
+    if (shift + held > 8) run(element - shift + 8, wide + 8);
+    for (int i = 0; i < 8; i++) x[i] = i < held ? wide[shift + i] : 0.0f;
+}
+
+// The values of 8 elements that a pass squares: columns `col` to `col` + 7 of a row, of which `held` exist.
+template <class Rule, class Weights, class M, class V, class Grads>
+__device__ __forceinline__ void sum_values(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
+                                           const unsigned char* tables, float grad_scale, int64_t row, int64_t col,
+                                           int held, float* x) {
+    float p[8] = {}, g[8], m[8] = {}, v[8] = {}, slow[8] = {}, root[8];
+    const int64_t element = tensor.offset + row * tensor.cols + col;
+    const bool decays = sums.sum == SUM_STEP && !Rule::DECOUPLED;
+    const Hyper& group = step.group[tensor.group];
+    if (sums.sum != SUM_WEIGHTS) {
+        sum_load<Grads>(step.grads, nullptr, element, held, g);
+#pragma unroll
+        for (int i = 0; i < 8; i++) g[i] = exact_mul(g[i], grad_scale);
+    }
+    if (sums.sum == SUM_WEIGHTS || decays) sum_load<Weights>(step.weights, nullptr, element, held, p);
+    if (sum_reads_m(sums.sum)) sum_load<M>(step.m, tables, element, held, m);
+    if (sum_reads_v(sums.sum)) {
+        if constexpr (Rule::BY_ROWS) {
+            const float* its = sums.numbers + tensor.number;
+            for (int i = 0; i < held; i++) v[i] = number_at(V::STREAM[1].span, its, tensor.rows, row, col + i);
+            its += tensor.rows + tensor.cols;
+            for (int i = 0; i < held && Rule::PAIRS; i++) {
+                slow[i] = number_at(V::STREAM[1].span, its, tensor.rows, row, col + i);
+            }
+        } else {
+            sum_load<V>(step.v, tables + M::TABLE_BYTES, element, held, v);
+            if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
+        }
+    }
+    if (Rule::SCALED && sums.sum == SUM_STEP) {
+        Hyper hyper = sums.scaled ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
+        if (decays) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) g[i] = exact_fma(hyper.decay, p[i], g[i]), p[i] = 0.0f;
+            hyper.decay = 0.0f;
+        }
+        EachElement<Rule>::update(hyper, p, g, m, v, slow, root, 8);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = p[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = sum_value(sums.sum, group, p[i], g[i], m[i], v[i]);
+    }
+}
+
+// grid: any, block: 256; shared memory: the moments' tables; deterministic.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__(32 * SUM_WARPS)
+    optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
+    const float grad_scale = *step.grad_scale;
+    if (!is_finite(grad_scale)) return;  // the step changes nothing
+    extern __shared__ __align__(128) unsigned char step_memory[];
+    __shared__ float columns[SUM_WARPS][SUM_COLS];
+    tables_prepare<M, V>(step, step_memory);
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int64_t t = 0;
+    for (int64_t b = blockIdx.x; b < sums.blocks; b += gridDim.x) {
+        while (t + 1 < sums.tensors && sums.tensor[t + 1].block <= b) t++;
+        const SumTensor tensor = sums.tensor[t];
+        const int64_t slab = (b - tensor.block) / tensor.panels, panel = (b - tensor.block) % tensor.panels;
+        const int64_t col = panel * SUM_COLS + lane * SUM_LANE, end = sum_end(tensor, slab);
+        const int held = tensor.cols - col >= SUM_LANE ? SUM_LANE : tensor.cols > col ? (int)(tensor.cols - col) : 0;
+        float column[SUM_LANE] = {};
+        for (int64_t row = slab * SUM_ROWS + warp; row < end; row += SUM_WARPS) {
+            float x[SUM_LANE] = {}, sum = 0.0f;
+            if (held > 0) {
+                sum_values<Rule, Weights, M, V, Grads>(step, sums, tensor, step_memory, grad_scale, row, col, held, x);
+            }
+#pragma unroll
+            for (int i = 0; i < SUM_LANE; i++) {
+                if (i >= held) continue;
+                sum = exact_fma(x[i], x[i], sum);
+                column[i] = exact_fma(x[i], x[i], column[i]);
+            }
+            for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
+            if (lane == 0) sums.parts[tensor.row_parts + panel * tensor.rows + row] = sum;
+        }
+        if (!sum_has_columns(sums.sum)) continue;
+#pragma unroll
+        for (int i = 0; i < SUM_LANE; i++) columns[warp][lane * SUM_LANE + i] = column[i];
+        __syncthreads();
+        const int64_t its = panel * SUM_COLS + threadIdx.x;
+        float sum = columns[0][threadIdx.x];
+        for (int w = 1; w < SUM_WARPS; w++) sum = exact_add(sum, columns[w][threadIdx.x]);
+        if (its < tensor.cols) sums.parts[tensor.col_parts + slab * tensor.cols + its] = sum;
+        __syncthreads();
+    }
+}
+#endif
