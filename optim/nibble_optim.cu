@@ -285,6 +285,7 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
     if (optim->element % TILE_ELEMENTS != 0)
         user_error("element: %lld is no multiple of 2048", (long long)optim->element);
     if (!optim_resolve(config, error, 16384)) user_error("%s", error);
+    if (find_row(rule_table(), config->rule)->matrix) matrices_refused(config->rule);
     free(error);
 }
 
@@ -321,6 +322,8 @@ static bool is_cut(const NibbleTensor* tensor) {
     return tensor->count >= 0 && tensor->count < tensor->rows * tensor->cols;
 }
 
+constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
+
 static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     const size_t count = (size_t)optim->count;
     optim->tensor = (NibbleTensor*)memory_zero(count, sizeof(NibbleTensor));
@@ -328,11 +331,14 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
     optim->stale = (bool*)memory_zero(count, sizeof(bool));
     OptimTensor* whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    double elements = (double)optim->element;
     for (size_t t = 0; t < count; t++) {
         NibbleTensor* tensor = &optim->tensor[t];
         *tensor = tensors[t];
         tensor->name = text_copy(tensors[t].name ? tensors[t].name : "");
         if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
+        elements += (double)tensor->rows * (double)tensor->cols;
+        if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
         whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0};
         optim->local[t] = tensor_local(tensor);
         optim->stale[t] = true;
@@ -386,6 +392,7 @@ static void* states_allocate(void* context, int64_t bytes) {
 
 static void optim_make(NibbleOptim* optim, const char* const* settings, const NibbleTensor* tensors,
                        void* (*allocate)(void* context, int64_t bytes), void* context, void* stream) {
+    if (optim->count < 0) user_error("%d tensors were named", optim->count);
     settings_read(optim, settings);
     if (optim->gpu >= 0) gpu_open(optim);
     tensors_take(optim, tensors);
@@ -477,9 +484,31 @@ NIBBLE_API void nibble_optim_loaded(NibbleOptim* optim) {
     for (int t = 0; t < optim->count; t++) optim->stale[t] = false;
 }
 
+// Refuses constants that no ./train would take, and a parameter without an address.
+static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
+    if (step->step < 1) user_error("step: %lld was found; steps count from 1", (long long)step->step);
+    for (int t = 0; t < optim->count; t++) {
+        if (!step->grads[t]) continue;
+        const NibbleGroup* group = &step->group[step->group_of ? step->group_of[t] : 0];
+        const char* name = optim->tensor[t].name;
+        if (!step->weights[t] && optim->placed[t].count > 0) user_error("%s has a gradient and no address", name);
+        if (!isfinite(group->lr) || !isfinite(group->weight_decay)) {
+            user_error("%s: lr %g and weight_decay %g were found; give numbers", name, group->lr, group->weight_decay);
+        }
+        if (!(group->beta1 >= 0.0f && group->beta1 < 1.0f && group->beta2 >= 0.0f && group->beta2 < 1.0f)) {
+            user_error("%s: betas (%g, %g) were found; give numbers from 0 to below 1", name, (double)group->beta1,
+                       (double)group->beta2);
+        }
+        if (!(group->eps > 0.0f && group->eps <= 1.0f)) {
+            user_error("%s: eps %g was found; give a number above 0, at most 1", name, (double)group->eps);
+        }
+    }
+}
+
 NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error) {
     static_assert(sizeof(NibbleGroup) == sizeof(PlacedGroup), "the same members");
     return on_device(optim, step->stream, error, [&] {
+        step_check(optim, step);
         for (int t = 0; t < optim->count; t++) {
             if (!optim->stale[t] || !step->grads[t]) continue;
             if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);

@@ -7,6 +7,7 @@ what needs a GPU where there is none (cases then run on the CPU alone). The bits
 in dev/unit/placed.cu, which steps both.
 """
 import array
+import contextlib
 import copy
 import ctypes
 import io
@@ -60,20 +61,22 @@ def floats(values):
 
 
 class Plain:
-    """Tensors of fp32 in host memory, and steps over them."""
+    """Tensors of fp32 in host memory, of n elements or (rows, columns), and steps over them."""
 
-    def __init__(self, lengths, **settings):
+    def __init__(self, shapes, **settings):
+        shapes = [shape if isinstance(shape, tuple) else (1, shape) for shape in shapes]
+        lengths = [rows * cols for rows, cols in shapes]
         self.weights = [floats([((7 * i + 3 * t) % 11 - 5) / 7 for i in range(n)]) for t, n in enumerate(lengths)]
-        tensors = [(f"t{t}", 1, n, 0, -1) for t, n in enumerate(lengths)]
+        tensors = [(f"t{t}", *shape, 0, -1) for t, shape in enumerate(shapes)]
         self.handle = nibble_optim.Handle({"device": "cpu", "parameters": "fp32", **settings}, tensors)
         self.group_of = array.array("i", [0] * len(lengths))
 
-    def step(self, number, lr=1e-2, decay=0.1, missing=()):
+    def step(self, number, lr=1e-2, decay=0.1, missing=(), betas=(0.9, 0.95), eps=1e-8):
         grads = [floats([((5 * i + number) % 13 - 6) / 9 for i in range(len(w))]) for w in self.weights]
         address = lambda x: ctypes.addressof(x)
         self.handle.step(array.array("Q", map(address, self.weights)),
                          array.array("Q", [0 if t in missing else address(g) for t, g in enumerate(grads)]),
-                         self.group_of, [(lr, decay, 0.9, 0.95, 1e-8, number)], number)
+                         self.group_of, [(lr, decay, *betas, eps, number)], number)
 
     def bytes(self):
         return [bytes(w) for w in self.weights] + [self.handle.save()]
@@ -97,8 +100,8 @@ def library_adamw_by_hand():
 
 @test
 def library_same_bits_again_and_resumed():
-    for preset in ("adamw32", "adamw8", "adamw4", "adamw4d", "flash24"):
-        runs = [Plain([5000, 1, 2048, 300], preset=preset, seed=3) for _ in range(3)]
+    for preset in ("adamw32", "adamw8", "adamw4", "adamw4d", "flash24", "adafactor8", "came8", "rmnp4"):
+        runs = [Plain([(50, 100), 1, 2048, 300], preset=preset, seed=3) for _ in range(3)]
         for number in range(1, 5):
             for run in runs[:2]:
                 run.step(number)
@@ -124,6 +127,33 @@ def library_missing_gradient_leaves_a_tensor_alone():
 
 
 @test
+def library_rule_that_reads_rows_by_hand():
+    rows, cols, momentum = 3, 5, 0.9
+    plain = Plain([(rows, cols)], rule="rmnp", m="fp32", momentum=momentum, overrides="none")
+    weights, m = list(plain.weights[0]), [0.0] * (rows * cols)
+    for number in range(1, 6):
+        plain.step(number)
+        g = [((5 * i + number) % 13 - 6) / 9 for i in range(rows * cols)]
+        m = [a + (1 - momentum) * (b - a) for a, b in zip(m, g)]
+        u = [b + momentum * (a - b) for a, b in zip(m, g)]
+        for i in range(rows * cols):
+            row = u[i // cols * cols:(i // cols + 1) * cols]
+            length = sum(x * x for x in row) ** 0.5
+            weights[i] = weights[i] * (1 - 1e-2 * 0.1) - 1e-2 * u[i] / length
+    assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
+
+
+@test
+def library_rule_that_reads_rows_takes_all_tensors():
+    plain = Plain([(4, 8), (8, 4)], preset="adafactor8")
+    before = plain.bytes()
+    raises(ValueError, "takes all tensors or none", lambda: plain.step(1, missing=[1]))
+    assert plain.bytes() == before
+    plain.step(1)
+    assert plain.bytes() != before
+
+
+@test
 def library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
@@ -132,7 +162,12 @@ def library_mistakes_are_sentences():
                             ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "whole matrices"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
+    for shape, words in [((0, 5), "1 row or more"), ((1 << 40, 1 << 40), "2^42 elements")]:
+        raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape, 0, -1)]))
     plain = Plain([5], preset="adamw8")
+    for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
+                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps 0")]:
+        raises(ValueError, words, lambda: plain.step(**settings))
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
     raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))
     raises(ValueError, "states are of", lambda: plain.handle.load(Plain([5], preset="adamw4").handle.save()))
@@ -182,6 +217,21 @@ def library_example_in_c():
     assert run.returncode == 0 and "has the same bits" in run.stdout, run
 
 
+@test
+def library_wheel_in_an_empty_environment():
+    wheels = sorted(ROOT.glob("dist/nibble_optim-*.whl"), key=lambda path: path.stat().st_mtime)
+    if not wheels:
+        raise Skip("no wheel; make wheel makes one")
+    code = "from nibble_optim import Handle; print(Handle({'preset': 'adamw8'}, [('w', 3, 4, 0, -1)]).describe())"
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([f"{folder}/bin/pip", "install", "-q", "--no-index", "--disable-pip-version-check", wheels[-1]],
+                       check=True)
+        env = {name: value for name, value in os.environ.items() if name not in ("NIBBLE_OPTIM_LIBRARY", "PYTHONPATH")}
+        run = subprocess.run([f"{folder}/bin/python", "-c", code], capture_output=True, text=True, env=env, cwd=folder)
+    assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
+
+
 # The optimizer of torch.
 
 def model_of(device="cpu", dtype=None, seed=0):
@@ -212,10 +262,13 @@ def make(model, **settings):
     return nibble_optim.Optimizer(model.parameters(), **{"lr": 1e-2, "seed": 1, **settings})
 
 
+PRESETS = ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e", "adafactor8", "came8", "rmnp4")
+
+
 def each_kind():
     for device in DEVICES:
         for dtype in (torch.float32, torch.bfloat16):
-            for preset in ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e"):
+            for preset in PRESETS:
                 yield device, dtype, preset
 
 
@@ -272,7 +325,7 @@ def torch_cpu_and_gpu_are_equal():
     if len(DEVICES) < 2:
         raise Skip("no GPU")
     for dtype in (torch.float32, torch.bfloat16):
-        for preset in ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e"):
+        for preset in PRESETS:
             models = [model_of(device, dtype) for device in DEVICES]
             optimizers = [make(model, preset=preset) for model in models]
             for number in range(1, 5):
@@ -446,6 +499,17 @@ def torch_step_in_backward():
 
 
 @test
+def torch_lines_of_the_readme():
+    text = (ROOT / "optim" / "python" / "README.md").read_text()
+    block = text[text.index("    import torch"):].split("\n\n")[0]
+    code, _, shown = "\n".join(line[4:] for line in block.split("\n")).partition("   # ")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert printed.getvalue().strip() == shown, printed.getvalue()
+
+
+@test
 def torch_compat():
     from nibble_optim.compat import bitsandbytes, flashoptim, torchao
     peers = [getattr(torchao, n) for n in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")] + \
@@ -545,7 +609,7 @@ def main():
         begin, note = time.perf_counter(), ""
         try:
             if torch is None and function.__name__.startswith("torch_"):
-                raise Skip("no torch")
+                raise Skip("torch is not installed")
             verdict, note = "ok", function() or ""
         except Skip as reason:
             verdict, note = "skip", str(reason)
