@@ -25,6 +25,7 @@ static const Case cases[] = {
     {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},
     {"adafactor8", "", "", "", "", "ln*: rule=lion m=fp32 lr=0.5"},
     {"came8", "", "", "", "", "wte: wd=0.3"},
+    {"", "adafactor", "bf16:sr", "none", "", ""},
     {"rmnp4", "", "", "", "", ""},
     {"", "normuon-lite", "bf16:sr", "dyn8", "", "*.bias: lr=2"},
     {"", "rmnp", "bf16:sr", "fp32", "", ""},
@@ -309,22 +310,29 @@ TEST(placed_cut_tensor_gpu) {
 // NVRTC compiles these kernels, with and without a copy, on old and new architectures.
 TEST(placed_kernels_compile) {
     if (!jit_available()) skip("no libnvrtc");
-    static const Case few[] = {{"adamw8", "", "", "", "", ""},
-                               {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""},
-                               {"", "adam-mini", "bf16+16", "bf16:sr", "", ""},
-                               {"came8", "", "", "", "", ""}};
-    char *expression = (char*)malloc(4096), *error = (char*)malloc(JIT_ERROR_BYTES);
-    for (const Case& its : few) {
-        OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+    struct Kernel {
+        const char *name, *architecture;
+        Case its;
+    };
+    static const Kernel kernels[] = {
+        {"optim_step_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
+        {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", ""}},
+        {"optim_step_kernel", "sm_80", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
+        {"optim_step_kernel", "sm_90", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
+        {"optim_step_kernel", "sm_90", {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}},
+        {"optim_sums_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
+    };
+    static char step[4096], expression[4200], error[JIT_ERROR_BYTES];
+    for (const Kernel& kernel : kernels) {
+        OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
         config.placed = true;
-        optim_expression(&config, OPTIM_BF16, expression, 4096);
+        optim_expression(&config, OPTIM_BF16, step, sizeof(step));
+        snprintf(expression, sizeof(expression), "%s%s", kernel.name, strchr(step, '<'));
         expect(strstr(expression, "Placed<"), "%s", expression);
-        for (const char* architecture : {"sm_80", "sm_90"}) {
-            JitImage image;
-            expect(jit_compile(expression, architecture, &image, error), "%s: %s", architecture, error);
-            jit_free(&image);
-        }
+        JitImage image;
+        const bool good = jit_compile(expression, kernel.architecture, &image, error);
+        expect(good, "%s, %s: %s", expression, kernel.architecture, error);
+        if (good) jit_free(&image);
     }
-    free(expression);
-    free(error);
 }
