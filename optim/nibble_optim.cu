@@ -9,7 +9,6 @@
 #include <math.h>
 #include <setjmp.h>
 #include <stddef.h>
-#include <new>
 
 #include "matrix/low_rank.h"
 #include "placed.h"
@@ -92,20 +91,14 @@ void low_rank_gradients(const Device*, const MatrixWork*, int, const void*, bool
 // Calls the function; what goes wrong in it becomes a status and a sentence.
 template <class Function>
 static NibbleStatus guarded(char* error, Function function) {
-    Failure* own = (Failure*)malloc(sizeof(Failure));
+    Failure own;
     Failure* const before = failure;
-    if (!own) {
-        if (error) snprintf(error, NIBBLE_ERROR_BYTES, "there is no more memory");
-        return NIBBLE_MEMORY;
-    }
-    own->status = NIBBLE_OK;
-    failure = own;
-    if (setjmp(own->jump) == 0) function();
+    own.status = NIBBLE_OK;
+    failure = &own;
+    if (setjmp(own.jump) == 0) function();
     failure = before;
-    const NibbleStatus status = own->status;
-    if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", status == NIBBLE_OK ? "" : own->text);
-    free(own);
-    return status;
+    if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", own.status == NIBBLE_OK ? "" : own.text);
+    return own.status;
 }
 
 // The optimizer.
@@ -130,6 +123,8 @@ struct NibbleOptim {
     int64_t element, end;
     char* text[32];  // the settings' values, which the configuration points to
     int texts;
+    void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
+    void* context;
     Block* blocks;  // states that the library allocated
     char describe[256];
 };
@@ -383,6 +378,13 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
 
 static void* states_allocate(void* context, int64_t bytes) {
     NibbleOptim* optim = (NibbleOptim*)context;
+    if (optim->allocate) {
+        void* memory = optim->allocate(optim->context, bytes);
+        char text[128];
+        snprintf(text, sizeof(text), "allocate gave no memory for %lld bytes of states", (long long)bytes);
+        if (!memory) fail(NIBBLE_MEMORY, text);
+        return memory;
+    }
     Block* block = (Block*)memory_zero(1, sizeof(Block));
     block->memory = device_alloc(&optim->dev, bytes);
     block->next = optim->blocks;
@@ -398,8 +400,10 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     tensors_take(optim, tensors);
     OptimConfig* config = &optim->config;
     config->weight_decay = -1.0f;  // a step's groups say
-    config->allocate = allocate ? allocate : states_allocate;
-    config->allocator = allocate ? context : optim;
+    config->allocate = states_allocate;
+    config->allocator = optim;
+    optim->allocate = allocate;
+    optim->context = context;
     const int before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
     const Plan* plan = optim_parts(optim->optim).plan;
@@ -440,7 +444,7 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
     *result = nullptr;
     NibbleStatus status = guarded(error, [&] {
         optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
-        new (&optim->config) OptimConfig();
+        optim->config = OptimConfig();
         optim->gpu = -1;
         optim->count = count;
     });

@@ -1,13 +1,13 @@
 // The optimizer as a library, libnibble_optim.so (`make lib`): AdamW, Lion and others with weights and states in any
 // format from fp32 to 4 bits, one launch a step, on a GPU or on the CPU. optim/README.md lists rules and formats.
 //
-// Parameters and gradients stay in the caller's own tensors, which each step names by address. The optimizer keeps the
-// states, and the codes of weights that a parameter cannot hold. A step's result depends on the tensors, their order,
-// the settings and the step's number alone: it has the same bits on the CPU and on any GPU, and as ./train's.
+// Parameters and gradients stay in the caller's own tensors; each step is given their addresses. The optimizer keeps
+// the states, and the codes of weights that a parameter cannot hold. A step's result depends only on the tensors, their
+// order, the settings and the step's number: the CPU, any GPU and ./train give the same bits.
 //
-// No function prints or ends the process. Each that can fail returns a status and writes one sentence into `error`,
-// NIBBLE_ERROR_BYTES long, unless that is null. Optimizers share nothing, so that threads may use several at once; one
-// optimizer is used by one thread at a time. Plain C99.
+// No function prints or ends the process. A function that can fail returns a status and writes one sentence into
+// `error`, which is NIBBLE_ERROR_BYTES long or null. A step that returns NIBBLE_MISTAKE has changed nothing. Optimizers
+// share nothing, so threads may use several at once, each of them from one thread at a time. Plain C99.
 #ifndef NIBBLE_OPTIM_H
 #define NIBBLE_OPTIM_H
 #include <stdint.h>
@@ -21,16 +21,17 @@ extern "C" {
 typedef enum {
     NIBBLE_OK,
     NIBBLE_SYSTEM,   // CUDA, the driver or NVRTC failed
-    NIBBLE_MISTAKE,  // what was asked for cannot be; the sentence says what to ask for
+    NIBBLE_MISTAKE,  // the caller asked for something impossible; the sentence says what to ask for
     NIBBLE_MEMORY    // there is no more memory
 } NibbleStatus;
 
 typedef struct NibbleOptim NibbleOptim;
 
-// A parameter. Where other processes hold parts of it, `first` and `count` say which elements lie here, in the order of
-// rows; a whole one has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
-// is counted over the whole model, so that parts get what the whole would, except blocks that a cut goes through: each
-// part then has a scale of its own.
+// A parameter. If other processes hold parts of it, elements `first` to `first` + `count` - 1 (row by row) lie here;
+// a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
+// is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
+// block that is cut: each of its parts has a scale of its own. Rules that read rows take no part, except adam-mini
+// (cuts at rows).
 typedef struct {
     const char* name;    // for overrides and messages
     int64_t rows, cols;  // of the whole tensor; 1 row for a vector
@@ -43,10 +44,11 @@ typedef struct {
 //     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, momentum,
 //                 clip_update, ramp, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
-//     element     the place of these tensors in the model, in elements: 0, or what nibble_optim_end gave for others
-// Without `weights` parameters of fp32 are stored as they are, and those of bf16 as the preset says. `tensors` are
-// copied. `allocate`, unless null, returns memory of the device for the states, aligned to 16 bytes, or null; it stays
-// the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
+//     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before
+//     them
+// Without `weights`, parameters of fp32 are stored as they are and those of bf16 as the preset says. `tensors` are
+// copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
+// there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
 NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* settings, const NibbleTensor* tensors,
                                  int count, void* (*allocate)(void* context, int64_t bytes), void* context,
                                  void* stream, char* error);
@@ -72,11 +74,11 @@ typedef struct {
 
 NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error);
 
-// Says that a parameter was written by others: what the optimizer keeps of it beside the parameter is made anew in the
-// next step.
+// Tells the optimizer that the caller has written to a parameter. The next step makes what it keeps beside the
+// parameter (a master, codes) from the new values.
 void nibble_optim_weights_changed(NibbleOptim* optim, int tensor);
 
-// An array of the states, or a tensor's part of it, in whole tiles of 2048 elements. Names and types are those of
+// An array of the states, or a tensor's part of one, in whole tiles of 2048 elements. Names and types are those of
 // ./train's optimizer.safetensors.
 typedef struct {
     char name[160];     // "m", "m.scales", "v", "master", ...; of an array with the override that asked for it
@@ -97,10 +99,11 @@ NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index,
 int64_t nibble_optim_bytes(const NibbleOptim* optim);
 NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, void* stream, char* error);
 NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t bytes, void* stream, char* error);
-// Says that states were written by the caller through their addresses: the next step takes them as they are.
+// Tells the optimizer that the caller has written the states through their addresses. The next step uses them as they
+// are.
 void nibble_optim_loaded(NibbleOptim* optim);
 
-// The place of a tensor's first element in the model, and the end of all.
+// Return where a tensor's first element lies in the model, and where the last tensor ends.
 int64_t nibble_optim_element(const NibbleOptim* optim, int tensor);
 int64_t nibble_optim_end(const NibbleOptim* optim);
 
@@ -108,7 +111,7 @@ int64_t nibble_optim_end(const NibbleOptim* optim);
 const char* nibble_optim_describe(const NibbleOptim* optim);
 // The value of a setting after defaults, such as "weights"; null if there is none of this name.
 const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
-// Whether this library was built with CUDA, and how many GPUs it can use.
+// Returns how many GPUs the library can use; 0 if it was built without CUDA.
 int nibble_optim_gpus(void);
 // The version of this header that the library was built with.
 int nibble_optim_version(void);

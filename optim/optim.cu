@@ -227,7 +227,6 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
     if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
     void* memory = config->allocate(config->allocator, allocated_bytes(bytes));
-    if (!memory) user_error("the caller gives no %lld bytes of memory for the optimizer's states", (long long)bytes);
     device_zero(optim->dev, memory, bytes);
     *total += allocated_bytes(bytes);
     return memory;

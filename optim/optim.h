@@ -61,8 +61,8 @@ struct OptimConfig {
     bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
-    // The caller's memory for the stored streams: returns device memory of this size, 16-byte aligned, or null if there
-    // is none; it stays the caller's. Null: the optimizer allocates and frees.
+    // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
+    // memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;
     void* allocator = nullptr;  // its context
 };

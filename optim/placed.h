@@ -1,18 +1,20 @@
-// Steps over tensors of the caller's own, as PyTorch has them: each tensor's weights and gradients lie where the caller
-// says at that step, and only the states lie in arenas of the optimizer (whose config is `placed`).
+// Steps over tensors of the caller's own, as PyTorch has them. Weights and gradients lie where the caller says at each
+// step; only the states lie in arenas of the optimizer, whose config is `placed`.
 //
-// A table gives each tile of 2048 elements its place (TilePlace, kernel.cuh), so that the step still is one launch for
-// each combination of formats, reads gradients and writes weights in place, and moves not a byte more. What the copy
-// engine cannot take passes through a small arena beside it: tiles that are not whole, tensors that do not begin at a
-// multiple of 16 bytes, and all gradients of a rule that reads rows. That is 4 to 8 KB a tensor.
+// A table gives each tile of 2048 elements its place (TilePlace, kernel.cuh). So the step is still one launch for each
+// combination of formats, and it reads gradients and writes weights in place. Some data passes through a small arena
+// beside the tensors, because the copy engine or the passes cannot read it in place:
+//     tiles that are not whole, at the end of a tensor or at a cut          4 to 8 KB a tensor
+//     tensors that do not begin at a multiple of 16 bytes                   the whole tensor
+//     gradients of a rule that reads rows                                   the whole tensor
 //
-// Cost of a step beside the step's own: 16 bytes a tensor uploaded if an address has changed, and three short kernels;
-// of a change in which tensors have gradients, or in their groups: 40 bytes a tile uploaded.
+// What a step costs besides optim_step's work: three short kernels, and an upload of 16 bytes a tensor if an address
+// has changed. If other tensors have gradients than in the last step, or other groups, 40 bytes a tile are uploaded.
 #pragma once
 #include "plan.h"
 
-// What is fixed for a tensor. One that other processes hold parts of is cut: here lie `count` of its elements, and
-// `head` elements of the first tile come before them.
+// What is fixed for a tensor. A tensor is cut if other processes hold parts of it: then `count` of its elements lie
+// here, and `head` elements of their first tile come before them.
 struct PlacedTensor {
     int64_t count;
     int64_t head;     // below TILE_ELEMENTS; rows x cols of its OptimTensor are head + count

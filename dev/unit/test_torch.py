@@ -162,6 +162,7 @@ def library_mistakes_are_sentences():
                             ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "whole matrices"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
+    raises(MemoryError, "allocate gave no memory", lambda: nibble_optim.Handle({}, [("t", 1, 5, 0, -1)], lambda _: 0))
     for shape, words in [((0, 5), "1 row or more"), ((1 << 40, 1 << 40), "2^42 elements")]:
         raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape, 0, -1)]))
     plain = Plain([5], preset="adamw8")
@@ -454,6 +455,9 @@ def torch_mistakes_are_exceptions():
             (TypeError, "float64", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.double())])),
             (TypeError, "float16", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.half())]))]:
         raises(kind, words, function)
+    absent = torch.nn.Parameter(torch.ones(4, device="meta"))
+    absent.grad = torch.ones_like(absent)
+    raises(ValueError, "on meta", nibble_optim.Optimizer([absent]).step)
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = nibble_optim.Optimizer(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()

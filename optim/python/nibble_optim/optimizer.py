@@ -78,6 +78,8 @@ class _Part:
     def __init__(self, owner, params, settings, grads, element):
         first = params[0]
         self.params, self.settings, self.grads = params, settings, grads
+        if first.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"a parameter on {first.device} was found; the optimizer takes the CPU and NVIDIA GPUs")
         self.locals = [_local(p) for p in params]
         self.device, self.gpu = first.device, first.device.type == "cuda"
         self.order = [_order(p) for p in params]
