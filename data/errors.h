@@ -17,11 +17,11 @@ __attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* f
 // prints the message once. It returns where this process is alone; the caller then prints the message and exits.
 void launch_failed(int code, const char* text);
 
-// What memory_missing calls before all else. The function here does nothing; a library whose caller goes on without
-// the memory (optim/nibble_optim.cu) replaces it by one that does not return.
+// memory_missing calls this first. It does nothing here; a library whose caller can go on without the memory
+// (optim/nibble_optim.cu) replaces it by a function that does not return.
 void memory_failed(const char* text);
 
-// Says something that is no error, on stderr; a library replaces it by one that says nothing.
+// Prints a notice, which is no error, to stderr; a library replaces it by a function that prints nothing.
 void notice(const char* text);
 
 #ifdef __cplusplus

@@ -29,7 +29,7 @@ struct alignas(8) Tile {
     uint32_t group;
 };
 
-// Where a tile lies whose weights and gradients are in tensors of the caller's own (placed.h).
+// Where a tile's weights and gradients lie in tensors of the caller's own (placed.h).
 struct TilePlace {
     void* weights;  // in the type that the matmuls read: the stored codes, or the copy beside them
     const void* grads;
@@ -51,7 +51,7 @@ struct StepArguments {
     const TilePlace* places;  // (tile_count), or null: weights and gradients lie in arenas
 };
 
-// A storage of gradients that says so to the step's kernel.
+// A storage of gradients that tells the step's kernel to read `places`.
 template <class Storage>
 struct Placed : Storage {
     static constexpr bool PLACED = true;
@@ -590,7 +590,7 @@ struct Couriers {
     }
 };
 
-// The places of tiles on their way, beside the couriers' memory; nothing unless tiles have places.
+// The places of the tiles in the stages; empty unless tiles have places.
 template <bool PLACED, int GROUPS, int STAGES>
 struct Places {
     TilePlace place[GROUPS][STAGES];

@@ -1,9 +1,9 @@
 // The library behind nibble_optim.h: settings as text, errors as text, and an optimizer of optim.h whose weights and
 // gradients are the caller's (placed.h).
 //
-// The optimizer reports mistakes by user_error and failures by check, which end the process of ./train. Here both end
-// in launch_failed, which goes back to the library's function by longjmp, with the sentence. What the optimizer held on
-// the host at that moment, some KB, is lost; device memory of states is not, since the library keeps a list of it.
+// The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
+// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each mistake in
+// nibble_optim_create leaks some KB of host memory; the states' device memory is freed from a list of its own.
 #include "nibble_optim.h"
 
 #include <math.h>
@@ -35,7 +35,8 @@ static thread_local Failure* failure;  // of the call that this thread is in
     longjmp(failure->jump, 1);
 }
 
-// These take the place of what ends ./train. Memory that is missing inside a parallel region ends the process.
+// These replace the weak functions of data/errors.c. They return to the caller from its own thread only, which is
+// enough: no parallel region here allocates or reports mistakes.
 void launch_failed(int code, const char* text) {
     if (!failure) return;
     const bool memory = strstr(text, "cudaErrorMemoryAllocation") != nullptr;
@@ -56,8 +57,8 @@ const void* built_in_kernel(const Rows*, bool) {
     return nullptr;
 }
 
-// Rules that read matrices need cuBLASLt, which this library does without: what follows takes the place of
-// matrix/matrix.cu and low_rank.cu.
+// Rules that read matrices need cuBLASLt, which the library does not link. These functions replace matrix/matrix.cu and
+// low_rank.cu.
 [[noreturn]] static void matrices_refused(const char* rule) {
     user_error("%s reads whole matrices, which the library does not step; take ./train, or a rule such as adamw", rule);
 }
@@ -88,7 +89,7 @@ void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, 
 
 void low_rank_gradients(const Device*, const MatrixWork*, int, const void*, bool, const float*) {}
 
-// Calls the function; what goes wrong in it becomes a status and a sentence.
+// Calls the function and turns an error in it into a status and a sentence.
 template <class Function>
 static NibbleStatus guarded(char* error, Function function) {
     Failure own;
@@ -284,7 +285,7 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
     free(error);
 }
 
-// A storage of weights that a parameter of this type holds, all or in part; a parameter of fp32 holds nothing else.
+// Refuses weights that parameters of this type cannot hold: a parameter of fp32 holds fp32 alone.
 static void require_weights(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->weights_count; i++) {
         const char* name = plan->weights[i].format;
@@ -298,7 +299,7 @@ static void require_weights(const NibbleOptim* optim, const Plan* plan) {
 
 // Tensors.
 
-// What the optimizer knows of a tensor of which a part lies here.
+// The tensor, or its part that lies here, as the optimizer sees it.
 static OptimTensor tensor_local(const NibbleTensor* tensor) {
     const int64_t elements = tensor->rows * tensor->cols, head = tensor->first % TILE_ELEMENTS;
     OptimTensor local = {tensor->name, tensor->rows, tensor->cols, true, 0};
