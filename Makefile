@@ -37,14 +37,14 @@ GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/
 CUDA_ARCH := $(if $(GPU_ARCH),$(patsubst 90,90a,$(GPU_ARCH)),90a)
 CUDA_PTX := $(if $(GPU_ARCH),,80)
 endif
-GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+GENCODE = $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
            $(foreach a,$(CUDA_PTX),-gencode arch=compute_$(a),code=compute_$(a))
 
 WARNINGS := -Wall -Wextra
 CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) $(SANITIZERS) -MMD -MP
 # -ffp-contract=off and explicit fmaf: the plain C versions give the same bits whatever the compiler would like to fuse.
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
-NVCCFLAGS := -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
+NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
              -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
 CXXFLAGS := -std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
             -Wno-unused-parameter -Wno-unused-function -Wno-uninitialized -Wno-pass-failed -include initializer_list -MMD -MP
@@ -97,6 +97,13 @@ $(BUILD)/unit/%.o: dev/unit/%.cu $(BUILD)/found
 # The optimizer's bits are the same on the host and on every device: nothing is contracted behind our back.
 $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 
+# Two thousand small functions, which -O3 makes no faster and takes three times as long for.
+$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: NVCCFLAGS += -Xcompiler -O2
+$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: CXXFLAGS += -O2
+
+# Benchmarks run on the machine that builds them.
+$(BUILD)/dev/%.o: CUDA_PTX :=
+
 $(BUILD)/data/%.o: data/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
@@ -121,12 +128,11 @@ $(BUILD)/optim/%.o: optim/%.c
 
 # The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
 # export nothing but nibble_optim.h. Its kernels are compiled by NVRTC, so none is built in, and it needs no cuBLASLt.
-# LIB_OPT=-O1 compiles table.cu in 15 seconds instead of 50, for tests.
 LIB := $(BUILD)/lib
-LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out $(foreach o,built_in matrix low_rank saved release decoded,%/$(o).o),$(OPTIM_OBJECTS))) \
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out $(foreach o,built_in matrix low_rank saved release decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
                $(patsubst %,$(LIB)/data/%.o,errors files memory text)
 comma := ,
-LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3) $(LIB_OPT)
+LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 space := $(subst ,, )
 LIB_COMPILE = $(subst -march=native,$(if $(NVCC),$(subst $(space),$(comma),$(strip $(LIB_HOST))),$(LIB_HOST)),$(COMPILE))
 

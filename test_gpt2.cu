@@ -45,8 +45,8 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->config = s->config;
     m->B = s->B;
     m->T = s->T;
-    m->type = s->type;
-    m->grads_bf16 = s->grads_bf16;
+    m->arena.type = s->type;
+    m->arena.grads_bf16 = s->grads_bf16;
     m->recompute = s->recompute;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
     config_tensors(m);
@@ -75,7 +75,7 @@ static void feed(const Model* m, const int* tokens, const int* targets, bool fir
     copy_to_device(m->dev, input.targets, targets, n * sizeof(int));
     copy_to_device(m->dev, input.order, order, n * sizeof(int));
     copy_to_device(m->dev, input.bucket, bucket, 2 * (buckets + 1) * sizeof(int));
-    micro_batch(m, &input, buckets, m->B, m->T, true, first, share);
+    micro_batch(m, &input, buckets, m->B, true, first, share);
     device_sync(m->dev);
     free(order), free(bucket);
 }
@@ -86,16 +86,22 @@ static float scalar(const Model* m, int i) {
     return value;
 }
 
+// A step with the gradients that are there.
+static void update(Model* m, float lr, float clip, int64_t step) {
+    arena_begin(&m->arena, m->scalars, clip, lr, step);
+    arena_step(&m->arena, m->scalars, m->activations);
+}
+
 // The arena of gradients as fp32 in host memory; the caller frees it.
 static float* gradients(const Model* m) {
-    float* values = (float*)malloc(m->elements * sizeof(float));
-    if (!m->grads_bf16) {
-        copy_to_host(m->dev, values, m->grads, m->elements * 4);
+    float* values = (float*)malloc(m->arena.elements * sizeof(float));
+    if (!m->arena.grads_bf16) {
+        copy_to_host(m->dev, values, m->arena.grads, m->arena.elements * 4);
         return values;
     }
-    bf16* rounded = (bf16*)malloc(m->elements * sizeof(bf16));
-    copy_to_host(m->dev, rounded, m->grads, m->elements * 2);
-    for (int64_t i = 0; i < m->elements; i++) values[i] = to_float(rounded[i]);
+    bf16* rounded = (bf16*)malloc(m->arena.elements * sizeof(bf16));
+    copy_to_host(m->dev, rounded, m->arena.grads, m->arena.elements * 2);
+    for (int64_t i = 0; i < m->arena.elements; i++) values[i] = to_float(rounded[i]);
     free(rounded);
     return values;
 }
@@ -146,14 +152,14 @@ static double expect_norm(Test* test, const char* what, const char* name, const 
 static void expect_gradients(Test* test, const char* what, const Model* m, const float* got, const float* want,
                              double bound) {
     double worst = 0;
-    for (int t = 0; t < m->count; t++) {
-        const OptimTensor* tensor = &m->tensors[t];
+    for (int t = 0; t < m->arena.count; t++) {
+        const OptimTensor* tensor = &m->arena.tensors[t];
         double multiple = expect_norm(test, what, tensor->name, got + tensor->offset, want + tensor->offset,
                                       tensor->rows * tensor->cols, bound);
         if (multiple > worst) worst = multiple;
     }
     note(test, what, worst);
-    const OptimTensor* wte = &m->tensors[WTE];
+    const OptimTensor* wte = &m->arena.tensors[WTE];
     double padding = 0;
     for (int64_t i = (int64_t)m->config.V * wte->cols; i < wte->rows * wte->cols; i++) {
         padding += fabs(got[wte->offset + i]);
@@ -201,13 +207,13 @@ static void golden_weights(Model* m) {
     ModelFolder files;
     char error[DATA_ERROR_BYTES];
     if (!model_folder_open(&files, folder, error)) user_error("%s", error);
-    for (int t = 0; t < m->count; t++) {
-        float* values = (float*)malloc(m->tensors[t].rows * m->tensors[t].cols * sizeof(float));
+    for (int t = 0; t < m->arena.count; t++) {
+        float* values = (float*)malloc(m->arena.tensors[t].rows * m->arena.tensors[t].cols * sizeof(float));
         require(model_folder_read(&files, &m->stored[t], values, error), error);
-        model_set_tensor(m, t, values);
+        arena_set(&m->arena, t, values);
         free(values);
     }
-    if (m->optim) optim_decode(m->optim);
+    if (m->arena.optim) optim_decode(m->arena.optim);
     model_folder_close(&files);
     remove_folder(folder);
 }
@@ -215,7 +221,7 @@ static void golden_weights(Model* m) {
 // The gradient of a tensor as stored in the file, transposed to the arena's (out, in). False when the file leaves it
 // out.
 static bool golden_gradient(const Safetensors* file, const Model* m, int t, float* values) {
-    const OptimTensor* tensor = &m->tensors[t];
+    const OptimTensor* tensor = &m->arena.tensors[t];
     char name[128];
     snprintf(name, sizeof(name), "grad.transformer.%s", tensor->name);
     const SafetensorsTensor* found = safetensors_find(file, name);
@@ -251,12 +257,13 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
     feed(&m, tokens, targets, true, 1.0f);
     note(test, "loss", expect_loss(test, what, scalar(&m, 0), want, losses));
     float* got = gradients(&m);
-    float* stored = (float*)malloc(m.elements * sizeof(float));
+    float* stored = (float*)malloc(m.arena.elements * sizeof(float));
     int compared = 0;
-    for (int t = 0; t < m.count; t++) {
+    for (int t = 0; t < m.arena.count; t++) {
         if (!golden_gradient(&file, &m, t, stored)) continue;
-        int64_t n = (t == WTE ? m.config.V : m.tensors[t].rows) * m.tensors[t].cols;
-        double multiple = expect_norm(test, what, m.tensors[t].name, got + m.tensors[t].offset, stored, n, bound);
+        int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
+        double multiple =
+            expect_norm(test, what, m.arena.tensors[t].name, got + m.arena.tensors[t].offset, stored, n, bound);
         if (multiple > worst) worst = multiple;
         compared++;
     }
@@ -363,7 +370,7 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
                 continue;
             }
             float* got = small_gradients(dev, &other, &other_loss);
-            expect(memcmp(got, want, shape.elements * sizeof(float)) == 0 && loss == other_loss,
+            expect(memcmp(got, want, shape.arena.elements * sizeof(float)) == 0 && loss == other_loss,
                    "recompute %d changes bits at T %d", recompute, small.T);
             free(got);
         }
@@ -423,8 +430,8 @@ TEST(model_cpu_gpu) {
 static char* streams(const Model* m, int64_t* bytes) {
     char* all = nullptr;
     *bytes = 0;
-    for (int i = 0; i < optim_stream_count(m->optim); i++) {
-        OptimStream stream = optim_stream(m->optim, i);
+    for (int i = 0; i < optim_stream_count(m->arena.optim); i++) {
+        OptimStream stream = optim_stream(m->arena.optim, i);
         int64_t size = stream.elements * stream.element_bytes;
         all = (char*)realloc(all, *bytes + size);
         copy_to_host(m->dev, all + *bytes, stream.data, size);
@@ -503,8 +510,8 @@ TEST(model_determinism_gpu) {
 // Initial weights.
 
 static float* weights_of(const Model* m) {
-    float* values = (float*)calloc(m->elements, sizeof(float));
-    for (int t = 0; t < m->count; t++) optim_get_weights(m->optim, t, values + m->tensors[t].offset);
+    float* values = (float*)calloc(m->arena.elements, sizeof(float));
+    for (int t = 0; t < m->arena.count; t++) optim_get_weights(m->arena.optim, t, values + m->arena.tensors[t].offset);
     return values;
 }
 
@@ -536,9 +543,9 @@ TEST(model_init) {
     Model first, second, other;
     float *values = initial_weights(&first, &dev, &INITIAL, 1), *again = initial_weights(&second, &dev, &INITIAL, 1);
     float* seeded = initial_weights(&other, &dev, &INITIAL, 2);
-    expect(memcmp(values, again, first.elements * 4) == 0, "the same seed gives other bits");
-    for (int t = 0; t < first.count; t++) {
-        const OptimTensor* tensor = &first.tensors[t];
+    expect(memcmp(values, again, first.arena.elements * 4) == 0, "the same seed gives other bits");
+    for (int t = 0; t < first.arena.count; t++) {
+        const OptimTensor* tensor = &first.arena.tensors[t];
         const float *w = values + tensor->offset, *o = seeded + tensor->offset;
         int64_t n = (t == WTE ? first.config.V : tensor->rows) * tensor->cols;
         if (tensor->rows > 1) {
@@ -554,8 +561,8 @@ TEST(model_init) {
         for (int64_t i = 0; i < n; i++) expect(w[i] == want, "%s is %g, want %g", tensor->name, w[i], want);
     }
     // Two matrices of one shape have nothing in common.
-    const float* a = values + first.tensors[FIRST_BLOCK + 4].offset;
-    const float* b = values + first.tensors[FIRST_BLOCK + BLOCK_TENSORS + 4].offset;
+    const float* a = values + first.arena.tensors[FIRST_BLOCK + 4].offset;
+    const float* b = values + first.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 4].offset;
     double product = 0, n = 128.0 * 128.0;
     for (int i = 0; i < 128 * 128; i++) product += (double)a[i] * b[i];
     expect(fabs(product) < 5 * 0.01 * 0.01 * sqrt(n), "c_proj of two blocks correlate: %g", product);
@@ -569,7 +576,7 @@ TEST(model_init_gpu) {
     device_open(&gpu, true, 0);
     Model on_cpu, on_gpu;
     float *want = initial_weights(&on_cpu, &cpu, &INITIAL, 1), *got = initial_weights(&on_gpu, &gpu, &INITIAL, 1);
-    expect(memcmp(want, got, on_cpu.elements * 4) == 0, "CPU and GPU begin with other bits");
+    expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "CPU and GPU begin with other bits");
     free(want), free(got);
     model_free(&on_cpu), model_free(&on_gpu);
     device_close(&gpu);
@@ -585,12 +592,13 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
     // Bytes of the text are below 250, so the data fits a vocabulary that needs padding.
     train_small(&m, dev, &setup, 4, losses);
     float* values = weights_of(&m);
-    int64_t at = m.tensors[WTE].offset + 250 * 128, end = m.tensors[WTE].offset + 256 * 128;
+    int64_t at = m.arena.tensors[WTE].offset + 250 * 128, end = m.arena.tensors[WTE].offset + 256 * 128;
     for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
     // What lies between the tensors of the arena is zero in every stream.
-    for (int i = 0; i < optim_stream_count(m.optim); i++) {
-        OptimStream stream = optim_stream(m.optim, i);
-        expect(stream.elements == m.elements, "stream %s has %lld elements", stream.name, (long long)stream.elements);
+    for (int i = 0; i < optim_stream_count(m.arena.optim); i++) {
+        OptimStream stream = optim_stream(m.arena.optim, i);
+        expect(stream.elements == m.arena.elements, "stream %s has %lld elements", stream.name,
+               (long long)stream.elements);
     }
     free(values);
     model_free(&m);
@@ -679,7 +687,8 @@ static void check_decoded_model(Test* test, const Device* dev, OptimType type) {
                 Model m;
                 setup.keeps_copy = k == 0;
                 train_small(&m, dev, &setup, 4, losses[k]);
-                expect((m.decoded == nullptr) == (k == 0), "%s: %s", weights, m.decoded ? "decoded" : "a copy");
+                expect((m.arena.decoded == nullptr) == (k == 0), "%s: %s", weights,
+                       m.arena.decoded ? "decoded" : "a copy");
                 state[k] = streams(&m, &bytes[k]);
                 model_free(&m);
             }
@@ -714,9 +723,9 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         Model m;
         OptimConfig config = setup_optim(setup);
         model_shape(&m, dev, setup);
-        m.elements = optim_layout(m.tensors, m.count, &config);
-        m.clip_by = k == 0 ? CLIP_STEP : by;
-        m.releases = k == 2;
+        m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
+        m.arena.clip_by = k == 0 ? CLIP_STEP : by;
+        m.arena.releases = k == 2;
         model_allocate(&m, &config);
         model_init(&m, 5);
         Dataset data;
@@ -727,7 +736,7 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         feeder_close(&feeder);
         dataset_close(&data);
         norm[k] = scalar(&m, SCALAR_NORM);
-        grads[k] = grads_bytes(&m);
+        grads[k] = arena_grads_bytes(&m.arena);
         expect(k == 0 || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
         state[k] = streams(&m, &bytes[k]);
         model_free(&m);
@@ -779,9 +788,10 @@ TEST(memory_plan) {
         model_open(&m, &dev, &setup);
         OptimConfig config = setup_optim(&setup);
         MemoryPlan plan = memory_plan(&m, &config);
-        OptimBytes bytes = optim_bytes(&config, m.tensors, m.count, m.type), real = optim_allocated(m.optim);
+        OptimBytes bytes = optim_bytes(&config, m.arena.tensors, m.arena.count, m.arena.type),
+                   real = optim_allocated(m.arena.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        int64_t room = decoded_bytes(&config, m.tensors, m.part, m.count, m.config.L, m.type);
+        int64_t room = decoded_bytes(&config, m.arena.tensors, m.arena.part, m.arena.count, m.config.L, m.arena.type);
         int64_t optimizer = bytes.weights + room + bytes.states + bytes.tables;
         expect((room == 0) == (strcmp(setup.weights, "fp32") == 0) && bytes.compute == 0, "%s: decoded in %lld bytes",
                setup.weights, (long long)room);
@@ -789,7 +799,7 @@ TEST(memory_plan) {
                (long long)plan.states);
         expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
         void* other[] = {m.input, m.losses};
-        expect_allocated(test, "gradients", plan.grads, &m.grads, 1);
+        expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
         expect_allocated(test, "activations", plan.activations, &m.activations, 1);
         expect_allocated(test, "input and losses", plan.other, other, 2);
         model_free(&m);
@@ -807,11 +817,11 @@ TEST(memory_plan_of_ranks) {
     OptimConfig config = setup_optim(&setup);
     gpu = cpu;
     gpu.gpu = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
-    int64_t cut[] = {0, m.elements, m.elements}, total[2];
+    int64_t cut[] = {0, m.arena.elements, m.arena.elements}, total[2];
     Shard shard = {};
     shard.comm.world = 2, shard.cut = cut, shard.gradient_bytes = 4;
     Model on_gpu = m;
-    on_gpu.dev = &gpu, on_gpu.shard = &shard;
+    on_gpu.dev = &gpu, on_gpu.arena.shard = &shard;
     for (int i = 0; i < 2; i++) {
         shard.comm.bytes = i * 12345;
         total[i] = memory_plan(&on_gpu, &config).total;
@@ -881,10 +891,10 @@ static void check_round_trip(Test* test, const Device* dev, const Setup* setup, 
         char *want = streams(&saved, &bytes), *got = streams(&loaded, &loaded_bytes);
         expect(bytes == loaded_bytes && memcmp(want, got, bytes) == 0, "%s: streams differ", setup->weights);
         // The weights that the matmuls read, too.
-        int64_t size = saved.elements * (saved.type == OPTIM_FP32 ? 4 : 2);
+        int64_t size = saved.arena.elements * (saved.arena.type == OPTIM_FP32 ? 4 : 2);
         char *a = (char*)malloc(size), *b = (char*)malloc(size);
-        copy_to_host(dev, a, saved.weights, size);
-        copy_to_host(dev, b, loaded.weights, size);
+        copy_to_host(dev, a, saved.arena.weights, size);
+        copy_to_host(dev, b, loaded.arena.weights, size);
         expect(memcmp(a, b, size) == 0, "%s: the decoded weights differ", setup->weights);
         free(want), free(got), free(a), free(b);
         model_free(&loaded);
@@ -930,8 +940,8 @@ TEST(model_file_orientation) {
     path_join(path, folder, "model.safetensors");
     Model m;
     float* values = initial_weights(&m, &dev, &setup, 4);
-    CheckpointFile sum = {"model.safetensors", 0, -1, false};
-    bool written = model_write(&m, folder, &sum, error);
+    CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
+    bool written = arrays_write(&m, folder, files, error);
     expect(written, "%s", error);
     Safetensors file;
     bool opened = written && safetensors_open(&file, path, error);
@@ -948,7 +958,8 @@ TEST(model_file_orientation) {
         int64_t in = matrices[k].in, out = matrices[k].out, wrong = 0;
         bool shaped = tensor && tensor->dims == 2 && tensor->shape[0] == in && tensor->shape[1] == out;
         expect(shaped, "%s is not of shape (in, out) = (%lld, %lld)", name, (long long)in, (long long)out);
-        const float* ours = values + m.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset;
+        const float* ours =
+            values + m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset;
         const float* data = shaped ? (const float*)tensor_data(&file, tensor) : nullptr;
         for (int64_t i = 0; shaped && i < in * out; i++) {
             wrong += data[i] != ours[i % out * in + i / out];
@@ -957,7 +968,7 @@ TEST(model_file_orientation) {
     }
     const SafetensorsTensor* wte = opened ? safetensors_find(&file, "transformer.wte.weight") : nullptr;
     expect(wte && wte->shape[0] == 250 && wte->shape[1] == 128, "wte is stored without its padding");
-    expect(wte && memcmp(tensor_data(&file, wte), values + m.tensors[WTE].offset, 250 * 128 * 4) == 0, "wte");
+    expect(wte && memcmp(tensor_data(&file, wte), values + m.arena.tensors[WTE].offset, 250 * 128 * 4) == 0, "wte");
     if (opened) safetensors_close(&file);
     free(values);
     model_free(&m);
@@ -973,17 +984,17 @@ TEST(model_file_names) {
     path_join(path, folder, "model.safetensors");
     Model m;
     model_open(&m, &dev, &INITIAL);
-    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m.count, sizeof(SafetensorsEntry));
-    for (int t = 0; t < m.count; t++) {
-        int64_t rows = t == WTE ? m.config.V : m.tensors[t].rows, cols = m.tensors[t].cols;
+    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m.arena.count, sizeof(SafetensorsEntry));
+    for (int t = 0; t < m.arena.count; t++) {
+        int64_t rows = t == WTE ? m.config.V : m.arena.tensors[t].rows, cols = m.arena.tensors[t].cols;
         bool transposed = m.stored[t].transposed;
-        entries[t] = {m.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols}, 2};
-        if (m.tensors[t].rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
+        entries[t] = {m.arena.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols}, 2};
+        if (m.arena.tensors[t].rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
     }
-    SafetensorsWriter* writer = safetensors_begin(path, entries, m.count, nullptr, error);
+    SafetensorsWriter* writer = safetensors_begin(path, entries, m.arena.count, nullptr, error);
     bool fine = writer != nullptr;
-    for (int t = 0; t < m.count && fine; t++) {
-        int64_t n = (t == WTE ? m.config.V : m.tensors[t].rows) * m.tensors[t].cols;
+    for (int t = 0; t < m.arena.count && fine; t++) {
+        int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
         uint16_t* half = (uint16_t*)malloc(n * 2);
         for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)(0x3C00 + t);  // 1 + t / 1024
         half[0] = 0xC000, half[1] = 0x0001;                                // -2 and 2^-24
@@ -994,12 +1005,12 @@ TEST(model_file_names) {
     expect(fine, "%s", error);
     if (fine) model_read(&m, folder);
     float* values = weights_of(&m);
-    for (int t = 0; t < m.count; t++) {
-        const float* w = values + m.tensors[t].offset;
+    for (int t = 0; t < m.arena.count; t++) {
+        const float* w = values + m.arena.tensors[t].offset;
         bool transposed = m.stored[t].transposed;
-        expect(w[0] == -2.0f && w[transposed ? m.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g",
-               m.tensors[t].name, w[0], w[1]);
-        expect(w[2] == 1.0f + (float)t / 1024, "%s: %g", m.tensors[t].name, w[2]);
+        expect(w[0] == -2.0f && w[transposed ? m.arena.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g",
+               m.arena.tensors[t].name, w[0], w[1]);
+        expect(w[2] == 1.0f + (float)t / 1024, "%s: %g", m.arena.tensors[t].name, w[2]);
     }
     free(values), free(entries);
     model_free(&m);

@@ -1,20 +1,19 @@
 // nibble: pre-trains GPT-2-family language models on one GPU or several, or on this machine's cores.
 //
-// Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples -> checkpoints ->
-// resolve (what was left to the program) -> resume -> step loop -> main. Operators are in kernels/, the optimizer is
-// behind optim/optim.h, files and messages are in data/. One Model lives on one Device; where several GPUs train
-// together, m->shard is what this rank shares with the others (kernels/ranks/shard.cuh), otherwise null.
+// Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples and evaluations ->
+// checkpoints -> resolving options that are left to the program -> resuming -> step loop -> main. Operators are in
+// kernels/, the optimizer is in optim/, files and messages are in data/. A Model lives on one Device. Where several
+// GPUs train together, m->arena.shard (kernels/ranks/shard.cuh) is what this rank shares with the others.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
-// the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name: gradient.
+// the matmuls read (float or bf16), G that of the gradients of parameters (float or bf16); `d` before a name is a
+// gradient.
 #include <math.h>
-#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
@@ -24,7 +23,7 @@
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/options_synonyms.h"  // SYNONYMS: names of other programs for the options
-#include "data/report.h"            // report_step, ...: lines of the terminal and of log.jsonl
+#include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // Resume: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
 #include "data/sampling.h"          // Prompts, and samples as text
@@ -34,7 +33,7 @@
 #include "data/version.h"           // NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
-#include "kernels/common.cuh"       // Device, check, user_error
+#include "kernels/common.cuh"       // Device, check, user_error, require
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
@@ -42,74 +41,39 @@
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
-#include "kernels/profile.h"        // profile_row: names of what is queued, for NVIDIA's profilers
+#include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
-#include "kernels/score.cuh"        // score: losses of given tokens
-#include "optim/decoded.h"          // Decoded: weights as the matmuls read them, a part at a time
-#include "optim/release.h"          // Release: a step taken part by part, inside the backward pass or after it
+#include "kernels/score.cuh"        // score_places: losses of given tokens
+#include "optim/arena.h"            // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
 
-// Ends the program with the sentence in `error` unless all is well.
-static void require(bool ok, const char* error) {
-    if (!ok) user_error("%s", error);
-}
-
-// Ends the program if what it was asked to print cannot be printed: without a word where nobody reads on.
-static void require_stdout() {
-    struct pollfd out = {1, POLLOUT, 0};
-    if (fflush(stdout) == 0 && !ferror(stdout)) return;
-    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
-    user_error("standard output cannot be written; free space, or name another file");
-}
-
 // Options: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
 
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
 
+// The values, by type; the table says what each means.
 struct Options {
-    const char *data, *data_format, *val;
-    double val_fraction;
-    const char* model;
-    int64_t layers, channels, heads, seq, batch, tokens_per_step, steps;
-    const char *preset, *rule, *weights, *grads, *m, *v;
-    double lr, beta1, beta2, eps, weight_decay, beta3, alpha, clip;
-    const char* clip_by;
-    const char *decay_mode, *overrides, *formats;
-    int64_t ramp, ns_steps, rank, rank_gap;
-    double momentum, rank_scale, limit_growth, clip_update;
-    const char *ns_coefficients, *adafactor_lr;
-    const char *on_nonfinite, *schedule;
-    int64_t warmup;
-    double final_lr, decay_fraction;
-    const char *matmul, *recompute, *release;
-    int64_t logit_rows, gpus;
-    const char *shard, *comm;
-    int64_t join_timeout, val_every, val_tokens, sample_every, sample_tokens;
-    int64_t samples;
-    const char *prompt, *prompt_file, *stop;
-    double temperature;
-    int64_t top_k;
-    const char* eval;
-    int64_t eval_every;
-    const char *eval_out, *run;
-    int64_t print_every, save_every, keep;
-    const char *resume, *device;
-    int64_t seed;
-    const char* sample;
-    bool profile;
-    bool dry_run, list_formats, list_presets, version, help;
-    const char* completion;
+    const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
+        *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *recompute, *release,
+        *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *save, *sample,
+        *completion;
+    int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
+        logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
+        print_every, save_every, keep, seed, memory, fit;
+    double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
+        limit_growth, clip, final_lr, decay_fraction, temperature;
+    bool profile, dry_run, list_formats, list_presets, version, help;
 };
 
 #define AT(name) offsetof(Options, name)
 constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, CHOICE = OPTION_CHOICE,
-                     FLAG = OPTION_FLAG;
-// A group's name stands in its first row.
+                     FLAG = OPTION_FLAG, SIZE = OPTION_SIZE;
+// The first row of a group has its name.
 static const Option OPTIONS[] = {
     {"data", TEXT, AT(data), "", 0, 0, "PATH", "data",
      "folder of data/prepare.py, .bin shard or glob, or any file, read as bytes; none: this program's own source"},
@@ -218,6 +182,8 @@ static const Option OPTIONS[] = {
      "steps between lines on the terminal; log.jsonl has every step"},
     {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "",
      "steps between checkpoints; one is always written at the end and on a signal"},
+    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "",
+     "what a checkpoint holds; weights: no states of the optimizer, so that no run can go on from it"},
     {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "checkpoints that stay; older ones are removed"},
     {"resume", TEXT, AT(resume), "off", 0, 0, "off|auto|DIR", "",
      "auto: the newest whole checkpoint of --run, if any; DIR: a run folder or a checkpoint"},
@@ -227,6 +193,10 @@ static const Option OPTIONS[] = {
      "name what is queued for nsys and ncu, with the names of make bench's rows; a few steps, nothing is saved"},
     {"sample", TEXT, AT(sample), "", 0, 0, "PROMPT", "instead of training", "continue PROMPT with --model DIR"},
     {"dry-run", FLAG, AT(dry_run), "", 0, 0, "", "", "print the plan and stop"},
+    {"memory", SIZE, AT(memory), "", 0, 0, "24G", "",
+     "with --dry-run: plan for a GPU with so much memory, which need not be here"},
+    {"fit", SIZE, AT(fit), "", 0, 0, "24G", "",
+     "list the largest --batch of each preset and --recompute on a GPU with so much memory"},
     {"list-formats", FLAG, AT(list_formats), "", 0, 0, "", "", "storage formats"},
     {"list-presets", FLAG, AT(list_presets), "", 0, 0, "", "", "optimizer presets"},
     {"completion", CHOICE, AT(completion), "off", 0, 0, "off|bash|zsh", "",
@@ -238,8 +208,8 @@ static const Option OPTIONS[] = {
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
 static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0])};
 
-// The optimizer that the options ask for; what they leave to the preset, and numbers that depend on the length of the
-// run, are not known yet.
+// The optimizer that the options ask for. Names that they leave to the preset are "" here, and numbers that depend on
+// the length of the run have a stand-in.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
@@ -257,7 +227,7 @@ static OptimConfig optim_config_of(const Options* o) {
     return c;
 }
 
-// The same resolved, with the preset's names in the options.
+// The same, resolved; the options get the names that the preset gives.
 static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
@@ -287,62 +257,50 @@ constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TEN
 struct Model {
     const Device* dev;
     Config config;
-    int B, T;  // of one micro-batch
+    int B, T;  // sequences and tokens of a sequence in one micro-batch
     Recompute recompute;
     int64_t logit_rows;  // rows of logits in memory at a time
 
-    OptimTensor* tensors;
+    Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
-    int* part;            // the layer of each, or decoded_embeddings or decoded_final
-    int count;
-    int64_t elements;    // length of an arena
-    int64_t parameters;  // sum of the tensors' sizes, padding of the vocabulary included
+    int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
 
-    OptimType type;    // X: of weights and activations
-    bool grads_bf16;   // G is bf16, otherwise float
-    Optim* optim;      // owns the weights; NULL when the model only runs forward
-    void* weights;     // X, the arena; NULL: `decoded` has them
-    Decoded* decoded;  // NULL: the arena has them
-    ClipBy clip_by;
-    bool releases;           // parts are stepped inside the backward pass, where their gradients take turns
-    int64_t* place;          // (count) first element of each tensor's gradients
-    Release* release;        // steps taken part by part; NULL: one step over the arena
-    ReleaseStep* releasing;  // the step that the backward pass takes; NULL: none
-    void* grads;             // G, the arena; NULL without optim
-    float* dwte_sum;         // (Vp, C) fp32 sum of the head's gradient; in `grads` when G is float
-    void* activations;       // laid out by activations_layout
-    int* input;              // laid out by input_layout
-    float* losses;           // (N)
-    float* scalars;  // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
-                     // then what ranks agree upon, see SCALARS
-    Shard* shard;    // NULL: this is the only rank
+    float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
+    void* activations;  // laid out by activations_layout
+    int* input;         // laid out by input_layout
+    float* losses;      // (N)
+    float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
+                        // then what ranks agree upon, see SCALARS
+    const Launch* launch;  // all ranks; NULL: alone
 };
 
 static int rank_of(const Model* m) {
-    return m->shard ? m->shard->comm.rank : 0;
+    return m->arena.shard ? m->arena.shard->comm.rank : 0;
 }
 static int ranks_of(const Model* m) {
-    return m->shard ? m->shard->comm.world : 1;
+    return m->arena.shard ? m->arena.shard->comm.world : 1;
 }
 
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
-    model->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
-    model->tensors = (OptimTensor*)memory_zero(model->count, sizeof(OptimTensor));
-    model->part = (int*)memory_zero(model->count, sizeof(int));
-    model->place = (int64_t*)memory_zero(model->count, sizeof(int64_t));
+    Arena* a = &model->arena;
+    a->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
+    a->tensors = (OptimTensor*)memory_zero(a->count, sizeof(OptimTensor));
+    a->part = (int*)memory_zero(a->count, sizeof(int));
+    a->place = (int64_t*)memory_zero(a->count, sizeof(int64_t));
+    a->dev = model->dev, a->layers = c->L;
     model->parameters = 0;
-    for (int i = 0; i < model->count; i++) {
+    for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
-        model->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
-        model->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
+        a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
+        a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
         model->parameters += t->rows * t->cols;
     }
-    model->elements = optim_layout(model->tensors, model->count);
+    a->elements = optim_layout(a->tensors, a->count);
 }
 
-// An arena of parameters seen as the model's tensors: weights (T = X) or gradients (T = G). Where it is packed, those
-// of two layers are there at a time. NULL instead of the weights' arena: where they are decoded.
+// The model's tensors where they lie: weights (T = X) or gradients (T = G). Where memory holds less than the model, a
+// part is there once arena_need has been called.
 template <typename T>
 struct BlockParameters {
     T *ln1w, *ln1b;          // (C)
@@ -361,25 +319,21 @@ struct Parameters {
     T *lnfw, *lnfb;  // (C)
 };
 
-static void* tensor_at(const Model* model, void* arena, int t, int64_t element_bytes) {
-    if (!arena && model->decoded) return decoded_at(model->decoded, t);
-    if (arena == model->grads && model->releases) return (char*)arena + element_bytes * model->place[t];
-    const bool packed = shard_is_packed(model->shard, arena);
-    return (char*)arena + element_bytes * (packed ? model->shard->place[t] : model->tensors[t].offset);
-}
-
+// `memory` is model->arena.weights or .grads.
 template <typename T>
-static void parameters_view(const Model* model, void* arena, Parameters<T>* p) {
+static Parameters<T> parameters_in(const Model* model, void* memory) {
+    Parameters<T> p;
     static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
-    auto at = [&](int t) { return (T*)tensor_at(model, arena, t, sizeof(T)); };
-    p->wte = at(WTE);
-    p->wpe = at(WPE);
+    auto at = [&](int t) { return (T*)arena_at(&model->arena, memory, t, sizeof(T)); };
+    p.wte = at(WTE);
+    p.wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
-        T** pointer = (T**)&p->block[l];
+        T** pointer = (T**)&p.block[l];
         for (int i = 0; i < BLOCK_TENSORS; i++) pointer[i] = at(FIRST_BLOCK + l * BLOCK_TENSORS + i);
     }
-    p->lnfw = at(model->count - 2);
-    p->lnfb = at(model->count - 1);
+    p.lnfw = at(model->arena.count - 2);
+    p.lnfb = at(model->arena.count - 1);
+    return p;
 }
 
 // What the forward pass keeps of a block for the backward pass.
@@ -426,34 +380,28 @@ static int64_t scratch_bytes(const Model* m) {
     int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
                         matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C), global_norm_scratch_bytes(m->dev),
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
-                        m->shard ? m->elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
+                        m->arena.shard ? m->arena.elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
 }
 
-// Rows of fp32 logits that have room where logit_rows of X have, at least 1.
+// Lays the activations of m->B x m->T tokens out from `base` on; with base NULL only `bytes` of the result has a
+// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block the blocks
+// share one set of buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
 template <typename X>
-static int score_rows(const Model* m) {
-    const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
-    return rows > 1 ? (int)rows : 1;
-}
-
-// Lays the activations of m->B x m->T tokens out from `base`; with base NULL only a->bytes means anything. This one
-// function is the memory plan, the allocation and the pointers. With recompute=block the blocks share one set of
-// buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
-template <typename X>
-static void activations_layout(const Model* m, void* base, bool backward, Activations<X>* a) {
+static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
+    Activations<X> a;
     int64_t N = (int64_t)m->B * m->T, C = m->config.C, used = 0;
     auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
     auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
     bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
-    a->residual[0] = values(N * C);
+    a.residual[0] = values(N * C);
     for (int l = 0; l < m->config.L; l++) {
-        BlockActivations<X>* b = &a->block[l];
+        BlockActivations<X>* b = &a.block[l];
         // Without backward the stream needs two places: a block's input and output.
-        a->residual[l + 1] = backward || l == 0 ? values(N * C) : a->residual[l - 1];
+        a.residual[l + 1] = backward || l == 0 ? values(N * C) : a.residual[l - 1];
         if (l > 0 && !keep) {
-            *b = a->block[0];
+            *b = a.block[0];
             continue;
         }
         b->ln1_mean = floats(N), b->ln1_rstd = floats(N);
@@ -465,21 +413,22 @@ static void activations_layout(const Model* m, void* base, bool backward, Activa
         b->ln2_mean = floats(N), b->ln2_rstd = floats(N);
         b->ln2 = values(N * C);
         b->fc = values(N * 4 * C);
-        b->gelu = l > 0 && !keep_gelu ? a->block[0].gelu : values(N * 4 * C);
+        b->gelu = l > 0 && !keep_gelu ? a.block[0].gelu : values(N * 4 * C);
     }
-    a->lnf_mean = floats(N), a->lnf_rstd = floats(N);
-    a->lnf = values(N * C);
-    a->branch = values(N * C);
+    a.lnf_mean = floats(N), a.lnf_rstd = floats(N);
+    a.lnf = values(N * C);
+    a.branch = values(N * C);
     int64_t blocks = used;
-    a->logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
-    a->bytes = used;
-    if (!backward) return;
+    a.logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
+    a.bytes = used;
+    if (!backward) return a;
     used = blocks;  // what the blocks' backward pass needs lies where the logits were, which are over by then
-    a->dresidual = values(N * C);
-    a->dbranch = a->branch;  // the forward pass is over when it is needed; so is the block that is computed again
-    a->dwide = values(N * 4 * C);
-    a->scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
-    a->bytes = used > a->bytes ? used : a->bytes;
+    a.dresidual = values(N * C);
+    a.dbranch = a.branch;  // the forward pass is over when it is needed; so is the block that is computed again
+    a.dwide = values(N * 4 * C);
+    a.scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
+    a.bytes = used > a.bytes ? used : a.bytes;
+    return a;
 }
 
 static Input input_layout(const Model* m, int* base) {
@@ -487,19 +436,6 @@ static Input input_layout(const Model* m, int* base) {
 }
 
 // Forward.
-
-// The weights of a part are where parameters_view says once this has been called: decoded, or gathered from the ranks,
-// which then send those of layer `next`.
-static void weights_need(const Model* m, int part, int next = -1) {
-    if (m->decoded) decoded_need(m->decoded, part);
-    if (part <= m->config.L) shard_need(m->shard, part, next);
-}
-
-// The optimizer's weights have changed.
-static void weights_changed(const Model* m) {
-    if (m->decoded) decoded_forget(m->decoded);
-    if (m->shard) shard_publish(m->shard);
-}
 
 // Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
 template <typename X>
@@ -509,82 +445,70 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     BlockActivations<X>* b = &a->block[l];
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    profile_row(dev, "qkv");
-    matmul_forward<X>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
-    profile_row(dev, "attention forward");
-    attention_forward<X>(dev, b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
-    profile_row(dev, "attention projection");
-    matmul_forward<X>(dev, a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C);
-    profile_row(dev, "residual + layernorm");
-    residual_layernorm_forward<X>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, a->residual[l], a->branch,
-                                  p->ln2w, p->ln2b, N, C);
-    profile_row(dev, "fc + gelu");
-    matmul_forward<X>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
+    matmul_forward<X>(named(dev, "qkv"), b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
+    attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
+    matmul_forward<X>(named(dev, "attention projection"), a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N,
+                      C, C);
+    residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
+                                  a->residual[l], a->branch, p->ln2w, p->ln2b, N, C);
+    matmul_forward<X>(named(dev, "fc + gelu"), b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
 }
 
 // Tokens (B, T) to lnf (B*T, C).
 template <typename X>
 static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, int B, int T) {
     const Device* dev = m->dev;
-    Parameters<X> w;
-    parameters_view(m, m->weights, &w);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
-    weights_need(m, decoded_embeddings(L));
-    profile_row(dev, "embedding forward");
-    embedding_forward<X>(dev, a->residual[0], tokens, w.wte, w.wpe, B, T, C);
-    weights_need(m, 0);
+    arena_need(&m->arena, decoded_embeddings(L));
+    embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    arena_need(&m->arena, 0);
     BlockActivations<X>* first = &a->block[0];
-    profile_row(dev, "residual + layernorm");
-    layernorm_forward<X>(dev, first->ln1, first->ln1_mean, first->ln1_rstd, a->residual[0], w.block[0].ln1w,
-                         w.block[0].ln1b, N, C);
+    layernorm_forward<X>(named(dev, "residual + layernorm"), first->ln1, first->ln1_mean, first->ln1_rstd,
+                         a->residual[0], w.block[0].ln1w, w.block[0].ln1b, N, C);
     for (int l = 0; l < L; l++) {
         BlockActivations<X>* b = &a->block[l];
-        shard_prefetch(m->shard, l + 1);
+        shard_prefetch(m->arena.shard, l + 1);
         block_forward(m, &w, a, l, B, T);
-        profile_row(dev, "fc projection");
-        matmul_forward<X>(dev, a->branch, nullptr, b->gelu, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C, C);
+        matmul_forward<X>(named(dev, "fc projection"), a->branch, nullptr, b->gelu, w.block[l].fcprojw,
+                          w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
-        weights_need(m, last ? decoded_final(L) : l + 1);
-        profile_row(dev, "residual + layernorm");
-        residual_layernorm_forward<X>(dev, a->residual[l + 1], last ? a->lnf : next->ln1,
+        arena_need(&m->arena, last ? decoded_final(L) : l + 1);
+        residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
                                       last ? w.lnfb : w.block[l + 1].ln1b, N, C);
     }
 }
 
-// True if this micro-batch adds to the gradients that are there; false where each one's are summed over the ranks at
-// once.
+// True if this micro-batch adds to the gradients in memory; false for the first of a step, and where the gradients of
+// each micro-batch are summed over the ranks immediately.
 static bool accumulates(const Model* m, bool first) {
-    return !first && !shard_splits(m->shard, SHARD_GRADS);
+    return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
 // become their own gradient in place, and that of lnf (into dbranch) and of wte (into dwte_sum) follow at once; dloss
-// is 1 / (rows of the whole step). `first` micro-batch of a step: sums begin anew.
+// is 1 / (rows of the whole step). In the `first` micro-batch of a step the sums begin anew.
 template <typename X>
 static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
                         bool first) {
     const Device* dev = m->dev;
-    Parameters<X> w;
-    parameters_view(m, m->weights, &w);
-    weights_need(m, decoded_embeddings(m->config.L));
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
+    arena_need(&m->arena, decoded_embeddings(m->config.L));
     int C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
         const X* lnf = a->lnf + row * C;
-        profile_row(dev, "head");
-        matmul_forward<X>(dev, a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
-        profile_row(dev, "classifier");
-        classifier<X>(dev, m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp);
+        matmul_forward<X>(named(dev, "head"), a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
+        classifier<X>(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V,
+                      Vp);
         if (!backward) continue;
-        profile_row(dev, "d head input");
-        matmul_backward_input<X>(dev, a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
-        if (row == 0) shard_grads_free(m->shard, m->config.L);
-        profile_row(dev, "d head weight");
-        matmul_backward_weight<X, float>(dev, m->dwte_sum, a->logits, lnf, rows, C, Vp,
+        matmul_backward_input<X>(named(dev, "d head input"), a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
+        if (row == 0) shard_grads_free(m->arena.shard, m->config.L);
+        matmul_backward_weight<X, float>(named(dev, "d head weight"), m->dwte_sum, a->logits, lnf, rows, C, Vp,
                                          accumulates(m, first) || row > 0);
     }
 }
@@ -610,204 +534,137 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     } else if (m->recompute == RECOMPUTE_GELU) {
         gelu_forward<X>(dev, b->gelu, b->fc, N * 4 * C);
     }
-    profile_row(dev, "d fc projection input, gelu");
-    matmul_backward_gelu<X, G>(dev, a->dwide, g->fcb, scratch, a->dresidual, p->fcprojw, b->fc, N, 4 * C, C,
-                               accumulate);
-    profile_row(dev, "d fc projection weight");
-    matmul_backward_weight<X, G>(dev, g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C, accumulate);
-    profile_row(dev, "d fc input");
-    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
-    profile_row(dev, "d fc weight");
-    matmul_backward_weight<X, G>(dev, g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
-    profile_row(dev, "layernorm backward");
-    layernorm_backward<X, G>(dev, a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch, a->dbranch, b->residual2,
-                             p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
+    matmul_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), a->dwide, g->fcb, scratch, a->dresidual,
+                               p->fcprojw, b->fc, N, 4 * C, C, accumulate);
+    matmul_backward_weight<X, G>(named(dev, "d fc projection weight"), g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C,
+                                 accumulate);
+    matmul_backward_input<X>(named(dev, "d fc input"), a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    matmul_backward_weight<X, G>(named(dev, "d fc weight"), g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
+    layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
+                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
 
-    profile_row(dev, "d attention projection input");
-    matmul_backward_input<X>(dev, a->dbranch, a->dresidual, p->attprojw, N, C, C);
-    profile_row(dev, "d attention projection weight");
-    matmul_backward_weight<X, G>(dev, g->attprojw, a->dresidual, b->attention, N, C, C, accumulate);
-    profile_row(dev, "attention backward");
-    attention_backward_bias(dev, a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv, b->attention, b->lse, B, T, C,
-                            m->config.NH, accumulate);
-    profile_row(dev, "d qkv input");
-    matmul_backward_input<X>(dev, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
-    profile_row(dev, "d qkv weight");
-    matmul_backward_weight<X, G>(dev, g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
+    matmul_backward_input<X>(named(dev, "d attention projection input"), a->dbranch, a->dresidual, p->attprojw, N, C,
+                             C);
+    matmul_backward_weight<X, G>(named(dev, "d attention projection weight"), g->attprojw, a->dresidual, b->attention,
+                                 N, C, C, accumulate);
+    attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
+                            b->attention, b->lse, B, T, C, m->config.NH, accumulate);
+    matmul_backward_input<X>(named(dev, "d qkv input"), a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
+    matmul_backward_weight<X, G>(named(dev, "d qkv weight"), g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
 }
 
-// The gradients of a part are complete: its step, where the backward pass takes it, or their sum over the ranks.
-template <typename G>
-static void part_done(const Model* m, int part) {
-    if (m->releasing) profile_row(m->dev, "optimizer");
-    if (m->releasing) release_part(m->release, part, m->grads, m->place, m->releasing);
-    if (part <= m->config.L) shard_reduce<G>(m->shard, part);
-}
-
-// Every gradient from dbranch (that of lnf). The first micro-batch of a step overwrites, later ones add. Each sum over
-// rows is fp32 and is rounded to G once a micro-batch; unless --grads bf16 asks for less memory, G is float wherever a
-// step has several.
+// All gradients of the parameters, from dbranch, which is that of lnf. The first micro-batch of a step overwrites them,
+// later ones add to them. Each sum over rows is fp32 and is rounded to G once a micro-batch; G is float where a step
+// has several micro-batches, unless --grads bf16 asks for less memory.
 template <typename X, typename G>
 static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
                           bool first) {
     const Device* dev = m->dev;
-    Parameters<X> w;
-    Parameters<G> d;
-    parameters_view(m, m->weights, &w);
-    parameters_view(m, m->grads, &d);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
+    const Parameters<G> d = parameters_in<G>(m, m->arena.grads);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
-    shard_grads_free(m->shard, L - 1);
-    profile_row(dev, "layernorm backward");
-    layernorm_backward<X, G>(dev, a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb, (float*)a->scratch, a->dbranch,
-                             a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C, accumulate);
-    part_done<G>(m, decoded_final(L));
+    shard_grads_free(m->arena.shard, L - 1);
+    layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
+                             (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
+                             accumulate);
+    arena_done(&m->arena, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
-        weights_need(m, l, l - 1);
+        arena_need(&m->arena, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
-        if (l > 0) shard_grads_free(m->shard, l - 1);
-        profile_row(dev, "layernorm backward");
-        layernorm_backward<X, G>(dev, a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
+        if (l > 0) shard_grads_free(m->arena.shard, l - 1);
+        layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate);
-        part_done<G>(m, l);
+        arena_done(&m->arena, l);
     }
-    profile_row(dev, "embedding backward");
-    embedding_backward<X, G>(dev, d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order, input->bucket, buckets, B, T,
-                             C, m->config.Vp, accumulate);
-    part_done<G>(m, decoded_embeddings(L));
+    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
+                             input->bucket, buckets, B, T, C, m->config.Vp, accumulate);
+    arena_done(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
-// gradients of loss * share to m->grads. `input` is on the device.
+// gradients of loss * share to m->arena.grads. `input` is on the device.
 template <typename X, typename G>
-static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
+static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first,
                              float share) {
-    Activations<X> a;
-    activations_layout(m, m->activations, m->optim != nullptr, &a);
-    int64_t N = (int64_t)B * T;
-    gpt2_forward(m, &a, input->tokens, B, T);
+    Activations<X> a = activations_layout<X>(m, m->activations, m->arena.optim != nullptr);
+    int64_t N = (int64_t)B * m->T;
+    gpt2_forward(m, &a, input->tokens, B, m->T);
     gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
     loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, T, first);
+    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, m->T, first);
 }
 
-static void micro_batch(const Model* m, const Input* input, int buckets, int B, int T, bool train, bool first,
-                        float share) {
-    if (m->type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, T, train, first, share);
-    if (m->grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, T, train, first, share);
-    gpt2_micro_batch<bf16, float>(m, input, buckets, B, T, train, first, share);
+static void micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first, float share) {
+    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, train, first, share);
+    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, train, first, share);
+    gpt2_micro_batch<bf16, float>(m, input, buckets, B, train, first, share);
 }
 
 // The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
-// likeliest. All are on the host. The logits are fp32 and lie where those of training lie, a fixed number of rows at a
-// time.
+// likeliest. All are on the host. The fp32 logits lie where those of training lie, so half as many rows if X is bf16.
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
-    Activations<X> a;
-    Parameters<X> w;
-    activations_layout(m, m->activations, m->optim != nullptr, &a);
-    parameters_view(m, m->weights, &w);
+    Activations<X> a = activations_layout<X>(m, m->activations, m->arena.optim != nullptr);
+    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input input = input_layout(m, m->input);
-    const int C = m->config.C, Vp = m->config.Vp, rows = score_rows<X>(m);
+    const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
+    const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,     (float*)a.logits, input.order,
+                               input.targets,       input.bucket, m->losses};
     copy_to_device(m->dev, input.tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input.tokens, B, T);
-    weights_need(m, decoded_embeddings(m->config.L));
-    for (int i = 0; i < count; i += rows) {
-        const int64_t bytes = (count - i < rows ? count - i : rows) * (int64_t)sizeof(int);
-        device_zero(m->dev, input.order, rows * (int64_t)sizeof(int));  // rows without a place take the first one
-        device_zero(m->dev, input.targets, rows * (int64_t)sizeof(int));
-        copy_to_device(m->dev, input.order, places + i, bytes);
-        copy_to_device(m->dev, input.targets, targets + i, bytes);
-        gather_rows<X>(m->dev, a.branch, a.lnf, input.order, rows, C);
-        score_logits<X>(m->dev, (float*)a.logits, a.branch, w.wte, rows, C, Vp);
-        score(m->dev, m->losses, input.bucket, (float*)a.logits, input.targets, rows, m->config.V, Vp);
-        copy_to_host(m->dev, losses + i, m->losses, bytes);
-        copy_to_host(m->dev, likeliest + i, input.bucket, bytes);
-    }
+    arena_need(&m->arena, decoded_embeddings(m->config.L));
+    score_places<X>(m->dev, losses, likeliest, a.lnf, w.wte, places, targets, count, &room, m->config.C, m->config.V,
+                    m->config.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/report.h) is made of the same figures that are allocated.
+// Memory. The plan (MemoryPlan of data/report.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
 }
 
-// With backward, a decoder of one sequence has room as well: a run samples between its steps.
+// With `backward` there is room for a decoder of one sequence as well, since a run samples between its steps.
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
-    const int64_t least = backward ? decode_bytes(&shape, m->type == OPTIM_FP32, 1) : 0;
-    Activations<float> wide;
-    Activations<bf16> narrow;
-    if (m->type == OPTIM_FP32) activations_layout(m, nullptr, backward, &wide);
-    if (m->type == OPTIM_BF16) activations_layout(m, nullptr, backward, &narrow);
-    const int64_t bytes = m->type == OPTIM_FP32 ? wide.bytes : narrow.bytes;
-    return bytes > least ? bytes : least;
-}
-
-// The arena; or what is packed and the sums of the part; or what takes turns.
-static int64_t grads_bytes(const Model* m) {
-    int64_t elements = m->elements;
-    if (shard_splits(m->shard, SHARD_GRADS)) elements = m->shard->packed + shard_kept(m->shard);
-    if (m->releases) elements = release_places(m->tensors, m->part, m->count, m->config.L, m->place);
-    return elements * (m->grads_bf16 ? 2 : 4);
-}
-
-// Are steps taken part by part?
-static bool takes_parts(const Model* m) {
-    return m->releases || m->clip_by != CLIP_STEP;
+    const bool fp32 = m->arena.type == OPTIM_FP32;
+    const int64_t decoder = backward ? decode_bytes(&shape, fp32, 1) : 0;
+    const int64_t bytes = fp32 ? activations_layout<float>(m, nullptr, backward).bytes
+                               : activations_layout<bf16>(m, nullptr, backward).bytes;
+    return bytes > decoder ? bytes : decoder;
 }
 
 static int64_t wte_sum_bytes(const Model* m) {
-    return m->grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
+    return m->arena.grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
 }
 
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
-    OptimBytes bytes = optim_bytes(config, m->tensors, m->count, m->type);
+    const ArenaBytes arena = arena_bytes(&m->arena, config);
     MemoryPlan plan;
-    plan.weights = bytes.weights + bytes.compute + shard_gathered_bytes(m->shard);
-    if (!config->keeps_copy) {
-        plan.weights += decoded_bytes(config, m->tensors, m->part, m->count, m->config.L, m->type);
-    }
-    plan.states = bytes.states + bytes.tables;
-    plan.grads = grads_bytes(m) + wte_sum_bytes(m);
+    plan.weights = arena.weights, plan.states = arena.states;
+    plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + (m->shard ? shard_bytes(m->shard) : 0) +
-                 (takes_parts(m) ? release_bytes(m->dev, m->config.L) : 0);
-    plan.taken = m->dev->gpu ? m->dev->context + (m->shard ? m->shard->comm.bytes : 0) + MODULE_BYTES : 0;
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other;
+    plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     return plan;
 }
 
+// Without a configuration the model only runs forward.
 static void model_allocate(Model* m, const OptimConfig* config) {
-    bool train = config != nullptr;
-    int64_t N = (int64_t)m->B * m->T;
-    if (train) {
-        m->optim = optim_create(m->dev, config, m->tensors, m->count, m->type);
-        m->weights = optim_weights(m->optim);
-        if (!config->keeps_copy) {
-            m->decoded = decoded_open(m->dev, m->optim, config, m->tensors, m->part, m->count, m->config.L, m->type);
-        }
-        m->grads = device_alloc(m->dev, grads_bytes(m));
-        device_zero(m->dev, m->grads, grads_bytes(m));
-        if (m->shard) m->weights = shard_open(m->shard, m->grads, m->weights);
-        if (takes_parts(m)) {
-            for (int t = 0; t < m->count && !m->releases; t++) m->place[t] = m->tensors[t].offset;
-            m->release =
-                release_open(m->dev, m->optim, m->tensors, m->part, m->count, m->config.L, m->clip_by, m->grads_bf16);
-        }
-        Parameters<float> d;
-        if (!m->grads_bf16) parameters_view(m, m->grads, &d);
-        m->dwte_sum = m->grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m)) : d.wte;
-    } else {
-        m->weights = device_alloc(m->dev, m->elements * (m->type == OPTIM_FP32 ? 4 : 2));
+    const int64_t N = (int64_t)m->B * m->T;
+    arena_open(&m->arena, config);
+    if (config) {
+        m->dwte_sum = m->arena.grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
+                                          : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
-    m->activations = device_alloc(m->dev, activations_bytes(m, train));
+    m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
     m->input = (int*)device_alloc(m->dev, input_layout(m, nullptr).bytes);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
@@ -815,16 +672,12 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 }
 
 static void model_free(Model* m) {
-    if (m->optim && m->grads_bf16) device_free(m->dev, m->dwte_sum);
-    if (!m->optim || shard_splits(m->shard, SHARD_STATES)) device_free(m->dev, m->weights);
-    decoded_close(m->decoded);
-    release_close(m->release);
-    if (m->optim) optim_free(m->optim);
-    if (m->shard) shard_close(m->shard);
-    void* const memory[] = {m->grads, m->activations, m->input, m->losses, m->scalars};
+    void* const memory[] = {m->arena.grads_bf16 ? m->dwte_sum : nullptr, m->activations, m->input, m->losses,
+                            m->scalars};
     for (void* block : memory) device_free(m->dev, block);
-    for (int i = 0; i < m->count; i++) free((void*)m->stored[i].name);
-    free(m->tensors), free(m->stored), free(m->part), free(m->place);
+    for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
+    free(m->stored);
+    arena_close(&m->arena);
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
@@ -833,38 +686,18 @@ static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
     Input input = input_layout(m, m->input);
     dev->rehearsal = true;
-    shard_micro_batch(m->shard, true, true);
-    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, m->T, true, true, 1.0f);
-    if (m->shard) device_after_comm(&m->shard->comm);
-    shard_rest(m->shard);
+    shard_micro_batch(m->arena.shard, true, true);
+    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+    if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->rehearsal = false;
-    if (m->decoded) decoded_forget(m->decoded);
-    device_zero(dev, m->grads, grads_bytes(m));
-}
-
-// Gives a tensor its values (rows x cols, fp32).
-static void model_set_tensor(Model* m, int tensor, const float* values) {
-    if (m->optim) {
-        optim_set_weights(m->optim, tensor, values);
-        if (m->decoded) decoded_forget(m->decoded);
-        return;
-    }
-    int64_t n = m->tensors[tensor].rows * m->tensors[tensor].cols, offset = m->tensors[tensor].offset;
-    if (m->type == OPTIM_FP32) {
-        copy_to_device(m->dev, (float*)m->weights + offset, values, n * 4);
-        return;
-    }
-    bf16* rounded = (bf16*)memory_take(n * sizeof(bf16));
-    for (int64_t i = 0; i < n; i++) rounded[i] = from_float<bf16>(values[i]);
-    copy_to_device(m->dev, (bf16*)m->weights + offset, rounded, n * 2);
-    free(rounded);
+    if (m->arena.decoded) decoded_forget(m->arena.decoded);
+    device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
-// biases 0, layernorms 1 and 0, padding of the vocabulary 0. Computed on the host whatever the device.
-
+// biases 0, layernorms 1 and 0, padding of the vocabulary 0. The host computes them, whatever the device.
 static void model_init(Model* m, uint64_t seed) {
-    for (int t = 0; t < m->count; t++) {
+    for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
         int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
         float deviation = tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
@@ -875,75 +708,45 @@ static void model_init(Model* m, uint64_t seed) {
             for (int64_t i = 0; i < used; i++) values[i] = deviation * random_normal(seed, t, i);
         }
         for (int64_t i = 0; layernorm_weight && i < n; i++) values[i] = 1.0f;
-        model_set_tensor(m, t, values);
+        arena_set(&m->arena, t, values);
         free(values);
     }
-    if (m->optim) optim_decode(m->optim);
+    if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
 // Update and steps.
 
-template <typename G>
-static void gradient_norm(Model* m, float clip) {
-    // The activations are dead by now: their first bytes serve as scratch.
-    if (m->shard) return shard_norm<G>(m->shard, m->scalars, (double*)m->activations, clip);
-    global_norm<G>(m->dev, m->scalars + SCALAR_NORM, (float*)m->activations, (const G*)m->grads, m->elements, clip,
-                   m->scalars);
-}
-
-// The norm of the gradients, the clip factor and the update, which does nothing when the loss or the norm is not
-// finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its own.
-static void update(Model* m, float lr, float clip, int64_t step) {
-    if (m->release) {
-        profile_row(m->dev, "optimizer");
-        const ReleaseStep by_parts = {clip, lr, step, m->scalars + SCALAR_LOSS};
-        for (int part = 0; part <= decoded_final(m->config.L) && !m->releases; part++) {
-            release_part(m->release, part, m->grads, m->place, &by_parts);
-        }
-        release_end(m->release, m->scalars, SCALAR_LEFT);
-        weights_changed(m);
-        return;
-    }
-    profile_row(m->dev, "gradient norm");
-    m->grads_bf16 ? gradient_norm<bf16>(m, clip) : gradient_norm<float>(m, clip);
-    bool split = shard_splits(m->shard, SHARD_STATES);
-    profile_row(m->dev, "optimizer");
-    optim_step(m->optim, split ? m->shard->kept_grads : m->grads, m->scalars + SCALAR_FACTOR, lr, step);
-    weights_changed(m);
-}
-
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
-// the caller reads the scalars. `step` counts from 1. False on bad data: nothing is changed; then other ranks must not
-// wait for this one, which goes through the step like them, and all find SCALAR_BAD.
+// the caller reads the scalars. `step` counts from 1. Bad data changes nothing: alone, this returns false; one of
+// several ranks goes through the step like the others, which must not wait for it, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
-    ReleaseStep inside = {clip, lr, step, m->scalars + SCALAR_LOSS};
-    m->releasing = m->releases ? &inside : nullptr;
+    arena_begin(&m->arena, m->scalars, clip, lr, step);
     for (int64_t i = 0; i < micro_batches; i++) {
-        shard_micro_batch(m->shard, i == 0, i == micro_batches - 1);
-        profile_row(m->dev, "data");
+        shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
+        named(m->dev, "data");
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
-        if (buckets < 0 && !m->shard) return false;
-        if (buckets < 0) m->shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
+        if (buckets < 0 && !m->arena.shard) return false;
+        if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
         if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
-        micro_batch(m, &input, buckets, m->B, m->T, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
+        micro_batch(m, &input, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
-    m->releasing = nullptr;
-    update(m, lr, clip, step);
+    arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
     return true;
 }
 
 // Stop requested? Several ranks agree on it, all at once, at asks_to_stop().
 static bool stops(const Model* m) {
-    return m->shard ? m->shard->stop : signal_stop;
+    return m->arena.shard ? m->arena.shard->stop : signal_stop;
 }
 static bool asks_to_stop(const Model* m) {
-    if (m->shard) m->shard->stop = launch_any(m->shard->comm.launch, signal_stop || m->shard->stop);
-    return stops(m);
+    const bool asked = signal_stop || stops(m), stop = m->launch ? launch_any(m->launch, asked) : asked;
+    if (m->arena.shard) m->arena.shard->stop = stop;
+    return stop;
 }
 
-// Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN when a signal
-// came. Ranks take batches in turn, and all the same number, of which the last may count nothing.
+// Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN if a signal stops
+// it. Ranks take batches in turn, all of them equally many; the rows of a last one beyond these windows do not count.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)rank_of(m) * m->B;
     LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
@@ -951,17 +754,15 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     Input input = input_layout(m, m->input);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
-        shard_hurry(m->shard, "validation");
         int64_t left = windows - done - before;
         int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
         int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0) user_error("validation data: %s", feeder.error);
-        micro_batch(m, &input, buckets, B > 0 ? B : 1, m->T, false, done == 0, (float)B / (float)windows);
+        micro_batch(m, &input, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
     }
     float loss;
-    if (m->shard && !stops(m)) shard_loss(m->shard, m->scalars);
+    if (m->arena.shard && !stops(m)) shard_loss(m->arena.shard, m->scalars);
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
-    shard_rest(m->shard);
     feeder_close(&feeder);
     return stops(m) ? NAN : loss;
 }
@@ -971,102 +772,79 @@ static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
-// Samples and evaluations: here is what they need of the model; kernels/decode.cuh, data/sampling.h and
-// data/evaluation.h do the rest.
+// Samples and evaluations: what they need of the model. kernels/decode.cuh, data/sampling.h and data/evaluation.h do
+// the rest.
 
-// Of several ranks the first alone has a tokenizer and decides; the others compute the same.
-struct Sampler {
-    const Model* m;
-    Samples samples;
-    bool finite;  // the model's output was, so far
-};
-
-static void sampler_need(void* context, int part) {
-    weights_need(((Sampler*)context)->m, part);
+static void sample_need(void* samples, int part) {
+    arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
 }
 
-static bool sampler_next(void* context, int* tokens, int count) {
-    Sampler* s = (Sampler*)context;
-    samples_stop(&s->samples, tokens, count, DECODE_END);
-    shard_share(s->m->shard, tokens, count * (int64_t)sizeof(int));
-    for (int i = 0; i < count; i++) s->finite = s->finite && tokens[i] != DRAW_NOT_FINITE;
-    if (s->finite) samples_stream(&s->samples, tokens[0]);
-    shard_hurry(s->m->shard, "a sample");
-    return s->finite && !asks_to_stop(s->m);
+// Rank 0 has the tokenizer and decides; the others compute the same and take its tokens.
+static bool sample_next(void* context, int* tokens, int count) {
+    Samples* samples = (Samples*)context;
+    const Model* m = (const Model*)samples->model;
+    samples_next(samples, tokens, count, DECODE_END);
+    shard_share(m->arena.shard, tokens, count * (int64_t)sizeof(int));
+    return !asks_to_stop(m);
 }
 
-static void sampler_done(void* context, int index, const int* tokens, int64_t used) {
-    Sampler* s = (Sampler*)context;
-    if (s->finite) samples_done(&s->samples, index, tokens, used);
-}
-
-// Continues each prompt by up to o->sample_tokens tokens. Between the steps of a run the decoder takes the memory of
-// the activations. False where the model's output is not finite: there it ends. All ranks call it.
-static bool sample(Sampler* s, const Options* o) {
-    const Model* m = s->m;
-    const Prompts* prompts = s->samples.prompts;
+// Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. Between the steps
+// of a run the decoder takes the memory of the activations. False where the model's output is not finite: there it
+// ends. All ranks call it.
+static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
+                   SampleDone done, void* context) {
+    Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, 0};
     const DecodeShape shape = decode_shape(m);
-    const bool fp32 = m->type == OPTIM_FP32, run = m->optim != nullptr;
+    const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t room = run ? activations_bytes(m, true) : memory_available(m->dev) / 2;
-    const int S = decode_sequences(&shape, fp32, prompts->count * s->samples.each, room);
+    const int S = decode_sequences(&shape, fp32, prompts->count * samples.each, room);
     if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", m->T);
-    const void** tensors = (const void**)memory_take(m->count * sizeof(void*));
-    for (int t = 0; t < m->count; t++) tensors[t] = tensor_at(m, m->weights, t, fp32 ? 4 : 2);
+    const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
+    for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
-    const DecodeCalls calls = {s, m->decoded || m->shard ? sampler_need : nullptr, sampler_next, sampler_done};
+    const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
+                               samples_done};
     Decoder d;
     decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? m->activations : nullptr);
-    s->finite = true;
-    decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, s->samples.each, o->sample_tokens);
-    shard_rest(m->shard);
+    const bool finite =
+        decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens);
     decode_close(&d);
     free(tensors);
-    return s->finite;
+    return finite;
 }
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-struct Scorer {
-    const Model* m;
-    const Launch* launch;
-};
-
-static void scorer_score(void* context, const int* tokens, int B, int T, const int* places, const int* targets,
-                         int count, float* losses, int* likeliest) {
-    const Model* m = ((Scorer*)context)->m;
-    shard_hurry(m->shard, "an evaluation");
-    if (m->type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
-    if (m->type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
+static void evaluation_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets,
+                             int count, float* losses, int* likeliest) {
+    const Model* m = (const Model*)model;
+    if (m->arena.type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
+    if (m->arena.type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
 }
-
-static void scorer_share(void* context, int from, void* bytes, int64_t count) {
-    launch_share(((Scorer*)context)->launch, from, bytes, count);
+static void share_bytes(void* model, int from, void* bytes, int64_t count) {
+    launch_share(((const Model*)model)->launch, from, bytes, count);
 }
-
-static bool scorer_stops(void* context) {
-    const Scorer* s = (const Scorer*)context;
-    return s->m->shard ? asks_to_stop(s->m) : launch_any(s->launch, signal_stop);
+static bool evaluation_stops(void* model) {
+    return asks_to_stop((const Model*)model);
 }
 
 // Scores the tasks of --eval; `done` gets the figures of each on rank 0. All ranks call it.
-static void evaluate(const Model* m, const Launch* launch, const Tokenizer* tokenizer, const Options* o,
-                     EvaluationDone done, void* context) {
+static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, EvaluationDone done, void* context) {
     char error[DATA_ERROR_BYTES];
-    Scorer scorer = {m, launch};
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
-    const Evaluator evaluator = {launch->rank, launch->world, m->T,    tokens, m->config.V, scorer_score,
-                                 scorer_share, scorer_stops,  &scorer, done,   context};
+    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, evaluation_score,
+                                 share_bytes,     evaluation_stops, (void*)m, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
-    shard_rest(m->shard);
 }
 
-// Model files and checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as
-// stored) and state.json beside the model. data/checkpoint.h writes and finds them whole; here are the arrays.
+// Checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as stored) and
+// state.json beside the model. data/checkpoint.h makes sure that they are whole; this part gives and takes their
+// arrays.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
     Options* options;
-    Options asked;  // before the program decided what was left to it: for the next checkpoint
+    Options asked;  // as typed or resumed, before resolve(): what a checkpoint says of some of them
     Resume resume;
     const Launch* launch;
     Json* loaded;               // state.json of the checkpoint that it goes on from; NULL: it begins anew
@@ -1092,58 +870,56 @@ struct Run {
 
 constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
 
-static void read_weights(void* context, int t, void* to) {
-    const Model* m = (const Model*)context;
-    optim_saved_weights(m->optim, m->shard, m->dev, m->tensors, t, to);
+static void read_weights(void* model, int t, void* to) {
+    const Model* m = (const Model*)model;
+    optim_saved_weights(m->arena.optim, m->arena.shard, m->dev, m->arena.tensors, t, to);
+}
+static void read_array(void* saved, int i, int64_t at, int64_t bytes, void* to) {
+    optim_saved_read((const OptimSaved*)saved, i, at, bytes, to);
 }
 
-// Writes the model's weights into FOLDER/FILE->name. All ranks call it; rank 0 writes.
-static bool model_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
-    for (int t = 0; t < m->count; t++) m->stored[t].dtype = optim_saved_dtype(m->optim, t);
-    return checkpoint_model_write(rank_of(m) == 0 ? folder : nullptr, m->stored, m->count, read_weights, (void*)m, file,
-                                  error);
-}
-
-static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to) {
-    optim_saved_read((const OptimSaved*)context, i, at, bytes, to);
-}
-
-// The same for every stream of the optimizer that is not in model.safetensors.
-static bool optimizer_write(const Model* m, const char* folder, CheckpointFile* file, char* error) {
-    OptimSaved* saved = optim_saved_open(m->optim, m->shard, m->dev);
+// Writes the weights into FOLDER/files[0].name, and every stream of the optimizer that is not there into files[1].name.
+// All ranks call it; rank 0 writes.
+static bool arrays_write(const Model* m, const char* folder, bool states, CheckpointFile files[2], char* error) {
+    const char* to = rank_of(m) == 0 ? folder : nullptr;
+    const Arena* a = &m->arena;
+    for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
+    if (!checkpoint_model_write(to, m->stored, a->count, read_weights, (void*)m, &files[0], error)) return false;
+    if (!states) return true;
+    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->dev);
     SafetensorsEntry entries[OPTIM_STREAMS] = {};
-    int count = optim_saved_count(saved);
+    const int count = optim_saved_count(saved);
     for (int i = 0; i < count; i++) {
         const OptimStream array = optim_saved_array(saved, i);
         entries[i] = {array.name, array.dtype, {array.elements}, 1};
     }
     const CheckpointSource source = {entries, count, COPY_BYTES, nullptr, read_array, saved};
-    bool ok = checkpoint_file_write(rank_of(m) == 0 ? folder : nullptr, &source, file, error);
+    const bool ok = checkpoint_file_write(to, &source, &files[1], error);
     optim_saved_close(saved);
     return ok;
 }
 
-// The weights of a folder into the model.
+// Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
     ModelFolder folder;
     char error[DATA_ERROR_BYTES];
     require(model_folder_open(&folder, path, error), error);
-    require(model_folder_used(&folder, m->stored, m->count, m->config.L, error), error);
-    for (int t = 0; t < m->count; t++) {
+    require(model_folder_used(&folder, m->stored, m->arena.count, m->config.L, error), error);
+    for (int t = 0; t < m->arena.count; t++) {
         float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
         require(model_folder_read(&folder, &m->stored[t], values, error), error);
-        model_set_tensor(m, t, values);
+        arena_set(&m->arena, t, values);
         free(values);
     }
     model_folder_close(&folder);
-    if (m->optim) optim_decode(m->optim);
+    if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-// Weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
+// Reads weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->count, m->config.L, run->error), run->error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, run->error), run->error);
     reader.run = &run->folder;
     OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
                           checkpoint_weights, checkpoint_notice,      &reader};
@@ -1151,7 +927,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     if (!optim_saved_config(&stored, json_get(state, "formats"), run->error, sizeof(run->error))) {
         user_error("%s/state.json: %s", folder, run->error);
     }
-    bool loaded = optim_load(m->optim, &stored, run->error, sizeof(run->error));
+    bool loaded = optim_load(m->arena.optim, &stored, run->error, sizeof(run->error));
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/optimizer.safetensors: %s", folder, run->error);
     checkpoint_close(&reader);
@@ -1163,19 +939,19 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     const Config* c = &m->config;
     CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
     const bool first = rank_of(m) == 0;
-    if (!first && !shard_splits(m->shard, SHARD_STATES)) return true;
+    if (!first && !shard_splits(m->arena.shard, SHARD_STATES)) return true;
     if (first && !folder_new(folder, error)) return false;
-    bool written = model_write(m, folder, &files[0], error) && optimizer_write(m, folder, &files[1], error);
+    bool written = arrays_write(m, folder, strcmp(run->options->save, "all") == 0, files, error);
     run->nonfinite = files[0].nonfinite || files[1].nonfinite;
     if (!written || !first) return written;
     Options saved = *run->options;
     saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
-    char* formats = optim_saved_formats(m->optim, &run->config);
+    char* formats = optim_saved_formats(m->arena.optim, &run->config);
     Checkpoint checkpoint = {};
     checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    checkpoint.tensors = m->stored, checkpoint.count = m->count, checkpoint.tokenizer = &run->tokenizer;
+    checkpoint.tensors = m->stored, checkpoint.count = m->arena.count, checkpoint.tokenizer = &run->tokenizer;
     checkpoint.run_folder = run->folder.path, checkpoint.state = &run->state, checkpoint.formats = formats;
     checkpoint.table = &TABLE, checkpoint.options = &saved;
     written = checkpoint_finish(folder, &checkpoint, files, error);
@@ -1183,8 +959,8 @@ static bool checkpoint_write(Run* run, const char* folder, char* error) {
     return written;
 }
 
-// Saves, then removes what --keep no longer keeps. A save that fails leaves the older checkpoints alone. All ranks call
-// it. Without `prune` all older ones stay: this one may be of no use.
+// Saves a checkpoint, then removes older ones beyond --keep; without `prune` they all stay, since this one may be of no
+// use. A save that fails leaves them alone. All ranks call it.
 static void checkpoint_save(Run* run, bool prune = true) {
     char path[RUN_PATH_BYTES], temporary[RUN_PATH_BYTES + 8];
     double begin = seconds_now();
@@ -1192,13 +968,13 @@ static void checkpoint_save(Run* run, bool prune = true) {
     checkpoint_name(run->folder.path, run->state.step, path, sizeof(path));
     snprintf(temporary, sizeof(temporary), "%s.tmp", path);
     const Model* m = run->model;
-    if (m->shard && !optim_saved_equal(m->optim, m->shard, m->weights, m->elements)) {
+    if (m->arena.shard && !optim_saved_equal(m->arena.optim, m->arena.shard, m->arena.weights, m->arena.elements)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
             "go on elsewhere with --resume %s",
             (long long)run->state.step, run_resume_words(&run->folder));
     }
-    run->state.last_norm = m->release ? release_last(m->release) : 0;
+    run->state.last_norm = m->arena.release ? release_last(m->arena.release) : 0;
     const bool written = checkpoint_write(run, temporary, run->error);
     if (rank_of(m) == 0) {
         const CheckpointSave save = {run->state.step, begin, prune ? run->options->keep : 0, run->nonfinite,
@@ -1209,54 +985,44 @@ static void checkpoint_save(Run* run, bool prune = true) {
     memcpy(run->folder.last_checkpoint, path, sizeof(path));
 }
 
-// Resolving: resolve() gives every option that was left to the program its value, in an order in which each depends
-// only on those before it, and refuses what cannot work.
+// Resolving: resolve() gives each option that is `auto` its value, in an order in which each depends only on those
+// before it, and refuses combinations that cannot work.
 
-// Precision of the matrix products.
-static OptimType resolve_matmul(Options* o, const Device* dev) {
-    if (!dev->gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
-    if (strcmp(o->matmul, "auto") == 0) o->matmul = dev->gpu ? "bf16" : "fp32";
-    return strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
-}
-
-// Model and sequence length: of `checkpoint` unless it is "", or of the model's `folder` unless it is "", or by name.
-// `vocabulary` is the data's, 0 where it is not known.
-static void resolve_shape(Options* o, const Device* dev, int vocabulary, bool bytes, const char* checkpoint,
-                          const char* folder, Config* config) {
+// Precision, shape and sequence length, and with them the tensors. The shape comes from `checkpoint`, or if that is ""
+// from the model's `folder`, or if that is "" too from the model's name. `vocabulary` is the data's, or 0 if there is
+// no data.
+static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
+                          const char* folder) {
     const Gpt2Shape max = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
+    const bool gpu = m->dev->gpu;
     char error[DATA_ERROR_BYTES];
-    if (strcmp(o->model, "auto") == 0) o->model = !dev->gpu ? "nano" : bytes ? "d6" : "gpt2";
+    if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
+    if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
+    m->arena.type = strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
+    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
+    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+    if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     const Gpt2Shape typed = {o->layers, o->channels, o->heads, o->seq, 0};
     Gpt2Shape shape;
     require(gpt2_shape_choose(o->model, *checkpoint ? checkpoint : folder, *checkpoint, &max, &typed, vocabulary, bytes,
                               &shape, error),
             error);
-    *config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
-               (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
-    if (o->seq == AUTO) o->seq = config->max_T;
-    o->layers = config->L, o->channels = config->C, o->heads = config->NH;
+    m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
+                 (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
+    if (o->seq == AUTO) o->seq = m->config.max_T;
+    o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
+    m->T = (int)o->seq;
+    config_tensors(m);
 }
 
-// What this rank keeps of the arena.
-static void resolve_parts(Model* m, OptimConfig* config) {
-    Shard* s = m->shard;
-    if (!s) return;
-    long long tiles = m->elements / TILE_ELEMENTS;
-    if (tiles < ranks_of(m))
-        user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks_of(m), tiles);
-    ShardTensor* tensors = (ShardTensor*)memory_take(m->count * sizeof(ShardTensor));
-    for (int t = 0; t < m->count; t++) {
-        tensors[t] = {m->tensors[t].offset, m->tensors[t].rows * m->tensors[t].cols,
-                      m->part[t] < m->config.L ? m->part[t] : m->config.L};
-    }
-    s->gradient_bytes = m->grads_bf16 ? 2 : 4;
-    s->weight_bytes = m->type == OPTIM_FP32 ? 4 : 2;
-    s->chunk = m->dev->gpu ? 8192 : 64;
-    shard_plan(s, tensors, m->count, m->config.L, m->elements);
-    optim_cuts(config, m->tensors, m->count, s->cut, ranks_of(m) + 1);
-    if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[rank_of(m)], config->end = s->cut[rank_of(m) + 1];
-    free(tensors);
+// How the optimizer keeps the tensors, and which part of them is this rank's.
+static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
+    optim_config_from(o, config);
+    m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
+    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    arena_spread(&m->arena, config);
+    config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -1268,48 +1034,52 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
 
 // The largest B up to `max` whose plan fits, 0 when not even one sequence does.
 static int64_t largest_batch(const Options* o, Model m, const OptimConfig* config, int64_t max, int64_t available) {
-    for (m.B = (int)max; m.B > 0; m.B--) {
+    int64_t fits = 0;
+    while (fits < max) {
+        m.B = (int)((fits + max + 1) / 2);
         m.logit_rows = logit_rows_for(o, &m);
-        MemoryPlan plan = memory_plan(&m, config);
-        if (plan.total - plan.taken <= available) return m.B;
+        const MemoryPlan plan = memory_plan(&m, config);
+        if (plan.total - plan.taken <= available) fits = m.B;
+        if (fits < m.B) max = m.B - 1;
     }
-    return 0;
+    return fits;
 }
 
-// Batch sizes, for a data set of so many windows.
+// Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
     char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
-    // Of the whole memory, not of what happens to be free: the same command takes the same batch.
-    int64_t exchange = m->shard ? m->shard->comm.bytes : 0;
+    // The whole memory counts, not what happens to be free, so that the same command takes the same batch.
+    int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
-    int64_t fits = shard_least(m->shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
+    int64_t fits = shard_least(m->arena.shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m)};
-    // GPT-2's and llm.c's half million; of bytes or on the CPU one micro-batch a rank
+    // A step has half a million tokens, as GPT-2's and llm.c's have, or one micro-batch a rank with bytes or on the
+    // CPU.
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
 }
 
-// Gradients are bf16 where a step has one micro-batch of bf16, which rounds them once, and fp32 elsewhere.
+// --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
 static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     const bool one = o->tokens_per_step == o->batch * o->seq * ranks_of(m);
-    if (strcmp(o->grads, "auto") == 0) o->grads = one && m->type == OPTIM_BF16 ? "bf16" : "fp32";
+    if (strcmp(o->grads, "auto") == 0) o->grads = one && m->arena.type == OPTIM_BF16 ? "bf16" : "fp32";
     config->grads = o->grads;
-    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    if (m->grads_bf16 && m->type == OPTIM_FP32) {
+    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    if (m->arena.grads_bf16 && m->arena.type == OPTIM_FP32) {
         user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
     }
-    if (m->shard) m->shard->gradient_bytes = m->grads_bf16 ? 2 : 4;
+    if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
 }
 
 static Schedule schedule_of(const Options* o) {
     return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup};
 }
 
-// Steps and what depends on them.
+// The number of steps and what depends on it.
 static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_typed) {
     const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
     char error[DATA_ERROR_BYTES];
@@ -1332,25 +1102,24 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
 static int64_t available_to(const Model* m) {
     const Device* dev = m->dev;
     return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
-           (m->shard ? m->shard->comm.bytes : 0);
+           (m->arena.shard ? m->arena.shard->comm.bytes : 0);
 }
 
-// Are steps taken part by part, and do their gradients take turns? --release auto does where the plan does not fit.
+// Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
+// --release auto does so where the plan does not fit otherwise.
 static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     const int64_t one = o->batch * o->seq;
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     char why[1024] = "";
-    m->clip_by = strcmp(o->clip_by, "tensor") == 0 ? CLIP_TENSOR
-                 : strcmp(o->clip_by, "last") == 0 ? CLIP_LAST
-                                                   : CLIP_STEP;
-    if (m->shard) {
+    m->arena.clip_by = clip_by_from(o->clip_by);
+    if (m->arena.shard) {
         snprintf(why, sizeof(why), "several GPUs sum whole gradients");
-    } else if (!optim_releases(config, m->tensors, m->count, why, sizeof(why)) && !why[0]) {
+    } else if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why)) && !why[0]) {
         snprintf(why, sizeof(why), "the optimizer needs all gradients");
     }
-    if (why[0]) strcat(why, m->clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
-    if (m->clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
-    if (!why[0] && o->clip > 0 && m->clip_by == CLIP_STEP) {
+    if (why[0]) strcat(why, m->arena.clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
+    if (m->arena.clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
+    if (!why[0] && o->clip > 0 && m->arena.clip_by == CLIP_STEP) {
         snprintf(why, sizeof(why), "--clip %g by the norm of the step needs all gradients; type --clip-by last",
                  o->clip);
     } else if (!why[0] && o->tokens_per_step != one) {
@@ -1358,8 +1127,8 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
                  "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld", (long long)one);
     }
     if (on && why[0]) user_error("--release on: %s", why);
-    m->releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
-    o->release = m->releases ? "on" : "off";
+    m->arena.releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
+    o->release = m->arena.releases ? "on" : "off";
 }
 
 static void resolve(Run* run) {
@@ -1370,20 +1139,11 @@ static void resolve(Run* run) {
                                o->val_fraction, corpus_begin, corpus_end - corpus_begin};
     int vocabulary;
     bool bytes;
-    m->type = resolve_matmul(o, m->dev);
-    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
-    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
     require(dataset_look(&source, &vocabulary, &bytes, run->error), run->error);
-    resolve_shape(o, m->dev, vocabulary, bytes, run->from, run->model_folder, &m->config);
-    m->T = (int)o->seq;
-    config_tensors(m);
+    resolve_model(o, m, vocabulary, bytes, run->from, run->model_folder);
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->error), run->error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
-    optim_config_from(o, config);
-    m->elements = optim_layout(m->tensors, m->count, config);
-    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    resolve_parts(m, config);
-    config->keeps_copy = shard_splits(m->shard, SHARD_STATES);  // for the others, or to be gathered by them
+    resolve_optim(o, m, config);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
@@ -1398,25 +1158,21 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
     PlanReport report = {};
-    report.rate = "";
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
-    device_describe(m->dev, m->type == OPTIM_FP32, report.device, sizeof(report.device));
-    if (m->shard) comm_describe(&m->shard->comm, report.ranks, sizeof(report.ranks));
+    device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
+    if (m->arena.shard) comm_describe(&m->arena.shard->comm, report.ranks, sizeof(report.ranks));
     optim_describe(&run->config, report.optim, sizeof(report.optim));
-    report.source = m->shard ? m->shard->comm.launch->source : "", report.world = ranks_of(m);
+    report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
-    const double usual = optim_usual_lr(o->rule, o->channels);
-    if (*run->model_folder && o->lr == usual / 10) {
-        report.rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
-    } else if (o->lr == usual && o->lr != optim_usual_lr("", o->channels)) {
-        report.rate = text_format(", usual for %s", o->rule);
-    }
+    report.usual_lr = optim_usual_lr(o->rule, o->channels), report.usual_lr_of_any = optim_usual_lr("", o->channels);
+    report.trained = *run->model_folder != 0;
     report_plan(&run->folder, &TABLE, o, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-static void require_memory(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
+// NULL if the plan fits; otherwise what is missing and what to type, a text that lives as long as the program.
+static const char* memory_lacks(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
     int64_t available = available_to(m);
-    if (plan->total <= available) return;
+    if (plan->total <= available) return nullptr;
     int64_t fits = largest_batch(o, *m, config, m->B, available - plan->taken);
     int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);
     while (fits > 0 && sequences % fits != 0) fits--;
@@ -1427,18 +1183,62 @@ static void require_memory(const Options* o, const Model* m, const OptimConfig* 
     bool whole = memory_plan(&block, config).total <= available;
     bool one = m->recompute != RECOMPUTE_BLOCK && largest_batch(o, block, config, 1, available - plan->taken) > 0;
     if (fits > 0) {
-        user_error("--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s", m->B, need,
-                   have, m->dev->name, (long long)fits, whole ? ", or --recompute block" : "");
+        return text_format("--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s", m->B,
+                           need, have, m->dev->name, (long long)fits, whole ? ", or --recompute block" : "");
     }
-    user_error(
+    return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
         "a smaller --preset",
         have, m->dev->name, one ? "type --recompute block --batch 1, or take" : "take");
 }
 
+// Refuses a run whose checkpoints the disk cannot hold.
+static void require_disk(const Run* run) {
+    const Options* o = run->options;
+    const Arena* a = &run->model->arena;
+    OptimConfig whole = run->config;
+    whole.begin = whole.end = 0, whole.keeps_copy = false;
+    const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
+    const int64_t each = bytes.weights + (strcmp(o->save, "all") == 0 ? bytes.states : 0);
+    const int64_t saves = run->loaded || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
+    char error[DATA_ERROR_BYTES];
+    require(o->profile || checkpoint_room(o->run, each, saves, o->keep, error), error);
+}
+
+// --fit: a line for each preset and --recompute. Gradients are fp32 unless --grads says otherwise, as they are in a
+// step of several micro-batches.
+static int fit_main(const Options* asked, bool preset_typed, bool recompute_typed) {
+    const char* const recompute[] = {"none", "gelu", "block"};
+    Device dev;
+    int rows = 0;
+    device_imagine(&dev, asked->fit);
+    for (int i = 0; optim_preset(i / 3); i++) {
+        Options o = *asked;
+        if (preset_typed && strcmp(optim_preset(i / 3), o.preset) != 0) continue;
+        if (recompute_typed && strcmp(recompute[i % 3], o.recompute) != 0) continue;
+        o.preset = optim_preset(i / 3), o.recompute = recompute[i % 3];
+        if (strcmp(o.grads, "auto") == 0) o.grads = "fp32";
+        Model m = {};
+        OptimConfig config = {};
+        char error[DATA_ERROR_BYTES];
+        m.dev = &dev;
+        const char* folder = checkpoint_model(&o.model, false, error);
+        require(folder != nullptr, error);
+        resolve_model(&o, &m, 0, false, "", folder);
+        resolve_optim(&o, &m, &config);
+        m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
+        const int64_t fits = largest_batch(&o, m, &config, 512, dev.memory - memory_plan(&m, &config).taken);
+        if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);
+        const MemoryPlan plan = memory_plan(&m, &config);
+        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, fits, &plan, rows++ == 0);
+    }
+    require_stdout();
+    return 0;
+}
+
 // Resuming.
 
-// What is the optimizer's to merge with the state of a checkpoint. Returns --override as it was asked for.
+// Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
 static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
     OptimResume r = {};
     r.config = optim_config_of(o), r.lr = o->lr, r.channels = o->channels;
@@ -1451,7 +1251,7 @@ static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
     return r.asked;
 }
 
-// The checkpoint to go on from, if any, which rank 0 chooses, and its options.
+// Chooses the checkpoint to go on from, if any, on rank 0, and merges its options with the typed ones.
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
@@ -1480,67 +1280,54 @@ static void resume(Run* run) {
     if (first) require(checkpoint_continue(&run->folder, &o->run, run->from, named_itself, o->dry_run, error), error);
 }
 
-// Where the run stands, and whether its data is the same as before.
+// Sets where the run stands, and notes for the banner whether its data has changed.
 static void count_state(Run* run) {
-    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0};
+    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0, 0};
     const char* changes[2];
     if (!run->loaded) return;
     const int count = run_state_resume(&run->state, run->loaded, changes);
     for (int i = 0; i < count; i++) resume_changed(&run->resume, " %s", changes[i]);
+    run->state.tokens = run->state.sequences * run->options->seq;
 }
 
 // The step loop.
-
-static int64_t tokens_done(const Run* run) {
-    return run->state.sequences * run->options->seq;
-}
 
 static void run_validation(Run* run) {
     signals_doing("this batch of the validation", run->step_seconds);
     double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
     if (stops(run->model)) return;
-    if (isnan(loss)) loss = fabs(loss);  // printed as nan, not -nan
     run->last_val = loss;
     require(report_validation(&run->folder, &run->state, loss, run->val_data.bytes_per_token, seconds_now() - begin,
-                              tokens_done(run), run->error),
+                              run->error),
             run->error);
 }
 
 static void sample_say(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     Run* run = (Run*)context;
     require(report_sample(&run->folder, &run->state, index, run->prompts.count * (int)run->options->samples, prompt,
-                          text, bytes, tokens_done(run), run->error),
+                          text, bytes, run->error),
             run->error);
 }
 
 static void run_sample(Run* run) {
-    const Options* o = run->options;
-    const Samples samples = {&run->prompts,
-                             (int)o->samples,
-                             run->tokenizer.tokenizer,
-                             strcmp(o->stop, "end") == 0,
-                             nullptr,
-                             sample_say,
-                             run,
-                             0};
-    Sampler sampler = {run->model, samples, true};
     signals_doing("this token of the sample", run->step_seconds);
-    if (!sample(&sampler, o)) run_say(&run->folder, "sample   none: the model's output is not finite\n");
+    if (!sample(run->model, run->options, &run->prompts, run->tokenizer.tokenizer, nullptr, sample_say, run)) {
+        run_say(&run->folder, "sample   none: the model's output is not finite\n");
+    }
 }
 
 static void evaluation_say(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
     Run* run = (Run*)context;
-    require(report_evaluation(&run->folder, &run->state, e, result, seconds, tokens_done(run), run->error), run->error);
+    require(report_evaluation(&run->folder, &run->state, e, result, seconds, run->error), run->error);
 }
 
 static void run_evaluation(Run* run) {
     signals_doing("this batch of the evaluation", run->step_seconds);
-    evaluate(run->model, run->launch, run->tokenizer.tokenizer, run->options, evaluation_say, run);
+    evaluate(run->model, run->options, run->tokenizer.tokenizer, evaluation_say, run);
 }
 
-// True if the weights at the end of a run are of no use: no step of it changed them, or they give no finite loss, by
-// the last validation or, without one, by a window of the validation data where the last step was skipped. All ranks
-// ask.
+// True if the weights at the end of a run are of no use: no step changed them, or their loss is not finite. That is the
+// loss of the last validation; without validations, of one window if the last step was skipped. All ranks call it.
 static bool ends_useless(const Run* run) {
     const Model* m = run->model;
     const RunState* state = &run->state;
@@ -1550,51 +1337,36 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// The data cannot be read on: what there is is saved, and the rank with bad data ends all.
+// Bad data: saves what has been trained; then the rank that found it ends all with its message.
 [[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
-    const Shard* shard = run->model->shard;
+    const Shard* shard = run->model->arena.shard;
     if (!saved) checkpoint_save(run);
     if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run->folder.last_checkpoint);
 }
 
-// A step is done, with these scalars: it is counted, logged and printed.
+// Counts, logs and prints a step that is done and has left these scalars.
 static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
     const Options* o = run->options;
     const Model* m = run->model;
-    RunState* state = &run->state;
-    state->step++;
-    state->sequences += o->tokens_per_step / o->seq;
-    bool skipped = !isfinite(scalars[SCALAR_FACTOR]), first = state->step == timer->first + 1;
-    state->skipped += skipped;
-    state->skipped_last = skipped ? state->skipped_last + 1 : 0;
-    if (m->release && !skipped && scalars[SCALAR_LEFT] > 0) {
-        state->parts_left += (int64_t)scalars[SCALAR_LEFT];
-        run_say(&run->folder,
-                "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
-                (long long)state->step, scalars[SCALAR_LEFT], (long long)state->parts_left);
-    }
-    double now = seconds_now(), loss = scalars[SCALAR_LOSS], norm = scalars[SCALAR_NORM];
-    if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
-    if (isnan(norm)) norm = NAN;
-    double eta = step_timed(timer, state->step, begin, now) * (double)(o->steps - state->step);
-    if (m->dev->gpu && first && state->step < o->steps) eta = -1;  // it was slower than those to come
-    const double peak = ranks_of(m) * device_peak(m->dev, m->type == OPTIM_FP32);
-    const StepReport step = {o->steps, o->tokens_per_step, loss, norm,       lr, now - begin,
-                             eta,      flops_per_token(m), peak, run->memory};
-    const bool measured = m->dev->gpu && state->step == timer->first + 2;
-    require(
-        report_step_log(&run->folder, state, &step, tokens_done(run), measured ? memory_used(m->dev) : 0, run->error),
-        run->error);
-    if (skipped) {
-        require(report_skip(&run->folder, state, &step, strcmp(o->on_nonfinite, "stop") == 0, o->lr, run->error),
-                run->error);
-    } else if (state->step % o->print_every == 0 || first || state->step == o->steps) {
-        report_step(&run->folder, state, &step);
-    }
+    const int64_t number = run->state.step + 1;
+    const bool first = number == timer->first + 1, last = number == o->steps;
+    const double now = seconds_now(), takes = step_timed(timer, number, begin, now);
+    StepReport step = {};
+    step.steps = o->steps, step.tokens = o->tokens_per_step, step.sequences = o->tokens_per_step / o->seq;
+    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM];
+    step.lr = lr, step.max_lr = o->lr, step.seconds = now - begin;
+    // On a GPU the first step is slower than those to come.
+    step.eta = m->dev->gpu && first && !last ? -1 : takes * (double)(o->steps - number);
+    step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
+    step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
+    step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
+    step.skipped = !isfinite(scalars[SCALAR_FACTOR]), step.stops = strcmp(o->on_nonfinite, "stop") == 0;
+    step.shown = number % o->print_every == 0 || first || last;
+    require(report_step_done(&run->folder, &run->state, &step, run->error), run->error);
 }
 
-// From run->state.step to the end, or to a signal.
+// Trains from run->state.step to the end, or until a signal comes.
 static void train(Run* run) {
     const Options* o = run->options;
     const Schedule schedule = schedule_of(o);
@@ -1615,17 +1387,18 @@ static void train(Run* run) {
         double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
         signals_doing("this step", run->step_seconds);
         int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        if (m->shard) m->shard->flags[0] = signal_stop, m->shard->flags[1] = run_folder_asks_save(&run->folder);
+        if (m->arena.shard)
+            m->arena.shard->flags[0] = signal_stop, m->arena.shard->flags[1] = run_folder_asks_save(&run->folder);
         int64_t micro_batches = slice.run / m->B;
         bool ok = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, number);
         copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-        shard_agreed(m->shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+        shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
         if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, &feeder, state->step <= saved_at);
         run->step_seconds = seconds_now() - begin;
         step_done(run, scalars, lr, begin, &timer);
         bool last = state->step == o->steps;
         if (o->val_every > 0 && (state->step % o->val_every == 0 || last)) run_validation(run);
-        bool asked = m->shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
+        bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         due = due || (o->save_every > 0 && state->step % o->save_every == 0);
         // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
         if (!o->profile && (asked || last || stops(m) || (due && state->skipped_last == 0))) {
@@ -1647,76 +1420,60 @@ static void train(Run* run) {
     (m->dev->gpu ? pinned_free : free)(scalars);
 }
 
-// Main: one run from its options to its end, or a sample.
+// Main: a run from its options to its end, or samples or scores of a model.
 
-// A model of a folder that only runs forward, in batches of up to `tokens` tokens, and its tokenizer.
-static Tokenizer* model_open(Model* m, Device* dev, Options* o, const Launch* launch, int64_t tokens) {
+// Instead of training, with --model DIR: --sample continues prompts, on rank 0 alone; otherwise the tasks of --eval are
+// scored, whose batches have up to EVALUATION_TOKENS tokens.
+static int forward_main(Options* o, const Launch* launch, bool samples) {
     char error[DATA_ERROR_BYTES];
+    const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
+    Device dev;
+    Model m = {};
     const char* folder = checkpoint_model(&o->model, true, error);
     require(folder != nullptr, error);
-    device_choose(dev, o->device, launch, o->gpus);
-    m->type = resolve_matmul(o, dev);
-    m->dev = dev;
-    resolve_shape(o, dev, 0, false, "", folder, &m->config);
-    m->T = (int)o->seq, m->B = tokens > m->T ? (int)(tokens / m->T) : 1;
-    m->logit_rows = tokens > 1 ? 1024 : 1;
-    config_tensors(m);
-    Tokenizer* tokenizer = tokenizer_open_for(m->config.V == 256 ? nullptr : folder, m->config.V, error);
+    m.dev = &dev, m.launch = samples ? nullptr : launch;
+    device_choose(&dev, o->device, m.launch, o->gpus);
+    resolve_model(o, &m, 0, false, "", folder);
+    m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
+    m.logit_rows = samples ? 1 : 1024;
+    Tokenizer* tokenizer = tokenizer_open_for(m.config.V == 256 ? nullptr : folder, m.config.V, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
-    model_allocate(m, nullptr);
-    model_read(m, folder);
-    return tokenizer;
-}
-
-// --sample: continue prompts with a model folder.
-static int sample_main(Options* o) {
-    char error[DATA_ERROR_BYTES];
-    Device dev;
-    Model m = {};
-    Prompts prompts;
-    Tokenizer* tokenizer = model_open(&m, &dev, o, nullptr, 1);
-    require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
-    const Samples samples = {&prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0,
-                             stdout,   nullptr,         nullptr,   0};
-    Sampler sampler = {&m, samples, true};
-    if (!sample(&sampler, o)) {
-        user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
+    model_allocate(&m, nullptr);
+    model_read(&m, folder);
+    if (samples) {
+        Prompts prompts;
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
+            user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
+        }
+        require_stdout();
+        prompts_close(&prompts);
+    } else {
+        evaluate(&m, o, tokenizer, evaluation_print, nullptr);
     }
-    require_stdout();
-    prompts_close(&prompts);
     tokenizer_close(tokenizer);
     model_free(&m);
     device_close(&dev);
     return 0;
 }
 
-static void evaluation_print(void*, const Evaluation* e, const EvaluationResult* result, double seconds) {
-    char line[512];
-    evaluation_describe(e, result, seconds, line, sizeof(line));
-    printf("eval     %s\n", line);
-    fflush(stdout);
-}
-
-// --eval without --eval-every: the tasks with a model folder.
-static int evaluation_main(Options* o, const Launch* launch) {
-    Device dev;
-    Model m = {};
-    Tokenizer* tokenizer = model_open(&m, &dev, o, launch, EVALUATION_TOKENS);
-    evaluate(&m, launch, tokenizer, o, evaluation_print, nullptr);
-    tokenizer_close(tokenizer);
-    model_free(&m);
-    device_close(&dev);
-    return 0;
-}
-
-// The device, and what this rank shares with others.
+// Opens the device, and what this rank shares with the others.
 static void open_device(Run* run) {
     const Options* o = run->options;
     Shard* shard = &run->shard;
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
-    device_choose(&run->dev, o->device, run->launch, o->gpus);
-    run->model->dev = &run->dev;
+    if (o->memory > 0) {
+        if (!o->dry_run || strcmp(o->device, "cpu") == 0 || run->launch->world > 1) {
+            user_error(
+                "--memory plans for one GPU that need not be here; type --dry-run with it, and neither "
+                "--device cpu nor --gpus");
+        }
+        device_imagine(&run->dev, o->memory);
+    } else {
+        device_choose(&run->dev, o->device, run->launch, o->gpus);
+    }
+    run->model->dev = &run->dev, run->model->launch = run->launch;
     if (!run->dev.gpu && o->formats[0]) {
         user_error(
             "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '', "
@@ -1727,10 +1484,10 @@ static void open_device(Run* run) {
     if (run->dev.gpu) comm_require_own_gpu(run->launch);
     comm_open(&shard->comm, run->launch, &run->dev);
     shard_choose(shard, o->shard, o->comm);
-    run->model->shard = shard;
+    run->model->arena.shard = shard;
 }
 
-// Ranks that would not train the same are a mistake: other options, or other data.
+// Ends the run if ranks have other options or other data than rank 0.
 static void require_same(Run* run) {
     Options same = *run->options;
     same.run = same.resume = same.data = same.val = same.formats = "";
@@ -1743,7 +1500,7 @@ static void require_same(Run* run) {
     free(text);
 }
 
-// Weights and states: from the checkpoint, from --model DIR, or drawn.
+// Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.
 static void model_begin(Run* run) {
     Model* m = run->model;
     if (run->loaded) {
@@ -1758,11 +1515,8 @@ static void model_begin(Run* run) {
     }
 }
 
-static void launch_share_from_first(void* launch, void* bytes, int64_t count) {
-    launch_share((const Launch*)launch, 0, bytes, count);
-}
-
-// The run folder and the tokenizer in it, which are rank 0's; all know whether there are samples.
+// Makes the run folder and opens the tokenizer, on rank 0; all ranks get the prompts and know whether there are
+// samples.
 static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder
@@ -1782,10 +1536,10 @@ static void folder_begin(Run* run) {
     launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_share(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
-    prompts_share(&run->prompts, launch_share_from_first, (void*)run->launch);
+    prompts_share(&run->prompts, share_bytes, run->model);
 }
 
-// The weights come before the run folder: a bad model file leaves nothing behind.
+// Allocates and fills everything. The weights come before the run folder, so that a bad model file leaves none behind.
 static void begin(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
@@ -1793,8 +1547,8 @@ static void begin(Run* run) {
     model_allocate(m, &run->config);
     rehearse(m, &run->dev);
     model_begin(run);
-    weights_changed(m);
-    if (m->release) release_set_last(m->release, (float)run->state.last_norm);
+    arena_changed(&m->arena);
+    if (m->arena.release) release_set_last(m->arena.release, (float)run->state.last_norm);
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
@@ -1807,7 +1561,7 @@ static void begin(Run* run) {
     run->folder.started = seconds_now();
     run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
     if (!run->loaded) return;
-    require(run_log(&run->folder, "resume", run->state.step, tokens_done(run), 0, nullptr, nullptr, run->error),
+    require(run_log(&run->folder, "resume", run->state.step, run->state.tokens, 0, nullptr, nullptr, run->error),
             run->error);
 }
 
@@ -1841,7 +1595,10 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
                 (long long)run.state.step, (long long)o->steps);
         return 0;
     }
-    require_memory(o, run.model, &run.config, &plan);
+    const char* lacks = memory_lacks(o, run.model, &run.config, &plan);
+    if (lacks && !run.dev.imagined) user_error("%s", lacks);
+    if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
+    if (!run.dev.imagined && launch->rank == 0) require_disk(&run);
     if (o->dry_run) {
         require_stdout();
         return 0;
@@ -1870,10 +1627,7 @@ int main(int argc, char** argv) {
     if (!options_defaults(&TABLE, &options, error) || !options_parse(&TABLE, &options, given, argc, argv, error)) {
         user_error("%s", error);
     }
-    if (options.help) {
-        printf("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n");
-        options_help(&TABLE, stdout);
-    }
+    if (options.help) options_help(&TABLE, stdout);
     if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
     if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
@@ -1883,11 +1637,13 @@ int main(int argc, char** argv) {
         require_stdout();
         return 0;
     }
-    bool samples = given[option_find(&TABLE, "sample") - OPTIONS];
+    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
+    const bool samples = typed("sample");
     Launch launch;
     if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
     if (launch.rank > 0) signals_quiet();
-    if (samples) return launch.rank == 0 ? sample_main(&options) : 0;
+    if (samples) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
         user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave --gpus out, or --device cpu",
                    (long long)options.gpus);
@@ -1895,8 +1651,8 @@ int main(int argc, char** argv) {
     if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
     if (launch.rank > 0) signals_quiet();
     if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
-    const bool evaluates = given[option_find(&TABLE, "eval") - OPTIONS] && options.eval_every == 0;
-    int code = evaluates ? evaluation_main(&options, &launch) : train_main(&options, given, &launch);
+    const bool evaluates = typed("eval") && options.eval_every == 0;
+    int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;
 }

@@ -493,9 +493,17 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         }
     }
     const int64_t version = *state ? json_int(*state, "version", 0) : CHECKPOINT_VERSION;
-    if (version == CHECKPOINT_VERSION) return true;
-    data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
-               (long long)version);
+    const bool states = !*state || json_get(json_get(*state, "files"), "optimizer.safetensors");
+    if (version == CHECKPOINT_VERSION && states) return true;
+    if (version != CHECKPOINT_VERSION) {
+        data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
+                   (long long)version);
+    } else {
+        data_error(error,
+                   "--resume %s: %s was saved with --save weights, without the optimizer's states; type --model %s in "
+                   "place of --resume for a new run that begins with its weights",
+                   resume, folder, shell_word(folder));
+    }
     json_free(*state);
     return false;
 }
@@ -573,6 +581,15 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     return ok;
 }
 
+bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, char* error) {
+    const long long count = keep > 0 && keep < saves ? keep + 1 : saves;
+    char why[DATA_ERROR_BYTES];
+    if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, why)) return true;
+    return data_error(error,
+                      "%s, for %lld checkpoint%s; free some, name another --run, or type --keep 1 or --save weights",
+                      why, count, count > 1 ? "s" : "");
+}
+
 // Completes the sentence in `error` about a checkpoint that could not be written.
 static bool save_failed(const RunFolder* run, const CheckpointSave* save, char* error) {
     const long long number = (long long)save->step;
@@ -600,6 +617,8 @@ bool checkpoint_saved(RunFolder* run, const char* path, bool written, const Chec
         folder_remove(temporary, ignored);
         return save_failed(run, save, error);
     }
+    // Before anything else can fail: the advice of every error names it.
+    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", path);
     run_say(run, "save %6lld  %s  %.1f s\n", (long long)save->step, path, seconds_now() - save->begin);
     if (save->keep > 0 && !checkpoint_prune(run->path, save->keep, save->step, ignored)) {
         fprintf(stderr, "train: notice: %s\n", ignored);

@@ -34,6 +34,7 @@ typedef struct {
     int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
     double best_val;                // infinite before the first validation
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
+    int64_t tokens;                 // of those sequences; not stored
     int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
 } RunState;
 // Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
@@ -136,6 +137,10 @@ bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoi
                          char* error);
 // Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
+
+// Before a run: has the disk of its folder ("": one in runs/) room for the checkpoints, of `bytes` each, that will be
+// there at a time? `keep` of them stay, and one more is being written.
+bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, char* error);
 
 typedef struct {
     int64_t step;

@@ -265,6 +265,14 @@ void evaluation_describe(const Evaluation* e, const EvaluationResult* r, double 
     }
 }
 
+void evaluation_print(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
+    char line[512];
+    (void)context;
+    evaluation_describe(e, result, seconds, line, sizeof(line));
+    printf("eval     %s\n", line);
+    fflush(stdout);
+}
+
 void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     fprintf(log, "\"name\": ");
     json_write_string(log, e->name);

@@ -102,6 +102,8 @@ bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokeniz
 // A line for the terminal, and the members of a line of log.jsonl after "type": "eval", ...
 void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds, char* line,
                          size_t bytes);
+// An EvaluationDone that prints that line.
+void evaluation_print(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationResult* result);
 // Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
 // "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 #ifdef __SSE4_2__
 #include <nmmintrin.h>
@@ -150,6 +151,21 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
     free(piece);
     close(descriptor);
     return fine;
+}
+
+bool disk_holds(const char* path, int64_t bytes, char* error) {
+    char folder[PATH_BYTES];
+    struct statvfs disk;
+    snprintf(folder, sizeof(folder), "%s", path);
+    while (statvfs(folder, &disk) != 0) {
+        char* slash = strrchr(folder, '/');
+        if (errno != ENOENT || strcmp(folder, ".") == 0 || slash == folder) return true;
+        if (slash) *slash = 0;
+        if (!slash) strcpy(folder, ".");
+    }
+    const double room = (double)disk.f_bavail * (double)disk.f_frsize, unit = 1.0 / (1 << 30);
+    return (double)bytes <= room || data_error(error, "%s needs %.2f GiB and %.2f GiB are free on its disk", path,
+                                               (double)bytes * unit, room * unit);
 }
 
 int file_create(const char* path, char* error) {

@@ -34,6 +34,8 @@ char* file_read(const char* path, int64_t* bytes, char* error);
 // The size and CRC-32C of FOLDER/NAME, read in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
 
+// Has the disk room for a file of so many bytes at `path`, in a folder that may not exist yet? True where nobody knows.
+bool disk_holds(const char* path, int64_t bytes, char* error);
 // Creates a file of this name for writing, in place of the file or link that has the name now.
 int file_create(const char* path, char* error);
 bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t count, char* error);

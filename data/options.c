@@ -154,6 +154,20 @@ static bool set_number(const Option* option, void* field, const char* text, char
     return true;
 }
 
+bool size_parse(const char* text, int64_t* bytes) {
+    char* end;
+    const double number = strtod(text, &end);
+    const char *const units = "KMGT", *unit = *end & ~32 ? strchr(units, *end & ~32) : NULL;
+    if (end == text || strpbrk(text, "xX-") || !unit || !(number > 0)) return false;
+    const char* rest = end + 1;
+    if (*rest == 'i' && rest[1] == 'B') rest++;
+    if (*rest == 'B') rest++;
+    const double value = ldexp(number, 10 * (int)(unit - units + 1));
+    if (*rest || !(value < 1e15)) return false;
+    *bytes = (int64_t)value;
+    return true;
+}
+
 bool option_set(const Option* option, void* fields, const char* text, char* error) {
     void* field = (char*)fields + option->offset;
     bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
@@ -163,6 +177,11 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
         return true;
     }
     if (number) return set_number(option, field, text, error);
+    if (option->type == OPTION_SIZE) {
+        if (text == option->standard) return *(int64_t*)field = 0, true;
+        return size_parse(text, field) ||
+               fail(error, "--%s takes a size such as 24G, not '%s'; type --%s 24G", option->name, text, option->name);
+    }
     if (option->type == OPTION_FLAG) {
         *(bool*)field = strcmp(text, "true") == 0;
         return true;
@@ -184,7 +203,7 @@ const char* option_text(const Option* option, const void* fields, char* text, si
         snprintf(text, bytes, "auto");
     } else if (option->type == OPTION_FLAG) {
         snprintf(text, bytes, "%s", *(const bool*)field ? "true" : "false");
-    } else if (option->type == OPTION_INT) {
+    } else if (option->type == OPTION_INT || option->type == OPTION_SIZE) {
         snprintf(text, bytes, "%lld", (long long)*(const int64_t*)field);
     } else if (option->type == OPTION_REAL) {
         // The shortest text that reads back as the same number.
@@ -238,6 +257,7 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
 }
 
 void options_help(const OptionTable* table, FILE* file) {
+    fputs("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n", file);
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
         if (*option->group) fprintf(file, "\n%s\n", option->group);

@@ -13,12 +13,12 @@ extern "C" {
 #define OPTION_TEXT_BYTES 64
 #define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
 
-typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionType;
+typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG, OPTION_SIZE } OptionType;
 
 typedef struct {
     const char* name;  // without the dashes
     OptionType type;
-    size_t offset;         // of the value in the fields: int64_t, double, const char*, const char*, bool
+    size_t offset;         // of the value in the fields: int64_t, double, const char*, const char*, bool, int64_t
     const char* standard;  // the default, as typed; "auto" lets the value be OPTION_AUTO
     double low, high;      // range of a number
     const char* values;    // choices separated by '|', or what the value is, for --help
@@ -59,6 +59,8 @@ void options_completion(const OptionTable* table, bool zsh, FILE* file);
 // For people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);
 void format_duration(double seconds, char* text, size_t bytes);
+// A size such as 24G, 24GB, 24GiB or 800M, in powers of 1024; false: `text` is none. An option's "" is 0 bytes.
+bool size_parse(const char* text, int64_t* bytes);
 // The text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
 

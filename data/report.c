@@ -88,9 +88,16 @@ void report_plan(RunFolder* run, const OptionTable* table, const void* fields, c
     }
     run_say(run, " optim    %s\n", plan->optim);
     if (strcmp(text(&o, "override"), "none") != 0) run_say(run, " override %s\n", text(&o, "override"));
-    run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", real(&o, "lr"),
-            plan->rate, text(&o, "schedule"), constant ? 1.0 : real(&o, "final-lr"), whole(&o, "warmup"),
-            real(&o, "clip"), real(&o, "weight-decay"));
+    const double lr = real(&o, "lr"), usual = plan->usual_lr;
+    const char* rate = "";
+    if (plan->trained && lr == usual / 10) {
+        rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
+    } else if (lr == usual && lr != plan->usual_lr_of_any) {
+        rate = text_format(", usual for %s", text(&o, "rule"));
+    }
+    run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", lr, rate,
+            text(&o, "schedule"), constant ? 1.0 : real(&o, "final-lr"), whole(&o, "warmup"), real(&o, "clip"),
+            real(&o, "weight-decay"));
     const bool large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
@@ -104,6 +111,23 @@ void report_plan(RunFolder* run, const OptionTable* table, const void* fields, c
             large ? "GiB" : "MiB", (double)plan->available / (1 << 30), text(&o, "matmul"), text(&o, "recompute"),
             each);
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
+}
+
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
+                const MemoryPlan* plan, bool first) {
+    char most[24] = "-";
+    const double unit = 1.0 / (1 << 30);
+    if (batch > 0) snprintf(most, sizeof(most), "%lld", (long long)batch);
+    if (first) {
+        printf(
+            "%s, %lld parameters, sequences of %d tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
+            "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s\n",
+            model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
+            "activations", "other", "total");
+    }
+    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f\n", preset, recompute, most,
+           (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
+           (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
 }
 
 char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error) {
@@ -127,19 +151,18 @@ void report_new_weights(RunFolder* run, const char* model) {
     free(path);
 }
 
-bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, int64_t used,
-                     char* error) {
+static bool step_log(RunFolder* run, const RunState* state, const StepReport* step, char* error) {
     static const char* const names[] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped", "mfu"};
     const double rate = (double)step->tokens / step->seconds, loss = state->skipped_last > 0 ? NAN : step->loss;
     const double values[] = {
         loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped, rate * step->flops / step->peak};
     static const char* const bytes[] = {"planned_bytes", "used_bytes"};
-    const double memory[] = {(double)step->memory, (double)used};  // used by all processes
-    return run_log(run, "train", state->step, tokens, step->peak > 0 ? 7 : 6, names, values, error) &&
-           (used == 0 || run_log(run, "memory", state->step, tokens, 2, bytes, memory, error));
+    const double memory[] = {(double)step->memory, (double)step->used};  // used by all processes
+    return run_log(run, "train", state->step, state->tokens, step->peak > 0 ? 7 : 6, names, values, error) &&
+           (step->used == 0 || run_log(run, "memory", state->step, state->tokens, 2, bytes, memory, error));
 }
 
-void report_step(RunFolder* run, const RunState* state, const StepReport* step) {
+static void step_say(RunFolder* run, const RunState* state, const StepReport* step) {
     char rate[32], left[32] = "-", size[32], mfu[32] = "-";
     const double tokens_per_second = (double)step->tokens / step->seconds;
     if (step->peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * step->flops / step->peak);
@@ -155,36 +178,56 @@ void report_step(RunFolder* run, const RunState* state, const StepReport* step) 
     run_say(run, "\n");
 }
 
-bool report_skip(RunFolder* run, const RunState* state, const StepReport* step, bool stop, double lr, char* error) {
+static bool step_skipped(RunFolder* run, const RunState* state, const StepReport* step, char* error) {
     enum { MAX_IN_A_ROW = 10 };  // a bad batch is one; after as many, the weights are beyond help
-    if (!stop) {
+    if (!step->stops) {
         run_say(run, "skip %6lld  loss %g  norm %g: weights and states stay as they were (%lld skipped so far)\n",
                 (long long)state->step, step->loss, step->norm, (long long)state->skipped);
     }
-    if (!stop && state->skipped_last < MAX_IN_A_ROW) return true;
+    if (!step->stops && state->skipped_last < MAX_IN_A_ROW) return true;
     char row[64] = "";
-    if (!stop) snprintf(row, sizeof(row), "%lld steps in a row were skipped; ", (long long)state->skipped_last);
+    if (!step->stops) snprintf(row, sizeof(row), "%lld steps in a row were skipped; ", (long long)state->skipped_last);
     return data_error(error,
                       "step %lld: the loss is %g and the norm of the gradient %g; %sthe last good checkpoint is %s; "
                       "type a smaller --lr (now %g), a longer --warmup or a smaller --clip",
                       (long long)state->step, step->loss, step->norm, row,
-                      run->last_checkpoint[0] ? run->last_checkpoint : "none", lr);
+                      run->last_checkpoint[0] ? run->last_checkpoint : "none", step->max_lr);
+}
+
+bool report_step_done(RunFolder* run, RunState* state, const StepReport* done, char* error) {
+    StepReport step = *done;
+    state->step++;
+    state->sequences += step.sequences, state->tokens += step.tokens;
+    state->skipped += step.skipped;
+    state->skipped_last = step.skipped ? state->skipped_last + 1 : 0;
+    if (isnan(step.loss)) step.loss = NAN;  // printed as nan, not -nan
+    if (isnan(step.norm)) step.norm = NAN;
+    if (step.parts_left > 0 && !step.skipped) {
+        state->parts_left += (int64_t)step.parts_left;
+        run_say(run, "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
+                (long long)state->step, step.parts_left, (long long)state->parts_left);
+    }
+    if (!step_log(run, state, &step, error)) return false;
+    if (step.skipped) return step_skipped(run, state, &step, error);
+    if (step.shown) step_say(run, state, &step);
+    return true;
 }
 
 bool report_validation(RunFolder* run, RunState* state, double loss, double bytes_per_token, double seconds,
-                       int64_t tokens, char* error) {
+                       char* error) {
     static const char* const names[] = {"loss", "bpb"};
     const bool known = bytes_per_token > 0;
+    if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
     const double values[] = {loss, known ? loss / log(2.0) / bytes_per_token : NAN};
     if (loss < state->best_val) state->best_val = loss;
     run_say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)state->step, loss, state->best_val);
     if (known) run_say(run, "  %.4f bits per byte", values[1]);
     run_say(run, "  %.1f s\n", seconds);
-    return run_log(run, "val", state->step, tokens, known ? 2 : 1, names, values, error);
+    return run_log(run, "val", state->step, state->tokens, known ? 2 : 1, names, values, error);
 }
 
 bool report_sample(RunFolder* run, const RunState* state, int index, int count, const char* prompt, const char* text,
-                   size_t bytes, int64_t tokens, char* error) {
+                   size_t bytes, char* error) {
     char* whole = NULL;
     size_t length = 0;
     FILE* memory = text_stream(&whole, &length);
@@ -194,11 +237,11 @@ bool report_sample(RunFolder* run, const RunState* state, int index, int count, 
     run_say_text(run, whole, length);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
     free(whole);
-    return run_log_sample(run, state->step, tokens, index, prompt, text, error);
+    return run_log_sample(run, state->step, state->tokens, index, prompt, text, error);
 }
 
 bool report_evaluation(RunFolder* run, const RunState* state, const Evaluation* evaluation,
-                       const EvaluationResult* result, double seconds, int64_t tokens, char* error) {
+                       const EvaluationResult* result, double seconds, char* error) {
     char line[512], *members = NULL;
     size_t bytes = 0;
     evaluation_describe(evaluation, result, seconds, line, sizeof(line));
@@ -206,7 +249,7 @@ bool report_evaluation(RunFolder* run, const RunState* state, const Evaluation* 
     FILE* memory = text_stream(&members, &bytes);
     evaluation_log(memory, evaluation, result);
     fclose(memory);
-    const bool ok = run_log_members(run, "eval", state->step, tokens, members, error);
+    const bool ok = run_log_members(run, "eval", state->step, state->tokens, members, error);
     free(members);
     return ok;
 }

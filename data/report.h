@@ -23,7 +23,8 @@ typedef struct {
     const char* source;                        // of the ranks
     int world;                                 // ranks
     int64_t windows, parameters;               // of the training data; of the model
-    const char* rate;                          // where the learning rate comes from, or ""
+    double usual_lr, usual_lr_of_any;          // of the rule and this model's size; of a rule that is not known
+    bool trained;                              // the run begins with the weights of --model
     MemoryPlan memory;
     int64_t available;    // bytes
     const char* changed;  // options that differ from the checkpoint's
@@ -31,6 +32,10 @@ typedef struct {
 // The banner. `fields` are the options as resolved, V is the model's vocabulary.
 void report_plan(RunFolder* run, const OptionTable* table, const void* fields, const PlanReport* plan,
                  const Dataset* train, const Dataset* val, int V);
+// A row of --fit on stdout: the largest batch that fits (0: none does, and the plan is that of one sequence) and its
+// bytes by kind; a title before the first.
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
+                const MemoryPlan* plan, bool first);
 // What must be the same on all ranks: the options, and the data by its size and checksums, which are made here. The
 // caller frees the text; NULL with a sentence where the data cannot be read.
 char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error);
@@ -39,28 +44,28 @@ void report_new_weights(RunFolder* run, const char* model);
 
 // A step that is done.
 typedef struct {
-    int64_t steps, tokens;  // of the run; tokens of a step
-    double loss, norm, lr;  // of the step; loss and norm NaN or infinite where it changed nothing
-    double seconds, eta;    // of the step, and until the end; eta below 0: not known yet
-    double flops, peak;     // FLOPs of a token; FLOP/s of all ranks, 0 when unknown
-    int64_t memory;         // bytes of the plan
+    int64_t steps, tokens, sequences;  // of the run; of a step
+    double loss, norm, lr;             // of the step; loss and norm NaN or infinite where it changed nothing
+    double seconds, eta;               // of the step, and until the end; eta below 0: not known yet
+    double flops, peak;                // FLOPs of a token; FLOP/s of all ranks, 0 when unknown
+    int64_t memory, used;              // bytes of the plan; of the GPU that are taken, for a line of their own, or 0
+    double max_lr;                     // --lr
+    double parts_left;                 // layers that kept their weights, although the step was taken
+    bool skipped, stops;               // it changed nothing; then the run ends
+    bool shown;                        // on the terminal
 } StepReport;
-// Into log.jsonl; `tokens` are all since the run began. `used`: bytes of the GPU that are taken, for a line of their
-// own, or 0.
-bool report_step_log(RunFolder* run, const RunState* state, const StepReport* step, int64_t tokens, int64_t used,
-                     char* error);
-void report_step(RunFolder* run, const RunState* state, const StepReport* step);
-// A step that changed nothing. False: the run ends with it, as `stop` says or because ten in a row did. `lr` is --lr.
-bool report_skip(RunFolder* run, const RunState* state, const StepReport* step, bool stop, double lr, char* error);
+// Counts a step in `state`, writes it into log.jsonl, and prints it if it is to be shown or changed nothing. False also
+// where the run ends with it, because step->stops or ten steps in a row changed nothing.
+bool report_step_done(RunFolder* run, RunState* state, const StepReport* step, char* error);
 // Also sets state->best_val.
 bool report_validation(RunFolder* run, RunState* state, double loss, double bytes_per_token, double seconds,
-                       int64_t tokens, char* error);
+                       char* error);
 // A sample, the `index`th of `count`: what follows its prompt.
 bool report_sample(RunFolder* run, const RunState* state, int index, int count, const char* prompt, const char* text,
-                   size_t bytes, int64_t tokens, char* error);
+                   size_t bytes, char* error);
 // A task that was scored in `seconds`.
 bool report_evaluation(RunFolder* run, const RunState* state, const Evaluation* evaluation,
-                       const EvaluationResult* result, double seconds, int64_t tokens, char* error);
+                       const EvaluationResult* result, double seconds, char* error);
 // The end of a run, which a signal may have `stopped`: `steps` steps of `tokens` each took `seconds`. False where the
 // weights are `useless`; `lr` is the --lr that they had.
 bool report_end(RunFolder* run, const RunState* state, bool stopped, double steps, double tokens, double seconds,
@@ -72,7 +77,7 @@ typedef struct {
     int64_t first, from;
     double since, seconds;  // the clock when `from` was done; spent in the steps after it
 } StepTimer;
-// Step `step` is done, which began at `begin`: seconds that one takes, with what lies between them.
+// Step `step`, which began at `begin`, is done: seconds that one takes, with what lies between two of them.
 double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 
 #ifdef __cplusplus

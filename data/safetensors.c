@@ -128,26 +128,19 @@ SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* e
     size_t length = 0;
     int64_t data = 0;
     if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return free(text), NULL;
+    const uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
+    const int64_t bytes = 8 + (int64_t)padded + data;
+    const int descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
+    if (descriptor < 0) return free(text), NULL;
     SafetensorsWriter* writer = memory_zero(1, sizeof(SafetensorsWriter));
-    if (!writer) return data_error(error, "cannot write %s: out of memory", path), free(text), NULL;
-    writer->path = text_copy(path);
-    writer->buffer = memory_take(BUFFER_BYTES);
-    writer->descriptor = writer->path && writer->buffer ? file_create(path, error) : -1;
-    uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
-    bool fine = writer->path && writer->buffer;
-    if (!fine) {
-        data_error(error, "cannot write %s: out of memory", path);
-    } else if (writer->descriptor < 0) {
-        fine = false;
-    } else {
-        char spaces[64];
-        memset(spaces, ' ', sizeof(spaces));
-        writer->expected = 8 + (int64_t)padded + data;
-        fine = writer_put(writer, &padded, 8, error) && writer_put(writer, text, (int64_t)length, error) &&
-               writer_put(writer, spaces, (int64_t)(padded - length), error);
-    }
+    writer->path = text_copy(path), writer->buffer = memory_take(BUFFER_BYTES);
+    writer->descriptor = descriptor, writer->expected = bytes;
+    char spaces[64];
+    memset(spaces, ' ', sizeof(spaces));
+    const bool ok = writer_put(writer, &padded, 8, error) && writer_put(writer, text, (int64_t)length, error) &&
+                    writer_put(writer, spaces, (int64_t)(padded - length), error);
     free(text);
-    if (fine) return writer;
+    if (ok) return writer;
     writer_free(writer);
     return NULL;
 }

@@ -38,16 +38,17 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     return fine;
 }
 
-void prompts_share(Prompts* prompts, void (*share)(void* context, void* bytes, int64_t count), void* context) {
+void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count),
+                   void* context) {
     char ignored[DATA_ERROR_BYTES];
     int count = prompts->count;
-    share(context, &count, sizeof(count));
+    share(context, 0, &count, sizeof(count));
     while (prompts->count < count) prompts_add(prompts, "", 0, NULL, 0, ignored);
     for (int i = 0; i < count; i++) {
         int length = prompts->length[i];
-        share(context, &length, sizeof(length));
+        share(context, 0, &length, sizeof(length));
         prompts->tokens[i] = memory_grow(prompts->tokens[i], (size_t)length * sizeof(int));
-        share(context, prompts->tokens[i], length * (int64_t)sizeof(int));
+        share(context, 0, prompts->tokens[i], length * (int64_t)sizeof(int));
         prompts->length[i] = length;
     }
 }
@@ -58,17 +59,15 @@ void prompts_close(Prompts* prompts) {
     memset(prompts, 0, sizeof(*prompts));
 }
 
-void samples_stop(const Samples* samples, int* tokens, int count, int end) {
-    const int stop = samples->tokenizer && samples->stop ? tokenizer_end(samples->tokenizer) : -1;
-    for (int i = 0; i < count; i++) tokens[i] = tokens[i] == stop ? end : tokens[i];
-}
-
 static int samples_count(const Samples* samples) {
     return samples->prompts->count * samples->each;
 }
 
-void samples_stream(Samples* samples, int token) {
-    if (!samples->to || samples_count(samples) > 1) return;
+void samples_next(Samples* samples, int* tokens, int count, int end) {
+    const int stop = samples->tokenizer && samples->stop ? tokenizer_end(samples->tokenizer) : -1;
+    for (int i = 0; i < count; i++) tokens[i] = tokens[i] == stop ? end : tokens[i];
+    const int token = tokens[0];
+    if (!samples->to || samples_count(samples) > 1 || (token < 0 && token != end)) return;
     int bytes = 0;
     const char* text = token >= 0 ? tokenizer_decode(samples->tokenizer, token, &bytes) : "";
     if (samples->streamed++ == 0) fputs(samples->prompts->text[0], samples->to);
@@ -83,7 +82,8 @@ void sample_write(FILE* to, int index, int count, const char* prompt, const char
     fputc('\n', to);
 }
 
-void samples_done(Samples* samples, int index, const int* tokens, int64_t used) {
+void samples_done(void* context, int index, const int* tokens, int64_t used) {
+    const Samples* samples = context;
     const int prompt = index / samples->each, count = samples_count(samples);
     if (!samples->tokenizer) return;
     char* text = NULL;

@@ -15,28 +15,29 @@ typedef struct {
 // The prompts of a file, one a line, blank lines left out; or `text` alone if `file` is "". `V` is the model's
 // vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
-// Gives all processes rank 0's prompts: share(context, bytes, count) sends bytes of rank 0 to the others.
-void prompts_share(Prompts* prompts, void (*share)(void* context, void* bytes, int64_t count), void* context);
+// Gives all processes rank 0's prompts: share(context, from, bytes, count) sends bytes of rank `from` to the others.
+void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count), void* context);
 void prompts_close(Prompts* prompts);
 
-// What becomes of the samples of prompts: `each` of the first, of the second, ...
+// Receives a sample: `bytes` of text that follow its prompt.
+typedef void (*SampleDone)(void* context, int index, const char* prompt, const char* text, size_t bytes);
+// Where the samples of prompts go: `each` of the first, of the second, ...
 typedef struct {
     const Prompts* prompts;
     int each;
     const Tokenizer* tokenizer;  // NULL on processes that only compute
     bool stop;                   // at the end-of-text token
     FILE* to;                    // where they are printed, a single one token by token; NULL: nowhere
-    // A sample, and what follows its prompt; NULL: nobody asks.
-    void (*done)(void* context, int index, const char* prompt, const char* text, size_t bytes);
+    SampleDone done;             // NULL: nobody asks
     void* context;
-    int64_t streamed;  // tokens of a single sample that are printed
+    const void* model;  // the caller's, who draws the tokens
+    int64_t streamed;   // tokens of a single sample that are printed
 } Samples;
-// Replaces the end-of-text token by `end` where samples stop at it.
-void samples_stop(const Samples* samples, int* tokens, int count, int end);
-// A single sample has got this token; below 0: none. Ends the program when nobody reads on.
-void samples_stream(Samples* samples, int token);
-// Sample `index` is complete: `used` tokens, with its prompt.
-void samples_done(Samples* samples, int index, const int* tokens, int64_t used);
+// Each of `count` samples got a token. Replaces the end-of-text token by `end` where samples stop at it, and prints the
+// token of a single sample; of negative ones only `end` is a sample's. Ends the program when nobody reads on.
+void samples_next(Samples* samples, int* tokens, int count, int end);
+// Sample `index` of `samples` (a Samples) is complete: `used` tokens, with its prompt.
+void samples_done(void* samples, int index, const int* tokens, int64_t used);
 // Writes sample `index` of `count`: a line that says which one if there are several, the prompt, and the text.
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);
 

@@ -85,9 +85,9 @@ template <typename G>
 static void operands_open(Operands<G>* x, Model* m, double micro_batches) {
     x->m = m;
     x->mb = micro_batches;
-    activations_layout(m, m->activations, true, &x->act);
-    parameters_view(m, m->weights, &x->w);
-    parameters_view(m, m->grads, &x->d);
+    x->act = activations_layout<bf16>(m, m->activations, true);
+    x->w = parameters_in<bf16>(m, m->arena.weights);
+    x->d = parameters_in<G>(m, m->arena.grads);
     x->input = input_layout(m, m->input);
 }
 
@@ -209,8 +209,8 @@ static void account_sums(Operands<G>* x, Account* a, int buckets) {
         layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
                                     b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false);
     });
-    account(a, "gradient norm", 1, 0, g * (double)m->elements, [&] {
-        global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->grads, m->elements, 1.0f);
+    account(a, "gradient norm", 1, 0, g * (double)m->arena.elements, [&] {
+        global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements, 1.0f);
     });
     account(a, "embedding backward", mb, 0, NC * 2, [&] {
         embedding_backward<bf16, G>(dev, x->d.wte, x->d.wpe, m->dwte_sum, act.dresidual, x->input.order,
@@ -233,12 +233,12 @@ static void account_operators(Model* m, Account* a, double micro_batches, int bu
 // A model as the trainer would make it from these options.
 static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
-    m->type = OPTIM_BF16;
+    m->arena.type = OPTIM_BF16;
     resolve_shape(o, dev, 50257, false, "", "", &m->config);
     m->T = (int)o->seq;
     config_tensors(m);
     if (strcmp(o->grads, "auto") == 0) o->grads = o->tokens_per_step == o->batch * m->T ? "bf16" : "fp32";
-    m->grads_bf16 = strcmp(o->grads, "bf16") == 0;
+    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     optim_config_from(o, config);
     resolve_batch(o, m, config, false, 1 << 20);
     model_allocate(m, config);
@@ -269,15 +269,17 @@ static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double 
 static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config, int64_t micro_batches, Account* a) {
     Input input = input_layout(m, m->input);
     int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
-    if (m->grads_bf16) {
+    if (m->arena.grads_bf16) {
         account_operators<bf16>(m, a, (double)micro_batches, buckets);
     } else {
         account_operators<float>(m, a, (double)micro_batches, buckets);
     }
-    OptimBytes bytes = optim_bytes(config, m->tensors, m->count, OPTIM_BF16);
+    OptimBytes bytes = optim_bytes(config, m->arena.tensors, m->arena.count, OPTIM_BF16);
     // bf16+fp32: master, m and v are read and written, the bf16 copy is only written.
-    double traffic = 2.0 * (double)(bytes.states + bytes.weights) - 2.0 * (double)m->elements + (double)grads_bytes(m);
-    account(a, "optimizer", 1, 0, traffic, [&] { optim_step(m->optim, m->grads, m->scalars + 2, 1e-4f, 20); });
+    double traffic = 2.0 * (double)(bytes.states + bytes.weights) - 2.0 * (double)m->arena.elements +
+                     (double)arena_grads_bytes(&m->arena);
+    account(a, "optimizer", 1, 0, traffic,
+            [&] { optim_step(m->arena.optim, m->arena.grads, m->scalars + 2, 1e-4f, 20); });
     printf("  sum of operators %.1f ms = %.1f %% of the step; sum of floors %.1f ms: sol %.1f %%\n", a->sum_ms,
            100 * a->sum_ms / a->step_ms, a->floor_ms, 100 * a->floor_ms / a->step_ms);
 }

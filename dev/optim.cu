@@ -100,10 +100,10 @@ static Size size_of(const char* name) {
     Size size = {name, {}};
     Model* m = &size.model;
     if (strcmp(name, "1g") == 0) {
-        m->count = 1;
-        m->tensors = (OptimTensor*)calloc(1, sizeof(OptimTensor));
-        *m->tensors = {"weight", 32768, 32768, true, 0};
-        m->elements = m->parameters = optim_layout(m->tensors, 1);
+        m->arena.count = 1;
+        m->arena.tensors = (OptimTensor*)calloc(1, sizeof(OptimTensor));
+        *m->arena.tensors = {"weight", 32768, 32768, true, 0};
+        m->arena.elements = m->parameters = optim_layout(m->arena.tensors, 1);
         return size;
     }
     bool large = strcmp(name, "1558m") == 0;
@@ -116,27 +116,29 @@ static Size size_of(const char* name) {
 static void bench(const Device* dev, FILE* csv, const char* text, const Size* size, double copy) {
     OptimConfig config = combination(text);
     const Model* m = &size->model;
-    optim_layout(m->tensors, m->count, &config);
-    Optim* optim = optim_create(dev, &config, m->tensors, m->count, OPTIM_BF16);
-    bf16* grads = (bf16*)device_alloc(dev, m->elements * 2);
-    fill_kernel<<<(unsigned)ceil_div(m->elements, 256), 256, 0, dev->stream>>>(grads, m->elements, 3);
+    optim_layout(m->arena.tensors, m->arena.count, &config);
+    Optim* optim = optim_create(dev, &config, m->arena.tensors, m->arena.count, OPTIM_BF16);
+    bf16* grads = (bf16*)device_alloc(dev, m->arena.elements * 2);
+    fill_kernel<<<(unsigned)ceil_div(m->arena.elements, 256), 256, 0, dev->stream>>>(grads, m->arena.elements, 3);
     check_launch();
     float one = 1.0f, *scale = (float*)device_alloc(dev, sizeof(float));
     copy_to_device(dev, scale, &one, sizeof(float));
     int64_t step = 0;
     double spread, ms = median_ms(
                        dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); }, &spread);
-    double bytes = (double)traffic(optim, &config, m->elements), share = 100 * bytes / (1e-3 * ms) / copy;
-    double state = (double)optim_bytes(&config, m->tensors, m->count, OPTIM_BF16).states / (double)m->parameters;
+    double bytes = (double)traffic(optim, &config, m->arena.elements), share = 100 * bytes / (1e-3 * ms) / copy;
+    double state =
+        (double)optim_bytes(&config, m->arena.tensors, m->arena.count, OPTIM_BF16).states / (double)m->parameters;
     printf(
         "%-34s %-6s %8.3f ms +-%4.1f %% %6.2f ps/param, moved %6.3f B/param, states %6.3f, %5.0f GB/s %5.1f %% of "
         "copy\n",
-        text, size->name, ms, 100.0 * spread, 1e9 * ms / (double)m->elements, bytes / (double)m->elements, state,
-        bytes / ms * 1e-6, share);
+        text, size->name, ms, 100.0 * spread, 1e9 * ms / (double)m->arena.elements, bytes / (double)m->arena.elements,
+        state, bytes / ms * 1e-6, share);
     fflush(stdout);
     if (csv) {
-        fprintf(csv, "\"%s\",%s,%.6f,%.4f,%.4f,%.4f,%.1f,%.2f\n", text, size->name, ms, 1e9 * ms / (double)m->elements,
-                bytes / (double)m->elements, state, bytes / ms * 1e-6, share);
+        fprintf(csv, "\"%s\",%s,%.6f,%.4f,%.4f,%.4f,%.1f,%.2f\n", text, size->name, ms,
+                1e9 * ms / (double)m->arena.elements, bytes / (double)m->arena.elements, state, bytes / ms * 1e-6,
+                share);
     }
     device_free(dev, scale);
     device_free(dev, grads);

@@ -16,6 +16,7 @@
 #endif
 #include <signal.h>
 #include <omp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -102,6 +103,19 @@ bool driver_bind(const char* name, Function* function) {
     exit(2);
 }
 
+// Ends the program with the sentence in `error` unless all is well.
+inline void require(bool ok, const char* error) {
+    if (!ok) user_error("%s", error);
+}
+
+// Ends the program if what it was asked to print cannot be written: without a message if the reader has gone.
+inline void require_stdout() {
+    struct pollfd out = {1, POLLOUT, 0};
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
+    user_error("standard output cannot be written; free space, or name another file");
+}
+
 // The device: a GPU, or this machine's cores.
 
 // Starts the program again with OpenMP's threads sleeping while they wait, unless the user has chosen. By default
@@ -162,6 +176,7 @@ struct MatmulPlans {
 
 struct Device {
     bool gpu;           // false: the plain C versions run, and "device memory" is host memory
+    bool imagined;      // a GPU that need not be here: memory is planned for it, and nothing runs
     char name[256];     // "NVIDIA H200", or the CPU's
     int sm_count;       // multiprocessors; 0 on the CPU
     int compute;        // compute capability times 10: 90 for sm_90; 0 on the CPU
@@ -215,8 +230,20 @@ inline void device_open(Device* dev, bool gpu, int index) {
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
 }
 
+constexpr int64_t USUAL_CONTEXT_BYTES = 512 << 20;  // about what the driver's context takes on a Hopper card
+
+// An H100 or H200 with `memory` bytes, for plans on a machine without one. What depends on the number of
+// multiprocessors is below 1 % of a plan, so other cards differ little.
+inline void device_imagine(Device* dev, int64_t memory) {
+    memset(dev, 0, sizeof(*dev));
+    dev->gpu = dev->imagined = true;
+    snprintf(dev->name, sizeof(dev->name), "a GPU of %.4g GiB", (double)memory / (1ll << 30));
+    dev->sm_count = 132, dev->compute = 90, dev->memory = memory, dev->shared_memory = 227 << 10;
+    dev->context = USUAL_CONTEXT_BYTES;
+}
+
 inline void device_close(Device* dev) {
-    if (!dev->gpu) return;
+    if (!dev->gpu || dev->imagined) return;
     if (dev->matmul_plans->close) dev->matmul_plans->close(dev->matmul_plans);
     free(dev->matmul_plans);
     check(cudaFree(dev->workspace));
@@ -282,6 +309,7 @@ inline void copy_to_host(const Device* dev, void* host, const void* device, int6
 
 // Bytes that can be allocated now: the GPU's free memory, or what the kernel calls available on this machine.
 inline int64_t memory_available(const Device* dev) {
+    if (dev->imagined) return dev->memory - dev->context - WORKSPACE_BYTES;
     if (dev->gpu) {
         size_t available, total;
         check(cudaMemGetInfo(&available, &total));
@@ -324,6 +352,10 @@ inline double device_peak(const Device* dev, bool fp32) {
 inline void device_describe(const Device* dev, bool fp32, char* line, size_t bytes) {
     if (!dev->gpu) {
         snprintf(line, bytes, "CPU, %ld cores: the plain C versions, fp32", sysconf(_SC_NPROCESSORS_ONLN));
+        return;
+    }
+    if (dev->imagined) {
+        snprintf(line, bytes, "%s, which need not be here: this is a plan", dev->name);
         return;
     }
     int driver = 0, runtime = 0;

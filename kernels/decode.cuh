@@ -37,10 +37,11 @@ struct DecodeCalls {
     // Part `part` of the weights is used next: a layer, or L, the embeddings, or L + 1, the last layernorm. A layer and
     // the one after it are there together, and so are the last layer and L + 1. NULL: all weights are always there.
     void (*need)(void* context, int part);
-    // Each of `count` texts got a token, DECODE_END if it had ended before. The function may end a text by writing a
-    // negative number, and ends all by returning false.
+    // Each of `count` texts got a token, DECODE_END if it had ended before, DRAW_NOT_FINITE if its logits are not
+    // finite, which ends all. The function may end a text by writing DECODE_END, and ends all by returning false.
     bool (*next)(void* context, int* tokens, int count);
-    // Text `index` of decode_prompts is complete: `used` tokens, with its prompt.
+    // Text `index` of decode_prompts is complete: `used` tokens, with its prompt. Not called once logits were not
+    // finite.
     void (*done)(void* context, int index, const int* tokens, int64_t used);
 };
 
@@ -57,8 +58,9 @@ struct DecodeText {
 struct Decoder {
     const Device* dev;
     DecodeShape shape;
-    bool fp32;  // X is float, otherwise bf16
-    int S;      // sequences, at most DECODE_ROWS
+    bool fp32;    // X is float, otherwise bf16
+    bool finite;  // all logits were, so far
+    int S;        // sequences, at most DECODE_ROWS
     DrawOptions draw;
     DecodeCalls calls;
     const void** tensor;   // the list of the model's tensors, on the device
@@ -157,7 +159,7 @@ inline void decode_keep_all(Decoder* d) {
 inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                         int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
     *d = {};
-    d->dev = dev, d->shape = *shape, d->fp32 = fp32, d->S = S, d->draw = *draw, d->calls = *calls;
+    d->dev = dev, d->shape = *shape, d->fp32 = fp32, d->S = S, d->draw = *draw, d->calls = *calls, d->finite = true;
     const size_t count = (size_t)shape->L * DECODE_TENSORS + 4;
     d->tensor = (const void**)memory_take(count * sizeof(void*));
     memcpy(d->tensor, tensors, count * sizeof(void*));
@@ -318,7 +320,8 @@ inline void decode_fill(Decoder* d, DecodeText* text, int sequence) {
     text->cached = text->used - text->begin;
 }
 
-// Adds up to `length` tokens to each of `count` texts, at most d->S. False where calls.next ended all.
+// Adds up to `length` tokens to each of `count` texts, at most d->S. False where calls.next ended all, or logits that
+// are not finite did, which clear d->finite.
 inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t length) {
     int drawn[DECODE_ROWS];
     bool goes_on = true, all_ended = false;
@@ -334,17 +337,20 @@ inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
         goes_on = d->calls.next(d->calls.context, drawn, count);
         all_ended = true;
         for (int r = 0; r < count; r++) {
+            d->finite = d->finite && drawn[r] != DRAW_NOT_FINITE;
             texts[r].ended = texts[r].ended || drawn[r] < 0;
             if (!texts[r].ended) texts[r].tokens[texts[r].used++] = drawn[r];
             all_ended = all_ended && texts[r].ended;
         }
+        goes_on = goes_on && d->finite;
     }
     return goes_on;
 }
 
 // Continues each of `count` prompts `each` times by up to `length` tokens, d->S texts at a time; calls.done gets the
-// texts in order: `each` of the first prompt, of the second, ... A text's number is its sample's for the draws.
-inline void decode_prompts(Decoder* d, int* const* prompts, const int* lengths, int count, int each, int64_t length) {
+// texts in order: `each` of the first prompt, of the second, ... A text's number is its sample's for the draws. Returns
+// false where the model's output is not finite.
+inline bool decode_prompts(Decoder* d, int* const* prompts, const int* lengths, int count, int each, int64_t length) {
     const int total = count * each;
     bool goes_on = true;
     for (int first = 0; first < total && goes_on; first += d->S) {
@@ -358,8 +364,9 @@ inline void decode_prompts(Decoder* d, int* const* prompts, const int* lengths, 
         }
         goes_on = decode_texts(d, texts, texts_now, length);
         for (int i = 0; i < texts_now; i++) {
-            d->calls.done(d->calls.context, first + i, texts[i].tokens, texts[i].used);
+            if (d->finite) d->calls.done(d->calls.context, first + i, texts[i].tokens, texts[i].used);
             free(texts[i].tokens);
         }
     }
+    return d->finite;
 }

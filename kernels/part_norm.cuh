@@ -14,7 +14,12 @@
 #pragma once
 #include "global_norm.cuh"
 
-enum ClipBy { CLIP_STEP, CLIP_LAST, CLIP_TENSOR };  // as --clip-by numbers them
+enum ClipBy { CLIP_STEP, CLIP_LAST, CLIP_TENSOR };
+
+// As --clip-by names them.
+inline ClipBy clip_by_from(const char* name) {
+    return strcmp(name, "tensor") == 0 ? CLIP_TENSOR : strcmp(name, "last") == 0 ? CLIP_LAST : CLIP_STEP;
+}
 
 constexpr int PART_TENSORS = 12;      // of a part, at most
 constexpr int PART_NORM_BLOCKS = 32;  // pieces of a tensor on a GPU

@@ -29,11 +29,11 @@ inline void profile_end() {
 #endif
 }
 
-// What is queued from here on is `name`'s, until the next call.
-inline void profile_row(const Device* dev, const char* name) {
-    if (!dev->profile) return;
-    profile_end();
-    profile_begin(name);
+// Gives what is queued from here on a name, until the next call. Returns `dev`, so that it can stand in the call of the
+// operator that it names.
+inline const Device* named(const Device* dev, const char* name) {
+    if (dev->profile) profile_end(), profile_begin(name);
+    return dev;
 }
 
 // The profilers that were told to wait for it (nsys --capture-range=cudaProfilerApi, ncu --profile-from-start off)

@@ -84,3 +84,33 @@ void score_logits(const Device* dev, float* logits, const X* inp, const X* wte, 
 #endif
     }
 }
+
+// Device memory in which score_places works, `rows` places at a time.
+template <typename X>
+struct ScoreRoom {
+    int64_t rows;
+    X* gathered;                        // (rows, C)
+    float* logits;                      // (rows, Vp)
+    int *places, *targets, *likeliest;  // (rows)
+    float* losses;                      // (rows)
+};
+
+// losses, likeliest, places, targets: (count), all in host memory; inp: (N, C), the output of the last layernorm; wte:
+// (Vp, C). Each matrix product has room->rows rows, whatever the count, so that a score does not depend on it.
+template <typename X>
+void score_places(const Device* dev, float* losses, int* likeliest, const X* inp, const X* wte, const int* places,
+                  const int* targets, int count, const ScoreRoom<X>* room, int C, int V, int Vp) {
+    const int64_t rows = room->rows;
+    for (int64_t i = 0; i < count; i += rows) {
+        const int64_t bytes = (count - i < rows ? count - i : rows) * (int64_t)sizeof(int);
+        device_zero(dev, room->places, rows * (int64_t)sizeof(int));  // rows without a place take the first one
+        device_zero(dev, room->targets, rows * (int64_t)sizeof(int));
+        copy_to_device(dev, room->places, places + i, bytes);
+        copy_to_device(dev, room->targets, targets + i, bytes);
+        gather_rows<X>(dev, room->gathered, inp, room->places, rows, C);
+        score_logits<X>(dev, room->logits, room->gathered, wte, rows, C, Vp);
+        score(dev, room->losses, room->likeliest, room->logits, room->targets, rows, V, Vp);
+        copy_to_host(dev, losses + i, room->losses, bytes);
+        copy_to_host(dev, likeliest + i, room->likeliest, bytes);
+    }
+}

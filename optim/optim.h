@@ -249,6 +249,8 @@ bool optim_built_in(const OptimConfig* config, OptimType compute);
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
 const char* optim_source(const OptimConfig* config);
 
+// The name of preset i; NULL behind the last one.
+const char* optim_preset(int i);
 // The overrides of a preset; "" if it has none.
 const char* optim_preset_overrides(const char* preset);
 

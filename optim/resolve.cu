@@ -9,6 +9,10 @@
 
 static const char NONE[] = "none";  // a state that a rule does not keep
 
+const char* optim_preset(int i) {
+    return i < preset_table().count ? preset_table().row[i].name : nullptr;
+}
+
 const char* optim_preset_overrides(const char* preset) {
     const PresetRow* row = find_row(preset_table(), preset);
     return row ? row->overrides : "";

@@ -52,6 +52,11 @@ TEST(data_files) {
     expect_refused(file_read(folder.path, &bytes, error), error, "not a regular file");
     expect_refused(file_write(in(folder, "x/y"), "", 0, error), error, "x/y.tmp: No such file");
     expect(folder_remove(in(folder, "none"), error), "%s", error);
+    expect(disk_holds(in(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
+    expect_refused(disk_holds(in(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1073741824.00 GiB and ");
+    const SafetensorsEntry huge = {"huge", "F32", {1ll << 50}, 1};
+    expect_refused(safetensors_begin(in(folder, "huge"), &huge, 1, nullptr, error), error, "are free on its disk");
+    expect(access(in(folder, "huge"), F_OK) != 0, "a file that has no room was begun");
     // A write that the system cuts short leaves the old file as it was.
     put_text(test, path, "kept");
     struct rlimit before, limit;

@@ -330,7 +330,7 @@ TEST(evaluation_command) {
     int64_t bytes = 0;
     char* log = contents(run, "log.jsonl", &bytes);
     int lines = 0;
-    for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")); at++) lines++;
+    for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")) != nullptr; at++) lines++;
     expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
            "%d lines of evaluations in %s", lines, log);
     free(log);

@@ -675,20 +675,21 @@ TEST(exchange_arrays) {
 
 // Micro-batches that take longer than a rank may be silent are no hang; ranks that stand still in shorter ones are.
 static void slow_main(Launch* launch) {
+    Device cpu = {};
     Shard s = {};
-    s.comm.launch = launch;
-    shard_hurry(&s, "starting");
-    sleep(3);  // before the first step anything may take its time
-    s.micro_batch_seconds = 1.5;
+    const float scalars[SCALARS] = {};
+    s.comm.launch = launch, s.comm.dev = &cpu;
+    shard_micro_batch(&s, true, true);
+    sleep(3);  // the first step may take its time
+    shard_agreed(&s, scalars, 1.5);
     shard_micro_batch(&s, true, true);
     sleep(5);
     launch_any(launch, false);
-    shard_rest(&s);
-    sleep(3);
-    s.micro_batch_seconds = 0.1;
+    shard_agreed(&s, scalars, 0.1);
+    sleep(3);  // and so may what lies between two steps
     shard_micro_batch(&s, true, true);
     if (launch->rank == 1) sleep(30);
-    shard_hurry(&s, "training on");
+    shard_micro_batch(&s, false, true);
     launch_any(launch, false);
 }
 

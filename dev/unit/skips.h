@@ -22,9 +22,9 @@ static void poison(const Model* m, Poison kind) {
     }
     bf16 rounded = from_float<bf16>(value);
     for (int i = 0; i < (kind == GRADIENT_HUGE ? 64 : 1); i++) {
-        int64_t at = m->tensors[FIRST_BLOCK + 2].offset + 5 + i;
-        if (m->grads_bf16) copy_to_device(m->dev, (bf16*)m->grads + at, &rounded, sizeof(rounded));
-        if (!m->grads_bf16) copy_to_device(m->dev, (float*)m->grads + at, &value, sizeof(value));
+        int64_t at = m->arena.tensors[FIRST_BLOCK + 2].offset + 5 + i;
+        if (m->arena.grads_bf16) copy_to_device(m->dev, (bf16*)m->arena.grads + at, &rounded, sizeof(rounded));
+        if (!m->arena.grads_bf16) copy_to_device(m->dev, (float*)m->arena.grads + at, &value, sizeof(value));
     }
 }
 
@@ -86,8 +86,8 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
     Model m;
     model_open(&m, dev, setup);
     model_init(&m, 5);
-    for (int i = -1; i < optim_stream_count(m.optim); i++) {
-        OptimStream stream = i < 0 ? OptimStream{} : optim_stream(m.optim, i);
+    for (int i = -1; i < optim_stream_count(m.arena.optim); i++) {
+        OptimStream stream = i < 0 ? OptimStream{} : optim_stream(m.arena.optim, i);
         const bool fp32 = i >= 0 && strcmp(stream.dtype, "F32") == 0;
         if (i >= 0 && !fp32 && strcmp(stream.dtype, "BF16") != 0) continue;
         char before[4], bad[4];
@@ -96,10 +96,11 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
         const int64_t bytes = fp32 ? 4 : 2;
         char* at = (char*)stream.data + 7 * bytes;
         if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
-        CheckpointFile model = {"model", 0, -1, false}, states = {"states", 0, -1, false};
-        bool written = model_write(&m, folder, &model, error) && optimizer_write(&m, folder, &states, error);
+        CheckpointFile files[2] = {{"model", 0, -1, false}, {"states", 0, -1, false}};
+        bool written = arrays_write(&m, folder, files, error);
         expect(written == (i < 0), "%s: %s", i < 0 ? "finite" : stream.name, written ? "written" : error);
-        expect((model.nonfinite || states.nonfinite) == (i >= 0), "%s is not reported", i < 0 ? "finite" : stream.name);
+        expect((files[0].nonfinite || files[1].nonfinite) == (i >= 0), "%s is not reported",
+               i < 0 ? "finite" : stream.name);
         if (i >= 0) expect(strstr(error, "holds nan at element 7"), "%s: %s", stream.name, error);
         if (i >= 0) copy_to_device(dev, at, before, bytes);
     }

@@ -440,7 +440,8 @@ def test_page_zooms(case):
 
 def test_profile_names_rows_of_bench(case):
     """The ranges of --profile have the names of `make bench`'s rows, and `data` besides."""
-    named = set(re.findall(r'profile_row\((?:m->)?dev, "([^"]+)"\)', (ROOT / "train_gpt2.cu").read_text()))
+    source = "".join((ROOT / path).read_text() for path in ("train_gpt2.cu", "optim/arena.cu"))
+    named = set(re.findall(r'named\((?:\w->)?dev, "([^"]+)"\)', source))
     rows = set(re.findall(r'account\(a, "([^"]+)"', (ROOT / "dev" / "bench.cu").read_text()))
     assert len(rows) > 20 and named == rows | {"data"}, named ^ rows
 

@@ -520,21 +520,14 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
-// This rank must get on from here. The host is at most three micro-batches ahead of the device, so it is back here, or
-// at shard_rest, within less than six of the last one's time; in the first step, whose kernels are loaded or compiled,
-// within ten minutes.
-inline void shard_hurry(const Shard* s, const char* what) {
-    if (s) launch_hurry(s->comm.launch, what, s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600);
-}
-
-inline void shard_rest(const Shard* s) {
-    if (s) launch_rest(s->comm.launch);
-}
-
+// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that makes no progress ends all of them
+// (launch_hurry). The host is at most three micro-batches ahead of the device, so it is back here within less than six
+// of the last one's time; the first step, whose kernels are loaded or compiled, gets ten minutes.
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
-    shard_hurry(s, "training");
+    const double patience = s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600;
+    if (!s->comm.dev->rehearsal) launch_hurry(s->comm.launch, "training", patience);
 }
 
 // A run of gradients, whose element x is local[x], in chunks.
@@ -629,7 +622,7 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
 // After a step, whose scalars the host has: what the ranks have agreed upon.
 inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seconds) {
     if (!s) return;
-    shard_rest(s);
+    launch_rest(s->comm.launch);
     s->micro_batch_seconds = micro_batch_seconds;
     s->stop = s->stop || scalars[SCALAR_STOP] > 0;
 }

@@ -2,7 +2,7 @@
 // thread or a warp each, and the CPU in order.
 #include "low_rank.h"
 
-#include "../../kernels/matmul.cuh"
+#include "../../kernels/matmul_product.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
 

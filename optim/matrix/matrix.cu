@@ -3,7 +3,7 @@
 
 #include "low_rank.h"
 
-#include "../../kernels/matmul.cuh"
+#include "../../kernels/matmul_product.cuh"
 #include "../rules/muon.cuh"
 
 constexpr int64_t CHUNK_ELEMENTS = 1 << 25;

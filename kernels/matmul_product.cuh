@@ -1,0 +1,89 @@
+// The optimizer's products of matrices. They are apart from matmul.cuh, so that files which multiply nothing else do
+// not compile its kernels.
+#pragma once
+#include <assert.h>
+
+#include "common.cuh"
+#include "cpu_gemm.h"
+#ifdef __CUDACC__
+#include "matmul_plan.cuh"
+#endif
+
+// d = alpha op(a) op(b) + beta c, for each of `batch` matrices that lie at a constant stride, all row-major without
+// gaps. op(a) is (rows, depth), op(b) (depth, cols), c and d (rows, cols). d is neither a nor b; c may be d. An operand
+// that is transposed lies in memory as (depth, rows) or (cols, depth). A matrix's bits do not depend on the others in
+// its batch.
+struct MatmulProduct {
+    int64_t rows, cols, depth;
+    bool transpose_a, transpose_b;
+    float alpha, beta;
+    int64_t batch, stride_a, stride_b, stride_d;  // strides in elements; c has d's
+};
+
+// Plainly, and fp32: each element is one chain of fmaf over k, and then alpha sum + beta c, where an alpha of 1 begins
+// the chain at beta c instead.
+inline void matmul_product_cpu(const MatmulProduct* p, float* d, const float* a, const float* b, const float* c) {
+    const int64_t n = p->rows * p->cols;
+    const bool begins = p->beta != 0.0f && p->alpha == 1.0f;
+    for (int64_t i = 0; i < p->batch; i++, d += p->stride_d, a += p->stride_a, b += p->stride_b) {
+        for (int64_t j = 0; begins && j < n; j++) d[j] = p->beta * c[j];
+        CpuGemm gemm = {p->rows,
+                        p->cols,
+                        p->depth,
+                        a,
+                        p->transpose_a ? 1 : p->depth,
+                        p->transpose_a ? p->rows : 1,
+                        b,
+                        p->transpose_b ? 1 : p->cols,
+                        p->transpose_b ? p->depth : 1,
+                        d,
+                        begins};
+        cpu_gemm(&gemm);
+        for (int64_t j = 0; p->alpha != 1.0f && j < n; j++) {
+            d[j] = p->beta != 0.0f ? fmaf(p->alpha, d[j], p->beta * c[j]) : p->alpha * d[j];
+        }
+        if (p->beta != 0.0f) c += p->stride_d;
+    }
+}
+
+// Sums are fp32; X is bf16 or, on the CPU always, float. Dimensions of bf16 are multiples of 8.
+template <typename X, typename D>
+void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a, const X* b, const D* c) {
+    if (p->batch == 0) return;
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
+        matmul_product_cpu(p, (float*)d, (const float*)a, (const float*)b, (const float*)c);
+        return;
+    }
+#ifdef __CUDACC__
+    // cuBLASLt reads all of them transposed: d^T = op(b)^T op(a)^T.
+    MatmulShape shape;
+    memset(&shape, 0, sizeof(shape));
+    shape.m = p->cols, shape.n = p->rows, shape.k = p->depth;
+    shape.op_a = p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    shape.op_b = p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
+    shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    shape.batched = true;
+    // One matrix needs no strides, but cuBLASLt is asked for an algorithm for several, whose outputs must not overlap.
+    const bool one = p->batch == 1;
+    shape.stride_a = one ? p->depth * p->cols : p->stride_b;
+    shape.stride_b = one ? p->rows * p->depth : p->stride_a;
+    shape.stride_d = one ? p->rows * p->cols : p->stride_d;
+    MatmulPointers pointers = {b, a, d, p->beta != 0.0f ? c : d, nullptr};
+    const uint64_t apart =
+        256 | (uint64_t)(shape.stride_a | shape.stride_b) * sizeof(X) | (uint64_t)shape.stride_d * sizeof(D);
+    const uint32_t strides = (uint32_t)(apart & -apart), alignment = matmul_alignment(&pointers);
+    shape.alignment = strides < alignment ? strides : alignment;
+    pointers.bias = nullptr;
+    MatmulPlan* plan = matmul_plan(dev, &shape, &pointers, false);
+    if (!plan->found) {
+        user_error("cuBLASLt has no algorithm for an optimizer's product of %lld x %lld x %lld; take another --rule",
+                   (long long)p->rows, (long long)p->cols, (long long)p->depth);
+    }
+    matmul_batch(plan, (int32_t)p->batch);
+    check(cublasLtMatmul(dev->cublaslt, plan->desc, &p->alpha, b, plan->a, a, plan->b, &p->beta,
+                         p->beta != 0.0f ? c : d, plan->d, d, plan->d, &plan->algorithm, dev->workspace,
+                         WORKSPACE_BYTES, dev->stream));
+#endif
+}

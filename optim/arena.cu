@@ -1,0 +1,148 @@
+// See arena.h.
+#include "arena.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "../kernels/profile.h"
+#include "../kernels/ranks/shard.cuh"
+
+void arena_spread(Arena* a, OptimConfig* config) {
+    Shard* s = a->shard;
+    if (!s) return;
+    const int ranks = s->comm.world;
+    const long long tiles = a->elements / TILE_ELEMENTS;
+    if (tiles < ranks) user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks, tiles);
+    ShardTensor* tensors = (ShardTensor*)memory_take(a->count * sizeof(ShardTensor));
+    for (int t = 0; t < a->count; t++) {
+        const OptimTensor* tensor = &a->tensors[t];
+        tensors[t] = {tensor->offset, tensor->rows * tensor->cols, a->part[t] < a->layers ? a->part[t] : a->layers};
+    }
+    s->gradient_bytes = a->grads_bf16 ? 2 : 4;
+    s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
+    s->chunk = a->dev->gpu ? 8192 : 64;
+    shard_plan(s, tensors, a->count, a->layers, a->elements);
+    optim_cuts(config, a->tensors, a->count, s->cut, ranks + 1);
+    if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[s->comm.rank], config->end = s->cut[s->comm.rank + 1];
+    free(tensors);
+}
+
+// True if steps are taken part by part.
+static bool takes_parts(const Arena* a) {
+    return a->releases || a->clip_by != CLIP_STEP;
+}
+
+// Gradients are whole, or packed with the sums that this rank keeps, or take turns.
+int64_t arena_grads_bytes(const Arena* a) {
+    int64_t elements = a->elements;
+    if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_kept(a->shard);
+    if (a->releases) elements = release_places(a->tensors, a->part, a->count, a->layers, a->place);
+    return elements * (a->grads_bf16 ? 2 : 4);
+}
+
+ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
+    const OptimBytes optim = optim_bytes(config, a->tensors, a->count, a->type);
+    int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
+    if (!config->keeps_copy) weights += decoded_bytes(config, a->tensors, a->part, a->count, a->layers, a->type);
+    return {weights, optim.states + optim.tables, arena_grads_bytes(a),
+            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, a->layers) : 0)};
+}
+
+void arena_open(Arena* a, const OptimConfig* config) {
+    if (!config) {
+        a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2));
+        return;
+    }
+    a->optim = optim_create(a->dev, config, a->tensors, a->count, a->type);
+    a->weights = optim_weights(a->optim);
+    if (!config->keeps_copy) {
+        a->decoded = decoded_open(a->dev, a->optim, config, a->tensors, a->part, a->count, a->layers, a->type);
+    }
+    a->grads = device_alloc(a->dev, arena_grads_bytes(a));
+    device_zero(a->dev, a->grads, arena_grads_bytes(a));
+    if (a->shard) a->weights = shard_open(a->shard, a->grads, a->weights);
+    if (!takes_parts(a)) return;
+    for (int t = 0; t < a->count && !a->releases; t++) a->place[t] = a->tensors[t].offset;
+    a->release = release_open(a->dev, a->optim, a->tensors, a->part, a->count, a->layers, a->clip_by, a->grads_bf16);
+}
+
+void arena_close(Arena* a) {
+    if (!a->optim || shard_splits(a->shard, SHARD_STATES)) device_free(a->dev, a->weights);
+    decoded_close(a->decoded);
+    release_close(a->release);
+    if (a->optim) optim_free(a->optim);
+    if (a->shard) shard_close(a->shard);
+    device_free(a->dev, a->grads);
+    free(a->tensors), free(a->part), free(a->place);
+}
+
+void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
+    if (!memory && a->decoded) return decoded_at(a->decoded, t);
+    int64_t at = a->tensors[t].offset;
+    if (memory == a->grads && a->releases) at = a->place[t];
+    if (shard_is_packed(a->shard, memory)) at = a->shard->place[t];
+    return (char*)memory + element_bytes * at;
+}
+
+void arena_set(Arena* a, int t, const float* values) {
+    if (a->optim) {
+        optim_set_weights(a->optim, t, values);
+        if (a->decoded) decoded_forget(a->decoded);
+        return;
+    }
+    const int64_t n = a->tensors[t].rows * a->tensors[t].cols, offset = a->tensors[t].offset;
+    if (a->type == OPTIM_FP32) {
+        copy_to_device(a->dev, (float*)a->weights + offset, values, n * 4);
+        return;
+    }
+    bf16* rounded = (bf16*)memory_take(n * sizeof(bf16));
+    for (int64_t i = 0; i < n; i++) rounded[i] = from_float<bf16>(values[i]);
+    copy_to_device(a->dev, (bf16*)a->weights + offset, rounded, n * 2);
+    free(rounded);
+}
+
+void arena_need(const Arena* a, int part, int next) {
+    if (a->decoded) decoded_need(a->decoded, part);
+    if (part <= a->layers) shard_need(a->shard, part, next);
+}
+
+void arena_changed(const Arena* a) {
+    if (a->decoded) decoded_forget(a->decoded);
+    if (a->shard) shard_publish(a->shard);
+}
+
+void arena_begin(Arena* a, const float* scalars, float clip, float lr, int64_t step) {
+    a->step = {clip, lr, step, scalars + SCALAR_LOSS};
+    a->stepping = a->releases;
+}
+
+void arena_done(const Arena* a, int part) {
+    if (a->stepping) named(a->dev, "optimizer"), release_part(a->release, part, a->grads, a->place, &a->step);
+    if (part > a->layers) return;
+    a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
+}
+
+template <typename G>
+static void arena_norm(Arena* a, float* scalars, void* scratch) {
+    if (a->shard) return shard_norm<G>(a->shard, scalars, (double*)scratch, a->step.clip);
+    global_norm<G>(a->dev, scalars + SCALAR_NORM, (float*)scratch, (const G*)a->grads, a->elements, a->step.clip,
+                   scalars);
+}
+
+void arena_step(Arena* a, float* scalars, void* scratch) {
+    if (a->release) {
+        named(a->dev, "optimizer");
+        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) {
+            release_part(a->release, part, a->grads, a->place, &a->step);
+        }
+        release_end(a->release, scalars, SCALAR_LEFT);
+    } else {
+        named(a->dev, "gradient norm");
+        a->grads_bf16 ? arena_norm<bf16>(a, scalars, scratch) : arena_norm<float>(a, scalars, scratch);
+        named(a->dev, "optimizer");
+        const void* grads = shard_splits(a->shard, SHARD_STATES) ? a->shard->kept_grads : a->grads;
+        optim_step(a->optim, grads, scalars + SCALAR_FACTOR, a->step.lr, a->step.step);
+    }
+    a->stepping = false;
+    arena_changed(a);
+}

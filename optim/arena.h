@@ -1,0 +1,76 @@
+// The parameters of a model while it trains: its weights as the matmuls read them, their gradients, and the step, in
+// whichever way they are kept. A pass over the model calls the same functions for each of them:
+//
+//     whole       weights, states and gradients of the whole model are in memory
+//     decoded     weights are stored otherwise than the matmuls read them, and decoded a part at a time (decoded.h)
+//     spread      ranks keep parts of them and exchange weights and gradients (kernels/ranks/shard.cuh)
+//     released    parts are stepped inside the backward pass, where their gradients take turns (release.h)
+//
+// A part is a layer, or the embeddings, or the last layernorm (decoded_embeddings, decoded_final). An arena holds all
+// tensors of a model at the offsets of optim_layout; gradients that are packed or take turns lie elsewhere, which
+// arena_at knows. What an arena does costs what the files above say.
+#pragma once
+#include "decoded.h"
+#include "release.h"
+
+struct Shard;
+
+struct Arena {
+    // The caller sets these; the arrays are the arena's from then on.
+    const Device* dev;
+    Shard* shard;          // what the ranks share; NULL: this is the only one, or the model only runs forward
+    OptimTensor* tensors;  // (count)
+    int* part;             // (count) the part of each
+    int64_t* place;        // (count) where the gradients of each begin, in elements, if they are released
+    int count, layers;
+    int64_t elements;  // length of an arena
+    OptimType type;    // X: of weights as the matmuls read them
+    bool grads_bf16;   // G: of gradients is bf16, otherwise float
+    ClipBy clip_by;
+    bool releases;  // gradients are released
+    // arena_open and arena_begin set these.
+    Optim* optim;      // owns the weights; NULL: the model only runs forward
+    void* weights;     // X; NULL: `decoded` has them
+    void* grads;       // G; NULL without optim
+    Decoded* decoded;  // NULL: weights are whole or spread
+    Release* release;  // NULL: a step is taken over the whole arena at once
+    ReleaseStep step;  // the step that arena_begin began
+    bool stepping;     // the backward pass takes it
+};
+
+// Plans what this rank keeps, and says so in the configuration. Exits with a sentence if there are more ranks than
+// tiles of weights. Alone: does nothing.
+void arena_spread(Arena* arena, OptimConfig* config);
+
+// Device memory in bytes, known before anything is allocated. `other`: what exchange and release take for themselves.
+struct ArenaBytes {
+    int64_t weights, states, grads, other;
+};
+ArenaBytes arena_bytes(const Arena* arena, const OptimConfig* config);
+int64_t arena_grads_bytes(const Arena* arena);
+
+// Allocates weights, states and gradients, all zero; without a configuration weights alone.
+void arena_open(Arena* arena, const OptimConfig* config);
+void arena_close(Arena* arena);
+
+// Where tensor t lies in `memory`, which is arena->weights or arena->grads, of elements of this size.
+void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
+// Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
+void arena_set(Arena* arena, int t, const float* values);
+
+// The weights of a part are there from here on in the device's stream; where ranks keep them, those of layer `next` are
+// on their way meanwhile.
+void arena_need(const Arena* arena, int part, int next = -1);
+// The weights have changed, for all ranks.
+void arena_changed(const Arena* arena);
+
+// A step: arena_begin, a backward pass for each micro-batch that calls arena_done for each part, arena_step.
+//
+// `scalars` is in device memory, as shard.cuh lists them; `lr` and `step` are optim_step's.
+void arena_begin(Arena* arena, const float* scalars, float clip, float lr, int64_t step);
+// The gradients of a part are complete: takes its step, where they are released, or begins their sum over the ranks.
+void arena_done(const Arena* arena, int part);
+// The norm of the gradients and the clip factor into `scalars`, and the update, which does nothing where the loss or
+// the norm is not finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its
+// own. `scratch`: a double for each tile of the arena, and global_norm's bytes.
+void arena_step(Arena* arena, float* scalars, void* scratch);
