@@ -60,7 +60,8 @@ endif
 
 DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
 RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
-OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(wildcard optim/*.cu optim/*/*.cu)) $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
+OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(filter-out optim/nibble_optim.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
+                 $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(DATA_OBJECTS) $(RANKS_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
@@ -97,8 +98,8 @@ $(BUILD)/unit/%.o: dev/unit/%.cu $(BUILD)/found
 $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 
 # Two thousand small functions, which -O3 makes no faster and takes three times as long for.
-$(BUILD)/optim/table.o: NVCCFLAGS += -Xcompiler -O2
-$(BUILD)/optim/table.o: CXXFLAGS += -O2
+$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: NVCCFLAGS += -Xcompiler -O2
+$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: CXXFLAGS += -O2
 
 # Benchmarks run on the machine that builds them.
 $(BUILD)/dev/%.o: CUDA_PTX :=
@@ -124,6 +125,35 @@ $(BUILD)/kernels/ranks/%.o: kernels/ranks/%.c
 $(BUILD)/optim/%.o: optim/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
+
+# The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
+# export nothing but nibble_optim.h. Its kernels are compiled by NVRTC, so none is built in, and it needs no cuBLASLt.
+LIB := $(BUILD)/lib
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out $(foreach o,built_in matrix low_rank saved release decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
+               $(patsubst %,$(LIB)/data/%.o,errors files memory text)
+comma := ,
+LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
+space := $(subst ,, )
+LIB_COMPILE = $(subst -march=native,$(if $(NVCC),$(subst $(space),$(comma),$(strip $(LIB_HOST))),$(LIB_HOST)),$(COMPILE))
+
+lib: $(LIB)/libnibble_optim.so
+
+$(LIB)/libnibble_optim.so: $(LIB_OBJECTS)
+	$(LINK) -shared -o $@ $^ $(if $(NVCC),-cudart static -lgomp -Xlinker -rpath='$$ORIGIN' \
+	    -Xlinker -z -Xlinker defs,-Wl$(comma)-rpath='$$ORIGIN' -Wl$(comma)-z$(comma)defs) -lpthread -ldl -lrt
+
+$(LIB)/optim/%.o: NVCCFLAGS += -fmad=false
+$(LIB)/optim/%.o: optim/%.cu $(BUILD)/found
+	@mkdir -p $(@D)
+	$(LIB_COMPILE) -c -o $@ $<
+
+$(LIB)/data/%.o: data/%.c
+	@mkdir -p $(@D)
+	$(CC) $(subst -march=native,$(LIB_HOST),$(CFLAGS)) -c -o $@ $<
+
+# The Python package with the library inside, in dist/.
+wheel: lib
+	python3 optim/python/wheel.py $(LIB)/libnibble_optim.so
 
 # The default corpus: this program's own source text, linked in between two symbols.
 $(BUILD)/corpus.txt: $(CORPUS)
@@ -230,6 +260,8 @@ help:
 	@echo "make              build ./train"
 	@echo "make install      PREFIX=/usr/local: bin/nibble (that is ./train) and the completion of its options"
 	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
+	@echo "make lib          the optimizer as a C library, build/lib/libnibble_optim.so (optim/nibble_optim.h)"
+	@echo "make wheel        the same as a Python package for PyTorch, in dist/ (optim/python/README.md)"
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
@@ -243,6 +275,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all lib wheel install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)

@@ -18,3 +18,11 @@ bool data_error(char* error, const char* format, ...) {
 __attribute__((weak)) void launch_failed(int code, const char* text) {
     (void)code, (void)text;
 }
+
+__attribute__((weak)) void memory_failed(const char* text) {
+    (void)text;
+}
+
+__attribute__((weak)) void notice(const char* text) {
+    fputs(text, stderr);
+}

@@ -17,6 +17,13 @@ __attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* f
 // prints the message once. It returns where this process is alone; the caller then prints the message and exits.
 void launch_failed(int code, const char* text);
 
+// memory_missing calls this first. It does nothing here; a library whose caller can go on without the memory
+// (optim/nibble_optim.cu) replaces it by a function that does not return.
+void memory_failed(const char* text);
+
+// Prints a notice, which is no error, to stderr; a library replaces it by a function that prints nothing.
+void notice(const char* text);
+
 #ifdef __cplusplus
 }
 #endif

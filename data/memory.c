@@ -25,7 +25,6 @@ void memory_checkpoint(const char* path) {
 void memory_missing(size_t bytes) {
     static atomic_flag ending = ATOMIC_FLAG_INIT;
     char text[8192], resume[4400] = "";
-    while (atomic_flag_test_and_set(&ending)) pause();  // another thread of this process is at it
     if (checkpoint[0]) {
         const char* quote = strpbrk(checkpoint, " \t\"\\$&;|<>()*?[]{}#~!`") ? "'" : "";
         snprintf(resume, sizeof(resume), "; the last good checkpoint is %.2000s, go on with --resume %s%.2000s%s",
@@ -35,6 +34,8 @@ void memory_missing(size_t bytes) {
                           "train: error: %zu bytes of memory were asked for and this process gets no more; free some, "
                           "raise its limit (ulimit -v or -d) or lower --batch%s\n",
                           bytes, resume);
+    memory_failed(text);
+    while (atomic_flag_test_and_set(&ending)) pause();  // another thread of this process is at it
     launch_failed(2, text);
     if (write(2, text, (size_t)length) < 0) _exit(2);
     _exit(2);

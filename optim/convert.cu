@@ -157,6 +157,7 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
         piece_at(&piece, w.tensor, start);
         piece_encode(format, &piece, n, SLOT_WEIGHTS);
         for (int i = 0; i < 3; i++) {
+            if (!stream_data(&w.arrays, i)) continue;
             copy_to_device(w.dev, weights_at(&w, i, start), stream_data(&piece.streams, i),
                            stream_bytes(format->stream[i], n));
         }

@@ -326,10 +326,12 @@ __attribute__((format(printf, 1, 2))) static void cache_notice(const char* forma
     const char* rank = getenv("LOCAL_RANK");
     if (told || (rank && atoi(rank) > 0)) return;
     told = true;
+    char text[8192];
     va_list arguments;
     va_start(arguments, format);
-    vfprintf(stderr, format, arguments);
+    vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
+    notice(text);
 }
 
 // False when the file is not whole.

@@ -29,6 +29,13 @@ struct alignas(8) Tile {
     uint32_t group;
 };
 
+// Where a tile's weights and gradients lie in tensors of the caller's own (placed.h).
+struct TilePlace {
+    void* weights;  // in the type that the matmuls read: the stored codes, or the copy beside them
+    const void* grads;
+    int64_t element;  // the tile's first element of the model, which its noise is counted by
+};
+
 struct StepArguments {
     Streams weights, grads, m, v;
     Streams slow;             // the third state of a rule that keeps one, in m's format
@@ -41,6 +48,13 @@ struct StepArguments {
     NoiseSeed seed;
     uint32_t step;
     Hyper group[STEP_GROUPS];
+    const TilePlace* places;  // (tile_count), or null: weights and gradients lie in arenas
+};
+
+// A storage of gradients that tells the step's kernel to read `places`.
+template <class Storage>
+struct Placed : Storage {
+    static constexpr bool PLACED = true;
 };
 
 // The arrays of one tile.
@@ -412,42 +426,64 @@ struct StepLayout {
                                            V::STREAM[2], SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
                                            SLOW ? M::STREAM[2] : NOTHING, Copy::STREAM[0]}};
     static constexpr StepShape SHAPE = step_shape(ARRAYS, M::TABLE_BYTES + V::TABLE_BYTES);
+    // The array that lies where TilePlace.weights says.
+    static constexpr bool PLACED = Grads::PLACED;
+    static constexpr int PLACED_ARRAY = !PLACED ? -1 : Copy::STREAM[0].bits > 0 ? COPY_ARRAY : 0;
+
+    // The place of tile number t of the table.
+    static __device__ __forceinline__ TilePlace place_of(const StepArguments& step, int64_t t) {
+        if constexpr (PLACED) return step.places[t];
+        return {};
+    }
+
+    // The address of array A of a tile in memory.
+    static __device__ __forceinline__ void* in_memory(int a, void* base, int bytes, const Tile& tile,
+                                                      const TilePlace& place) {
+        if (PLACED && a == PLACED_ARRAY) return place.weights;
+        if (PLACED && a == GRADS_ARRAY) return (void*)place.grads;
+        return (char*)base + (int64_t)tile.index * bytes;
+    }
 
     // The address of array A of a tile: in the stage, or in memory if there is none.
     template <int A>
-    static __device__ __forceinline__ void* at(void* base, const Tile& tile, unsigned char* stage) {
+    static __device__ __forceinline__ void* at(void* base, const Tile& tile, const TilePlace& place,
+                                               unsigned char* stage) {
         constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
         if constexpr (bytes == 0) {
             return nullptr;
         } else if constexpr (HAS_STAGES) {
             return stage + offset;
         } else {
-            return (char*)base + (int64_t)tile.index * bytes;
+            return in_memory(A, base, bytes, tile, place);
         }
     }
 
     template <int A>
-    static __device__ __forceinline__ Streams streams(const Streams& whole, const Tile& tile, unsigned char* stage) {
+    static __device__ __forceinline__ Streams streams(const Streams& whole, const Tile& tile, const TilePlace& place,
+                                                      unsigned char* stage) {
         constexpr bool spans = ARRAYS.array[A + 1].span != SPAN_RUN;
-        return {at<A>(whole.codes, tile, stage),
-                spans ? whole.extra : at<A + 1>(whole.extra, tile, stage),
+        return {at<A>(whole.codes, tile, place, stage),
+                spans ? whole.extra : at<A + 1>(whole.extra, tile, place, stage),
                 whole.table,
-                at<A + 2>(whole.more, tile, stage),
+                at<A + 2>(whole.more, tile, place, stage),
                 whole.next,
                 whole.span + tile.index};
     }
 
     static __device__ __forceinline__ TileStreams tile_streams(const StepArguments& step, const Tile& tile,
-                                                               unsigned char* stage) {
-        return {streams<0>(step.weights, tile, stage), {at<GRADS_ARRAY>(step.grads.codes, tile, stage), nullptr},
-                streams<4>(step.m, tile, stage),       streams<7>(step.v, tile, stage),
-                streams<10>(step.slow, tile, stage),   {at<COPY_ARRAY>(step.copy.codes, tile, stage), nullptr}};
+                                                               const TilePlace& place, unsigned char* stage) {
+        return {streams<0>(step.weights, tile, place, stage),
+                {at<GRADS_ARRAY>(step.grads.codes, tile, place, stage), nullptr},
+                streams<4>(step.m, tile, place, stage),
+                streams<7>(step.v, tile, place, stage),
+                streams<10>(step.slow, tile, place, stage),
+                {at<COPY_ARRAY>(step.copy.codes, tile, place, stage), nullptr}};
     }
 
     // Calls transfer(array in memory, array in the stage, bytes, index) for the arrays of a tile in the set.
     template <class Transfer>
-    static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, unsigned char* stage,
-                                                unsigned set, Transfer transfer) {
+    static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, const TilePlace& place,
+                                                unsigned char* stage, unsigned set, Transfer transfer) {
         constexpr StepShape shape = SHAPE;
         void* base[STEP_ARRAYS] = {step.weights.codes, step.weights.extra, step.weights.more, step.grads.codes,
                                    step.m.codes,       step.m.extra,       step.m.more,       step.v.codes,
@@ -456,7 +492,7 @@ struct StepLayout {
 #pragma unroll
         for (int a = 0; a < STEP_ARRAYS; a++) {
             if ((set >> a & 1u) == 0) continue;
-            transfer((char*)base[a] + (int64_t)tile.index * shape.bytes[a], stage + shape.offset[a], shape.bytes[a], a);
+            transfer(in_memory(a, base[a], shape.bytes[a], tile, place), stage + shape.offset[a], shape.bytes[a], a);
         }
     }
 };
@@ -500,13 +536,14 @@ __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned 
 
 // Updates a thread's elements of a tile.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const unsigned char* tables,
-                                            unsigned char* stage, float grad_scale, int thread, int turn) {
+__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const TilePlace& place,
+                                            const unsigned char* tables, unsigned char* stage, float grad_scale,
+                                            int thread, int turn) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr int COUNT = Layout::SHAPE.elements;
-    TileStreams streams = Layout::tile_streams(step, tile, stage);
+    TileStreams streams = Layout::tile_streams(step, tile, place, stage);
     tables_set<M>(&streams, tables);
-    int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
+    int64_t element = Layout::PLACED ? place.element : (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
     constexpr bool SEEN = COPIES && Weights::GIVES_SEEN && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
@@ -553,13 +590,28 @@ struct Couriers {
     }
 };
 
+// The places of the tiles in the stages; empty unless tiles have places.
+template <bool PLACED, int GROUPS, int STAGES>
+struct Places {
+    TilePlace place[GROUPS][STAGES];
+    __device__ __forceinline__ void set(int group, int s, const TilePlace& to) { place[group][s] = to; }
+    __device__ __forceinline__ TilePlace get(int group, int s) const { return place[group][s]; }
+};
+
+template <int GROUPS, int STAGES>
+struct Places<false, GROUPS, STAGES> {
+    __device__ __forceinline__ void set(int, int, const TilePlace&) {}
+    __device__ __forceinline__ TilePlace get(int, int) const { return {}; }
+};
+
 // A courier gives the copy engine its orders for one group.
-template <class Layout, class Shared>
+template <class Layout, class Shared, class PlacesOf>
 struct Courier {
     static constexpr StepShape SHAPE = Layout::SHAPE;
     static constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
     const StepArguments& step;
     Shared* shared;
+    PlacesOf* places;
     unsigned char* stages;
     int group;
     uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
@@ -574,18 +626,19 @@ struct Courier {
     }
 
     __device__ __forceinline__ void read(const Tile& tile) {
-        Layout::each(step, tile, nullptr, SHAPE.loaded & SMALL,
+        Layout::each(step, tile, {}, nullptr, SHAPE.loaded & SMALL,
                      [&](const void* from, void*, int bytes, int a) { small[a] = read_small(from, bytes); });
     }
 
-    __device__ __forceinline__ void fill(const Tile& tile, int s) {
+    __device__ __forceinline__ void fill(const Tile& tile, const TilePlace& place, int s) {
         const uint32_t full = shared_offset(&shared->full[group][s]);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         shared->tile[group][s] = tile;
-        Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
+        places->set(group, s, place);
+        Layout::each(step, tile, place, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         barrier_expect(full, SHAPE.load_bytes);
-        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
+        Layout::each(step, tile, place, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
             bulk_load(shared_offset(to), from, bytes, full);
         });
     }
@@ -600,11 +653,12 @@ struct Courier {
         while (!barrier_passed(shared_offset(&shared->done[group][s]), parity))
             __nanosleep(100);  // looking costs the others slots
         const Tile tile = shared->tile[group][s];
+        const TilePlace place = places->get(group, s);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
-        Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
+        Layout::each(step, tile, place, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
             write_small(to, bytes, read_small(from, bytes));
         });
-        Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
+        Layout::each(step, tile, place, stage, SHAPE.stored & ENGINE,
                      [&](void* to, const void* from, int bytes, int) { bulk_store(to, shared_offset(from), bytes); });
         store_commit();
     }
@@ -612,18 +666,19 @@ struct Courier {
 
 // Runs in one thread. It fills its group's stages; then, as the group computes them one after another, it takes a stage
 // back and fills the one before it, whose way back began a turn ago, with the next tile.
-template <class Layout, class Shared>
-__device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, unsigned char* memory,
-                                            int group) {
+template <class Layout, class Shared, class PlacesOf>
+__device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, PlacesOf* places,
+                                            unsigned char* memory, int group) {
     constexpr StepShape SHAPE = Layout::SHAPE;
     constexpr int STAGES = SHAPE.stages;
-    Courier<Layout, Shared> courier = {step, shared, memory + group * (STAGES * SHAPE.stage_bytes), group, {}};
+    Courier<Layout, Shared, PlacesOf> courier = {step,  shared, places, memory + group * (STAGES * SHAPE.stage_bytes),
+                                                 group, {}};
     const uint32_t count = (uint32_t)step.tile_count;
     uint32_t next = courier.next_tile(), first = group * gridDim.x + blockIdx.x;
     int filled = 0;
     for (; filled < STAGES && first < count; filled++, first += gridDim.x * SHAPE.groups) {
         courier.read(step.tiles[first]);
-        courier.fill(step.tiles[first], filled);
+        courier.fill(step.tiles[first], Layout::place_of(step, first), filled);
     }
     bool more = filled == STAGES;
     if (!more) courier.end(filled);
@@ -632,11 +687,12 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
     for (; filled > 0; filled--) {
         const bool comes = before >= 0 && next < count;
         const Tile coming = comes ? step.tiles[next] : Tile{};  // on its way during the wait, as is the next number
+        const TilePlace place = comes ? Layout::place_of(step, next) : TilePlace{};
         if (comes) next = courier.next_tile();
         if (comes) courier.read(coming);
         courier.take_back(s, parity);
         store_wait_read<1>();
-        if (comes) courier.fill(coming, before), filled++;
+        if (comes) courier.fill(coming, place, before), filled++;
         if (!comes && more && before >= 0) courier.end(before), more = false;
         before = s;
         if (++s == STAGES) s = 0, parity ^= 1;
@@ -686,6 +742,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
+    __shared__ Places<Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
         barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);
@@ -698,7 +755,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         if constexpr (exchanges) registers_set<COURIER_REGISTERS, false>();
         const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
         if (warp < SHAPE.groups && is_elected()) {
-            courier_run<Layout>(step, &shared, step_memory + SHAPE.table_bytes, warp);
+            courier_run<Layout>(step, &shared, &places, step_memory + SHAPE.table_bytes, warp);
         }
         return;
     }
@@ -713,9 +770,9 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         }
         const Tile& tile = shared.tile_of(full);
         if (tile.index == NO_TILE) break;
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, tile, (unsigned char*)shared_pointer(tables),
-                                                      (unsigned char*)shared_pointer(register_kept(stage)), grad_scale,
-                                                      (int)thread_kept, turn);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(
+            step, tile, places.get(group, s), (unsigned char*)shared_pointer(tables),
+            (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
         turn ^= 1;
         fence_async();
         barrier_arrive(shared_offset(shared.done_of(full)));
@@ -731,8 +788,8 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     int turn = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride, turn ^= 1) {
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], step_memory, nullptr, grad_scale, thread,
-                                                      turn);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], Layout::place_of(step, t), step_memory,
+                                                      nullptr, grad_scale, thread, turn);
     }
 #endif
 }

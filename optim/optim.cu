@@ -11,6 +11,7 @@
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
 #include "measure.cuh"
+#include "placed.h"
 #include "plan.h"
 #include "rows.h"
 #include "sums.cuh"
@@ -221,13 +222,21 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
-// Allocates the arrays of a run of the arena. `codes` is its first array if that exists already, or null.
-static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, void* codes,
+// Allocates an array that checkpoints write.
+static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
+    const OptimConfig* config = &optim->config;
+    if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
+    void* memory = config->allocate(config->allocator, allocated_bytes(bytes));
+    device_zero(optim->dev, memory, bytes);
+    *total += allocated_bytes(bytes);
+    return memory;
+}
+
+// Allocates the arrays of a run of the arena, from number `first` on; `codes` is the first one if that exists already.
+static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
                                 int64_t* total) {
     void* data[3] = {codes, nullptr, nullptr};
-    for (int i = codes ? 1 : 0; i < 3; i++) {
-        data[i] = allocate_zero(optim->dev, run_bytes(run, format->stream[i]), total);
-    }
+    for (int i = first; i < 3; i++) data[i] = allocate_stream(optim, run_bytes(run, format->stream[i]), total);
     Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
     spans_create(optim, run, format, &streams);
     return streams;
@@ -240,6 +249,7 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
         if (info.bits == 0 || run->begin == run->end) continue;
+        if (i == 0 && is_weights && !data[i]) continue;  // they are the caller's
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
         stream_name(array, info, name, sizeof(optim->stream_name[index]));
@@ -248,18 +258,21 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
     }
 }
 
-static void free_streams(const Device* dev, Streams* streams) {
+static void free_streams(const Optim* optim, Streams* streams) {
+    const Device* dev = optim->dev;
     device_free(dev, (void*)streams->table);
-    device_free(dev, streams->codes);
-    device_free(dev, streams->extra);
-    device_free(dev, streams->more);
+    for (void* data : {streams->codes, streams->extra, streams->more}) {
+        if (!optim->config.allocate) device_free(dev, data);
+    }
     device_free(dev, streams->next);
     device_free(dev, (void*)streams->span);
 }
 
 static void tiles_create(Optim* optim) {
     const Plan* plan = optim->plan;
-    int64_t count = (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile), t = 0;
+    const bool placed = optim->config.placed;  // each step then has tiles of its own
+    int64_t count = placed ? 0 : (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile),
+            t = 0;
     Tile* tiles = (Tile*)memory_take((size_t)bytes + 1);
     optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
@@ -267,7 +280,7 @@ static void tiles_create(Optim* optim) {
         optim->launch[l].next_tile = (uint32_t*)(optim->tiles + count) + l;
         for (int i = 0; i < optim->count; i++) {
             const OptimTensor* tensor = &optim->tensors[i];
-            if (plan->launch_of[i] != l) continue;
+            if (plan->launch_of[i] != l || placed) continue;
             int64_t first = plan_clamp(plan, tensor->offset);
             int64_t end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
             for (; first < end; first += TILE_ELEMENTS) {
@@ -290,7 +303,7 @@ static const char* user_source(const Rows* rows) {
 }
 
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
-    if (config_scaled(config)) return nullptr;
+    if (config->placed || config_scaled(config)) return nullptr;
     return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
 }
 
@@ -312,10 +325,10 @@ const char* optim_source(const OptimConfig* config) {
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    const bool scaled = config_scaled(config);
-    snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
+    const bool scaled = config_scaled(config), placed = config->placed;
+    snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s%s%s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
              scaled ? ">" : "", rows->weights->type, rows->m->type, rows->v->type,
-             rows_copy(config, rows, compute)->type, rows->grads->type);
+             rows_copy(config, rows, compute)->type, placed ? "Placed<" : "", rows->grads->type, placed ? ">" : "");
 }
 
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
@@ -413,8 +426,9 @@ static void weights_create(Optim* optim, int index) {
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
     if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
+    const bool there = weights->are_seen && (at || optim->config.placed);
     weights->streams =
-        allocate_streams(optim, run, format, weights->are_seen ? at : nullptr, &optim->allocated.weights);
+        allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, &optim->allocated.weights);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
     list_streams(optim, array, format, &weights->streams, run, true);
@@ -495,7 +509,7 @@ static void launch_create(Optim* optim, int index) {
         const ArenaRun* run = &planned->kept[slot];
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, (Slot)slot, array);
-        *kept[slot] = allocate_streams(optim, run, format, nullptr, &optim->allocated.states);
+        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, &optim->allocated.states);
         list_streams(optim, array, format, kept[slot], run, false);
     }
     const Rows first = first_rows(&planned->config);
@@ -522,7 +536,7 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // weights_create counts these bytes
     int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
-    optim->seen = config->keeps_copy ? allocate_zero(dev, bytes, &none) : nullptr;
+    optim->seen = config->keeps_copy && !config->placed ? allocate_zero(dev, bytes, &none) : nullptr;
     // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
     for (int w = 0; w < plan->weights_count; w++) {
         weights_create(optim, w);
@@ -541,16 +555,15 @@ void optim_free(Optim* optim) {
     if (!optim) return;
     for (int i = 0; i < optim->plan->weights_count; i++) {
         if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
-        free_streams(optim->dev, &optim->weights[i].streams);
+        free_streams(optim, &optim->weights[i].streams);
     }
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < optim->plan->launches; i++) {
-        free_streams(optim->dev, &optim->launch[i].m);
-        free_streams(optim->dev, &optim->launch[i].v);
-        free_streams(optim->dev, &optim->launch[i].slow);
-        free_streams(optim->dev, &optim->launch[i].basis);
-        free_streams(optim->dev, &optim->launch[i].norms);
-        rows_free(optim->dev, &optim->launch[i].passes);
+        Launch* launch = &optim->launch[i];
+        for (Streams* kept : {&launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms}) {
+            free_streams(optim, kept);
+        }
+        rows_free(optim->dev, &launch->passes);
         matrix_free(optim->dev, &optim->launch[i].matrix);
     }
     device_free(optim->dev, optim->factors);
@@ -659,9 +672,15 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
             row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
         const Hyper& group = arguments->group[tile.group];
         const Hyper hyper = arguments->factor ? hyper_scaled(group, arguments->factor[tile.index]) : group;
+        int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
+        if (arguments->places) {
+            const TilePlace place = arguments->places[t];
+            streams.grads.codes = (void*)place.grads;
+            (arguments->copy.codes ? streams.copy : streams.weights).codes = place.weights;
+            element = place.element;
+        }
         update_elements<TILE_ELEMENTS, PASS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments,
-                                             streams, hyper, *arguments->grad_scale,
-                                             (int64_t)tile.index * TILE_ELEMENTS, 0, TILE_ELEMENTS);
+                                             streams, hyper, *arguments->grad_scale, element, 0, TILE_ELEMENTS);
         if (PASS == MEASURE || !arguments->copy.codes) continue;
         float seen[TILE_ELEMENTS];
         if (format_span(weights) != SPAN_RUN) streams.weights.extra = streams.weights.next;
@@ -670,34 +689,34 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-// Runs one pass. `step` has the arrays of the step and the constants that the pass needs.
-static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArguments* step) {
+// Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
+static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArguments* arguments, int64_t step) {
     const Device* dev = optim->dev;
     const RowWork* work = &launch->passes;
     SumArguments sums = {work->tensor, work->plan.tensors, work->plan.blocks, sum, launch->plan->config.scale_by_rms,
                          work->parts,  launch->v.next};
     sums.scaled = sums.scaled && launch->rows.rule->rows == ROWS_ADAFACTOR;
     if (dev->gpu) {
-        void* pointers[] = {step, &sums};
+        void* pointers[] = {arguments, &sums};
         const int64_t blocks = 8 * (int64_t)dev->sm_count;
         jit_launch(&work->kernel, sums.blocks < blocks ? sums.blocks : blocks, 32 * SUM_WARPS, work->shared_bytes,
                    pointers, dev->stream);
     } else {
-        rows_sum_cpu(&launch->rows, step, &sums);
+        rows_sum_cpu(&launch->rows, arguments, &sums);
     }
     const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
-    settle.tensor = work->tensor, settle.grad_scale = step->grad_scale;
+    settle.tensor = work->tensor, settle.grad_scale = arguments->grad_scale;
     settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
     settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
-    settle.factor = (float*)step->factor, settle.norms = (float*)launch->norms.extra;
-    settle.rest2 = step->group[0].rest2, settle.root2 = step->group[0].root2;
-    settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step->step);
+    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->norms.extra;
+    settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
+    settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     rows_settle(dev, &settle, sums.tensors);
 }
 
-// The passes before the step. That for --limit-growth computes the update for a learning rate of 1.
+// The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
 static void launch_passes(const Optim* optim, const Launch* launch, const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
     StepArguments its = *arguments;
@@ -706,7 +725,7 @@ static void launch_passes(const Optim* optim, const Launch* launch, const StepAr
             const Settings settings = {1.0, optim->plan->group[group].decay};
             its.group[group] = hyper_create(&launch->plan->config, &settings, 1.0, step);
         }
-        pass_run(optim, launch, plan->pass[i], &its);
+        pass_run(optim, launch, plan->pass[i], &its, step);
     }
 }
 
@@ -790,27 +809,54 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
     }
 }
 
-// Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
-// `arguments` has the gradients and the constants.
-static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
-                        StepArguments* arguments, int64_t step) {
+// Sets the arrays of a launch's step besides the gradients.
+static void launch_arrays(const Optim* optim, const Launch* launch, StepArguments* arguments) {
     const int64_t begin = launch->plan->run.begin;
-    if (count == 0) return;
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
+    if (optim->config.placed && !weights->are_seen) arguments->copy = weights->streams;  // some: the places say where
     arguments->m = from_begin(launch->rows.m, launch->m, begin);
     arguments->v = from_begin(launch->rows.v, launch->v, begin);
     arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
     const bool scaled = config_scaled(&launch->plan->config);
     arguments->factor = scaled ? optim->factors - optim->plan->begin / TILE_ELEMENTS : nullptr;
-    arguments->tiles = launch->tiles + first;
-    arguments->tile_count = count;
     arguments->next_tile = launch->next_tile;
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
-    launch_passes(optim, launch, arguments, step);
+}
+
+// Updates the tiles that the arguments name, after the passes.
+static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
     if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that the passes have made
     kernel_run(optim, &launch->kernel, arguments);
+}
+
+// Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
+// `arguments` has the gradients and the constants.
+static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
+                        StepArguments* arguments, int64_t step) {
+    if (count == 0) return;
+    launch_arrays(optim, launch, arguments);
+    arguments->tiles = launch->tiles + first;
+    arguments->tile_count = count;
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
+    launch_passes(optim, launch, arguments, step);
+    launch_tiles(optim, launch, arguments);
+}
+
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step) {
+    const Launch* its = &optim->launch[launch];
+    arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
+    launch_arrays(optim, its, arguments);
+    launch_passes(optim, its, arguments, step);
+}
+
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
+    launch_arrays(optim, &optim->launch[launch], arguments);
+    launch_tiles(optim, &optim->launch[launch], arguments);
+}
+
+void optim_settle(const Optim* optim, const float* grad_scale) {
+    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
 }
 
 // The constants of a launch's step.
@@ -837,8 +883,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
         launch_step(optim, launch, 0, launch->plan->tiles, &arguments, step);
     }
-    // This comes last, since tensors of several launches share the weights' array.
-    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
+    optim_settle(optim, grad_scale);  // last, since tensors of several launches share the weights' array
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }

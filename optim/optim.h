@@ -60,6 +60,11 @@ struct OptimConfig {
     float clip_update = 1.0f;     // adafactor, came: the largest RMS of a tensor's update; 0: no limit
     bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
+    bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
+    // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
+    // memory stays the caller's. Null: the optimizer allocates and frees.
+    void* (*allocate)(void* context, int64_t bytes) = nullptr;
+    void* allocator = nullptr;  // its context
 };
 
 // What the combination costs, known before anything is allocated.

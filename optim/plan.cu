@@ -107,6 +107,11 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     }
 }
 
+bool has_momentum(const RuleRow* rule) {
+    return rule->rows == ROWS_RMNP || rule->rows == ROWS_NORMUON_LITE || rule->matrix == MATRIX_MUON ||
+           rule->matrix == MATRIX_NORMUON;
+}
+
 // Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
@@ -128,10 +133,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
-        const MatrixRule matrix = find_row(rule_table(), plan->launch[i].config.rule)->matrix;
-        const RowRule rows = find_row(rule_table(), plan->launch[i].config.rule)->rows;
-        if (rows == ROWS_RMNP || rows == ROWS_NORMUON_LITE) plan->launch[i].config.beta1 = config->momentum;
-        if (matrix == MATRIX_MUON || matrix == MATRIX_NORMUON) plan->launch[i].config.beta1 = config->momentum;
+        OptimConfig* its = &plan->launch[i].config;
+        if (has_momentum(find_row(rule_table(), its->rule))) its->beta1 = config->momentum;
     }
     return plan;
 }

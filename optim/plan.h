@@ -59,6 +59,9 @@ struct Plan {
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
 void plan_free(Plan* plan);
 
+// True if m of a rule decays by the configuration's momentum, which is then its launch's beta1.
+bool has_momentum(const RuleRow* rule);
+
 // Returns the elements of a tensor with its padding.
 int64_t tensor_padded(const OptimTensor* tensor);
 

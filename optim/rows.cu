@@ -40,6 +40,7 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     for (int t = 0; t < count && its.passes > 0; t++) {
         const OptimTensor* tensor = &tensors[t];
         if (plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
+        if (tensor->cols == 0) continue;  // a shard of nothing has no sums
         SumTensor* sum = &its.tensor[its.tensors++];
         sum->offset = tensor->offset, sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);

@@ -76,6 +76,8 @@ struct StorageDefaults {
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only
 
+    static constexpr bool PLACED = false;  // of gradients: they and the weights lie where StepArguments.places says
+
     // Constants that the storage looks up; each thread block copies them into shared memory with prepare().
     static constexpr int TABLE_BYTES = 0;
     static OPTIM_HOST void fill(void*) {}

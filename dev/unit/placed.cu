@@ -1,0 +1,338 @@
+// Tests of steps over tensors of the caller's own (optim/placed.h): the same bits as the arenas that ./train steps.
+#include "../../optim/jit.h"
+#include "../../optim/placed.h"
+#include "presets.h"
+#include "rules.h"
+
+constexpr int TENSORS = 5, STEPS = 3;
+static const OptimTensor shapes[TENSORS] = {{"wte.weight", 37, 129, true, 0},
+                                            {"h.0.ln_1.weight", 1, 300, false, 0},
+                                            {"h.0.mlp.c_fc.weight", 64, 64, true, 0},
+                                            {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
+                                            {"ln_f.weight", 1, 2500, false, 0}};
+
+struct Case {
+    const char *preset, *rule, *weights, *m, *v, *overrides;
+};
+
+static const Case cases[] = {
+    {"", "adamw", "bf16+16", "bf16:sr", "fp32", ""},
+    {"", "lion", "bf16:kahan", "dyn8/64:sr", "", ""},
+    {"", "ademamix", "bf16+8:sr", "soft8", "sqrt8", ""},
+    {"", "adamw", "bf16:ef", "e4m3:sr", "log8", "ln*: m=fp32 v=fp32"},
+    {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "*.bias|ln*: weights=bf16:sr lr=0.5; wte: wd=0.3"},
+    {"", "adamw", "fp32", "dyn8", "udyn8", "wte: rule=sgd"},
+    {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},
+    {"adafactor8", "", "", "", "", "ln*: rule=lion m=fp32 lr=0.5"},
+    {"came8", "", "", "", "", "wte: wd=0.3"},
+    {"", "adafactor", "bf16:sr", "none", "", ""},
+    {"rmnp4", "", "", "", "", ""},
+    {"", "normuon-lite", "bf16:sr", "dyn8", "", "*.bias: lr=2"},
+    {"", "rmnp", "bf16:sr", "fp32", "", ""},
+    {"", "rmnp", "bf16:sr", "dyn8", "", ""},
+    {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""},
+    {"", "adamw", "e4m3/tensor+fp32", "e4m3/tensor", "fp32", ""},
+};
+
+static OptimConfig case_config(const Case* its, OptimType compute, const char* grads) {
+    OptimConfig config = {its->preset, its->rule, its->weights, grads, its->m, its->v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    config.overrides = its->overrides;
+    config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9;
+    if (compute == OPTIM_FP32) config.weights = "fp32";
+    char error[4096];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
+// One run: weights and gradients as arenas, or as tensors that begin `shift` elements behind a multiple of 16 bytes.
+struct Run {
+    Device dev;
+    OptimConfig config;
+    OptimTensor tensor[TENSORS];
+    int64_t elements;
+    int bytes[2];  // of a weight and of a gradient
+    Optim* optim;
+    PlacedTables* tables;
+    char *weights[TENSORS], *grads[TENSORS];
+    char* arena;
+    float* scalars;  // 0.5, NaN, 0, 1
+};
+
+static int64_t length(int t) {
+    return shapes[t].rows * shapes[t].cols;
+}
+
+static void put(const Run* run, void* to, int bytes, int64_t n, float (*value)(int64_t, int64_t), int64_t seed, int t) {
+    char* host = (char*)malloc((size_t)(n * bytes) + 1);
+    for (int64_t i = 0; i < n; i++) {
+        const float x = value(seed, t * 10000 + i);
+        if (bytes == 4) ((float*)host)[i] = x;
+        if (bytes == 2) ((uint16_t*)host)[i] = Bf16::encode(x);
+    }
+    copy_to_device(&run->dev, to, host, n * bytes);
+    free(host);
+}
+
+static float initial(int64_t, int64_t i) {
+    return Bf16::decode(Bf16::encode(start(i)));
+}
+
+static float slope(int64_t step, int64_t i) {
+    return gradient(step, i);
+}
+
+static void run_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu, bool placed, int shift) {
+    static const float scalars[4] = {0.5f, NAN, 0.0f, 1.0f};
+    *run = {};
+    device_open(&run->dev, gpu, 0);
+    run->config = *config;
+    run->bytes[0] = compute == OPTIM_FP32 ? 4 : 2;
+    run->bytes[1] = strcmp(config->grads, "fp32") == 0 ? 4 : 2;
+    memcpy(run->tensor, shapes, sizeof(shapes));
+    for (int t = 0; placed && t < TENSORS; t++) run->tensor[t].decay = true;
+    run->config.placed = placed;
+    if (placed) run->config.weight_decay = -1.0f;
+    run->elements = optim_layout(run->tensor, TENSORS, &run->config);
+    run->optim = optim_create(&run->dev, &run->config, run->tensor, TENSORS, compute);
+    run->arena = (char*)device_alloc(&run->dev, run->elements * 4);
+    device_zero(&run->dev, run->arena, run->elements * 4);
+    run->scalars = (float*)device_alloc(&run->dev, sizeof(scalars));
+    copy_to_device(&run->dev, run->scalars, scalars, sizeof(scalars));
+    PlacedTensor places[TENSORS];
+    for (int t = 0; t < TENSORS; t++) {
+        float values[5000];
+        for (int64_t i = 0; i < length(t); i++) values[i] = initial(0, t * 10000 + i);
+        optim_set_weights(run->optim, t, values);
+        places[t] = {length(t), 0, run->tensor[t].offset};
+        if (!placed) continue;
+        run->weights[t] = (char*)device_alloc(&run->dev, length(t) * 4 + 64) + shift * run->bytes[0];
+        run->grads[t] = (char*)device_alloc(&run->dev, length(t) * 4 + 64) + (shift > 0 && t % 2 ? run->bytes[1] : 0);
+        put(run, run->weights[t], run->bytes[0], length(t), initial, 0, t);
+    }
+    optim_decode(run->optim);
+    if (placed) run->tables = placed_create(run->optim, compute, places);
+}
+
+static void run_close(Run* run) {
+    placed_free(run->tables);
+    optim_free(run->optim);
+    device_close(&run->dev);
+}
+
+// One step; of a placed run without the tensors of `missing`, a bit each.
+static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = false, bool bad_scale = false) {
+    const float* scale = run->scalars + (bad_scale ? 1 : 0);
+    for (int t = 0; t < TENSORS; t++) {
+        char* to = run->tables ? run->grads[t] : run->arena + run->tensor[t].offset * run->bytes[1];
+        put(run, to, run->bytes[1], length(t), slope, step, t);
+    }
+    if (!run->tables) {
+        optim_step(run->optim, run->arena, scale, 1e-2f, step);
+        device_sync(&run->dev);
+        return;
+    }
+    const void* grads[TENSORS];
+    int group_of[TENSORS];
+    const double lr = 1e-2f, decay = 0.1f;
+    const PlacedGroup group[] = {{lr, 0.0, 0.9f, 0.95f, 1e-8f, step}, {lr, decay, 0.9f, 0.95f, 1e-8f, step}};
+    for (int t = 0; t < TENSORS; t++) {
+        grads[t] = missing >> t & 1u ? nullptr : run->grads[t];
+        group_of[t] = shapes[t].decay ? 1 : 0;
+    }
+    const PlacedStep placed = {
+        (void**)run->weights, grads, group_of, group, scale, run->scalars + (found_inf ? 3 : 2), step};
+    placed_step(run->tables, &placed);
+    device_sync(&run->dev);
+}
+
+static bool weights_same(const Run* arena, const Run* placed, int t) {
+    const int64_t bytes = length(t) * arena->bytes[0];
+    char *a = (char*)malloc((size_t)bytes), *b = (char*)malloc((size_t)bytes);
+    const char* seen = (const char*)optim_weights(arena->optim) + arena->tensor[t].offset * arena->bytes[0];
+    copy_to_host(&arena->dev, a, seen, bytes);
+    copy_to_host(&placed->dev, b, placed->weights[t], bytes);
+    const bool same = memcmp(a, b, (size_t)bytes) == 0;
+    free(a);
+    free(b);
+    return same;
+}
+
+// Whether every array of the placed run is that of the other, which has the primary weights besides.
+static bool states_same(const Run* arena, const Run* placed, const char** different) {
+    for (int s = 0; s < optim_stream_count(placed->optim); s++) {
+        const OptimStream b = optim_stream(placed->optim, s);
+        const int64_t bytes = b.elements * b.element_bytes;
+        bool found = false;
+        for (int i = 0; i < optim_stream_count(arena->optim) && !found; i++) {
+            const OptimStream a = optim_stream(arena->optim, i);
+            if (strcmp(a.name, b.name) != 0 || a.elements != b.elements) continue;
+            char *x = (char*)malloc((size_t)bytes), *y = (char*)malloc((size_t)bytes);
+            copy_to_host(&arena->dev, x, a.data, bytes);
+            copy_to_host(&placed->dev, y, b.data, bytes);
+            found = memcmp(x, y, (size_t)bytes) == 0;
+            free(x);
+            free(y);
+        }
+        *different = b.name;
+        if (!found) return false;
+    }
+    return true;
+}
+
+static void compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
+    const OptimConfig config = case_config(its, compute, grads);
+    Run arena, placed;
+    run_open(&arena, &config, compute, gpu, false, 0);
+    run_open(&placed, &config, compute, gpu, true, shift);
+    for (int step = 1; step <= STEPS; step++) {
+        run_step(&arena, step);
+        run_step(&placed, step);
+        if (step == 2) run_step(&placed, step + 1, 0, true), run_step(&placed, step + 1, 0, false, true);
+    }
+    const char* name = "";
+    for (int t = 0; t < TENSORS; t++) {
+        expect(weights_same(&arena, &placed, t), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
+               config.rule, config.weights, config.m, grads, shift, shapes[t].name);
+    }
+    expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
+           config.rule, config.weights, config.m, grads, shift, name);
+    run_close(&arena);
+    run_close(&placed);
+}
+
+static void compare_all(Test* test, bool gpu) {
+    constexpr int OWN = sizeof(cases) / sizeof(cases[0]);
+    int compared = 0;
+    for (int i = 0; i < ELEMENT_PRESETS + OWN; i++) {
+        const Case preset = {all_presets.name[i < ELEMENT_PRESETS ? i : 0], "", "", "", "", ""};
+        const Case* its = i < ELEMENT_PRESETS ? &preset : &cases[i - ELEMENT_PRESETS];
+        if (find_row(rule_table(), case_config(its, OPTIM_BF16, "bf16").rule)->matrix) continue;
+        // Weights of fp32, which overrides of weights do not leave alone.
+        const bool fp32 = i % 3 == 2 && !strstr(its->overrides, "weights=");
+        compare_case(test, its, fp32 ? OPTIM_FP32 : OPTIM_BF16, i % 2 ? "fp32" : "bf16", i % 4 == 3 ? 1 : 0, gpu);
+        compared++;
+    }
+    snprintf(test->note, sizeof(test->note), "%d combinations", compared);
+}
+
+TEST(placed_same_as_arenas) {
+    compare_all(test, false);
+}
+
+TEST(placed_same_as_arenas_gpu) {
+    compare_all(test, true);
+}
+
+// A tensor without a gradient keeps its bits, and the others do not notice.
+static void missing_gradients(Test* test, bool gpu) {
+    const Case its = {"adamw8", "", "", "", "", ""};
+    const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+    Run all, some;
+    run_open(&all, &config, OPTIM_BF16, gpu, true, 0);
+    run_open(&some, &config, OPTIM_BF16, gpu, true, 0);
+    run_step(&all, 1);
+    run_step(&some, 1);
+    char before[4096 * 4], after[4096 * 4];
+    copy_to_host(&some.dev, before, some.weights[2], length(2) * 2);
+    run_step(&all, 2);
+    run_step(&some, 2, 1u << 2);
+    copy_to_host(&some.dev, after, some.weights[2], length(2) * 2);
+    expect(memcmp(before, after, (size_t)length(2) * 2) == 0, "it has no gradient and moved");
+    for (int t = 0; t < TENSORS; t++) {
+        char a[20000], b[20000];
+        copy_to_host(&all.dev, a, all.weights[t], length(t) * 2);
+        copy_to_host(&some.dev, b, some.weights[t], length(t) * 2);
+        expect((memcmp(a, b, (size_t)length(t) * 2) == 0) == (t != 2), "%s", shapes[t].name);
+    }
+    run_close(&all);
+    run_close(&some);
+}
+
+TEST(placed_missing_gradients) {
+    missing_gradients(test, false);
+}
+
+TEST(placed_missing_gradients_gpu) {
+    missing_gradients(test, true);
+}
+
+// A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
+static void cut_tensor(Test* test, bool gpu) {
+    constexpr int64_t CUT = 768, N = 37 * 129;
+    const Case its = {"adamw8", "", "", "", "", ""};
+    OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+    config.placed = true;
+    Run whole;
+    run_open(&whole, &config, OPTIM_BF16, gpu, true, 0);
+    char *weights[2], *grads[2];
+    Optim* part[2];
+    PlacedTables* tables[2];
+    for (int p = 0; p < 2; p++) {
+        const int64_t first = p * CUT, count = p ? N - CUT : CUT, head = first % TILE_ELEMENTS;
+        OptimTensor tensor = {"wte.weight", 1, head + count, true, 0};
+        const PlacedTensor placed = {count, head, first - head};
+        optim_layout(&tensor, 1, &config);
+        part[p] = optim_create(&whole.dev, &config, &tensor, 1, OPTIM_BF16);
+        tables[p] = placed_create(part[p], OPTIM_BF16, &placed);
+        weights[p] = (char*)device_alloc(&whole.dev, N * 2);
+        grads[p] = (char*)device_alloc(&whole.dev, N * 2);
+        put(&whole, weights[p], 2, N, initial, 0, 0);
+        weights[p] += first * 2;
+    }
+    for (int step = 1; step <= STEPS; step++) {
+        const PlacedGroup group = {(double)1e-2f, (double)0.1f, 0.9f, 0.95f, 1e-8f, step};
+        run_step(&whole, step);
+        for (int p = 0; p < 2; p++) {
+            put(&whole, grads[p], 2, N, slope, step, 0);
+            void* own[] = {weights[p]};
+            const void* its_grads[] = {grads[p] + p * CUT * 2};
+            const PlacedStep placed = {own, its_grads, nullptr, &group, whole.scalars, nullptr, step};
+            placed_step(tables[p], &placed);
+        }
+    }
+    char a[N * 2], b[N * 2];
+    copy_to_host(&whole.dev, a, whole.weights[0], N * 2);
+    copy_to_host(&whole.dev, b, weights[0], CUT * 2);
+    copy_to_host(&whole.dev, b + CUT * 2, weights[1], (N - CUT) * 2);
+    expect(memcmp(a, b, sizeof(a)) == 0, "the parts differ from the whole");
+    for (int p = 0; p < 2; p++) placed_free(tables[p]), optim_free(part[p]);
+    run_close(&whole);
+}
+
+TEST(placed_cut_tensor) {
+    cut_tensor(test, false);
+}
+
+TEST(placed_cut_tensor_gpu) {
+    cut_tensor(test, true);
+}
+
+// NVRTC compiles these kernels, with and without a copy, on old and new architectures.
+TEST(placed_kernels_compile) {
+    if (!jit_available()) skip("no libnvrtc");
+    struct Kernel {
+        const char *name, *architecture;
+        Case its;
+    };
+    static const Kernel kernels[] = {
+        {"optim_step_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
+        {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", ""}},
+        {"optim_step_kernel", "sm_80", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
+        {"optim_step_kernel", "sm_90", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
+        {"optim_step_kernel", "sm_90", {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}},
+        {"optim_sums_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
+    };
+    static char step[4096], expression[4200], error[JIT_ERROR_BYTES];
+    for (const Kernel& kernel : kernels) {
+        OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
+        config.placed = true;
+        optim_expression(&config, OPTIM_BF16, step, sizeof(step));
+        snprintf(expression, sizeof(expression), "%s%s", kernel.name, strchr(step, '<'));
+        expect(strstr(expression, "Placed<"), "%s", expression);
+        JitImage image;
+        const bool good = jit_compile(expression, kernel.architecture, &image, error);
+        expect(good, "%s, %s: %s", expression, kernel.architecture, error);
+        if (good) jit_free(&image);
+    }
+}

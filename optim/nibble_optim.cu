@@ -1,0 +1,695 @@
+// The library behind nibble_optim.h: settings as text, errors as text, and an optimizer of optim.h whose weights and
+// gradients are the caller's (placed.h).
+//
+// The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
+// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each mistake in
+// nibble_optim_create leaks some KB of host memory; the states' device memory is freed from a list of its own.
+#include "nibble_optim.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stddef.h>
+
+#include "matrix/low_rank.h"
+#include "placed.h"
+
+#define NIBBLE_API extern "C" __attribute__((visibility("default")))
+
+// Errors.
+
+struct Failure {
+    jmp_buf jump;
+    NibbleStatus status;
+    char text[NIBBLE_ERROR_BYTES];
+};
+
+static thread_local Failure* failure;  // of the call that this thread is in
+
+[[noreturn]] static void fail(NibbleStatus status, const char* text) {
+    static const char prefix[] = "train: error: ";
+    const size_t skip = strncmp(text, prefix, strlen(prefix)) == 0 ? strlen(prefix) : 0;
+    snprintf(failure->text, sizeof(failure->text), "%s", text + skip);
+    for (size_t end = strlen(failure->text); end > 0 && failure->text[end - 1] == '\n'; end--)
+        failure->text[end - 1] = 0;
+    failure->status = status;
+    longjmp(failure->jump, 1);
+}
+
+// These replace the weak functions of data/errors.c. They return to the caller from its own thread only, which is
+// enough: no parallel region here allocates or reports mistakes.
+void launch_failed(int code, const char* text) {
+    if (!failure) return;
+    const bool memory = strstr(text, "cudaErrorMemoryAllocation") != nullptr;
+    fail(code == 2 ? NIBBLE_MISTAKE : memory ? NIBBLE_MEMORY : NIBBLE_SYSTEM, text);
+}
+
+void memory_failed(const char* text) {
+    if (!failure) return;
+    char first[256];
+    snprintf(first, sizeof(first), "%.*s", (int)strcspn(text, ";"), text);
+    fail(NIBBLE_MEMORY, first);
+}
+
+void notice(const char*) {}
+
+// No kernel is built in: those of ./train take arenas.
+const void* built_in_kernel(const Rows*, bool) {
+    return nullptr;
+}
+
+// Rules that read matrices need cuBLASLt, which the library does not link. These functions replace matrix/matrix.cu and
+// low_rank.cu.
+[[noreturn]] static void matrices_refused(const char* rule) {
+    user_error("%s reads whole matrices, which the library does not step; take ./train, or a rule such as adamw", rule);
+}
+
+MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor*, int) {
+    matrices_refused(plan->launch[index].config.rule);
+}
+
+LowShape low_shape(const OptimConfig* config, int64_t, int64_t) {
+    matrices_refused(config->rule);
+}
+
+void matrix_plan_free(MatrixPlan*) {}
+
+bool newton_schulz_coefficients(const char*, int, NewtonSchulz*) {
+    return true;
+}
+
+void matrix_begin(const Device*, const MatrixWork*, const float*) {}
+
+void matrix_update(const Device*, const OptimConfig*, const MatrixWork*, int, const float*, float*) {}
+
+void matrix_low_tiles(const Plan*, int, const OptimTensor*, int, Tile*) {}
+
+void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, float*, int64_t) {}
+
+void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, float*) {}
+
+void low_rank_gradients(const Device*, const MatrixWork*, int, const void*, bool, const float*) {}
+
+// Calls the function and turns an error in it into a status and a sentence.
+template <class Function>
+static NibbleStatus guarded(char* error, Function function) {
+    Failure own;
+    Failure* const before = failure;
+    own.status = NIBBLE_OK;
+    failure = &own;
+    if (setjmp(own.jump) == 0) function();
+    failure = before;
+    if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", own.status == NIBBLE_OK ? "" : own.text);
+    return own.status;
+}
+
+// The optimizer.
+
+struct Block {
+    void* memory;
+    Block* next;
+};
+
+struct NibbleOptim {
+    Device dev;
+    int gpu;  // its index; -1: the CPU
+    Optim* optim;
+    PlacedTables* tables;
+    OptimConfig config;
+    OptimType compute;
+    NibbleTensor* tensor;  // (count), with names of their own
+    OptimTensor* local;    // (count) what lies here, as the optimizer knows it
+    PlacedTensor* placed;  // (count)
+    bool* stale;           // (count): what is kept beside the parameter has to be made from it
+    int count;
+    int64_t element, end;
+    char* text[32];  // the settings' values, which the configuration points to
+    int texts;
+    void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
+    void* context;
+    Block* blocks;  // states that the library allocated
+    char describe[256];
+};
+
+// Makes the optimizer's device the current one, and its stream the caller's; returns the device to go back to.
+static int device_enter(const NibbleOptim* optim, void* stream) {
+    int before = -1;
+    ((NibbleOptim*)optim)->dev.stream = (cudaStream_t)stream;
+    if (!optim->dev.gpu) return before;
+    check(cudaGetDevice(&before));
+    if (before != optim->gpu) check(cudaSetDevice(optim->gpu));
+    return before;
+}
+
+static void device_leave(const NibbleOptim* optim, int before) {
+    if (optim->dev.gpu && before >= 0 && before != optim->gpu && cudaSetDevice(before) != cudaSuccess) return;
+}
+
+template <class Function>
+static NibbleStatus on_device(const NibbleOptim* optim, void* stream, char* error, Function function) {
+    int before = -1;
+    const NibbleStatus status = guarded(error, [&] {
+        before = device_enter(optim, stream);
+        function();
+    });
+    device_leave(optim, before);
+    return status;
+}
+
+static void gpu_open(NibbleOptim* optim) {
+    int gpus = 0;
+#ifdef __CUDACC__
+    if (cudaGetDeviceCount(&gpus) != cudaSuccess) gpus = 0;
+#else
+    user_error("device=cuda was asked for and this libnibble_optim was built without CUDA; take device=cpu");
+#endif
+    if (optim->gpu >= gpus) {
+        user_error("device=cuda:%d was asked for and %d GPUs were found; take device=cpu or a lower number", optim->gpu,
+                   gpus);
+    }
+#ifdef __CUDACC__
+    int major = 0, minor = 0;
+    optim->dev.gpu = true;
+    check(cudaDeviceGetAttribute(&optim->dev.sm_count, cudaDevAttrMultiProcessorCount, optim->gpu));
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, optim->gpu));
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, optim->gpu));
+    optim->dev.compute = 10 * major + minor;
+#endif
+}
+
+// Settings.
+
+static double setting_number(const char* key, const char* value) {
+    char* end = nullptr;
+    const double number = strtod(value, &end);
+    if (!*value || *end || !isfinite(number)) user_error("%s: \"%s\" was found; give a number", key, value);
+    return number;
+}
+
+static int64_t setting_count(const char* key, const char* value) {
+    char* end = nullptr;
+    const unsigned long long number = strtoull(value, &end, 10);
+    if (!*value || *end || *value == '-') user_error("%s: \"%s\" was found; give a whole number from 0 on", key, value);
+    return (int64_t)number;
+}
+
+struct Setting {
+    const char* key;
+    size_t at;  // of its value in OptimConfig
+};
+
+static const Setting setting_texts[] = {{"preset", offsetof(OptimConfig, preset)},
+                                        {"rule", offsetof(OptimConfig, rule)},
+                                        {"weights", offsetof(OptimConfig, weights)},
+                                        {"grads", offsetof(OptimConfig, grads)},
+                                        {"m", offsetof(OptimConfig, m)},
+                                        {"v", offsetof(OptimConfig, v)},
+                                        {"overrides", offsetof(OptimConfig, overrides)},
+                                        {"formats", offsetof(OptimConfig, formats)},
+                                        {"decay_mode", offsetof(OptimConfig, decay_mode)}};
+static const Setting setting_numbers[] = {{"lr_max", offsetof(OptimConfig, lr_max)},
+                                          {"beta3", offsetof(OptimConfig, beta3)},
+                                          {"alpha", offsetof(OptimConfig, alpha)},
+                                          {"momentum", offsetof(OptimConfig, momentum)},
+                                          {"clip_update", offsetof(OptimConfig, clip_update)}};
+
+static const char** config_text(OptimConfig* config, const Setting& setting) {
+    return (const char**)((char*)config + setting.at);
+}
+
+static float* config_number(OptimConfig* config, const Setting& setting) {
+    return (float*)((char*)config + setting.at);
+}
+
+static void setting_device(NibbleOptim* optim, const char* value) {
+    if (strcmp(value, "cpu") == 0) return;
+    const bool numbered = strncmp(value, "cuda:", 5) == 0;
+    if (!numbered && strcmp(value, "cuda") != 0) {
+        user_error("device: \"%s\" is not known; type cpu, cuda or cuda:N", value);
+    }
+    optim->gpu = numbered ? (int)setting_count("device", value + 5) : 0;
+}
+
+static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
+    OptimConfig* config = &optim->config;
+    for (const Setting& setting : setting_texts) {
+        if (strcmp(key, setting.key) == 0) *config_text(config, setting) = value;
+        if (strcmp(key, setting.key) == 0) return;
+    }
+    for (const Setting& setting : setting_numbers) {
+        if (strcmp(key, setting.key) == 0) *config_number(config, setting) = (float)setting_number(key, value);
+        if (strcmp(key, setting.key) == 0) return;
+    }
+    if (strcmp(key, "device") == 0) {
+        setting_device(optim, value);
+    } else if (strcmp(key, "parameters") == 0) {
+        const bool fp32 = strcmp(value, "fp32") == 0;
+        if (!fp32 && strcmp(value, "bf16") != 0) {
+            user_error("parameters: \"%s\" were found; an optimizer takes fp32 or bf16", value);
+        }
+        optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
+    } else if (strcmp(key, "seed") == 0) {
+        config->seed = (uint64_t)setting_count(key, value);
+    } else if (strcmp(key, "ramp") == 0) {
+        config->ramp = setting_count(key, value);
+    } else if (strcmp(key, "element") == 0) {
+        optim->element = setting_count(key, value);
+    } else {
+        user_error(
+            "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
+            "formats, seed, decay_mode, lr_max, beta3, alpha, momentum, clip_update, ramp and element",
+            key);
+    }
+}
+
+static void settings_read(NibbleOptim* optim, const char* const* settings) {
+    OptimConfig* config = &optim->config;
+    config->beta1 = 0.9f, config->beta2 = 0.95f, config->eps = 1e-8f;  // each step brings its own
+    config->placed = true;
+    optim->compute = OPTIM_BF16;
+    for (int i = 0; settings && settings[i]; i++) {
+        const char* equals = strchr(settings[i], '=');
+        if (!equals) user_error("\"%s\" was found among the settings; each is key=value", settings[i]);
+        if (optim->texts + 2 > (int)(sizeof(optim->text) / sizeof(optim->text[0]))) user_error("too many settings");
+        char* key = optim->text[optim->texts++] = text_part(settings[i], (size_t)(equals - settings[i]));
+        char* value = optim->text[optim->texts++] = text_copy(equals + 1);
+        setting_set(optim, key, value);
+    }
+    char* error = (char*)memory_zero(1, 16384);
+    const bool fp32 = optim->compute == OPTIM_FP32;
+    if (fp32 && (!config->weights || !*config->weights)) config->weights = "fp32";
+    if (!config->grads || !*config->grads) config->grads = fp32 ? "fp32" : "bf16";
+    if (optim->element % TILE_ELEMENTS != 0)
+        user_error("element: %lld is no multiple of 2048", (long long)optim->element);
+    if (!optim_resolve(config, error, 16384)) user_error("%s", error);
+    if (find_row(rule_table(), config->rule)->matrix) matrices_refused(config->rule);
+    free(error);
+}
+
+// Refuses weights that parameters of this type cannot hold: a parameter of fp32 holds fp32 alone.
+static void require_weights(const NibbleOptim* optim, const Plan* plan) {
+    for (int i = 0; i < plan->weights_count; i++) {
+        const char* name = plan->weights[i].format;
+        if (optim->compute == OPTIM_BF16 || strcmp(name, "fp32") == 0) continue;
+        user_error(
+            "weights: \"%s\" was found for parameters of fp32, which are stored as they are; give weights=fp32, or "
+            "make the parameters bf16",
+            name);
+    }
+}
+
+// Tensors.
+
+// The tensor, or its part that lies here, as the optimizer sees it.
+static OptimTensor tensor_local(const NibbleTensor* tensor) {
+    const int64_t elements = tensor->rows * tensor->cols, head = tensor->first % TILE_ELEMENTS;
+    OptimTensor local = {tensor->name, tensor->rows, tensor->cols, true, 0};
+    if (tensor->count < 0) return local;
+    if (tensor->first < 0 || tensor->first + tensor->count > elements) {
+        user_error("%s: elements %lld to %lld were named and it has %lld", tensor->name, (long long)tensor->first,
+                   (long long)(tensor->first + tensor->count), (long long)elements);
+    }
+    const bool rows = head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
+    local.rows = rows && tensor->count > 0 ? tensor->count / tensor->cols : 1;
+    local.cols = rows && tensor->count > 0 ? tensor->cols : tensor->count == 0 ? 0 : head + tensor->count;
+    return local;
+}
+
+static bool is_cut(const NibbleTensor* tensor) {
+    return tensor->count >= 0 && tensor->count < tensor->rows * tensor->cols;
+}
+
+constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
+
+static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
+    const size_t count = (size_t)optim->count;
+    optim->tensor = (NibbleTensor*)memory_zero(count, sizeof(NibbleTensor));
+    optim->local = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
+    optim->stale = (bool*)memory_zero(count, sizeof(bool));
+    OptimTensor* whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    double elements = (double)optim->element;
+    for (size_t t = 0; t < count; t++) {
+        NibbleTensor* tensor = &optim->tensor[t];
+        *tensor = tensors[t];
+        tensor->name = text_copy(tensors[t].name ? tensors[t].name : "");
+        if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
+        elements += (double)tensor->rows * (double)tensor->cols;
+        if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
+        whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0};
+        optim->local[t] = tensor_local(tensor);
+        optim->stale[t] = true;
+    }
+    optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
+    for (size_t t = 0; t < count; t++) {
+        const NibbleTensor* tensor = &optim->tensor[t];
+        const int64_t head = tensor->count < 0 ? 0 : tensor->first % TILE_ELEMENTS;
+        optim->placed[t] = {tensor->count < 0 ? tensor->rows * tensor->cols : tensor->count, head,
+                            optim->element + whole[t].offset + (tensor->count < 0 ? 0 : tensor->first - head)};
+    }
+    free(whole);
+    optim_layout(optim->local, optim->count, &optim->config);
+}
+
+// Refuses cuts through what a rule or a format needs whole.
+static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
+    for (int t = 0; t < optim->count; t++) {
+        const NibbleTensor* tensor = &optim->tensor[t];
+        const Rows rows = config_rows(&plan->launch[plan->launch_of[t]].config);
+        if (!is_cut(tensor) || tensor->count == 0) continue;
+        const bool on_rows =
+            optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
+        if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
+            user_error("%s reads whole tensors, and %s is cut at element %lld; keep it whole, or override its rule",
+                       rows.rule->name, tensor->name, (long long)tensor->first);
+        }
+        if (rows.rule->by_rows && !on_rows) {
+            user_error(
+                "%s reads whole rows, and %s is cut at element %lld; cut it at rows that begin at multiples of "
+                "2048 elements, or override its rule",
+                rows.rule->name, tensor->name, (long long)tensor->first);
+        }
+        for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
+            const Span span = format_span(format);
+            if (span == SPAN_RUN || span == SPAN_ROWS) continue;
+            user_error("%s has scales of whole tensors, and %s is cut; take a format in blocks", format->name,
+                       tensor->name);
+        }
+    }
+}
+
+static void* states_allocate(void* context, int64_t bytes) {
+    NibbleOptim* optim = (NibbleOptim*)context;
+    if (optim->allocate) {
+        void* memory = optim->allocate(optim->context, bytes);
+        char text[128];
+        snprintf(text, sizeof(text), "allocate gave no memory for %lld bytes of states", (long long)bytes);
+        if (!memory) fail(NIBBLE_MEMORY, text);
+        return memory;
+    }
+    Block* block = (Block*)memory_zero(1, sizeof(Block));
+    block->memory = device_alloc(&optim->dev, bytes);
+    block->next = optim->blocks;
+    optim->blocks = block;
+    return block->memory;
+}
+
+static void optim_make(NibbleOptim* optim, const char* const* settings, const NibbleTensor* tensors,
+                       void* (*allocate)(void* context, int64_t bytes), void* context, void* stream) {
+    if (optim->count < 0) user_error("%d tensors were named", optim->count);
+    settings_read(optim, settings);
+    if (optim->gpu >= 0) gpu_open(optim);
+    tensors_take(optim, tensors);
+    OptimConfig* config = &optim->config;
+    config->weight_decay = -1.0f;  // a step's groups say
+    config->allocate = states_allocate;
+    config->allocator = optim;
+    optim->allocate = allocate;
+    optim->context = context;
+    const int before = device_enter(optim, stream);
+    optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
+    const Plan* plan = optim_parts(optim->optim).plan;
+    require_weights(optim, plan);
+    require_whole_tensors(optim, plan);
+    optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
+    optim_describe(config, optim->describe, sizeof(optim->describe));
+    device_leave(optim, before);
+}
+
+static void optim_unmake(NibbleOptim* optim) {
+    placed_free(optim->tables);
+    optim_free(optim->optim);
+    for (Block *block = optim->blocks, *next; block; block = next) {
+        next = block->next;
+        device_free(&optim->dev, block->memory);
+        free(block);
+    }
+    for (int t = 0; optim->tensor && t < optim->count; t++) free((void*)optim->tensor[t].name);
+    for (int i = 0; i < optim->texts; i++) free(optim->text[i]);
+    free(optim->tensor);
+    free(optim->local);
+    free(optim->placed);
+    free(optim->stale);
+}
+
+NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {
+    if (!optim) return;
+    on_device(optim, optim->dev.stream, nullptr, [&] { optim_unmake(optim); });
+    free(optim);
+}
+
+NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* const* settings,
+                                            const NibbleTensor* tensors, int count,
+                                            void* (*allocate)(void* context, int64_t bytes), void* context,
+                                            void* stream, char* error) {
+    NibbleOptim* optim = nullptr;
+    *result = nullptr;
+    NibbleStatus status = guarded(error, [&] {
+        optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
+        optim->config = OptimConfig();
+        optim->gpu = -1;
+        optim->count = count;
+    });
+    if (status != NIBBLE_OK) return status;
+    status = guarded(error, [&] { optim_make(optim, settings, tensors, allocate, context, stream); });
+    if (status == NIBBLE_OK) {
+        *result = optim;
+    } else {
+        nibble_optim_free(optim);
+    }
+    return status;
+}
+
+// Weights that are kept beside the parameters.
+
+static bool keeps_weights(const NibbleOptim* optim, int tensor) {
+    const FormatRow* row = plan_place(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
+    return strcmp(row->stream[0].dtype, optim->compute == OPTIM_FP32 ? "F32" : "BF16") != 0 ||
+           row->stream[1].bits > 0 || row->stream[2].bits > 0;
+}
+
+static void weights_take(NibbleOptim* optim, int tensor, const void* weights) {
+    const PlacedTensor* placed = &optim->placed[tensor];
+    const int bytes = optim->compute == OPTIM_FP32 ? 4 : 2;
+    float* values = (float*)memory_zero((size_t)(placed->head + placed->count), sizeof(float));
+    char* codes = (char*)memory_take((size_t)(placed->count * bytes));
+    copy_to_host(&optim->dev, codes, weights, placed->count * bytes);
+    for (int64_t i = 0; i < placed->count; i++) {
+        values[placed->head + i] = bytes == 4 ? ((const float*)codes)[i] : to_float(((const bf16*)codes)[i]);
+    }
+    optim_set_weights(optim->optim, tensor, values);
+    free(values);
+    free(codes);
+}
+
+NIBBLE_API void nibble_optim_weights_changed(NibbleOptim* optim, int tensor) {
+    if (tensor >= 0 && tensor < optim->count) optim->stale[tensor] = true;
+}
+
+NIBBLE_API void nibble_optim_loaded(NibbleOptim* optim) {
+    for (int t = 0; t < optim->count; t++) optim->stale[t] = false;
+}
+
+// Refuses constants that no ./train would take, and a parameter without an address.
+static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
+    if (step->step < 1) user_error("step: %lld was found; steps count from 1", (long long)step->step);
+    for (int t = 0; t < optim->count; t++) {
+        if (!step->grads[t]) continue;
+        const NibbleGroup* group = &step->group[step->group_of ? step->group_of[t] : 0];
+        const char* name = optim->tensor[t].name;
+        if (!step->weights[t] && optim->placed[t].count > 0) user_error("%s has a gradient and no address", name);
+        if (!isfinite(group->lr) || !isfinite(group->weight_decay)) {
+            user_error("%s: lr %g and weight_decay %g were found; give numbers", name, group->lr, group->weight_decay);
+        }
+        if (!(group->beta1 >= 0.0f && group->beta1 < 1.0f && group->beta2 >= 0.0f && group->beta2 < 1.0f)) {
+            user_error("%s: betas (%g, %g) were found; give numbers from 0 to below 1", name, (double)group->beta1,
+                       (double)group->beta2);
+        }
+        if (!(group->eps > 0.0f && group->eps <= 1.0f)) {
+            user_error("%s: eps %g was found; give a number above 0, at most 1", name, (double)group->eps);
+        }
+    }
+}
+
+NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error) {
+    static_assert(sizeof(NibbleGroup) == sizeof(PlacedGroup), "the same members");
+    return on_device(optim, step->stream, error, [&] {
+        step_check(optim, step);
+        for (int t = 0; t < optim->count; t++) {
+            if (!optim->stale[t] || !step->grads[t]) continue;
+            if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);
+            optim->stale[t] = false;
+        }
+        const PlacedStep placed = {step->weights,    step->grads,     step->group_of, (const PlacedGroup*)step->group,
+                                   step->grad_scale, step->found_inf, step->step};
+        placed_step(optim->tables, &placed);
+    });
+}
+
+// States.
+
+NIBBLE_API int nibble_optim_arrays(const NibbleOptim* optim) {
+    return optim_stream_count(optim->optim);
+}
+
+NIBBLE_API NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, NibbleState* state, char* error) {
+    return guarded(error, [&] {
+        if (index < 0 || index >= optim_stream_count(optim->optim)) user_error("there is no array %d", index);
+        const OptimStream stream = optim_stream(optim->optim, index);
+        *state = {"", stream.dtype, stream.data, stream.elements * stream.element_bytes, 0, 0};
+        snprintf(state->name, sizeof(state->name), "%s", stream.name);
+    });
+}
+
+// The array of a storage's stream; its data is null if there is none.
+static OptimStream stream_of(const NibbleOptim* optim, const Place* place, const StreamInfo& info) {
+    char name[256];
+    stream_name(place->array, info, name, sizeof(name));
+    for (int s = 0; s < optim_stream_count(optim->optim) && info.bits > 0; s++) {
+        const OptimStream stream = optim_stream(optim->optim, s);
+        if (strcmp(stream.name, name) == 0) return stream;
+    }
+    return {};
+}
+
+// Finds state number `index` of a tensor; returns how many states precede it, that is `index` unless there are fewer.
+static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
+    const OptimTensor* local = &optim->local[tensor];
+    int number = 0;
+    for (int slot = 0; slot < SLOTS; slot++) {
+        const Place place = plan_place(optim_parts(optim->optim).plan, tensor, (Slot)slot);
+        for (int i = 0; place.format && i < 3; i++) {
+            const StreamInfo& info = place.format->stream[i];
+            const OptimStream stream = stream_of(optim, &place, info);
+            if (!stream.data || number++ != index) continue;
+            const bool run = info.span == SPAN_RUN;
+            const int64_t at = run ? stream_bytes(info, local->offset - place.begin) : place.at * 4,
+                          bytes = run ? stream_bytes(info, tensor_padded(local)) : span_numbers(info.span, local) * 4;
+            *state = {"", info.dtype, (char*)stream.data + at, bytes, run ? info.run : 0, info.bits};
+            stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
+            return index;
+        }
+    }
+    return number;
+}
+
+NIBBLE_API int nibble_optim_states(const NibbleOptim* optim, int tensor) {
+    NibbleState state;
+    return tensor < 0 || tensor >= optim->count ? 0 : state_find(optim, tensor, INT32_MAX, &state);
+}
+
+NIBBLE_API NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state,
+                                           char* error) {
+    return guarded(error, [&] {
+        if (index < 0 || index >= nibble_optim_states(optim, tensor)) {
+            user_error("tensor %d has no state %d", tensor, index);
+        }
+        state_find(optim, tensor, index, state);
+    });
+}
+
+// What nibble_optim_save writes before the arrays.
+struct StatesHeader {
+    char magic[16];
+    char text[1000];   // the settings that the arrays' meaning depends on
+    uint64_t tensors;  // a checksum of names and shapes
+    int64_t bytes;     // of all arrays
+};
+
+static StatesHeader states_header(const NibbleOptim* optim) {
+    StatesHeader header = {"nibble states 1", "", text_hash("", 0), 0};
+    const OptimConfig* config = &optim->config;
+    snprintf(header.text, sizeof(header.text), "rule %s, weights %s, m %s, v %s, overrides %.600s", config->rule,
+             config->weights, config->m, config->v, config->overrides);
+    for (int t = 0; t < optim->count; t++) {
+        const NibbleTensor* tensor = &optim->tensor[t];
+        const int64_t shape[] = {tensor->rows, tensor->cols, tensor->first, tensor->count, (int64_t)header.tensors};
+        header.tensors =
+            text_hash((const char*)shape, sizeof(shape)) ^ text_hash(tensor->name, (int64_t)strlen(tensor->name));
+    }
+    for (int s = 0; s < optim_stream_count(optim->optim); s++) {
+        const OptimStream stream = optim_stream(optim->optim, s);
+        header.bytes += stream.elements * stream.element_bytes;
+    }
+    return header;
+}
+
+NIBBLE_API int64_t nibble_optim_bytes(const NibbleOptim* optim) {
+    return (int64_t)sizeof(StatesHeader) + states_header(optim).bytes;
+}
+
+NIBBLE_API NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, void* stream, char* error) {
+    return on_device(optim, stream, error, [&] {
+        const StatesHeader header = states_header(optim);
+        memcpy(to, &header, sizeof(header));
+        char* at = (char*)to + sizeof(header);
+        for (int s = 0; s < optim_stream_count(optim->optim); s++) {
+            const OptimStream array = optim_stream(optim->optim, s);
+            copy_to_host(&optim->dev, at, array.data, array.elements * array.element_bytes);
+            at += array.elements * array.element_bytes;
+        }
+    });
+}
+
+NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t bytes, void* stream,
+                                          char* error) {
+    return on_device(optim, stream, error, [&] {
+        const StatesHeader here = states_header(optim);
+        StatesHeader header;
+        if (bytes < (int64_t)sizeof(header)) user_error("%lld bytes are no states", (long long)bytes);
+        memcpy(&header, from, sizeof(header));
+        if (memcmp(header.magic, here.magic, sizeof(here.magic)) != 0) {
+            user_error("these bytes are no states that nibble_optim_save wrote");
+        }
+        header.text[sizeof(header.text) - 1] = 0;
+        if (strcmp(header.text, here.text) != 0) {
+            user_error("the states are of %s, and the optimizer has %s", header.text, here.text);
+        }
+        if (header.tensors != here.tensors || header.bytes != here.bytes ||
+            bytes != (int64_t)sizeof(header) + here.bytes) {
+            user_error("the states are of other tensors: another number, order, name or shape");
+        }
+        const char* at = (const char*)from + sizeof(header);
+        for (int s = 0; s < optim_stream_count(optim->optim); s++) {
+            const OptimStream array = optim_stream(optim->optim, s);
+            copy_to_device(&optim->dev, array.data, at, array.elements * array.element_bytes);
+            at += array.elements * array.element_bytes;
+        }
+        nibble_optim_loaded(optim);
+    });
+}
+
+// What an optimizer is.
+
+NIBBLE_API int64_t nibble_optim_element(const NibbleOptim* optim, int tensor) {
+    if (tensor < 0 || tensor >= optim->count) return -1;
+    const NibbleTensor* its = &optim->tensor[tensor];
+    const int64_t first = its->count < 0 ? 0 : its->first - its->first % TILE_ELEMENTS;
+    return optim->placed[tensor].element - first;
+}
+
+NIBBLE_API int64_t nibble_optim_end(const NibbleOptim* optim) {
+    return optim->end;
+}
+
+NIBBLE_API const char* nibble_optim_describe(const NibbleOptim* optim) {
+    return optim->describe;
+}
+
+NIBBLE_API const char* nibble_optim_setting(const NibbleOptim* optim, const char* key) {
+    for (const Setting& setting : setting_texts) {
+        if (strcmp(key, setting.key) == 0) return *config_text((OptimConfig*)&optim->config, setting);
+    }
+    return nullptr;
+}
+
+NIBBLE_API int nibble_optim_gpus(void) {
+    int gpus = 0;
+#ifdef __CUDACC__
+    if (cudaGetDeviceCount(&gpus) != cudaSuccess) gpus = 0;
+#endif
+    return gpus;
+}
+
+NIBBLE_API int nibble_optim_version(void) {
+    return NIBBLE_OPTIM_VERSION;
+}

@@ -1,0 +1,122 @@
+// The optimizer as a library, libnibble_optim.so (`make lib`): AdamW, Lion and others with weights and states in any
+// format from fp32 to 4 bits, one launch a step, on a GPU or on the CPU. optim/README.md lists rules and formats.
+//
+// Parameters and gradients stay in the caller's own tensors; each step is given their addresses. The optimizer keeps
+// the states, and the codes of weights that a parameter cannot hold. A step's result depends only on the tensors, their
+// order, the settings and the step's number: the CPU, any GPU and ./train give the same bits.
+//
+// No function prints or ends the process. A function that can fail returns a status and writes one sentence into
+// `error`, which is NIBBLE_ERROR_BYTES long or null. A step that returns NIBBLE_MISTAKE has changed nothing. Optimizers
+// share nothing, so threads may use several at once, each of them from one thread at a time. Plain C99.
+#ifndef NIBBLE_OPTIM_H
+#define NIBBLE_OPTIM_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NIBBLE_OPTIM_VERSION 1
+#define NIBBLE_ERROR_BYTES 32768
+
+typedef enum {
+    NIBBLE_OK,
+    NIBBLE_SYSTEM,   // CUDA, the driver or NVRTC failed
+    NIBBLE_MISTAKE,  // the caller asked for something impossible; the sentence says what to ask for
+    NIBBLE_MEMORY    // there is no more memory
+} NibbleStatus;
+
+typedef struct NibbleOptim NibbleOptim;
+
+// A parameter. If other processes hold parts of it, elements `first` to `first` + `count` - 1 (row by row) lie here;
+// a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
+// is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
+// block that is cut: each of its parts has a scale of its own. Rules that read rows take no part, except adam-mini
+// (cuts at rows).
+typedef struct {
+    const char* name;    // for overrides and messages
+    int64_t rows, cols;  // of the whole tensor; 1 row for a vector
+    int64_t first, count;
+} NibbleTensor;
+
+// Makes an optimizer. `settings` ends with a null and has texts "key=value", whose values are those of ./train's
+// options:
+//     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
+//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, momentum,
+//                 clip_update, ramp, seed
+//     grads       fp32 or bf16; the parameters' type unless it is named
+//     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before
+//     them
+// Without `weights`, parameters of fp32 are stored as they are and those of bf16 as the preset says. `tensors` are
+// copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
+// there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
+NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* settings, const NibbleTensor* tensors,
+                                 int count, void* (*allocate)(void* context, int64_t bytes), void* context,
+                                 void* stream, char* error);
+void nibble_optim_free(NibbleOptim* optim);
+
+// Constants that tensors share.
+typedef struct {
+    double lr, weight_decay;
+    float beta1, beta2, eps;  // rmnp and normuon-lite have the setting momentum in beta1's place
+    int64_t step;             // of these tensors, from 1, for bias corrections
+} NibbleGroup;
+
+typedef struct {
+    void* const* weights;      // (count) addresses on the device, contiguous elements of the type `parameters`
+    const void* const* grads;  // (count) of the type `grads`; null: the step leaves the tensor alone
+    const int* group_of;       // (count) or null: all tensors are in the first group
+    const NibbleGroup* group;
+    const float* grad_scale;  // on the device: multiplies every gradient; null: 1. NaN or infinite: nothing changes
+    const float* found_inf;   // on the device: unless it is 0, nothing changes; null: 0
+    int64_t step;             // from 1, for the noise
+    void* stream;             // a CUDA stream; the call returns before the GPU is done
+} NibbleStep;
+
+NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error);
+
+// Tells the optimizer that the caller has written to a parameter. The next step makes what it keeps beside the
+// parameter (a master, codes) from the new values.
+void nibble_optim_weights_changed(NibbleOptim* optim, int tensor);
+
+// An array of the states, or a tensor's part of one, in whole tiles of 2048 elements. Names and types are those of
+// ./train's optimizer.safetensors.
+typedef struct {
+    char name[160];     // "m", "m.scales", "v", "master", ...; of an array with the override that asked for it
+    const char* dtype;  // safetensors' name: "U8", "BF16", "F32", ...
+    void* data;         // device memory
+    int64_t bytes;
+    int64_t run;  // elements that share a number; 0: the numbers belong to whole rows, columns or tensors
+    int bits;     // of a number; 4: two to a byte, the first in the upper half. 0 with arrays, which have no run
+} NibbleState;
+
+int nibble_optim_arrays(const NibbleOptim* optim);
+NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, NibbleState* state, char* error);
+int nibble_optim_states(const NibbleOptim* optim, int tensor);
+NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state, char* error);
+
+// Copies all states to host memory of nibble_optim_bytes, and back into an optimizer with the same settings and
+// tensors.
+int64_t nibble_optim_bytes(const NibbleOptim* optim);
+NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, void* stream, char* error);
+NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t bytes, void* stream, char* error);
+// Tells the optimizer that the caller has written the states through their addresses. The next step uses them as they
+// are.
+void nibble_optim_loaded(NibbleOptim* optim);
+
+// Return where a tensor's first element lies in the model, and where the last tensor ends.
+int64_t nibble_optim_element(const NibbleOptim* optim, int tensor);
+int64_t nibble_optim_end(const NibbleOptim* optim);
+
+// "adamw  weights bf16:sr  grads bf16  m dyn8/256  v udyn8/256  4.03 B/param"
+const char* nibble_optim_describe(const NibbleOptim* optim);
+// The value of a setting after defaults, such as "weights"; null if there is none of this name.
+const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
+// Returns how many GPUs the library can use; 0 if it was built without CUDA.
+int nibble_optim_gpus(void);
+// The version of this header that the library was built with.
+int nibble_optim_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

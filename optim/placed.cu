@@ -1,0 +1,474 @@
+// See placed.h.
+#include "placed.h"
+
+#include <assert.h>
+
+#include "rows.h"
+
+// One tile of the table: which part of which tensor it is.
+struct PlacedTile {
+    int64_t from;     // the tile's first element, counted in the caller's tensor; below 0 in a cut tensor's first tile
+    int64_t element;  // counted over the model
+    uint32_t tensor;
+    int32_t weights_slot, grads_slot;  // of the arena beside, or -1: in place
+    uint16_t begin, end;               // the tile's elements that the caller's tensor has
+};
+
+struct PlacedPointers {
+    void* weights;
+    const void* grads;
+};
+
+// Tiles with the same constants: one launch.
+struct PlacedRun {
+    int launch;
+    bool by_rows;  // the launch's rule reads rows
+    int64_t first, tiles;
+    int group[STEP_GROUPS], settings[STEP_GROUPS];  // the caller's group and the plan's
+    int groups;
+};
+
+// What the kernels here need of the tables; all pointers are device memory.
+struct PlacedView {
+    PlacedTile* tile;          // (tiles)
+    PlacedPointers* pointers;  // (tensors)
+    TilePlace* places;         // (tiles)
+    uint32_t* beside;          // (staged) numbers of the tiles that have a slot
+    char *weights, *grads;     // the arenas beside
+    int weight_bytes, grad_bytes;
+};
+
+struct PlacedTables {
+    Optim* optim;
+    OptimParts parts;
+    PlacedTensor* tensor;      // (count)
+    PlacedPointers* pointers;  // (count) of the last step
+    int* group_of;             // (count) of the last step; -1: no gradient
+    unsigned char* unaligned;  // (count) of the last step: bit 0 the weights, bit 1 the gradients
+    bool built;
+    PlacedRun* run;
+    int runs;
+    int64_t tiles, staged;
+    Tile* step_tiles;  // device memory (tiles)
+    int64_t* rows_at;  // (launches): where the gradients of a rule that reads rows begin, in tiles of the arena beside
+    float* scalars;    // device: 1, and the scale of a step
+    PlacedView view;
+};
+
+// Host and device do the same.
+
+OPTIM_INLINE void placed_place(const PlacedView& view, int64_t t) {
+    const PlacedTile tile = view.tile[t];
+    const PlacedPointers at = view.pointers[tile.tensor];
+    char* weights = (char*)at.weights + tile.from * view.weight_bytes;
+    const char* grads = (const char*)at.grads + tile.from * view.grad_bytes;
+    if (tile.weights_slot >= 0) {
+        weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
+    }
+    if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
+    view.places[t] = {weights, grads, tile.element};
+}
+
+// Copies one element of 2 or 4 bytes, or zero if there is none.
+OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int64_t from_index, int bytes, bool there) {
+    if (bytes == 2) ((uint16_t*)to)[to_index] = there ? ((const uint16_t*)from)[from_index] : (uint16_t)0;
+    if (bytes == 4) ((uint32_t*)to)[to_index] = there ? ((const uint32_t*)from)[from_index] : 0u;
+}
+
+// Element i of a tile on its way into the arenas beside, and its weight on the way back.
+OPTIM_INLINE void placed_bring(const PlacedView& view, int64_t t, int i) {
+    const PlacedTile tile = view.tile[t];
+    const PlacedPointers at = view.pointers[tile.tensor];
+    const bool there = i >= tile.begin && i < tile.end;
+    if (tile.weights_slot >= 0) {
+        placed_copy(view.weights, (int64_t)tile.weights_slot * TILE_ELEMENTS + i, at.weights, tile.from + i,
+                    view.weight_bytes, there);
+    }
+    if (tile.grads_slot >= 0) {
+        placed_copy(view.grads, (int64_t)tile.grads_slot * TILE_ELEMENTS + i, at.grads, tile.from + i, view.grad_bytes,
+                    there);
+    }
+}
+
+OPTIM_INLINE void placed_return(const PlacedView& view, int64_t t, int i) {
+    const PlacedTile tile = view.tile[t];
+    if (tile.weights_slot < 0 || i < tile.begin || i >= tile.end) return;
+    placed_copy(view.pointers[tile.tensor].weights, tile.from + i, view.weights,
+                (int64_t)tile.weights_slot * TILE_ELEMENTS + i, view.weight_bytes, true);
+}
+
+OPTIM_INLINE float placed_scale(const float* grad_scale, const float* found_inf) {
+    if (found_inf && *found_inf != 0.0f) return NAN;
+    return grad_scale ? *grad_scale : 1.0f;
+}
+
+#ifdef __CUDACC__
+// grid: ceil(tiles / block), block: any.
+__global__ void placed_places_kernel(const PlacedView view, int64_t tiles) {
+    const int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < tiles) placed_place(view, t);
+}
+
+// grid: a thread block for each tile with a slot, block: any.
+__global__ void placed_bring_kernel(const PlacedView view) {
+    for (int i = threadIdx.x; i < TILE_ELEMENTS; i += blockDim.x) placed_bring(view, view.beside[blockIdx.x], i);
+}
+
+__global__ void placed_return_kernel(const PlacedView view) {
+    for (int i = threadIdx.x; i < TILE_ELEMENTS; i += blockDim.x) placed_return(view, view.beside[blockIdx.x], i);
+}
+
+// grid: 1, block: 1.
+__global__ void placed_scale_kernel(const float* grad_scale, const float* found_inf, float* scale) {
+    *scale = placed_scale(grad_scale, found_inf);
+}
+#endif
+
+PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors) {
+    PlacedTables* tables = (PlacedTables*)memory_zero(1, sizeof(PlacedTables));
+    const OptimParts parts = tables->parts = optim_parts(optim);
+    const size_t count = (size_t)parts.count;
+    const float scalars[2] = {1.0f, 1.0f};
+    for (int i = 0; i < parts.plan->launches; i++) assert(!config_scaled(&parts.plan->launch[i].config));
+    tables->optim = optim;
+    tables->tensor = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
+    if (count > 0) memcpy(tables->tensor, tensors, count * sizeof(PlacedTensor));
+    tables->pointers = (PlacedPointers*)memory_zero(count, sizeof(PlacedPointers));
+    tables->group_of = (int*)memory_zero(count, sizeof(int));
+    tables->unaligned = (unsigned char*)memory_zero(count, 1);
+    tables->rows_at = (int64_t*)memory_zero(LAUNCHES, sizeof(int64_t));
+    tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
+    copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
+    tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
+    tables->view.grad_bytes = config_rows(parts.config).grads->stream[0].bits / 8;
+    tables->view.pointers = (PlacedPointers*)device_alloc(parts.dev, (int64_t)(count * sizeof(PlacedPointers)) + 1);
+    return tables;
+}
+
+static void tables_clear(PlacedTables* tables) {
+    const Device* dev = tables->parts.dev;
+    PlacedView* view = &tables->view;
+    void* device[] = {view->tile, view->places, view->beside, view->weights, view->grads, tables->step_tiles};
+    for (void* memory : device) device_free(dev, memory);
+    view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
+    view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
+    free(tables->run);
+    tables->run = nullptr;
+    tables->runs = 0;
+    tables->built = false;
+}
+
+void placed_free(PlacedTables* tables) {
+    if (!tables) return;
+    tables_clear(tables);
+    device_free(tables->parts.dev, tables->scalars);
+    device_free(tables->parts.dev, tables->view.pointers);
+    free(tables->tensor);
+    free(tables->pointers);
+    free(tables->group_of);
+    free(tables->unaligned);
+    free(tables->rows_at);
+    free(tables);
+}
+
+// Building the tables.
+
+// Tables that grow on the host until they are complete.
+struct PlacedBuild {
+    Tile* step_tile;
+    PlacedTile* tile;
+    uint32_t* beside;
+    int64_t tiles, staged;
+    int32_t weights_slots, grads_slots;
+};
+
+// True if a launch needs all of its tensors in each step.
+static bool launch_is_whole(const Rows* rows) {
+    const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
+    return rows->rule->by_rows || spans;
+}
+
+static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
+    const OptimParts* parts = &tables->parts;
+    const char *with = nullptr, *without = nullptr;
+    for (int t = 0; t < parts->count; t++) {
+        if (parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
+        (tables->group_of[t] < 0 ? without : with) = parts->tensors[t].name;
+    }
+    if (!with || !without) return;
+    user_error(
+        "%s has a gradient and %s has none, and a step of %s with m %s and v %s takes all tensors or none; give "
+        "both a gradient, or override the formats of one",
+        with, without, rows->rule->name, rows->m->name, rows->v->name);
+}
+
+// The number of the tensor's constants among those of a run; -1 if the run has no room for them.
+static int run_group(PlacedRun* run, int group, int settings) {
+    for (int i = 0; i < run->groups; i++) {
+        if (run->group[i] == group && run->settings[i] == settings) return i;
+    }
+    if (run->groups == STEP_GROUPS) return -1;
+    run->group[run->groups] = group;
+    run->settings[run->groups] = settings;
+    return run->groups++;
+}
+
+// Adds the tiles of one tensor.
+static void build_tensor(const PlacedTables* tables, PlacedBuild* build, int t, int group, bool by_rows,
+                         int64_t rows_slot) {
+    const OptimTensor* tensor = &tables->parts.tensors[t];
+    const PlacedTensor* placed = &tables->tensor[t];
+    const unsigned char unaligned = tables->unaligned[t];
+    const int64_t tiles = tensor_padded(tensor) / TILE_ELEMENTS, first = tensor->offset / TILE_ELEMENTS;
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from;
+        PlacedTile tile = {from, placed->element + i * TILE_ELEMENTS, (uint32_t)t, -1, -1, 0, 0};
+        tile.begin = (uint16_t)(from < 0 ? -from : 0);
+        tile.end = (uint16_t)(left < TILE_ELEMENTS ? left : TILE_ELEMENTS);
+        const bool partly = tile.end - tile.begin < TILE_ELEMENTS;
+        if (partly || (unaligned & 1)) tile.weights_slot = build->weights_slots++;
+        if (by_rows) {
+            tile.grads_slot = (int32_t)(rows_slot + first + i);
+        } else if (partly || (unaligned & 2)) {
+            tile.grads_slot = build->grads_slots++;
+        }
+        if (tile.weights_slot >= 0 || tile.grads_slot >= 0) build->beside[build->staged++] = (uint32_t)build->tiles;
+        build->step_tile[build->tiles] = {(uint32_t)(first + i), (uint32_t)group};
+        build->tile[build->tiles++] = tile;
+    }
+}
+
+// Adds the tiles of a launch: runs of at most STEP_GROUPS different constants each.
+static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
+    const OptimParts* parts = &tables->parts;
+    const LaunchPlan* plan = &parts->plan->launch[launch];
+    const Rows rows = config_rows(&plan->config);
+    bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
+    int64_t rows_slot = 0;
+    if (launch_is_whole(&rows)) require_all(tables, launch, &rows);
+    if (rows.rule->by_rows) {
+        tables->rows_at[launch] = build->grads_slots;
+        rows_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
+        build->grads_slots += (int32_t)plan->tiles;
+    }
+    for (bool more = true; more;) {
+        PlacedRun run = {launch, rows.rule->by_rows, build->tiles, 0, {}, {}, 0};
+        more = false;
+        for (int t = 0; t < parts->count; t++) {
+            const int group = tables->group_of[t];
+            if (done[t] || group < 0 || parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
+            const int number = run_group(&run, group, parts->plan->group_of[t]);
+            more = more || number < 0;
+            if (number < 0) continue;
+            done[t] = true;
+            build_tensor(tables, build, t, number, rows.rule->by_rows, rows_slot);
+        }
+        run.tiles = build->tiles - run.first;
+        if (run.tiles == 0) break;
+        tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
+        tables->run[tables->runs++] = run;
+    }
+    free(done);
+}
+
+static void* uploaded(const Device* dev, const void* host, int64_t bytes) {
+    void* device = device_alloc(dev, bytes);
+    copy_to_device(dev, device, host, bytes);
+    return device;
+}
+
+static void tables_build(PlacedTables* tables) {
+    const OptimParts* parts = &tables->parts;
+    const Device* dev = parts->dev;
+    PlacedView* view = &tables->view;
+    const size_t most = (size_t)((parts->plan->end - parts->plan->begin) / TILE_ELEMENTS);
+    tables_clear(tables);
+    PlacedBuild build = {(Tile*)memory_take(most * sizeof(Tile)),
+                         (PlacedTile*)memory_take(most * sizeof(PlacedTile)),
+                         (uint32_t*)memory_take(most * sizeof(uint32_t)),
+                         0,
+                         0,
+                         0,
+                         0};
+    for (int launch = 0; launch < parts->plan->launches; launch++) build_launch(tables, &build, launch);
+    tables->tiles = build.tiles;
+    tables->staged = build.staged;
+    tables->step_tiles = (Tile*)uploaded(dev, build.step_tile, build.tiles * (int64_t)sizeof(Tile));
+    view->tile = (PlacedTile*)uploaded(dev, build.tile, build.tiles * (int64_t)sizeof(PlacedTile));
+    view->beside = (uint32_t*)uploaded(dev, build.beside, build.staged * (int64_t)sizeof(uint32_t));
+    view->places = (TilePlace*)device_alloc(dev, build.tiles * (int64_t)sizeof(TilePlace));
+    const int64_t weights = (int64_t)build.weights_slots * TILE_ELEMENTS * view->weight_bytes,
+                  grads = (int64_t)build.grads_slots * TILE_ELEMENTS * view->grad_bytes;
+    view->weights = (char*)device_alloc(dev, weights);
+    view->grads = (char*)device_alloc(dev, grads);
+    device_zero(dev, view->grads, grads);  // tiles between the rows of tensors, which nothing brings
+    free(build.step_tile);
+    free(build.tile);
+    free(build.beside);
+    tables->built = true;
+}
+
+// The step.
+
+// Takes over what this step says of each tensor. Builds the tables if another set of tensors, groups or alignments
+// needs them. Returns whether an address has changed.
+static bool tables_update(PlacedTables* tables, const PlacedStep* step) {
+    bool same = tables->built, moved = !same;
+    for (int t = 0; t < tables->parts.count; t++) {
+        const int64_t shift = -tables->tensor[t].head;
+        const void* grads = tables->tensor[t].count > 0 ? step->grads[t] : nullptr;
+        const int group = !grads ? -1 : step->group_of ? step->group_of[t] : 0;
+        const PlacedPointers now = {grads ? step->weights[t] : nullptr, grads};
+        const bool weights_off = ((uintptr_t)now.weights + (uintptr_t)(shift * tables->view.weight_bytes)) % 16 != 0;
+        const bool grads_off = ((uintptr_t)now.grads + (uintptr_t)(shift * tables->view.grad_bytes)) % 16 != 0;
+        const unsigned char unaligned = (unsigned char)((weights_off ? 1 : 0) | (grads_off ? 2 : 0));
+        same = same && group == tables->group_of[t] && (group < 0 || unaligned == tables->unaligned[t]);
+        moved = moved || now.weights != tables->pointers[t].weights || now.grads != tables->pointers[t].grads;
+        tables->group_of[t] = group;
+        tables->unaligned[t] = unaligned;
+        tables->pointers[t] = now;
+    }
+    if (!same) tables_build(tables);
+    return moved || !same;
+}
+
+// Has the tiles' places follow the addresses.
+static void tables_places(PlacedTables* tables) {
+    const Device* dev = tables->parts.dev;
+    const PlacedView view = tables->view;
+    const int64_t bytes = tables->parts.count * (int64_t)sizeof(PlacedPointers);
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        // From pageable memory: the call returns when the host's array may change.
+        check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
+        placed_places_kernel<<<(unsigned)ceil_div(tables->tiles, 256), 256, 0, dev->stream>>>(view, tables->tiles);
+        check_launch();
+        return;
+    }
+#endif
+    copy_to_device(dev, view.pointers, tables->pointers, bytes);
+    for (int64_t t = 0; t < tables->tiles; t++) placed_place(view, t);
+}
+
+enum Way { BRING, RETURN };
+
+static void tables_move(const PlacedTables* tables, Way way) {
+    const PlacedView view = tables->view;
+    if (tables->staged == 0) return;
+#ifdef __CUDACC__
+    const Device* dev = tables->parts.dev;
+    if (dev->gpu) {
+        if (way == BRING) placed_bring_kernel<<<(unsigned)tables->staged, 256, 0, dev->stream>>>(view);
+        if (way == RETURN) placed_return_kernel<<<(unsigned)tables->staged, 256, 0, dev->stream>>>(view);
+        check_launch();
+        return;
+    }
+#endif
+    for (int64_t s = 0; s < tables->staged; s++) {
+        for (int i = 0; i < TILE_ELEMENTS; i++) {
+            if (way == BRING) placed_bring(view, view.beside[s], i);
+            if (way == RETURN) placed_return(view, view.beside[s], i);
+        }
+    }
+}
+
+// The device scalar that multiplies the gradients of this step.
+static const float* tables_scale(const PlacedTables* tables, const PlacedStep* step) {
+    if (!step->grad_scale && !step->found_inf) return tables->scalars;
+    float* scale = tables->scalars + 1;
+#ifdef __CUDACC__
+    const Device* dev = tables->parts.dev;
+    if (dev->gpu) {
+        placed_scale_kernel<<<1, 1, 0, dev->stream>>>(step->grad_scale, step->found_inf, scale);
+        check_launch();
+        return scale;
+    }
+#endif
+    *scale = placed_scale(step->grad_scale, step->found_inf);
+    return scale;
+}
+
+static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
+    OptimConfig own = *config;
+    own.beta2 = group->beta2, own.eps = group->eps;
+    if (!has_momentum(find_row(rule_table(), config->rule))) own.beta1 = group->beta1;
+    const Settings used = {settings->lr, settings->decay < 0.0 ? group->decay : settings->decay};
+    return hyper_create(&own, &used, group->lr, group->step > 0 ? group->step : step);
+}
+
+// What the kernels of a step share.
+static StepArguments step_arguments(const PlacedTables* tables, const PlacedStep* step, const float* scale) {
+    StepArguments arguments = {};
+    arguments.grad_scale = scale;
+    arguments.seed = tables->parts.config->seed;
+    arguments.step = (uint32_t)step->step;
+    return arguments;
+}
+
+static void run_step(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+    const Plan* plan = tables->parts.plan;
+    StepArguments arguments = step_arguments(tables, step, scale);
+    arguments.tiles = tables->step_tiles + run->first;
+    arguments.tile_count = run->tiles;
+    arguments.places = tables->view.places + run->first;
+    for (int i = 0; i < run->groups; i++) {
+        arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
+                                       &plan->group[run->settings[i]], step->step);
+    }
+    optim_launch(tables->optim, run->launch, &arguments);
+}
+
+// True if the run is the first one of a launch whose rule reads rows.
+static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
+    return run->by_rows && (run == tables->run || run[-1].launch != run->launch);
+}
+
+// The passes of a launch, before its first run. They read no learning rate and no decay, and the other constants are
+// the same for all tensors (require_same_constants).
+static void run_passes(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+    const Plan* plan = tables->parts.plan;
+    const LaunchPlan* launch = &plan->launch[run->launch];
+    const PlacedGroup* group = &step->group[run->group[0]];
+    StepArguments arguments = step_arguments(tables, step, scale);
+    for (int i = 0; i < plan->groups; i++) {
+        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step->step);
+    }
+    const int64_t first = tables->rows_at[run->launch] * TILE_ELEMENTS - (launch->run.begin - plan->begin);
+    optim_passes(tables->optim, run->launch, tables->view.grads + first * tables->view.grad_bytes, &arguments,
+                 group->step > 0 ? group->step : step->step);
+}
+
+// Refuses tensors of a rule that reads rows with different betas or numbers of steps: its passes take them all
+// together.
+static void require_same_constants(const PlacedTables* tables, const PlacedStep* step) {
+    const PlacedGroup* first = nullptr;
+    for (int i = 0; i < tables->runs; i++) {
+        const PlacedRun* run = &tables->run[i];
+        if (run_has_passes(tables, run)) first = &step->group[run->group[0]];
+        for (int g = 0; g < run->groups && run->by_rows; g++) {
+            const PlacedGroup* group = &step->group[run->group[g]];
+            if (group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->step == first->step) continue;
+            user_error(
+                "%s reads whole rows and its tensors were given betas (%g, %g) at step %lld and (%g, %g) at step %lld; "
+                "give them the same betas and step them together, or override the rule of some",
+                tables->parts.plan->launch[run->launch].config.rule, (double)first->beta1, (double)first->beta2,
+                (long long)first->step, (double)group->beta1, (double)group->beta2, (long long)group->step);
+        }
+    }
+}
+
+void placed_step(PlacedTables* tables, const PlacedStep* step) {
+    const bool moved = tables_update(tables, step);
+    if (tables->tiles == 0) return;
+    if (moved) tables_places(tables);
+    require_same_constants(tables, step);
+    const float* scale = tables_scale(tables, step);
+    tables_move(tables, BRING);
+    for (int i = 0; i < tables->runs; i++) {
+        const PlacedRun* run = &tables->run[i];
+        if (run_has_passes(tables, run)) run_passes(tables, run, step, scale);
+        run_step(tables, run, step, scale);
+    }
+    optim_settle(tables->optim, scale);
+    tables_move(tables, RETURN);
+}

@@ -1,0 +1,58 @@
+// Steps over tensors of the caller's own, as PyTorch has them. Weights and gradients lie where the caller says at each
+// step; only the states lie in arenas of the optimizer, whose config is `placed`.
+//
+// A table gives each tile of 2048 elements its place (TilePlace, kernel.cuh). So the step is still one launch for each
+// combination of formats, and it reads gradients and writes weights in place. Some data passes through a small arena
+// beside the tensors, because the copy engine or the passes cannot read it in place:
+//     tiles that are not whole, at the end of a tensor or at a cut          4 to 8 KB a tensor
+//     tensors that do not begin at a multiple of 16 bytes                   the whole tensor
+//     gradients of a rule that reads rows                                   the whole tensor
+//
+// What a step costs besides optim_step's work: three short kernels, and an upload of 16 bytes a tensor if an address
+// has changed. If other tensors have gradients than in the last step, or other groups, 40 bytes a tile are uploaded.
+#pragma once
+#include "plan.h"
+
+// What is fixed for a tensor. A tensor is cut if other processes hold parts of it: then `count` of its elements lie
+// here, and `head` elements of their first tile come before them.
+struct PlacedTensor {
+    int64_t count;
+    int64_t head;     // below TILE_ELEMENTS; rows x cols of its OptimTensor are head + count
+    int64_t element;  // the first one of the first tile, counted over the whole model: a multiple of TILE_ELEMENTS
+};
+
+struct PlacedGroup {
+    double lr, decay;
+    float beta1, beta2, eps;
+    int64_t step;  // counts from 1, for the bias corrections
+};
+
+struct PlacedStep {
+    void* const* weights;      // (tensors) in the compute type
+    const void* const* grads;  // (tensors) in the config's format; null: the step leaves the tensor alone
+    const int* group_of;       // (tensors), or null: all are in the first group
+    const PlacedGroup* group;
+    const float* grad_scale;  // device scalar that multiplies every gradient, or null: 1
+    const float* found_inf;   // device scalar, or null; unless it is 0 the step changes nothing
+    int64_t step;             // counts from 1, for the noise
+};
+
+typedef struct PlacedTables PlacedTables;
+
+// `tensors` has an entry for each of the optimizer's. The tables must not outlive the optimizer.
+PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors);
+void placed_free(PlacedTables* tables);
+
+// One step, on the stream of the optimizer's device. Reports through user_error, before anything changes, if some
+// tensors of a rule that reads rows, or of formats whose scales are of whole tensors, have a gradient and others none,
+// or if tensors of a rule that reads rows have different betas or have taken different numbers of steps.
+void placed_step(PlacedTables* tables, const PlacedStep* step);
+
+// The parts of optim_step, for these steps. Both set the arrays that `arguments` needs besides tiles and places.
+// optim_passes runs the passes of a rule that reads rows; they read `grads`, an arena, and the constants in the order
+// of the plan's groups. `step` counts the tensors' own steps. A launch without passes does not need the call.
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step);
+// Updates the tiles that `arguments` names; a launch's passes come before its first tiles.
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments);
+// Ends a step, after all launches.
+void optim_settle(const Optim* optim, const float* grad_scale);

@@ -1,0 +1,79 @@
+"""Between a torch optimizer's states and ./train's optimizer.safetensors, to the bit, both ways. Formats, rule and
+overrides must be the same on both sides; names and shapes say which tensor is which."""
+import json
+import struct
+
+import torch
+
+from . import library
+
+SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8,
+               "I16": torch.int16, "F8_E8M0": torch.uint8, "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8}
+
+
+def _read(path):
+    """The arrays of a safetensors file as bytes: {name: (dtype, tensor)}."""
+    with open(path, "rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(size))
+        data = bytearray(file.read())
+    return {name: (entry["dtype"], torch.frombuffer(data, dtype=torch.uint8)[slice(*entry["data_offsets"])])
+            for name, entry in header.items() if name != "__metadata__"}
+
+
+def _write(path, arrays):
+    header, at = {}, 0
+    for name, (dtype, data) in arrays.items():
+        elements = data.numel() // SAFETENSORS[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": [elements], "data_offsets": [at, at + data.numel()]}
+        at += data.numel()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, data in arrays.values():
+            file.write(data.numpy().tobytes())
+
+
+def _bytes_at(part, address, size):
+    block = next(b for b in part.blocks if b.data_ptr() <= address < b.data_ptr() + b.numel())
+    return block[address - block.data_ptr():][:size]
+
+
+def _single(optimizer):
+    if len(optimizer._parts) != 1:
+        raise ValueError(f"the optimizer has {len(optimizer._parts)} parts (parameters of several types or formats, or "
+                         "none stepped yet), and ./train has one")
+    part = optimizer._parts[0]
+    if any(count >= 0 for *_, count in part.tensors):
+        raise ValueError("the parameters are sharded; gather them first")
+    return part
+
+
+def to_train(optimizer, path):
+    """Writes optimizer.safetensors of a checkpoint of ./train. Primary weights of fp32 and bf16 belong to its
+    model.safetensors. ./train finds its tensors where these lie if the parameters come in its order."""
+    part = _single(optimizer)
+    _write(path, {name: (dtype, _bytes_at(part, address, size).cpu())
+                  for name, dtype, address, size in part.handle.arrays()})
+
+
+def from_train(optimizer, path, step):
+    """Fills the states of an optimizer, which has been stepped or has loaded states, from optimizer.safetensors; `step`
+    is the checkpoint's."""
+    part = _single(optimizer)
+    saved = _read(path)
+    wanted = {name: (dtype, address, size) for name, dtype, address, size in part.handle.arrays()}
+    for name, (dtype, _, size) in wanted.items():
+        if name not in saved or saved[name][0] != dtype or saved[name][1].numel() != size:
+            raise ValueError(f"{path}: no array {name} of {dtype} with {size} bytes, which {part.handle.describe()} "
+                             "with these parameters needs")
+    if set(saved) - set(wanted):
+        raise ValueError(f"{path}: the array {sorted(set(saved) - set(wanted))[0]} is of no use for "
+                         f"{part.handle.describe()}")
+    for name, (_, address, size) in wanted.items():
+        _bytes_at(part, address, size).copy_(saved[name][1])
+    part.publish(optimizer.state, [step] * len(part.params))
+    for group in optimizer.param_groups:
+        group["steps"] = step
+    part.handle.loaded()

@@ -1,0 +1,182 @@
+"""libnibble_optim.so by ctypes; ../../nibble_optim.h says what each function does. This file needs neither torch nor
+NumPy: tensors are addresses. A status that is not 0 becomes a Python exception with the library's sentence."""
+import ctypes
+import glob
+import os
+import sys
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+
+VERSION = 1
+ERROR_BYTES = 32768
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("name", c_char_p), ("rows", c_int64), ("cols", c_int64), ("first", c_int64), ("count", c_int64)]
+
+
+class Group(ctypes.Structure):
+    _fields_ = [("lr", c_double), ("weight_decay", c_double), ("beta1", c_float), ("beta2", c_float), ("eps", c_float),
+                ("step", c_int64)]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [("weights", c_void_p), ("grads", c_void_p), ("group_of", c_void_p), ("group", POINTER(Group)),
+                ("grad_scale", c_void_p), ("found_inf", c_void_p), ("step", c_int64), ("stream", c_void_p)]
+
+
+class State(ctypes.Structure):
+    _fields_ = [("name", c_char * 160), ("dtype", c_char_p), ("data", c_void_p), ("bytes", c_int64), ("run", c_int64),
+                ("bits", c_int)]
+
+
+ALLOCATE = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64)
+
+
+def _find():
+    """The library: named by NIBBLE_OPTIM_LIBRARY, inside the package, or built in the repository around it."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    built = os.path.join(here, "..", "..", "..", "build")
+    places = [os.environ.get("NIBBLE_OPTIM_LIBRARY"), os.path.join(here, "libnibble_optim.so"),
+              os.path.join(built, "lib", "libnibble_optim.so"), os.path.join(built, "cpu", "lib", "libnibble_optim.so")]
+    for place in places:
+        if place and os.path.exists(place):
+            return place
+    raise OSError("libnibble_optim.so was not found in the package nibble_optim; install its wheel, or type make lib")
+
+
+def _load_nvrtc():
+    """Loads NVRTC from PyPI's nvidia packages, where the loader does not look; then the library finds it."""
+    for folder in sys.path:
+        for pattern in ("nvidia/cu13/lib/libnvrtc.so.1[23]", "nvidia/cuda_nvrtc/lib/libnvrtc.so.1[23]"):
+            for path in sorted(glob.glob(os.path.join(folder, pattern)), reverse=True):
+                try:
+                    return ctypes.CDLL(path)
+                except OSError:
+                    continue
+    return None
+
+
+def _open():
+    library = ctypes.CDLL(_find())
+    handle, status, error = c_void_p, c_int, c_char_p
+    for name, result, arguments in [
+            ("create", status, [POINTER(handle), POINTER(c_char_p), POINTER(Tensor), c_int, ALLOCATE, c_void_p,
+                                c_void_p, error]),
+            ("free", None, [handle]), ("step", status, [handle, POINTER(Step), error]),
+            ("weights_changed", None, [handle, c_int]), ("arrays", c_int, [handle]),
+            ("array", status, [handle, c_int, POINTER(State), error]), ("states", c_int, [handle, c_int]),
+            ("state", status, [handle, c_int, c_int, POINTER(State), error]), ("bytes", c_int64, [handle]),
+            ("save", status, [handle, c_void_p, c_void_p, error]),
+            ("load", status, [handle, c_void_p, c_int64, c_void_p, error]), ("loaded", None, [handle]),
+            ("element", c_int64, [handle, c_int]), ("end", c_int64, [handle]), ("describe", c_char_p, [handle]),
+            ("setting", c_char_p, [handle, c_char_p]), ("gpus", c_int, []), ("version", c_int, [])]:
+        function = getattr(library, "nibble_optim_" + name)
+        function.restype, function.argtypes = result, arguments
+    if library.nibble_optim_version() != VERSION:
+        raise OSError(f"{library._name} has version {library.nibble_optim_version()} and this package needs {VERSION}")
+    return library
+
+
+_library = None
+
+
+def library():
+    """The library, opened at the first call."""
+    global _library
+    if _library is None:
+        _load_nvrtc()
+        _library = _open()
+    return _library
+
+
+def check(status, error):
+    if status:
+        kind = {1: RuntimeError, 2: ValueError, 3: MemoryError}[status]
+        raise kind("nibble_optim: " + error.value.decode(errors="replace"))
+
+
+class Handle:
+    """One optimizer of the library. `tensors` are (name, rows, cols, first, count); `allocate(bytes)`, if given,
+    returns the address of memory for states, or 0."""
+
+    def __init__(self, settings, tensors, allocate=None, stream=None):
+        self.library, self.handle = library(), c_void_p()
+        self.error = ctypes.create_string_buffer(ERROR_BYTES)
+        texts = [f"{key}={value}".encode() for key, value in settings.items() if value is not None]
+        array = (Tensor * max(len(tensors), 1))(*[(name.encode(), *rest) for name, *rest in tensors])
+        self.allocate = ALLOCATE((lambda _, count: allocate(count)) if allocate else 0)
+        check(self.library.nibble_optim_create(ctypes.byref(self.handle), (c_char_p * (len(texts) + 1))(*texts, None),
+                                               array, len(tensors), self.allocate, None, stream, self.error),
+              self.error)
+        self.count, self.now, self.groups = len(tensors), Step(), None
+
+    def __del__(self):
+        if getattr(self, "handle", None):
+            self.library.nibble_optim_free(self.handle)
+            self.handle = None
+
+    def set_groups(self, groups):
+        """Groups as tuples (lr, weight_decay, beta1, beta2, eps, step)."""
+        if self.groups is None or len(self.groups) != len(groups):
+            self.groups = (Group * len(groups))()
+        for to, values in zip(self.groups, groups):
+            to.lr, to.weight_decay, to.beta1, to.beta2, to.eps, to.step = values
+
+    def step(self, weights, grads, group_of, groups, step, stream=None, grad_scale=None, found_inf=None):
+        """weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i')."""
+        now = self.now
+        self.set_groups(groups)
+        now.weights, now.grads, now.group_of = (array.buffer_info()[0] for array in (weights, grads, group_of))
+        now.group, now.step, now.stream = self.groups, step, stream
+        now.grad_scale, now.found_inf = grad_scale, found_inf
+        status = self.library.nibble_optim_step(self.handle, ctypes.byref(now), self.error)
+        if status:
+            check(status, self.error)
+
+    def states(self, tensor):
+        """The states of a tensor: (name, dtype, address, bytes, run, bits) each."""
+        for index in range(self.library.nibble_optim_states(self.handle, tensor)):
+            state = State()
+            check(self.library.nibble_optim_state(self.handle, tensor, index, ctypes.byref(state), self.error),
+                  self.error)
+            yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes, state.run, state.bits
+
+    def arrays(self):
+        """The same of whole arrays: (name, dtype, address, bytes)."""
+        for index in range(self.library.nibble_optim_arrays(self.handle)):
+            state = State()
+            check(self.library.nibble_optim_array(self.handle, index, ctypes.byref(state), self.error), self.error)
+            yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes
+
+    def save(self, stream=None):
+        blob = ctypes.create_string_buffer(self.library.nibble_optim_bytes(self.handle))
+        check(self.library.nibble_optim_save(self.handle, blob, stream, self.error), self.error)
+        return blob.raw
+
+    def load(self, blob, stream=None):
+        check(self.library.nibble_optim_load(self.handle, blob, len(blob), stream, self.error), self.error)
+
+    def loaded(self):
+        self.library.nibble_optim_loaded(self.handle)
+
+    def weights_changed(self, tensor):
+        self.library.nibble_optim_weights_changed(self.handle, tensor)
+
+    def element(self, tensor):
+        return self.library.nibble_optim_element(self.handle, tensor)
+
+    @property
+    def end(self):
+        return self.library.nibble_optim_end(self.handle)
+
+    def describe(self):
+        return self.library.nibble_optim_describe(self.handle).decode()
+
+    def setting(self, key):
+        value = self.library.nibble_optim_setting(self.handle, key.encode())
+        return value.decode() if value is not None else None
+
+
+def gpus():
+    """How many GPUs the library can use."""
+    return library().nibble_optim_gpus()

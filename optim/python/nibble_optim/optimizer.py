@@ -1,0 +1,494 @@
+"""Optimizer: a torch.optim.Optimizer whose step is one call of libnibble_optim.
+
+Parameters with the same type, device and formats form a part, made when they first have gradients: one optimizer of the
+library. States are views of torch tensors that belong to the part, so torch counts, saves and moves them as its own.
+Each state belongs to one parameter and depends on the whole tensor alone, also where a DTensor's shard lies here."""
+import array
+import itertools
+import math
+from collections import defaultdict
+from copy import deepcopy
+
+import torch
+
+from . import library
+
+FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
+NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
+TILE = 2048
+
+
+def _is_dtensor(tensor):
+    return hasattr(tensor, "_local_tensor")
+
+
+def _local(tensor):
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+
+
+def _part_of_whole(param):
+    """The first element, in the order of rows, and the number of elements of a DTensor that lie here."""
+    if not _is_dtensor(param):
+        return 0, -1
+    cut = [p for p in param.placements if not p.is_replicate()]
+    if not all(type(p).__name__ == "Shard" and p.dim == 0 for p in cut):
+        raise ValueError(f"a DTensor with placements {param.placements} was found; the optimizer takes Replicate and "
+                         "Shard(0), as fully_shard makes them")
+    if not cut:
+        return 0, -1
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    row = math.prod(param.shape[1:])
+    count = math.prod(shape)
+    return (offset[0] * row if count else 0), count
+
+
+def _order(param):
+    """The order of dimensions in which the parameter is contiguous; None as it is. One that is in none is refused."""
+    local = _local(param)
+    if local.is_contiguous():
+        return None
+    order = sorted(range(local.dim()), key=lambda d: (-local.stride(d), d))
+    if local.detach().permute(order).is_contiguous() and not _is_dtensor(param):
+        return order
+    raise ValueError(f"a parameter of shape {tuple(param.shape)} and strides {local.stride()} was found, which has "
+                     "holes or overlaps; make it contiguous")
+
+
+def _address(grad, param, dtype, order):
+    """The gradient as a contiguous tensor of this type; most often it is one already."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
+    if grad.device != param.device:
+        raise RuntimeError(f"a gradient on {grad.device} was found for a parameter on {param.device}")
+    if grad.shape != param.shape:
+        raise RuntimeError(f"a gradient of shape {tuple(grad.shape)} was found for a parameter of "
+                           f"{tuple(param.shape)}")
+    if not grad.is_floating_point() or grad.dtype is torch.float64:
+        raise TypeError(f"a gradient of {grad.dtype} was found; the optimizer takes float32 and bfloat16")
+    if order is not None:
+        grad = grad.permute(order)
+    return grad.to(dtype).contiguous()
+
+
+class _Part:
+    """Parameters of one type, device and formats: one optimizer of the library, and the memory of its states."""
+
+    def __init__(self, owner, params, settings, grads, element):
+        first = params[0]
+        self.params, self.settings, self.grads = params, settings, grads
+        if first.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"a parameter on {first.device} was found; the optimizer takes the CPU and NVIDIA GPUs")
+        self.locals = [_local(p) for p in params]
+        self.device, self.gpu = first.device, first.device.type == "cuda"
+        self.order = [_order(p) for p in params]
+        self.ordered = any(order is not None for order in self.order)
+        self.blocks, self.failed = [], None
+        tensors = []
+        for p in params:
+            rows = p.shape[0] if p.dim() > 1 and p.numel() > 0 else 1
+            tensors.append((owner._names.get(p, "parameter"), max(rows, 1), p.numel() // max(rows, 1),
+                            *_part_of_whole(p)))
+        self.tensors = tensors
+        device = f"cuda:{self.device.index}" if self.gpu else "cpu"
+        try:
+            self.handle = library.Handle({**settings, "device": device, "grads": NUMBERS[grads],
+                                          "parameters": NUMBERS[first.dtype], "element": element}, tensors,
+                                         self._allocate, self.stream())
+        except (MemoryError, ValueError):
+            if self.failed is not None:  # torch says it better
+                raise self.failed from None
+            raise
+        self.dtype, self.shapes = first.dtype, [p.shape for p in self.locals]
+        self.weights, self.group_key = None, None
+        self.views = [dict(self._views(t)) for t in range(len(params))]
+        # What is kept beside a parameter has to follow when others write it.
+        self.watched = any(name not in ("m", "v", "slow") and not name.startswith(("m.", "v.", "slow."))
+                           for views in self.views for name in views)
+        self.versions = None
+
+    def _allocate(self, count):
+        try:
+            self.blocks.append(torch.empty(count, dtype=torch.uint8, device=self.device))
+            return self.blocks[-1].data_ptr()
+        except Exception as error:  # ctypes would print it and go on
+            self.failed = error
+            return 0
+
+    def stream(self):
+        return torch.cuda.current_stream(self.device).cuda_stream if self.gpu else None
+
+    def _views(self, tensor):
+        """The states of a tensor. One number for each element has the parameter's shape; codes in blocks are bytes."""
+        name, rows, cols, first, count = self.tensors[tensor]
+        states = list(self.handle.states(tensor))
+        alone = {n.split(".")[0] for n, *_ in states if "." in n}
+        for name, dtype, data, size, run, bits in states:
+            block = next(b for b in self.blocks if b.data_ptr() <= data < b.data_ptr() + b.numel()) if size else None
+            view = block[data - block.data_ptr():][:size] if size else torch.empty(0, dtype=torch.uint8)
+            if dtype in DTYPES and bits >= 8:
+                view = view.view(DTYPES[dtype])
+                local = self.locals[tensor]
+                if run == 1 and name.split(".")[0] not in alone and self.order[tensor] is None:
+                    head = first % TILE if count >= 0 else 0
+                    view = view[head:head + local.numel()].view(local.shape)
+            yield name, view
+
+    def find_weights(self):
+        if self.watched:
+            versions = [p._version for p in self.locals]
+            if self.versions is not None:
+                for t, (then, now) in enumerate(zip(self.versions, versions)):
+                    if then != now:
+                        self.handle.weights_changed(t)
+            self.versions = versions
+        weights = array.array("Q", [p.data_ptr() for p in self.locals])
+        if weights == self.weights:
+            return
+        for p, local, shape in zip(self.params, self.locals, self.shapes):
+            if _local(p) is not local or local.device != self.device or local.dtype is not self.dtype or \
+                    local.shape != shape:
+                raise RuntimeError(f"a parameter of {tuple(shape)} on {self.device} has been replaced since its first "
+                                   f"step, by {tuple(local.shape)} on {local.device}; move or change the model first "
+                                   "and make the optimizer then")
+        self.weights = weights
+
+    def find_grads(self, grads):
+        """The gradients' addresses, 0 where there is none; and tensors to keep alive until the step is under way."""
+        dtype, ordered, addresses, kept = self.grads, self.ordered, [], []
+        for t, grad in enumerate(grads):
+            if grad is None:
+                addresses.append(0)
+                continue
+            grad = grad._local_tensor if hasattr(grad, "_local_tensor") else grad
+            if ordered or grad.dtype is not dtype or grad.layout is not torch.strided or not grad.is_contiguous():
+                grad = _address(grad, self.locals[t], dtype, self.order[t])
+                kept.append(grad)
+            addresses.append(grad.data_ptr() or 1)  # an empty shard takes part in name alone
+        return array.array("Q", addresses), kept
+
+    def constants(self, grads, groups, all_together):
+        """What each group's tensors share, a group for each age as well; and the group of each tensor."""
+        if all_together:
+            key = tuple(self.groups)
+            if self.group_key != key:
+                used = sorted(set(key))
+                self.group_key, self.used = key, used
+                self.group_of = array.array("i", [used.index(g) for g in key])
+            age = self.age[0] + 1
+            return [self._constants(groups[g], age) for g in self.used], self.group_of
+        number, group_of = {}, []
+        for t, grad in enumerate(grads):
+            key = (self.groups[t], self.age[t] + 1)
+            group_of.append(number.setdefault(key, len(number)) if grad is not None else 0)
+        return [self._constants(groups[g], age) for g, age in number], array.array("i", group_of)
+
+    @staticmethod
+    def _constants(group, age):
+        beta1, beta2 = group["betas"]
+        return (float(group["lr"]), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"]), age)
+
+    def step(self, grads, groups, step):
+        """grads: one for each parameter, or None. groups: the optimizer's."""
+        addresses, kept = self.find_grads(grads)
+        self.find_weights()
+        all_together = self.together and 0 not in addresses  # of the tensors themselves `in` would compare elements
+        constants, group_of = self.constants(grads, groups, all_together)
+        self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
+        if all_together:
+            self.age = [self.age[0] + 1] * len(grads)
+            self.steps[0].fill_(self.age[0])
+        else:
+            self._part_ways()
+            for t, grad in enumerate(grads):
+                if grad is not None:
+                    self.age[t] += 1
+                    self.steps[t].fill_(self.age[t])
+        torch.autograd.graph.increment_version(self.locals)
+        if self.watched:
+            self.versions = [p._version for p in self.locals]
+
+    def _part_ways(self):
+        """Parameters that step together share the tensor "step"; from now on each has its own."""
+        if self.together:
+            self.together = False
+            self.steps = [torch.tensor(float(age)) for age in self.age]
+            for p, step in zip(self.params, self.steps):
+                self.state[p]["step"] = step
+
+    def publish(self, state, ages):
+        """Enters the states of all parameters, which have taken so many steps, into the optimizer's."""
+        self.state, self.age = state, list(ages)
+        self.together = len(set(self.age)) == 1
+        self.steps = [torch.tensor(float(age)) for age in (self.age[:1] if self.together else self.age)]
+        for t, p in enumerate(self.params):
+            state[p] = {"step": self.steps[0 if self.together else t],
+                        "element": torch.tensor(self.handle.element(t)), **self.views[t]}
+
+    def restore(self, tensor, state, what):
+        """Copies a saved state into the views."""
+        views = self.views[tensor]
+        missing = sorted(set(views) - set(state))
+        if missing:
+            raise ValueError(f"{what}: the saved states have no {missing[0]}, which {self.handle.describe()} needs; "
+                             "make the optimizer with the formats that they were saved with")
+        for name, view in views.items():
+            saved = _local(state[name])
+            if saved.shape != view.shape or saved.dtype != view.dtype:
+                raise ValueError(f"{what}: the saved {name} is {tuple(saved.shape)} of {saved.dtype} and "
+                                 f"{self.handle.describe()} has {tuple(view.shape)} of {view.dtype}; make the "
+                                 "optimizer with the formats and shapes that it was saved with")
+        with torch.no_grad():
+            for name, view in views.items():
+                view.copy_(_local(state[name]))
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Updates parameters of float32 or bfloat16 in place, with weights and states in the formats of a preset, or in
+    those that rule, weights, m and v name (README.md has more). A parameter group may have its own lr, weight_decay,
+    betas and eps, which schedulers may change, and its own preset, rule, weights, m and v."""
+
+    _bf16_weights = None  # how bf16 parameters are stored unless `weights` says it; None: as the preset does
+
+    def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
+                 weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
+                 beta3=None, alpha=None, ramp=None, momentum=None, clip_update=None, min_quantized=0):
+        self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
+                            beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update)
+        self._min_quantized = min_quantized  # smaller tensors, as a whole, keep m and v in fp32
+        self._begin()
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
+                                      rule=rule, weights=weights, m=m, v=v, steps=0))
+        for group in self.param_groups:
+            self._check_group(group)
+
+    def _begin(self):
+        self._parts, self._part_of, self._names, self._end = [], {}, {}, 0
+        self._flat, self._flat_group, self._apart, self._hooks = None, None, None, []
+
+    @staticmethod
+    def _check_group(group):
+        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        for name, value, good, want in [("lr", lr, 0 <= lr < math.inf, "a number from 0 on"),
+                                        ("weight_decay", decay, 0 <= decay < math.inf, "a number from 0 on"),
+                                        ("eps", eps, 0 < eps <= 1, "a number above 0, at most 1"),
+                                        ("betas", beta1, 0 <= beta1 < 1, "numbers from 0 to below 1"),
+                                        ("betas", beta2, 0 <= beta2 < 1, "numbers from 0 to below 1")]:
+            if not good:
+                raise ValueError(f"{name}: {value:g} was found; give {want}")
+        # The library knows the names; an optimizer of one element says what is wrong with them.
+        return {key: group.get(key) for key in FORMATS if group.get(key) is not None}
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            if p.dtype not in NUMBERS:
+                self.param_groups.pop()
+                raise TypeError(f"a parameter of {p.dtype} was found; the optimizer takes float32 and bfloat16")
+        try:
+            library.Handle(self._settings(group, "fp32" if all(p.dtype is torch.float32 for p in group["params"])
+                                          else "bf16"), [])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._flat = None
+
+    def _settings(self, group, parameters=None, small=False):
+        settings = {key: value for key, value in self._shared.items() if value is not None}
+        settings.update((key, group[key]) for key in FORMATS if group.get(key) is not None)
+        if small:
+            v = library.Handle({**settings, "device": "cpu"}, []).setting("v")
+            settings.update(m="fp32", v="fp32" if v != "none" else None)
+        if parameters:  # for a look at the names alone
+            settings.update(parameters=parameters, device="cpu", overrides=None)
+        return settings
+
+    def _flatten(self):
+        self._flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        self._flat_group = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
+        for i, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for j, p in enumerate(group["params"]):
+                self._names[p] = names[j] if names else f"{i}.{j}"
+        self._group_of = dict(zip(self._flat, self._flat_group))
+        self._place_of = {p: i for i, p in enumerate(self._flat)}
+        for part in self._parts:
+            self._place(part)
+
+    def _place(self, part):
+        part.groups = [self._group_of[p] for p in part.params]
+        part.places = [self._place_of[p] for p in part.params]
+
+    # Parts.
+
+    def _key(self, param, grads):
+        group = self.param_groups[self._group_of[param]]
+        return (param.dtype, grads, param.device, param.numel() < self._min_quantized,
+                tuple(group.get(key) for key in FORMATS))
+
+    def _add_part(self, params, grads, element=None):
+        group = self.param_groups[self._group_of[params[0]]]
+        settings = self._settings(group, small=params[0].numel() < self._min_quantized)
+        if params[0].dtype is torch.bfloat16 and self._bf16_weights:
+            settings.setdefault("weights", self._bf16_weights)
+        part = _Part(self, params, settings, grads, self._end if element is None else element)
+        self._place(part)
+        self._parts.append(part)
+        self._end = max(self._end, part.handle.end)
+        for t, p in enumerate(params):
+            self._part_of[p] = (part, t)
+        return part
+
+    def _make_parts(self, params, grads):
+        """Parts for parameters that have their first gradients: one for each key, in order."""
+        by_key = defaultdict(list)
+        for p, grad in zip(params, grads):
+            dtype = grad.dtype if grad.dtype in NUMBERS else p.dtype
+            by_key[self._key(p, dtype)].append(p)
+        for key, members in by_key.items():
+            for part_params in ([[p] for p in members] if self._apart else [members]):
+                element = self._apart[part_params[0]] if self._apart else None
+                self._add_part(part_params, key[1], element).publish(self.state, [0] * len(part_params))
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._flat is None:
+            self._flatten()
+        grads = [p.grad for p in self._flat]
+        self._step(self._flat, grads)
+        return loss
+
+    def _step(self, params, grads):
+        if len(self._part_of) < len(params) or self._apart:
+            self._make_missing(params, grads)
+        groups, step, stepped = self.param_groups, self.param_groups[0]["steps"] + 1, False
+        given = None if params is self._flat else dict(zip(params, grads))
+        for part in self._parts if given is None else {id(self._part_of[p][0]): self._part_of[p][0]
+                                                       for p in params}.values():
+            its = [grads[i] for i in part.places] if given is None else [given[p] for p in part.params]
+            if all(g is None for g in its):
+                continue
+            if part.gpu and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a step was captured into a CUDA graph, which would repeat this step's learning "
+                                   "rate and noise; capture forward and backward, and step outside of the graph")
+            part.step(its, groups, max(part.age) + 1 if self._apart else step)
+            stepped = True
+        if stepped:
+            for group in groups:
+                group["steps"] = step if not self._apart else max(max(part.age) for part in self._parts)
+
+    def _make_missing(self, params, grads):
+        new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
+        if any(g.layout is not torch.strided for _, g in new):
+            raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
+        if new:
+            self._make_parts(*zip(*new))
+
+    # States.
+
+    def load_state_dict(self, state_dict):
+        """Takes states that state_dict gave, to the bit; they must be of the same formats."""
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        saved_groups = deepcopy(state_dict["param_groups"])
+        if len(saved_groups) != len(self.param_groups):
+            raise ValueError(f"the saved states have {len(saved_groups)} parameter groups and the optimizer has "
+                             f"{len(self.param_groups)}")
+        for saved, group in zip(saved_groups, self.param_groups):
+            if len(saved["params"]) != len(group["params"]):
+                raise ValueError(f"the saved states have a group of {len(saved['params'])} parameters and the "
+                                 f"optimizer's has {len(group['params'])}")
+            for key in FORMATS:
+                if saved.get(key) != group.get(key):
+                    raise ValueError(f"the saved states were made with {key}={saved.get(key)!r} and the optimizer has "
+                                     f"{key}={group.get(key)!r}; make it with the same")
+        ids = list(itertools.chain.from_iterable(group["params"] for group in saved_groups))
+        params = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        for saved, group in zip(saved_groups, self.param_groups):
+            saved["params"] = group["params"]
+            if "param_names" in group:
+                saved["param_names"] = group["param_names"]
+        by_param = {p: state_dict["state"][i] for i, p in zip(ids, params) if i in state_dict["state"]}
+        before = {key: self.__dict__[key] for key in ("param_groups", "state", "_parts", "_part_of", "_end")}
+        self.param_groups = saved_groups
+        try:
+            self._restore(by_param)
+        except Exception:
+            self.__dict__.update(before)
+            self._flatten()
+            raise
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _restore(self, states):
+        """Makes the parts anew that these states came from, and fills them."""
+        self._parts, self._part_of, self._end = [], {}, 0
+        self.state = defaultdict(dict)
+        self._flatten()
+        by_key = defaultdict(list)
+        for p, state in states.items():
+            if "element" not in state:
+                raise ValueError("the saved states are not of nibble_optim: they have no \"element\"; see "
+                                 "nibble_optim.convert for others")
+            by_key[self._key(p, p.dtype)].append(p)
+        for key, members in by_key.items():
+            members.sort(key=lambda p: int(states[p]["element"]))
+            self._restore_part(members, key[1], states)
+
+    def _restore_part(self, params, grads, states):
+        part = self._add_part(params, grads, int(states[params[0]]["element"]))
+        fits = all(part.handle.element(t) == int(states[p]["element"]) for t, p in enumerate(params))
+        if not fits and len(params) > 1:  # they did not begin together
+            self._parts.remove(part)
+            for p in params:
+                self._restore_part([p], grads, states)
+            return
+        for t, p in enumerate(params):
+            part.restore(t, states[p], self._names[p])
+        part.publish(self.state, [int(states[p]["step"]) for p in params])
+        part.handle.loaded()
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
+                "_bf16_weights": self._bf16_weights}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if "_parts" not in self.__dict__:  # a copy, or from a file: torch has made the object without __init__
+            self._begin()
+            states = {p: dict(values) for p, values in self.state.items()}
+            self._restore(states)
+
+    # In the backward pass.
+
+    def step_in_backward(self):
+        """From now on each parameter is stepped as soon as its gradient is complete, and the gradient is released.
+        step() and zero_grad() then find nothing to do. Not with DDP, gradient accumulation or clipping."""
+        if self._parts:
+            raise RuntimeError("step_in_backward comes before the first step")
+        self._flatten()
+        tiles = [-(-p.numel() // TILE) for p in self._flat]  # where each would lie if all were stepped together
+        self._apart = {p: TILE * sum(tiles[:i]) for i, p in enumerate(self._flat)}
+
+        def hook(param):
+            with torch.no_grad():
+                self._step([param], [param.grad])
+            param.grad = None
+
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._flat if p.requires_grad]
+        return self
+
+    def describe(self):
+        """One line for each part: rule, formats and bytes a parameter."""
+        return [part.handle.describe() for part in self._parts]
