@@ -101,8 +101,10 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: NVCCFLAGS += -Xcompiler -O2
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: CXXFLAGS += -O2
 
-# Benchmarks run on the machine that builds them.
-$(BUILD)/dev/%.o: CUDA_PTX :=
+# Benchmarks and tests run on the machine that builds them.
+$(BUILD)/dev/%.o $(BUILD)/unit/%.o $(BUILD)/test_gpt2.o: CUDA_PTX :=
+$(BUILD)/unit/%.o: NVCCFLAGS += -Xcompiler -O2
+$(BUILD)/unit/%.o: CXXFLAGS += -O2
 
 $(BUILD)/data/%.o: data/%.c
 	@mkdir -p $(@D)

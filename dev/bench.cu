@@ -233,13 +233,9 @@ static void account_operators(Model* m, Account* a, double micro_batches, int bu
 // A model as the trainer would make it from these options.
 static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
-    m->arena.type = OPTIM_BF16;
-    resolve_shape(o, dev, 50257, false, "", "", &m->config);
-    m->T = (int)o->seq;
-    config_tensors(m);
+    resolve_model(o, m, 50257, false, "", "");
     if (strcmp(o->grads, "auto") == 0) o->grads = o->tokens_per_step == o->batch * m->T ? "bf16" : "fp32";
-    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    optim_config_from(o, config);
+    resolve_optim(o, m, config);
     resolve_batch(o, m, config, false, 1 << 20);
     model_allocate(m, config);
     model_init(m, 1);
