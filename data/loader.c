@@ -223,7 +223,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
                           strerror(errno));
     } else {
         fine = list_glob(list, path, error);
-        if (fine && list->count == 0) fine = data_error(error, "no file matches %s", path);
+        if (fine && list->count == 0) fine = data_error(error, "no file matches %s; name files that are there", path);
         fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
         if (fine) list_part(list, &validation, part);
     }
