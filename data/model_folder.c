@@ -157,8 +157,9 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
         ok = no_weights(path, error);
     } else {
         snprintf(index_path, sizeof(index_path), "%s/%s", path, INDEX);
-        Json* index = json_read(index_path, error);
-        ok = index && open_index(folder, index, error);
+        char reason[DATA_ERROR_BYTES];
+        Json* index = json_read(index_path, reason);
+        ok = index ? open_index(folder, index, error) : data_error(error, "%s; fetch the model again", reason);
         json_free(index);
     }
     if (!ok) model_folder_close(folder);

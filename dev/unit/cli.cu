@@ -246,6 +246,9 @@ static const Bad BAD_DATA[] = {
     {ALL, "--data /dev/null", "--data", "/dev/null"},
     {ALL, "--data @/nothing_*.bin", "no file matches @/nothing_*.bin", "name files that are there"},
     {ALL, "--data @/folder", "--data", "prepare.py"},
+    {ALL, "--data @/s2", "@/s2/meta.json is not valid JSON", "prepare the folder again"},
+    {ALL, "--data @/s3", "@/s3/meta.json: it is not a regular file", "prepare the folder again"},
+    {ALL, "--data @/s4", "cannot open @/s4/train_0.bin: No such file", "name files with text or tokens in them"},
     {ALL, "--data @/magic.bin", "magic.bin", "20240520"},
     {ALL, "--data @/version.bin", "version.bin", "version"},
     {ALL, "--data @/truncated.bin", "truncated.bin", "truncated"},
@@ -309,6 +312,15 @@ static void make_bad_data(const char* work) {
     write_bytes(work, "header.bin", header, sizeof(header));
     snprintf(folder, sizeof(folder), "%s/folder", work);
     mkdir(folder, 0755);
+    for (const char* name : {"s2", "s3", "s4"}) {
+        snprintf(folder, sizeof(folder), "%s/%s", work, name);
+        mkdir(folder, 0755);
+        write_shard(folder, "val_0.bin", 20240520, 1, 500, 500, 1);
+        if (name[1] != '4') write_shard(folder, "train_0.bin", 20240520, 1, 500, 500, 1);
+    }
+    write_text(work, "s2/meta.json", "{bad");
+    if (mkdir(joined(work, "s3/meta.json"), 0755) != 0) abort();
+    if (symlink("nowhere", joined(work, "s4/train_0.bin")) != 0) abort();
     snprintf(folder, sizeof(folder), "%s/s", work);
     mkdir(folder, 0755);
     write_shard(folder, "few_0.bin", 20240520, 1, 9, 9, 1);
