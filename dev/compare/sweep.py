@@ -6,6 +6,7 @@ differs in the seed alone is one configuration, known by its name. Nothing here 
 """
 
 import difflib
+import errno
 import hashlib
 import itertools
 import json
@@ -371,6 +372,8 @@ def load(path, overrides=None, known=None):
     """The Sweep of a file. `known`: names of ./train's options, None where they cannot be asked."""
     path = Path(path)
     try:
+        if path.is_fifo() or path.is_char_device():  # reading it could wait for ever
+            raise OSError(errno.EINVAL, "not a regular file")
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(

@@ -112,6 +112,8 @@ def test_wrong_files(case):
         assert said.startswith(f"compare: error: --set {typed}: runs of ") and "told apart by it" in said, said
     assert "compare: error: " in case.run(SWEEP, "--out", "/dev/null", status=2)
     assert "cannot be read" in case.run(case.folder / "none.toml", status=2)
+    os.mkfifo(case.folder / "pipe.toml")
+    assert "cannot be read (not a regular file); name a sweep file" in case.run(case.folder / "pipe.toml", status=2)
     assert "type `make` first" in case.run(SWEEP, "--trainer", case.folder / "none", status=2)
     text = case.write("no program", "text")
     assert f"{text}: may not be started; type `chmod +x {text}`" in case.run(SWEEP, "--trainer", text, status=2)
