@@ -1556,6 +1556,7 @@ static void begin(Run* run) {
         Tokenizer* bytes = run->train_data.bytes ? tokenizer_open(nullptr, run->error) : nullptr;
         require(evaluation_check(o->eval, bytes, run->error), run->error);
         if (bytes) tokenizer_close(bytes);
+        if (*o->eval_out && !output_possible(o->eval_out, run->error)) user_error("--eval-out: %s", run->error);
     }
     require(prompts_check(o->prompt_file, run->error), run->error);
     folder_begin(run);

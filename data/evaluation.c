@@ -380,10 +380,9 @@ static bool evaluation_one(const Evaluator* by, const char* name, const Tokenize
 }
 
 bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
-    FILE* file = *out && by->rank == 0 ? fopen(out, "w") : NULL;
-    if (*out && by->rank == 0 && !file) {
-        return data_error(error, "--eval-out %s cannot be written: %s", out, strerror(errno));
-    }
+    char reason[DATA_ERROR_BYTES];
+    FILE* file = *out && by->rank == 0 ? output_open(out, reason) : NULL;
+    if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", reason);
     bool ok = true, stopped = false;
     char *list = text_copy(names), *rest = list;
     for (char* name; ok && !stopped && (name = strsep(&rest, ","));) {

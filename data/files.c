@@ -254,6 +254,33 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
     return 0;
 }
 
+bool output_possible(const char* path, char* error) {
+    struct stat status;
+    const char* slash = strrchr(path, '/');
+    char* folder = slash ? text_part(path, (size_t)(slash - path) + 1) : text_copy(".");
+    const bool there = lstat(path, &status) == 0, regular = there && S_ISREG(status.st_mode);
+    const bool fine = !there || regular;
+    const int reason = access(there ? path : folder, W_OK) == 0 ? 0 : errno;
+    free(folder);
+    if (!fine) {
+        return data_error(error, "%s is a %s; name a file that may be written", path,
+                          S_ISLNK(status.st_mode)   ? "link, which is not followed"
+                          : S_ISDIR(status.st_mode) ? "folder"
+                                                    : "pipe or a device");
+    }
+    return reason == 0 || data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(reason));
+}
+
+FILE* output_open(const char* path, char* error) {
+    if (!output_possible(path, error)) return NULL;
+    const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+    const int descriptor = open(path, flags, 0666);
+    FILE* file = descriptor < 0 ? NULL : fdopen(descriptor, "w");
+    if (!file) data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
+    if (!file && descriptor >= 0) close(descriptor);
+    return file;
+}
+
 FILE* log_open(const char* path, char* error) {
     struct stat status;
     const int flags = O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include "text.h"
 
 static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const Tokenizer* tokenizer, int V,
                         char* error) {
