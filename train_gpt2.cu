@@ -1195,10 +1195,11 @@ static void require_disk(const Run* run) {
     OptimConfig whole = run->config;
     whole.begin = whole.end = 0, whole.keeps_copy = false;
     const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
-    const int64_t each = bytes.weights + (strcmp(o->save, "all") == 0 ? bytes.states : 0);
+    const bool states = strcmp(o->save, "all") == 0;
+    const int64_t each = bytes.weights + (states ? bytes.states : 0);
     const int64_t saves = run->loaded || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
     char error[DATA_ERROR_BYTES];
-    require(o->profile || checkpoint_room(o->run, each, saves, o->keep, error), error);
+    require(o->profile || checkpoint_room(o->run, each, saves, o->keep, states, error), error);
 }
 
 // --fit: a line for each preset and --recompute, for --data's vocabulary or GPT-2's. Gradients are fp32 unless --grads
@@ -1555,7 +1556,9 @@ static void begin(Run* run) {
         Tokenizer* bytes = run->train_data.bytes ? tokenizer_open(nullptr, run->error) : nullptr;
         require(evaluation_check(o->eval, bytes, run->error), run->error);
         if (bytes) tokenizer_close(bytes);
+        if (*o->eval_out && !output_possible(o->eval_out, run->error)) user_error("--eval-out: %s", run->error);
     }
+    require(prompts_check(o->prompt_file, run->error), run->error);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1608,6 +1611,10 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     return 0;
 }
 
+// What is done instead of training, and an option that it would pass over in silence.
+static const char* const APART[][2] = {{"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},
+                                       {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}};
+
 #ifndef TESTING
 // The system calls this before any library begins, so that a signal finds its handler whenever it comes, and the stack
 // is there before a limit can refuse it.
@@ -1637,6 +1644,10 @@ int main(int argc, char** argv) {
         return 0;
     }
     const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    for (const auto& pair : APART) {
+        if (!typed(pair[0]) || !typed(pair[1])) continue;
+        user_error("--%s does one thing, to which --%s does not belong; leave one of them out", pair[0], pair[1]);
+    }
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;

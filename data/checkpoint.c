@@ -358,9 +358,11 @@ Json* checkpoint_state(const char* folder, char* error) {
     Json* state = json_parse(text, bytes, path, error);
     int64_t covered = sealed_bytes(text);
     bool whole = state && covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
+    bool possible = true;
+    for (int i = 0; i < STATE_FIELDS; i++) possible = possible && json_int(state, STATE[i].name, 0) >= 0;
     free(text);
-    if (!state || whole) return state;
-    data_error(error, "%s does not match its checksum", path);
+    if (!state || (whole && possible)) return state;
+    data_error(error, "%s %s", path, whole ? "counts below 0" : "does not match its checksum");
     json_free(state);
     return NULL;
 }
@@ -396,19 +398,25 @@ Json* checkpoint_verify(const char* folder, char* error) {
     return NULL;
 }
 
-Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
+// As checkpoint_newest; with `model_alone`, optimizer.safetensors may be damaged or absent.
+static Json* newest(const char* run_folder, bool model_alone, char* folder, size_t bytes) {
     int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     Json* state = NULL;
     for (int i = 0; i < count && !state; i++) {
         char error[DATA_ERROR_BYTES];
         checkpoint_name(run_folder, steps[i], folder, bytes);
-        state = checkpoint_verify(folder, error);
+        if (!model_alone) state = checkpoint_verify(folder, error);
+        if (model_alone && checkpoint_model_whole(folder, error)) state = checkpoint_state(folder, error);
         const char* next = i + 1 < count ? "; trying the one before" : "";
         if (!state) fprintf(stderr, "train: notice: damaged checkpoint: %s%s\n", error, next);
     }
     free(steps);
     return state;
+}
+
+Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
+    return newest(run_folder, false, folder, bytes);
 }
 
 const char* checkpoint_model(const char** name, bool needed, char* error) {
@@ -423,9 +431,10 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
         return NULL;
     }
     if (shape) {
-        data_error(error,
-                   "--sample needs --model DIR, a folder with config.json and model.safetensors (a checkpoint is "
-                   "one)");
+        data_error(
+            error,
+            "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a checkpoint is "
+            "one)");
         return NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
@@ -436,8 +445,14 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
         return NULL;
     }
     const bool weights = model_folder_has_weights(folder);
-    Json* state = weights ? NULL : checkpoint_newest(folder, path, sizeof(path));
+    Json* state = weights ? NULL : newest(folder, true, path, sizeof(path));
     if (state) folder = text_copy(path);
+    snprintf(path, sizeof(path), "%s/log.jsonl", folder);
+    if (!weights && !state && file_exists(path)) {
+        data_error(error, "--model %s is a run without a whole checkpoint; let it save one, or name another folder",
+                   folder);
+        return NULL;
+    }
     json_free(state);
     snprintf(path, sizeof(path), "%s/state.json", folder);
     *name = folder;
@@ -581,13 +596,13 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     return ok;
 }
 
-bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, char* error) {
+bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error) {
     const long long count = keep > 0 && keep < saves ? keep + 1 : saves;
     char why[DATA_ERROR_BYTES];
     if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, why)) return true;
-    return data_error(error,
-                      "%s, for %lld checkpoint%s; free some, name another --run, or type --keep 1 or --save weights",
-                      why, count, count > 1 ? "s" : "");
+    return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", why, count,
+                      count > 1 ? "s" : "", keep > 1 && saves > 2 ? ", or type --keep 1" : "",
+                      states ? ", or type --save weights" : "");
 }
 
 // Completes the sentence in `error` about a checkpoint that could not be written.

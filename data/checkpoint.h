@@ -140,7 +140,7 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
 
 // Before a run: has the disk of its folder ("": one in runs/) room for the checkpoints, of `bytes` each, that will be
 // there at a time? `keep` of them stay, and one more is being written.
-bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, char* error);
+bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);
 
 typedef struct {
     int64_t step;

@@ -124,8 +124,10 @@ def read_questions(path, vocabulary):
                     continue
                 try:
                     questions.add(json.loads(line), where)
-                except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                    raise Problem(f"{where}: not a question ({error})") from None
+                except (ValueError, RecursionError) as error:
+                    raise Problem(f"{where}: not a question ({error}); give one JSON object a line") from None
+                except (TypeError, AttributeError):  # a number or null where a text or a list belongs
+                    raise Problem(f"{where}: a field of this question is no text or no list; mend the line") from None
     except READ_ERRORS as error:
         raise damaged(path, error) from None
     if questions.kind is None:

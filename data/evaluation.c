@@ -103,6 +103,11 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
 
 bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer, char* error) {
     memset(e, 0, sizeof(*e));
+    if (!*name) {
+        return data_error(error,
+                          "--eval names nothing where a task belongs; type names or paths with one comma between two, "
+                          "such as --eval hellaswag,lambada, or --eval-every 0");
+    }
     const size_t length = strlen(name);
     const bool is_path = strchr(name, '/') || (length > 5 && strcmp(name + length - 5, ".eval") == 0);
     char* path = is_path ? text_copy(name) : text_format("data/eval/%s.eval", name);
@@ -118,7 +123,9 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
             "--eval %s: there is no %s; make it with data/prepare.py --eval %s, or type the path of an evaluation file",
             name, path, name);
     }
-    if (fine) e->file = file_read(path, &bytes, error);
+    char reason[DATA_ERROR_BYTES];
+    if (fine) e->file = file_read(path, &bytes, reason);
+    if (fine && !e->file) data_error(error, "--eval: %s; type the path of an evaluation file", reason);
     fine = e->file && evaluation_parse(e, path, bytes, tokenizer, error);
     free(path);
     if (!fine) evaluation_close(e);
@@ -373,10 +380,9 @@ static bool evaluation_one(const Evaluator* by, const char* name, const Tokenize
 }
 
 bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
-    FILE* file = *out && by->rank == 0 ? fopen(out, "w") : NULL;
-    if (*out && by->rank == 0 && !file) {
-        return data_error(error, "--eval-out %s cannot be written: %s", out, strerror(errno));
-    }
+    char reason[DATA_ERROR_BYTES];
+    FILE* file = *out && by->rank == 0 ? output_open(out, reason) : NULL;
+    if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", reason);
     bool ok = true, stopped = false;
     char *list = text_copy(names), *rest = list;
     for (char* name; ok && !stopped && (name = strsep(&rest, ","));) {

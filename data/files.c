@@ -163,9 +163,13 @@ bool disk_holds(const char* path, int64_t bytes, char* error) {
         if (slash) *slash = 0;
         if (!slash) strcpy(folder, ".");
     }
-    const double room = (double)disk.f_bavail * (double)disk.f_frsize, unit = 1.0 / (1 << 30);
-    return (double)bytes <= room || data_error(error, "%s needs %.2f GiB and %.2f GiB are free on its disk", path,
-                                               (double)bytes * unit, room * unit);
+    const double room = (double)disk.f_bavail * (double)disk.f_frsize;
+    const bool small = bytes < 1 << 30;
+    const double unit = 1.0 / (small ? 1 << 20 : 1 << 30);
+    const char* name = small ? "MiB" : "GiB";
+    if (disk.f_blocks == 0 || (double)bytes <= room) return true;  // no blocks: no disk, such as /proc
+    return data_error(error, "%s needs %.2f %s and %.2f %s are free on its disk", path, (double)bytes * unit, name,
+                      room * unit, name);
 }
 
 int file_create(const char* path, char* error) {
@@ -210,7 +214,8 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
         fine = file_write_all(descriptor, name, bytes, count, error) && file_sync(descriptor, name, error);
         if (close(descriptor) != 0 && fine) fine = data_error(error, "cannot write %s: %s", name, strerror(errno));
         if (fine && rename(name, path) != 0) {
-            fine = data_error(error, "cannot rename %s to %s: %s", name, path, strerror(errno));
+            fine =
+                data_error(error, "cannot rename %s to %s: %s; remove what has that name", name, path, strerror(errno));
         }
         if (!fine) unlink(name);
     }
@@ -249,6 +254,33 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
     return 0;
 }
 
+bool output_possible(const char* path, char* error) {
+    struct stat status;
+    const char* slash = strrchr(path, '/');
+    char* folder = slash ? text_part(path, (size_t)(slash - path) + 1) : text_copy(".");
+    const bool there = lstat(path, &status) == 0, regular = there && S_ISREG(status.st_mode);
+    const bool fine = !there || regular;
+    const int reason = access(there ? path : folder, W_OK) == 0 ? 0 : errno;
+    free(folder);
+    if (!fine) {
+        return data_error(error, "%s is a %s; name a file that may be written", path,
+                          S_ISLNK(status.st_mode)   ? "link, which is not followed"
+                          : S_ISDIR(status.st_mode) ? "folder"
+                                                    : "pipe or a device");
+    }
+    return reason == 0 || data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(reason));
+}
+
+FILE* output_open(const char* path, char* error) {
+    if (!output_possible(path, error)) return NULL;
+    const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+    const int descriptor = open(path, flags, 0666);
+    FILE* file = descriptor < 0 ? NULL : fdopen(descriptor, "w");
+    if (!file) data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
+    if (!file && descriptor >= 0) close(descriptor);
+    return file;
+}
+
 FILE* log_open(const char* path, char* error) {
     struct stat status;
     const int flags = O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
@@ -257,7 +289,8 @@ FILE* log_open(const char* path, char* error) {
         return data_error(error, "%s is a link, which is not followed; remove it, or name another folder", path), NULL;
     }
     if (descriptor < 0) {
-        data_error(error, "%s cannot be written: %s; name a folder that is writable", path, strerror(errno));
+        data_error(error, "%s cannot be written: %s; %s", path, strerror(errno),
+                   errno == EMFILE ? "type ulimit -n 1024 first" : "name a folder that is writable");
         return NULL;
     }
     bool fine = (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) ||
@@ -286,8 +319,9 @@ bool folder_make(const char* path, char* error) {
         int reason = mkdir(name, 0777) == 0 ? 0 : errno;
         if (reason != 0 && !(stat(name, &status) == 0 && S_ISDIR(status.st_mode))) {
             bool taken = reason == EEXIST || reason == ENOTDIR;
-            fine = data_error(error, "cannot create the folder %s: %s", name,
-                              taken ? "there is a file of that name" : strerror(reason));
+            bool link = taken && lstat(name, &status) == 0 && S_ISLNK(status.st_mode);
+            const char* why = link ? "a link of that name leads to no folder" : "there is a file of that name";
+            fine = data_error(error, "cannot create the folder %s: %s", name, taken ? why : strerror(reason));
         }
         *at = ended;
         if (ended == 0) break;

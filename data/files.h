@@ -34,6 +34,11 @@ char* file_read(const char* path, int64_t* bytes, char* error);
 // The size and CRC-32C of FOLDER/NAME, read in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
 
+// A file that a user named, to write from its beginning; NULL with a sentence. Links, pipes and devices are refused.
+FILE* output_open(const char* path, char* error);
+// Whether output_open is going to open it, as far as can be seen beforehand.
+bool output_possible(const char* path, char* error);
+
 // Has the disk room for a file of so many bytes at `path`, in a folder that may not exist yet? True where nobody knows.
 bool disk_holds(const char* path, int64_t bytes, char* error);
 // Creates a file of this name for writing, in place of the file or link that has the name now.

@@ -103,25 +103,27 @@ bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape
     char path[4608], reason[DATA_ERROR_BYTES];
     snprintf(path, sizeof(path), "%s/config.json", folder);
     Json* json = json_read(path, reason);
-    if (!json) return data_error(error, "--model %s: %s", folder, reason);
+    if (!json) return data_error(error, "--model %s: %s; name another folder", folder, reason);
     bool ok = is_plain_gpt2(json, folder, error);
     *shape = (Gpt2Shape){
         shape_number(json, "n_layer", 12), shape_number(json, "n_embd", 768), shape_number(json, "n_head", 12),
         shape_number(json, "n_positions", shape_number(json, "n_ctx", 1024)), shape_number(json, "vocab_size", 50257)};
-    json_free(json);
-    if (!ok) return false;
-    const int64_t found[] = {shape->layers, shape->channels, shape->heads, shape->positions, shape->vocabulary};
-    const int64_t limit[] = {max->layers, max->channels, max->heads, max->positions, max->vocabulary};
-    for (int i = 0; i < 5; i++) {
-        if (found[i] >= 1 && found[i] <= limit[i]) continue;
-        return data_error(
-            error,
-            "%s has a shape out of range: n_layer %lld (at most %lld), n_embd %lld (at most %lld), n_head "
-            "%lld, n_positions %lld, vocab_size %lld",
-            path, (long long)found[0], (long long)limit[0], (long long)found[1], (long long)limit[1],
-            (long long)found[2], (long long)found[3], (long long)found[4]);
+    const struct {
+        const char* key;
+        int64_t found, most;
+    } numbers[] = {{"n_layer", shape->layers, max->layers},
+                   {"n_embd", shape->channels, max->channels},
+                   {"n_head", shape->heads, max->heads},
+                   {json_get(json, "n_positions") ? "n_positions" : "n_ctx", shape->positions, max->positions},
+                   {"vocab_size", shape->vocabulary, max->vocabulary}};
+    for (int i = 0; ok && i < 5; i++) {
+        if (numbers[i].found >= 1 && numbers[i].found <= numbers[i].most) continue;
+        char wanted[64];
+        snprintf(wanted, sizeof(wanted), "whole numbers from 1 to %lld", (long long)numbers[i].most);
+        ok = refuse_member(json, numbers[i].key, wanted, folder, error);
     }
-    return true;
+    json_free(json);
+    return ok;
 }
 
 // Heads of 64 or 128 channels: what attention's kernels have.

@@ -106,7 +106,7 @@ def open_input(path):
 
 def damaged(path, error):
     """The sentence for a file that cannot be read to its end."""
-    return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
+    return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); fetch or write it again")
 
 
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)  # pyarrow's own derive from ValueError

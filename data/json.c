@@ -298,10 +298,11 @@ void json_free(Json* json) {
 
 const Json* json_get(const Json* object, const char* key) {
     if (!object || object->kind != JSON_OBJECT) return NULL;
+    const Json* found = NULL;
     for (const Json* child = object->child; child; child = child->next) {
-        if (strcmp(child->key, key) == 0) return child;
+        if (strcmp(child->key, key) == 0) found = child;
     }
-    return NULL;
+    return found;
 }
 
 double json_number(const Json* object, const char* key, double otherwise) {

@@ -23,7 +23,8 @@ struct Json {
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error);  // `what` names the file in the error
 Json* json_read(const char* path, char* error);                                    // of a file
 void json_free(Json* json);
-const Json* json_get(const Json* object, const char* key);  // NULL when absent
+// NULL when absent; the last one of a name that comes twice, as in Python.
+const Json* json_get(const Json* object, const char* key);
 // `otherwise` when absent, of another kind or, for json_int, not an integer of 64 bits.
 double json_number(const Json* object, const char* key, double otherwise);
 int64_t json_int(const Json* object, const char* key, int64_t otherwise);

@@ -223,7 +223,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
                           strerror(errno));
     } else {
         fine = list_glob(list, path, error);
-        if (fine && list->count == 0) fine = data_error(error, "no file matches %s", path);
+        if (fine && list->count == 0) fine = data_error(error, "no file matches %s; name files that are there", path);
         fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
         if (fine) list_part(list, &validation, part);
     }
@@ -306,8 +306,9 @@ static bool shard_open(DatasetFile* file, const char* path, DataFormat format, c
     int32_t header[3] = {0, 0, 0};
     file->descriptor = -1;
     file->path = text_copy(path);
-    file->descriptor = file_open(path, &file->bytes, error);
-    if (file->descriptor < 0) return false;
+    char reason[DATA_ERROR_BYTES];
+    file->descriptor = file_open(path, &file->bytes, reason);
+    if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", reason);
     if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
     if (!file_read_at(file->descriptor, path, header, 0, file->bytes < 12 ? file->bytes : 12, error)) return false;
     if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
@@ -393,11 +394,11 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
     if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
     int64_t bytes = 0;
-    char* text = file_read(path, &bytes, error);
-    if (!text) return false;
-    Json* meta = json_parse(text, bytes, path, error);
+    char reason[DATA_ERROR_BYTES];
+    char* text = file_read(path, &bytes, reason);
+    Json* meta = text ? json_parse(text, bytes, path, reason) : NULL;
     free(text);
-    if (!meta) return false;
+    if (!meta) return data_error(error, "%s; prepare the folder again", reason);
     int64_t vocabulary = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
     data->bytes_per_token = meta_ratio(data, meta);
     json_free(meta);

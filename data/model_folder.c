@@ -90,7 +90,10 @@ static bool open_file(ModelFolder* folder, const char* name, char* error) {
     snprintf(path, sizeof(path), "%s/%s", folder->path, name);
     Safetensors* larger = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
     folder->file = larger;
-    if (!safetensors_open(&folder->file[folder->count], path, error)) return false;
+    char reason[DATA_ERROR_BYTES];
+    if (!safetensors_open(&folder->file[folder->count], path, reason)) {
+        return data_error(error, "%s; fetch the model again, or name another folder", reason);
+    }
     int tensors = 0;
     folder->count++;
     for (int i = 0; i < folder->count; i++) tensors += folder->file[i].count;
@@ -107,7 +110,9 @@ static const Safetensors* file_named(ModelFolder* folder, const Json* entry, cha
         if (strcmp(folder->file[i].path + length, name) == 0) return &folder->file[i];
     }
     if (!file_name_plain(name) || (int64_t)strlen(name) != entry->text_bytes || folder->count == FILES_MOST) {
-        data_error(error, "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it",
+        data_error(error,
+                   "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it; fetch the model "
+                   "again",
                    folder->path, INDEX, entry->key, name);
         return NULL;
     }
@@ -152,8 +157,9 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
         ok = no_weights(path, error);
     } else {
         snprintf(index_path, sizeof(index_path), "%s/%s", path, INDEX);
-        Json* index = json_read(index_path, error);
-        ok = index && open_index(folder, index, error);
+        char reason[DATA_ERROR_BYTES];
+        Json* index = json_read(index_path, reason);
+        ok = index ? open_index(folder, index, error) : data_error(error, "%s; fetch the model again", reason);
         json_free(index);
     }
     if (!ok) model_folder_close(folder);
@@ -237,12 +243,16 @@ static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found
     const int64_t want[2] = {dims == 1 || tensor->transposed ? cols : rows, dims == 1            ? 1
                                                                             : tensor->transposed ? rows
                                                                                                  : cols};
+    char shape[8 * 24] = "";
+    for (int i = 0, at = 0; i < found->dims; i++) {
+        at += snprintf(shape + at, sizeof(shape) - (size_t)at, "%s%lld", i ? ", " : "", (long long)found->shape[i]);
+    }
     bool ok = false;
     for (int i = 0; i < 3; i++) ok = ok || strcmp(found->dtype, types[i]) == 0;
     ok = ok && found->dims == dims && found->shape[0] == want[0] && (dims == 1 || found->shape[1] == want[1]);
-    return ok || data_error(error, "%s: tensor %s is %s of shape [%lld, %lld]; want F32, BF16 or F16 of [%lld, %lld]",
-                            file->path, found->name, found->dtype, (long long)found->shape[0],
-                            (long long)(found->dims > 1 ? found->shape[1] : 1), (long long)want[0], (long long)want[1]);
+    return ok || data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%lld%s]",
+                            file->path, found->name, found->dtype, shape, (long long)want[0],
+                            dims == 1 ? "" : text_format(", %lld", (long long)want[1]));
 }
 
 bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error) {
@@ -251,8 +261,8 @@ bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, flo
     const SafetensorsTensor* found = model_folder_find(folder, tensor->name, &file);
     const int64_t n = tensor->stored_rows * tensor->cols;
     if (!found) {
-        return data_error(error, "%s has no tensor %s; is it a GPT-2 of the shape in config.json?", folder->file->path,
-                          tensor->name);
+        return data_error(error, "%s has no tensor %s, which the shape in config.json has; give a whole model",
+                          folder->file->path, tensor->name);
     }
     if (!check_tensor(file, found, tensor, error)) return false;
     memset(values + n, 0, (size_t)(tensor->rows * tensor->cols - n) * sizeof(float));

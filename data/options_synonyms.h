@@ -32,7 +32,7 @@ static const OptionSynonym SYNONYMS[] = {
     {"n-head n-heads num-heads num-attention-heads attention-heads num-query-heads", "type --heads NH"},
     {"head-dim head-size", "type --heads NH: channels / heads is 64 or 128"},
     {"block-size seq-len seq-length sequence-length max-seq-len max-seq-length context-length context-size context ctx "
-     "max-sequence-length n-positions n-ctx -t",
+     "max-sequence-length max-position-embeddings n-positions n-ctx -t",
      "type --seq T"},
     {"depth aspect-ratio", "type --model d12 or such a name, or --layers L and --channels C"},
     {"dropout attn-pdrop resid-pdrop embd-pdrop attention-dropout hidden-dropout p-dropout",
@@ -139,10 +139,11 @@ static const OptionSynonym SYNONYMS[] = {
     {"max-new-tokens gent max-gen-tokens num-tokens-to-generate sample-length sample-len gen-length "
      "max-length-generate -g",
      "type --sample-tokens N"},
+    {"num-samples n-samples sample-count num-return-sequences number-of-samples", "type --samples N"},
     {"start generate prompt-text sample-prompt input-text",
      "type --sample PROMPT with --model DIR, or --prompt TEXT for the samples of a run"},
     {"temp", "type --temperature F"},
-    {"top-p min-p num-samples num-beams repetition-penalty typical-p",
+    {"top-p min-p num-beams repetition-penalty typical-p",
      "leave it out: samples are drawn one at a time, by --temperature and --top-k"},
     // run
     {"out-dir output-dir output out outdir save-dir run-dir log-dir logging-dir checkpoint-dir ckpt-dir dump-folder "

@@ -113,7 +113,7 @@ bool run_folder_make(RunFolder* run, const char** name, const char* model, bool 
     if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
         return data_error(error, "the path %s is too long; name a shorter one", *name);
     }
-    if (!folder_make(run->path, reason)) return data_error(error, "--run %s: %s", run->path, reason);
+    if (!folder_make(run->path, reason)) return data_error(error, "--run %s: %s; name another one", run->path, reason);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
     // The file whose refusal leaves nothing that makes this the folder of a run comes first.
     snprintf(path, sizeof(path), "%s/log.txt", run->path);

@@ -274,6 +274,9 @@ static bool read_header(Safetensors* file, char* error) {
                           (long long)file->bytes);
     }
     if (!file_read_at(file->descriptor, file->path, &length, 0, 8, error)) return false;
+    if (memcmp(&length, "version ", 8) == 0) {
+        return data_error(error, "%s is the pointer of Git LFS to a file that git lfs pull would fetch", file->path);
+    }
     if (length > HEADER_MOST) {
         return data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long",
                           file->path, (unsigned long long)length);

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include "text.h"
 
 static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const Tokenizer* tokenizer, int V,
                         char* error) {
@@ -17,24 +18,46 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
            data_error(error, "the prompt cannot be encoded without merges.txt; put it beside vocab.json");
 }
 
+// The text of a prompt file, after its byte-order mark, at *lines in the memory that is returned; NULL with a sentence.
+static char* prompt_file_read(const char* file, char** lines, char* error) {
+    int64_t bytes = 0;
+    char reason[DATA_ERROR_BYTES];
+    char* text = file_read(file, &bytes, reason);
+    if (!text) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", reason), NULL;
+    bool plain = strlen(text) == (size_t)bytes;  // a NUL would end its prompt
+    int length = 0;
+    uint32_t point = 0;
+    for (int64_t at = 0; plain && at < bytes; at += length) {
+        length = utf8_next(text + at, bytes - at, &point);
+        plain = length > 0;
+    }
+    *lines = strncmp(text, "\xEF\xBB\xBF", 3) == 0 ? text + 3 : text;
+    if (plain && (*lines)[strspn(*lines, "\r\n")]) return text;
+    if (plain) data_error(error, "--prompt-file %s has no prompt; write one a line", file);
+    if (!plain) data_error(error, "--prompt-file %s is no UTF-8 text; write prompts as UTF-8, one a line", file);
+    free(text);
+    return NULL;
+}
+
+bool prompts_check(const char* file, char* error) {
+    char *lines = NULL, *text = *file ? prompt_file_read(file, &lines, error) : NULL;
+    free(text);
+    return !*file || text;
+}
+
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V,
                   char* error) {
     memset(prompts, 0, sizeof(*prompts));
     if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
-    int64_t bytes = 0;
-    char* lines = file_read(file, &bytes, error);
-    if (!lines) return false;
-    bool fine = true;
-    for (char* line = lines; fine && *line;) {
+    char *line = NULL, *read = prompt_file_read(file, &line, error);
+    bool fine = read != NULL;
+    while (fine && *line) {
         size_t length = strcspn(line, "\n"), used = length;
         if (used > 0 && line[used - 1] == '\r') used--;
         if (used > 0) fine = prompts_add(prompts, line, used, tokenizer, V, error);
         line += length + (line[length] == '\n');
     }
-    free(lines);
-    if (fine && prompts->count == 0) {
-        return data_error(error, "--prompt-file %s has no prompt; write one a line", file);
-    }
+    free(read);
     return fine;
 }
 

@@ -15,6 +15,8 @@ typedef struct {
 // The prompts of a file, one a line, blank lines left out; or `text` alone if `file` is "". `V` is the model's
 // vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
+// Whether prompts_open can read `file`: UTF-8 with a prompt in it, or "".
+bool prompts_check(const char* file, char* error);
 // Gives all processes rank 0's prompts: share(context, from, bytes, count) sends bytes of rank `from` to the others.
 void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count), void* context);
 void prompts_close(Prompts* prompts);

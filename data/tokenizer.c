@@ -147,7 +147,7 @@ static bool entries_list(Entries* entries, const Json* list, const char* path, c
     for (const Json* token = list ? list->child : NULL; token; token = token->next) {
         const Json *id = json_get(token, "id"), *content = json_get(token, "content");
         if (!id || !content || content->kind != JSON_STRING) {
-            return data_error(error, "%s has an added token without id and content; fetch it again", path);
+            return data_error(error, "%s has an added token without id and content", path);
         }
         entries_add(entries, (Entry){content->text, content->text_bytes, id, true});
     }
@@ -290,7 +290,7 @@ static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* 
             merge->kind == JSON_ARRAY && left && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
         int64_t bytes = pair ? left->text_bytes + right->text_bytes : merge->text_bytes;
         if (!pair && merge->kind != JSON_STRING) {
-            return data_error(error, "%s: merge %lld is no pair of texts; fetch it again", path, (long long)count);
+            return data_error(error, "%s: merge %lld is no pair of texts", path, (long long)count);
         }
         if (bytes > longest) longest = bytes;
     }
@@ -305,8 +305,7 @@ static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* 
                         : read_merge(tokenizer, byte_of, left->text, left->text_bytes, right->text, right->text_bytes,
                                      rank, bytes);
         if (good) continue;
-        fine = data_error(error, "%s: merge %d is no pair of tokens whose joined text is a token; fetch it again", path,
-                          rank);
+        fine = data_error(error, "%s: merge %d is no pair of tokens whose joined text is a token", path, rank);
     }
     free(bytes);
     return fine && bytes_complete(tokenizer, path, error);
@@ -396,10 +395,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
         return open_tokenizer_json(tokenizer, whole, byte_of, error);
     }
     if (!vocabulary) {
-        return data_error(error,
-                          "%s holds no vocab.json (or encoder.json, or tokenizer.json); put them there, or name a "
-                          "folder that has them",
-                          folder);
+        return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
     }
     bool fine = open_vocabulary(tokenizer, folder, path, byte_of, error);
     if (!fine || !pairs) return fine;
@@ -423,7 +419,9 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     tokenizer->end = -1;
     memset(tokenizer->byte, 0xFF, sizeof(tokenizer->byte));
     if (folder && *folder) {
-        if (open_folder(tokenizer, folder, error)) return tokenizer;
+        char reason[DATA_ERROR_BYTES];
+        if (open_folder(tokenizer, folder, reason)) return tokenizer;
+        data_error(error, "%s; put the tokenizer's files there again, or name another folder", reason);
         tokenizer_close(tokenizer);
         return NULL;
     }
@@ -613,7 +611,7 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     if (!tokenizer || tokenizer_vocabulary(tokenizer) <= vocabulary) return tokenizer;
-    data_error(error, "its tokenizer has %d tokens and its vocab_size is %d; they do not belong together",
+    data_error(error, "its tokenizer has %d tokens and its vocab_size is %d; put the tokenizer of the model there",
                tokenizer_vocabulary(tokenizer), vocabulary);
     tokenizer_close(tokenizer);
     return NULL;

@@ -1,11 +1,20 @@
 """What the scripts of this folder answer to a mistake: one sentence that begins with their name, and exit status 2."""
 
 import argparse
+import errno
+import os
 import sys
 
 
 class Problem(Exception):
     """Something the user can mend."""
+
+
+def regular(path):
+    """The path; an OSError where reading it could wait for ever, as a pipe or a device can make it."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path
 
 
 class Parser(argparse.ArgumentParser):

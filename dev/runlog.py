@@ -11,6 +11,8 @@ import math
 import os
 from pathlib import Path
 
+from problem import regular
+
 KINDS = {
     "train": "loss",
     "val": "loss",
@@ -47,7 +49,7 @@ class RunLog:
 
     def poll(self):
         """Takes in what was written since the last call; whether there was anything. An OSError where there is no log."""
-        with open(self.path, "rb") as file:
+        with open(regular(self.path), "rb") as file:
             if os.fstat(file.fileno()).st_size < self.offset:  # another file has the name now
                 self.forget()
             file.seek(self.offset)
@@ -63,7 +65,7 @@ class RunLog:
     def read(self):
         """All that is there, a last line without its end included if it is whole; returns self."""
         self.poll()
-        with open(self.path, "rb") as file:
+        with open(regular(self.path), "rb") as file:
             file.seek(self.offset)
             tail = file.read()
         try:

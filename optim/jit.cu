@@ -444,7 +444,8 @@ bool jit_get(const char* expression, const char* architecture, JitImage* image, 
         cache_notice(
             "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "
             "NIBBLE_CACHE names another folder\n",
-            cache ? path : "a cache folder", cache ? strerror(errno) : "neither NIBBLE_CACHE nor HOME is set");
+            cache ? path : "a cache folder",
+            cache ? strerror(errno) : "neither NIBBLE_CACHE nor HOME names one of at most 4000 bytes");
     }
     return true;
 }

@@ -138,7 +138,7 @@ bool overrides_parse(const char* text, Override* overrides, int* count, char* er
         const char* end = at + strcspn(at, ";");
         if (strspn(at, " \t") < (size_t)(end - at)) {
             if (*count == OVERRIDES) {
-                snprintf(error, bytes, "--override: more than %d overrides", OVERRIDES);
+                snprintf(error, bytes, "--override: more than %d overrides; join patterns with |", OVERRIDES);
                 return false;
             }
             char word[8];

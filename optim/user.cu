@@ -220,7 +220,12 @@ bool user_formats_open(const char* paths, UserFormats** formats, char* error, si
             good = append_file(one, files, source, error, bytes);
             fflush(source);
             const char* text = strstr((*formats)->source + begin, "\"\n");  // the end of the line with its name
-            (*formats)->sum[files++] = good ? text_sum(text + 2) : 0;
+            (*formats)->sum[files] = good ? text_sum(text + 2) : 0;
+            for (int i = 0; good && i < files; i++) {
+                if ((*formats)->sum[i] != (*formats)->sum[files]) continue;
+                good = refuse(error, bytes, "--format: %s holds the same as %s; type one of them alone", one, path[i]);
+            }
+            files++;
         }
     }
     fclose(source);

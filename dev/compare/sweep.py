@@ -6,9 +6,11 @@ differs in the seed alone is one configuration, known by its name. Nothing here 
 """
 
 import difflib
+import errno
 import hashlib
 import itertools
 import json
+import math
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ NEUTRAL = ("print-every", "save-every", "keep")
 PATHS = ("data", "val")
 STUDY_KEYS = ("title", "baseline", "picture", "keep-checkpoints", "base", "run")
 RUN_KEYS = ("name", "group", "baseline", "turn", "each")
+MOST_RUNS = 10000  # of one [[run]]
 SEED = re.compile(r"[0-9]{1,30}")
 USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
@@ -243,7 +246,10 @@ class Reader:
     def entry(self, number, entry, base):
         """The runs of one [[run]]."""
         table = ("run", number)
-        points = [dict(itertools.chain(*point)) for point in itertools.product(*self.axes(table, entry))]
+        axes = self.axes(table, entry)
+        if math.prod(map(len, axes)) > MOST_RUNS:
+            raise Problem(f"{self.where(table, '')}: {math.prod(map(len, axes))} runs, over {MOST_RUNS}; shorten a list")
+        points = [dict(itertools.chain(*point)) for point in itertools.product(*axes)]
         seeds = list(dict.fromkeys(point.get("seed", base.get("seed", "1")) for point in points))
         for seed in seeds:
             if not SEED.fullmatch(seed):
@@ -366,6 +372,8 @@ def load(path, overrides=None, known=None):
     """The Sweep of a file. `known`: names of ./train's options, None where they cannot be asked."""
     path = Path(path)
     try:
+        if path.is_fifo() or path.is_char_device():  # reading it could wait for ever
+            raise OSError(errno.EINVAL, "not a regular file")
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(

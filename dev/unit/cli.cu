@@ -221,16 +221,34 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--layers 256 --channels 12288 --heads 192 --seq 4096 --batch 4", "--batch", "smaller --model"},
     {DATA_AND_RUN, "--model gpt3", "gpt3", "gpt2"},
     {NOTHING, "--sample hello", "--sample", "--model"},
+    {NOTHING, "--eval hellaswag", "--eval", "--model DIR"},
+    {NOTHING, "--sample a --model @ --eval hellaswag", "--sample does one thing", "leave one of them out"},
+    {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
+    {NOTHING, "--fit 24G --gpus 8", "--fit does one thing, to which --gpus", "leave one of them out"},
+    {NOTHING, "--fit 24G --memory 24G --dry-run", "--memory", "leave one of them out"},
+    {ALL, "--eval-every 1", "--eval names nothing", "type names or paths"},
+    {ALL, "--eval , --eval-every 1", "--eval names nothing", "--eval-every 0"},
+    {ALL, "--eval @/ --eval-every 1", "--eval: cannot read @/", "type the path of an evaluation file"},
     {NOTHING, "--sample hello --model @/nowhere", "nowhere", "a folder's path"},
 };
 
 static const Bad BAD_DATA[] = {
+    {ALL, "--prompt-file @/missing.txt", "--prompt-file: cannot open @/missing.txt", "name a file of prompts"},
+    {ALL, "--prompt-file @/folder", "not a regular file", "name a file of prompts"},
+    {ALL, "--prompt-file @/empty.txt", "--prompt-file @/empty.txt has no prompt", "write one a line"},
+    {ALL, "--prompt-file @/mark.txt", "--prompt-file @/mark.txt has no prompt", "write one a line"},
+    {ALL, "--prompt-file @/good.bin", "--prompt-file @/good.bin is no UTF-8 text", "write prompts as UTF-8"},
+    {ALL, "--prompt-file @/nul.txt", "--prompt-file @/nul.txt is no UTF-8 text", "write prompts as UTF-8"},
+    {ALL, "--prompt-file @/latin.txt", "--prompt-file @/latin.txt is no UTF-8 text", "write prompts as UTF-8"},
     {ALL, "--data @/missing.txt", "--data", "missing.txt"},
     {ALL, "--data @/empty.txt", "--data", "empty"},
     {ALL, "--data @/short.txt", "--data", "short.txt"},
     {ALL, "--data /dev/null", "--data", "/dev/null"},
-    {ALL, "--data @/nothing_*.bin", "--data", "nothing_*.bin"},
+    {ALL, "--data @/nothing_*.bin", "no file matches @/nothing_*.bin", "name files that are there"},
     {ALL, "--data @/folder", "--data", "prepare.py"},
+    {ALL, "--data @/s2", "@/s2/meta.json is not valid JSON", "prepare the folder again"},
+    {ALL, "--data @/s3", "@/s3/meta.json: it is not a regular file", "prepare the folder again"},
+    {ALL, "--data @/s4", "cannot open @/s4/train_0.bin: No such file", "name files with text or tokens in them"},
     {ALL, "--data @/magic.bin", "magic.bin", "20240520"},
     {ALL, "--data @/version.bin", "version.bin", "version"},
     {ALL, "--data @/truncated.bin", "truncated.bin", "truncated"},
@@ -248,17 +266,26 @@ static const Bad BAD_FOLDERS[] = {
     {ALL, "--run @/text.txt/run", "--run", "text.txt"},
     {ALL, "--run @/text.txt", "--run", "text.txt"},
     {ALL, "--run @/used", "--run", "--resume auto"},
+    {ALL, "--run @/nowhere_link", "a link of that name leads to no folder", "name another one"},
     {ALL, "--resume @/nowhere", "--resume", "nowhere"},
     {ALL, "--resume @/folder", "--resume", "folder"},
     {NOTHING, "--resume auto", "--resume auto", "--run"},
     {DATA_AND_RUN, "--model @/llama", "--model", "llama"},
     {DATA_AND_RUN, "--model @/relu", "--model", "relu"},
-    {DATA_AND_RUN, "--model @/folder", "--model", "config.json"},
+    {DATA_AND_RUN, "--model @/folder", "config.json: No such file", "name another folder"},
     {DATA_AND_RUN, "--model @/broken", "--model", "JSON"},
+    {DATA_AND_RUN, "--model @/begun", "--model @/begun is a run without a whole checkpoint", "let it save one"},
+    {NOTHING, "--sample a --model @/begun", "--model @/begun is a run without a whole checkpoint", "let it save one"},
+    {DATA_AND_RUN, "--model @/text", "has n_layer \"1\"", "whole numbers from 1 to 256"},
+    {DATA_AND_RUN, "--model @/half", "has n_layer 1.5", "whole numbers from 1 to 256"},
+    {DATA_AND_RUN, "--model @/twice", "h.1.", "give a whole model"},
+    {NOTHING, "--sample a --model @/twice", "h.1.", "give a whole model"},
+    {NOTHING, "--sample a --model @/pointer", "is the pointer of Git LFS", "fetch the model again"},
     {DATA_AND_RUN, "--model @/no_weights", "no_weights/model.safetensors", ""},
-    {DATA_AND_RUN, "--model @/missing", "missing/model.safetensors", "h.1."},
-    {DATA_AND_RUN, "--model @/truncated", "truncated/model.safetensors", ""},
-    {DATA_AND_RUN, "--model @/other_shape", "other_shape/model.safetensors", "shape"},
+    {DATA_AND_RUN, "--model @/missing", "missing/model.safetensors has no tensor h.1.", "give a whole model"},
+    {DATA_AND_RUN, "--model @/truncated", "truncated/model.safetensors", "fetch the model again"},
+    {DATA_AND_RUN, "--model @/other_shape", "is BF16 of shape [32, 64]",
+     "give a model with F32, BF16 or F16 of [33, 64]"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --seq 64", "--seq 64", "--seq 32"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --layers 2", "--model", "--layers"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --data @/good.bin --seq 32", "vocabulary", "--model"},
@@ -271,6 +298,9 @@ static void make_bad_data(const char* work) {
     write_text(work, "empty.txt", "");
     write_text(work, "short.txt", "too short");
     write_text(work, "empty.bin", "");
+    write_text(work, "mark.txt", "\xEF\xBB\xBF\r\n\n");
+    write_text(work, "latin.txt", "caf\xE9\n");
+    write_bytes(work, "nul.txt", "a\0b\n", 4);
     write_text(work, "meta.json", "{\"vocabulary\": 300}");
     write_shard(work, "good.bin", 20240520, 1, 500, 500, 299);
     write_shard(work, "magic.bin", 20240521, 1, 500, 500, 1);
@@ -282,6 +312,15 @@ static void make_bad_data(const char* work) {
     write_bytes(work, "header.bin", header, sizeof(header));
     snprintf(folder, sizeof(folder), "%s/folder", work);
     mkdir(folder, 0755);
+    for (const char* name : {"s2", "s3", "s4"}) {
+        snprintf(folder, sizeof(folder), "%s/%s", work, name);
+        mkdir(folder, 0755);
+        write_shard(folder, "val_0.bin", 20240520, 1, 500, 500, 1);
+        if (name[1] != '4') write_shard(folder, "train_0.bin", 20240520, 1, 500, 500, 1);
+    }
+    write_text(work, "s2/meta.json", "{bad");
+    if (mkdir(joined(work, "s3/meta.json"), 0755) != 0) abort();
+    if (symlink("nowhere", joined(work, "s4/train_0.bin")) != 0) abort();
     snprintf(folder, sizeof(folder), "%s/s", work);
     mkdir(folder, 0755);
     write_shard(folder, "few_0.bin", 20240520, 1, 9, 9, 1);
@@ -298,6 +337,14 @@ static void make_bad_models(Test* test, const char* work) {
     make_model(work, "no_weights", from, "gelu_new", "gelu_new", 0);
     make_model(work, "missing", from, "\"n_layer\": 1", "\"n_layer\": 2", 1);
     make_model(work, "truncated", from, "gelu_new", "gelu_new", 0.7);
+    make_model(work, "text", from, "\"n_layer\": 1", "\"n_layer\": \"1\"", 1);
+    make_model(work, "half", from, "\"n_layer\": 1", "\"n_layer\": 1.5", 1);
+    make_model(work, "twice", from, "\"n_layer\": 1", "\"n_layer\": 1, \"n_layer\": 2", 1);
+    make_model(work, "pointer", from, "gelu_new", "gelu_new", 0);
+    write_text(joined(work, "pointer"), "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid x\n");
+    mkdir(joined(work, "begun"), 0755);
+    write_text(work, "begun/config.json", "{}"), write_text(work, "begun/log.jsonl", "");
+    if (symlink("nowhere", joined(work, "nowhere_link")) != 0) abort();
     make_model(work, "other_shape", from, "\"n_positions\": 32", "\"n_positions\": 33", 1);
 }
 

@@ -492,6 +492,9 @@ TEST(cli_damaged_checkpoint) {
         damage(newest, d.name, d.how);
         run_train(refused, "--resume %s --device cpu", newest);
         if (strcmp(d.name, "state.json") != 0 || d.how != REMOVE) expect_error(test, &refused, d.name, newest, "");
+        run_train(sampled, "--sample a --sample-tokens 2 --model %s --device cpu", run);
+        expect(sampled.code == 0 && !ERR(sampled)[0] == (strncmp(d.name, "optimizer", 9) == 0), "%s: exit code %d: %s",
+               d.name, sampled.code, ERR(sampled));
         run_train(child, "--run %s --resume auto --device cpu", run);
         expect_code(child, 0);
         expect(strncmp(ERR(child), "train: notice: ", 15) == 0 && strstr(ERR(child), newest), "%s is not named: %s",
@@ -514,6 +517,8 @@ TEST(cli_damaged_checkpoint) {
         run_train(child, "%s %s", typed, run);
         expect(child.code == 2 && strstr(ERR(child), "all 3 are damaged"), "exit code %d: %s", child.code, ERR(child));
     }
+    run_train(sampled, "--sample a --model %s --device cpu", run);
+    expect(sampled.code == 2 && strstr(ERR(sampled), "is a run without a whole checkpoint"), "%s", ERR(sampled));
     expect(exists(newest, "model.safetensors"), "what is damaged was removed");
     run_train(child, "%s %s --data %s/text.txt --run %s/from --steps 1 --model %s", SHAPE, QUICK, work, work, newest);
     expect(child.code == 2 && strstr(ERR(child), "damaged checkpoint"), "exit code %d: %s", child.code, ERR(child));
@@ -602,6 +607,19 @@ TEST(cli_resume_auto) {
         for (const char* at = text; at && (at = strstr(at, "\nsample ")); at++) samples[i]++;
     }
     expect(samples[0] == 2 && samples[1] == 1, "%d samples, one at each end, and %d", samples[0], samples[1]);
+}
+
+// What does not fit on the disk is told in a unit that shows it, with what would make it smaller, and nothing else.
+TEST(cli_room) {
+    char error[DATA_ERROR_BYTES] = "";
+    const char* work = work_folder();
+    const int64_t huge = (int64_t)1 << 55;
+    expect(!checkpoint_room(work, huge, 3, 2, true, error) && strstr(error, "for 3 checkpoints; free some") &&
+               strstr(error, "or type --keep 1, or type --save weights") && strstr(error, " GiB are free"),
+           "%s", error);
+    expect(!checkpoint_room(work, huge, 3, 1, false, error) && !strstr(error, "--keep") && !strstr(error, "--save"),
+           "%s", error);
+    expect(checkpoint_room("/proc/x", huge, 1, 1, true, error), "where there is no disk: %s", error);
 }
 
 TEST(cli_save_weights) {

@@ -334,6 +334,23 @@ TEST(evaluation_command) {
     expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
            "%d lines of evaluations in %s", lines, log);
     free(log);
+    // What --eval-out may not write to is refused before anything is computed, and left as it was.
+    const char *victim = joined(work, "victim"), *link = joined(work, "link"), *pipe = joined(work, "pipe");
+    write_text(work, "victim", "kept");
+    expect(symlink(victim, link) == 0 && mkfifo(pipe, 0600) == 0, "%s", strerror(errno));
+    const char* const outs[][2] = {{link, "is a link, which is not followed"},
+                                   {pipe, "is a pipe or a device"},
+                                   {work, "is a folder"},
+                                   {joined(work, "none/x"), "No such file or directory"}};
+    for (const auto& to : outs) {
+        for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"}) {
+            run_train(child, "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
+            expect_error(test, &child, to[1], to[1], "name a file that");
+        }
+        expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
+    }
+    int64_t kept = 0;
+    expect(strcmp(contents(work, "victim", &kept), "kept") == 0, "a link was followed");
     run_train(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
               work);
     expect_code(alone, 0);

@@ -527,6 +527,7 @@ TEST(folders_tokenizer_json) {
     for (const auto& text : texts) {
         write_text(work, "tokenizer.json", text[0]);
         expect(!tokenizer_open(work, error) && strstr(error, text[1]), "%s: %s", text[0], error);
+        expect(strstr(error, "; put the tokenizer's files there again, or name another folder"), "%s", error);
     }
 }
 

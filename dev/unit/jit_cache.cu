@@ -130,6 +130,11 @@ TEST(jit_cache_folders_of_others) {
         chmod(folder.path, 0700);
         if (c.kind == OWNER) made = chown(folder.path, 0, 0) == 0;
     }
+    char endless[5001];
+    memset(endless, 'x', sizeof(endless) - 1), endless[5000] = 0;
+    setenv("NIBBLE_CACHE", endless, 1);
+    expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 0 && strstr(text, "names one of at most"),
+           "a long name: %s", text);
     setenv("NIBBLE_CACHE", folder.path, 1);
     expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 1 && !text[0], "at last: %s", text);
     cache_leave(&folder);

@@ -526,7 +526,7 @@ TEST(data_tokenizer_bytes) {
 TEST(data_tokenizer_files) {
     char error[DATA_ERROR_BYTES] = "";
     Folder folder = folder_new(test);
-    expect_refused(tokenizer_open(folder.path, error), error, "holds no vocab.json");
+    expect_refused(tokenizer_open(folder.path, error), error, "holds neither vocab.json");
     const char* vocabulary = in(folder, "vocab.json");
     put_text(test, vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");
     Tokenizer* tokenizer = tokenizer_open(folder.path, error);

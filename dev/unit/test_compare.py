@@ -104,12 +104,16 @@ def test_wrong_files(case):
     case.refuse(SWEEP.replace('name = "b"', 'name = "two\\nlines"'), 13, "name is a text of one line")
     case.refuse('baseline = "a"\nrun = [1, 2]\n' + BASE, 2, "write [[run]] for each run")
     case.refuse(SWEEP + "seed = 99999999999999999999999\n", 15, "--seed")
+    many = "".join(f"{key} = {[*range(400)]}\n" for key in ("seed", "warmup", "rank", "rank-gap"))
+    case.refuse(SWEEP + many, 12, "25600000000 runs, over 10000; shorten a list")
     assert "--run is the sweep's own affair" in case.run(SWEEP, "--set", "run=x", status=2)
     for more, typed in (("seed = [1, 2]\n", "seed=5"), ('[[run]]\nname = "c {lr}"\nlr = [1, 2]\n', "lr=1")):
         said = case.run(SWEEP + more, "--set", typed, status=2)
         assert said.startswith(f"compare: error: --set {typed}: runs of ") and "told apart by it" in said, said
     assert "compare: error: " in case.run(SWEEP, "--out", "/dev/null", status=2)
     assert "cannot be read" in case.run(case.folder / "none.toml", status=2)
+    os.mkfifo(case.folder / "pipe.toml")
+    assert "cannot be read (not a regular file); name a sweep file" in case.run(case.folder / "pipe.toml", status=2)
     assert "type `make` first" in case.run(SWEEP, "--trainer", case.folder / "none", status=2)
     text = case.write("no program", "text")
     assert f"{text}: may not be started; type `chmod +x {text}`" in case.run(SWEEP, "--trainer", text, status=2)

@@ -311,7 +311,7 @@ def test_packed_by_contents_and_names(case):
             (case.folder / ("cut.txt" + ending)).write_bytes(whole[:length])
             case.refuse("cut.txt" + ending + ": cannot be read", "cut.txt" + ending)
         (case.folder / ("plain.txt" + ending)).write_text("not packed")
-        case.refuse("cannot be read (it is not packed, as its name says)", "plain.txt" + ending)
+        case.refuse("cannot be read (it is not packed, as its name says); fetch or write it again", "plain.txt" + ending)
     (case.folder / "a.lzma").write_bytes(lzma.compress(text.encode(), format=lzma.FORMAT_ALONE))
     assert len(case.prepare("a.lzma", "--val", val, out="lzma").documents("train")) == len(documents)
     for head, what in (("PK\3\4", "zip"), ("\4\x22M\x18", "lz4"), ("LZIP\1", "lzip"), ("x\1", "zlib"), ("%PDF-1", "PDF")):
@@ -521,7 +521,8 @@ def test_evaluation_errors(case):
             ('{"context": "a", "choices": ["b", "c"], "answer": true}', '"answer" is true'),
             ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice not an empty one"),
             ('{"context": 5, "choices": ["b"], "answer": 0}', "must be a text"),
-            ('{"context": "a", "choices": 5, "answer": 0}', "not a question"),
+            ('{"context": "a", "choices": 5, "answer": 0}', "line 1: a field of this question is no text or no list"),
+            ('{"text": null}', "line 1: a field of this question is no text or no list"),
             ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: a question of another kind"),
             ("", "there is no question in it"),
         )

@@ -228,6 +228,8 @@ def test_errors(case):
     for kind, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         case.refuse("watch.py", f"type `pip install {package}", "--export", kind, PYTHONPATH=str(case.folder / "empty"))
     case.refuse("plot.py", "give a run folder that holds a log.jsonl", "none")
+    os.mkfifo(case.folder / "pipe.jsonl")
+    case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")
     case.refuse("plot.py", "there is no loss in it yet", case.log("b", CONFIG))
     case.refuse("plot.py", "line 2: not a record", case.log("c", CONFIG, "oh\n", train(1)))
 

@@ -176,6 +176,8 @@ TEST(user_format_refusals) {
     put_text(test, in(folder, "other.cuh"), text);
     snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "other.cuh"));
     expect_refusal(test, asked(both, "", ""), "--format: ", "other.cuh names a format \"my8/64\", and so does");
+    snprintf(both, sizeof(both), "%s,%s", example(), example());
+    expect_refusal(test, asked(both, "", ""), "--format: ", "type one of them alone");
     snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "error.cuh"));
     expect_refusal(test, asked(both, "", ""), "--format ", "error.cuh(5): error");
     // Names that are refused, or need the option.
