@@ -188,6 +188,24 @@ static bool is_replaced(const char* key) {
     return false;
 }
 
+// Can the value of a member such as eos_token_id be kept? It is a token of the vocabulary, several of them, or null.
+static bool is_token_id(const Json* value, int64_t vocabulary) {
+    if (value->kind == JSON_NULL) return true;
+    if (value->kind == JSON_NUMBER)
+        return value->number >= 0 && value->number < vocabulary && value->number == floor(value->number);
+    bool ok = value->kind == JSON_ARRAY && value->child;
+    for (const Json* one = value->child; ok && one; one = one->next) {
+        ok = one->kind == JSON_NUMBER && is_token_id(one, vocabulary);
+    }
+    return ok;
+}
+
+static bool names_token_id(const char* key) {
+    const char* const end = "_token_id";
+    const size_t length = strlen(key), tail = strlen(end);
+    return length > tail && strcmp(key + length - tail, end) == 0;
+}
+
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
                        const SpecialTokens* tokens, char* error) {
     char* text = NULL;
@@ -208,6 +226,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     for (const Json* member = loaded && loaded->kind == JSON_OBJECT ? loaded->child : NULL; member;
          member = member->next) {
         if (is_replaced(member->key)) continue;
+        if (names_token_id(member->key) && !is_token_id(member, shape->vocabulary)) continue;
         fputs("  ", file);
         json_write_string(file, member->key);
         fputs(": ", file);
@@ -215,7 +234,9 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
         fputs(",\n", file);
     }
     for (int i = 0; i < SPECIAL_TOKENS; i++) {
-        if (tokens->id[i] < 0 || tokens->id[i] >= shape->vocabulary || json_get(loaded, SPECIAL_TOKEN_IDS[i])) continue;
+        const Json* kept = json_get(loaded, SPECIAL_TOKEN_IDS[i]);
+        if (tokens->id[i] < 0 || tokens->id[i] >= shape->vocabulary) continue;
+        if (kept && is_token_id(kept, shape->vocabulary)) continue;
         fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);

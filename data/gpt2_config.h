@@ -32,7 +32,7 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
                        const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error);
 // Writes config.json of a model whose weights are of type `dtype` (transformers' name). `loaded` is the tree of the
 // config.json that the model came with, or NULL: its members are kept where they do not describe the shape. The numbers
-// of special tokens are `loaded`'s or, where it has none, those of `tokens`.
+// of special tokens are `loaded`'s or, where it has none in the vocabulary, those of `tokens`.
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
                        const SpecialTokens* tokens, char* error);
 

@@ -2,6 +2,7 @@
 // rank hear it, the messages of the watch, and what the environment says. The first byte of an input says which of
 // them, the second whether proofs are to be right, which nobody can guess.
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <unistd.h>
 
 #include "fuzz.h"
@@ -9,12 +10,15 @@
 #include "../../kernels/ranks/launch.c"
 #include "../../kernels/ranks/rendezvous.c"
 
-static int ends[2] = {-1, -1};
+// Two ends of a connection. Their numbers are out of the way: what is tested closes some ends itself, and the
+// sanitizers open pipes meanwhile, which a second close of a low number would hit.
+static const int ends[2] = {200, 201};
 
-// Two ends of a connection, of which the other, ends[1], has said `input`. Those of the last input are closed.
+// Connects the ends anew; the other one, ends[1], has said `input`.
 static void connect_pair(FuzzInput input) {
-    for (int i = 0; i < 2; i++) close(ends[i]);
-    demand(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    int pair[2];
+    demand(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+    for (int i = 0; i < 2; i++) demand(dup3(pair[i], ends[i], O_CLOEXEC) == ends[i] && close(pair[i]) == 0);
     demand(send_all(ends[1], input.bytes, input.count));
 }
 

@@ -132,6 +132,7 @@ def fuzz(target, inputs, words, seconds):
     command = [WORK / "fuzz", f"-max_total_time={seconds}", f"-max_len={longest}", "-timeout=10", "-rss_limit_mb=3000",
                "-print_final_stats=1", "-close_fd_mask=3", f"-dict={dictionary}", f"-artifact_prefix={failed}/",
                corpus, first]
+    command = ["timeout", "-k", "5", str(2 * int(seconds) + 60), *command]  # one that hangs fails, without a count
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace")
     executed = re.search(r"stat::number_of_executed_units: *(\d+)", done.stderr)
     coverage = re.findall(r"cov: (\d+)", done.stderr)

@@ -635,6 +635,7 @@ TEST(folders_loaded_model_is_kept) {
         folder, "config.json",
         "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_embd\": 64, \"n_head\": 1, \"n_positions\": 32, "
         "\"vocab_size\": 259, \"eos_token_id\": [7, 8], \"bos_token_id\": 9, \"pad_token_id\": null, "
+        "\"sep_token_id\": 259, \"decoder_start_token_id\": -1, \"forced_eos_token_id\": [7, \"x\"], "
         "\"torch_dtype\": \"float16\", \"attn_pdrop\": 0.1, \"task_specific_params\": {\"a\": [1, \"\\u0000b\"]}, "
         "\"activation_function\": \"gelu_pytorch_tanh\"}");
     train_well("%s --seq 32 --data %s/data --run %s/new --steps 1 --model %s", QUICK, work, work, folder);
@@ -647,6 +648,9 @@ TEST(folders_loaded_model_is_kept) {
         const Json *pad = json_get(config, "pad_token_id"), *more = json_get(config, "task_specific_params");
         expect(pad && pad->kind == JSON_NULL && json_number(config, "attn_pdrop", 0) == 0.1, "step %d", step);
         expect(more && more->child->child->next->text_bytes == 2, "a nested member of step %d", step);
+        for (const char* id : {"sep_token_id", "decoder_start_token_id", "forced_eos_token_id"}) {
+            expect(!json_get(config, id), "%s, which is no token, was exported", id);
+        }
         expect(!json_get(config, "torch_dtype") && json_get(config, "dtype"), "the type of step %d", step);
         expect(strcmp(json_string(config, "activation_function", ""), "gelu_new") == 0, "activation_function");
         for (const char* name : kept) {
