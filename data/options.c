@@ -162,9 +162,9 @@ bool size_parse(const char* text, int64_t* bytes) {
     const char* rest = end + 1;
     if (*rest == 'i' && rest[1] == 'B') rest++;
     if (*rest == 'B') rest++;
-    const double value = ldexp(number, 10 * (int)(unit - units + 1));
-    if (*rest || !(value < 1e15)) return false;
-    *bytes = (int64_t)value;
+    const double value = floor(ldexp(number, 10 * (int)(unit - units)));
+    if (*rest || !(value >= 1 && value < 1e12)) return false;
+    *bytes = (int64_t)value * 1024;
     return true;
 }
 
@@ -203,7 +203,10 @@ const char* option_text(const Option* option, const void* fields, char* text, si
         snprintf(text, bytes, "auto");
     } else if (option->type == OPTION_FLAG) {
         snprintf(text, bytes, "%s", *(const bool*)field ? "true" : "false");
-    } else if (option->type == OPTION_INT || option->type == OPTION_SIZE) {
+    } else if (option->type == OPTION_SIZE) {
+        if (*(const int64_t*)field == 0) return option->standard;
+        snprintf(text, bytes, "%lldK", (long long)*(const int64_t*)field / 1024);
+    } else if (option->type == OPTION_INT) {
         snprintf(text, bytes, "%lld", (long long)*(const int64_t*)field);
     } else if (option->type == OPTION_REAL) {
         // The shortest text that reads back as the same number.

@@ -59,7 +59,8 @@ void options_completion(const OptionTable* table, bool zsh, FILE* file);
 // For people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);
 void format_duration(double seconds, char* text, size_t bytes);
-// A size such as 24G, 24GB, 24GiB or 800M, in powers of 1024; false: `text` is none. An option's "" is 0 bytes.
+// A size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none. An option's "" is 0
+// bytes.
 bool size_parse(const char* text, int64_t* bytes);
 // The text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
