@@ -80,7 +80,8 @@ static const Option OPTIONS[] = {
     {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "",
      "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
     {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
-    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "", "of a single file, for validation"},
+    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
+     "share of a single file that is kept for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
@@ -89,7 +90,7 @@ static const Option OPTIONS[] = {
     {"seq", INT, AT(seq), "auto", 1, 65536, "T", "", "tokens of a training sequence"},
     {"batch", INT, AT(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
     {"tokens-per-step", INT, AT(tokens_per_step), "auto", 1, 1e12, "N", "",
-     "of an optimizer step, a multiple of batch x seq"},
+     "total batch of an optimizer step, a multiple of batch x seq"},
     {"steps", INT, AT(steps), "auto", 0, 1e12, "N", "",
      "optimizer steps; auto: one epoch, or of the built-in text 400 on a GPU and 1500 on the CPU"},
     {"preset", TEXT, AT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
@@ -119,12 +120,14 @@ static const Option OPTIONS[] = {
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
-    {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
+    {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "",
+     "muon, normuon: steps of Newton-Schulz, which make the momentum orthogonal"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "",
      "muon, normuon: their polynomials"},
     {"rank", INT, AT(rank), "0", 0, 65536, "N", "",
      "galore, fira, apollo: rank of the moments; 0: a quarter of a matrix's shorter side"},
-    {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "", "of --rank: steps until the directions change"},
+    {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "",
+     "galore, fira, apollo, apollo-mini: steps until the directions change"},
     {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "",
      "and the factor on the update; 0: 0.25, of apollo 1 and apollo-mini 128, under a root"},
     {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
@@ -158,23 +161,27 @@ static const Option OPTIONS[] = {
      "what gradients are sent as: as they are, or rounded to bf16; their sum is fp32"},
     {"join-timeout", INT, AT(join_timeout), "300", 1, 1e6, "SECONDS", "", "seconds to wait for all ranks to connect"},
     {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
-    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "", "of one validation, at most: the first of the data"},
+    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "",
+     "tokens of one validation, at most: the first windows of the validation data"},
     {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps; 0: never; auto: at the end"},
     {"sample-tokens", INT, AT(sample_tokens), "128", 1, 65536, "N", "", "length of a sample"},
     {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
     {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
     {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts instead, one a line"},
-    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "at the end-of-text token, or at its length"},
+    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "",
+     "a sample ends at the end-of-text token, or at its length"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
     {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "",
      "tasks such as hellaswag,lambada (data/eval/NAME.eval) or paths: with --eval-every in a run, else of --model DIR"},
-    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "", "steps; one more at the end; 0: none"},
+    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "",
+     "steps between evaluations, and one at the end; 0: none"},
     {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
-    {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "", "steps between lines; log.jsonl has every step"},
+    {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "",
+     "steps between lines on the terminal; log.jsonl has every step"},
     {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "",
-     "steps; one is always written at the end and on a signal"},
+     "steps between checkpoints; one is always written at the end and on a signal"},
     {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "",
      "what a checkpoint holds; weights: no states of the optimizer, so that no run can go on from it"},
     {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "checkpoints that stay; older ones are removed"},
@@ -974,8 +981,9 @@ static void checkpoint_save(Run* run, bool prune = true) {
                                      run->options->lr};
         require(checkpoint_saved(&run->folder, path, written, &save, run->error), run->error);
         run->save_seconds = seconds_now() - begin;
+    } else {
+        memcpy(run->folder.last_checkpoint, path, sizeof(path));
     }
-    memcpy(run->folder.last_checkpoint, path, sizeof(path));
 }
 
 // Resolving: resolve() gives each option that is `auto` its value, in an order in which each depends only on those
@@ -1213,6 +1221,8 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
     char error[DATA_ERROR_BYTES];
     if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
     device_imagine(&dev, asked->fit);
+    const char *model = asked->model, *folder = checkpoint_model(&model, false, error);
+    require(folder != nullptr, error);
     for (int i = 0; optim_preset(i / 3); i++) {
         Options o = *asked;
         if (preset_typed && strcmp(optim_preset(i / 3), o.preset) != 0) continue;
@@ -1221,9 +1231,7 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         if (strcmp(o.grads, "auto") == 0) o.grads = "fp32";
         Model m = {};
         OptimConfig config = {};
-        m.dev = &dev;
-        const char* folder = checkpoint_model(&o.model, false, error);
-        require(folder != nullptr, error);
+        m.dev = &dev, o.model = model;
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
         m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
@@ -1356,7 +1364,7 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     step.steps = o->steps, step.tokens = o->tokens_per_step, step.sequences = o->tokens_per_step / o->seq;
     step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM];
     step.lr = lr, step.max_lr = o->lr, step.seconds = now - begin;
-    // On a GPU the first step is slower than those to come.
+    // The first step on a GPU is slower than those to come, so it gives no estimate.
     step.eta = m->dev->gpu && first && !last ? -1 : takes * (double)(o->steps - number);
     step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
     step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
@@ -1611,7 +1619,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     return 0;
 }
 
-// What is done instead of training, and an option that it would pass over in silence.
+// Pairs of an option that replaces training and another option, which it would ignore.
 static const char* const APART[][2] = {{"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},
                                        {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}};
 

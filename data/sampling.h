@@ -15,7 +15,7 @@ typedef struct {
 // The prompts of a file, one a line, blank lines left out; or `text` alone if `file` is "". `V` is the model's
 // vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
-// Whether prompts_open can read `file`: UTF-8 with a prompt in it, or "".
+// Checks before a run that prompts_open can read `file`, which is UTF-8 with a prompt in it, or "".
 bool prompts_check(const char* file, char* error);
 // Gives all processes rank 0's prompts: share(context, from, bytes, count) sends bytes of rank `from` to the others.
 void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count), void* context);
@@ -23,7 +23,7 @@ void prompts_close(Prompts* prompts);
 
 // Receives a sample: `bytes` of text that follow its prompt.
 typedef void (*SampleDone)(void* context, int index, const char* prompt, const char* text, size_t bytes);
-// Where the samples of prompts go: `each` of the first, of the second, ...
+// The receiver of samples. It gets `each` samples of the first prompt, then of the second, and so on.
 typedef struct {
     const Prompts* prompts;
     int each;

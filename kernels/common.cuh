@@ -230,16 +230,16 @@ inline void device_open(Device* dev, bool gpu, int index) {
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
 }
 
-constexpr int64_t USUAL_CONTEXT_BYTES = 512 << 20;  // about what the driver's context takes on a Hopper card
+constexpr int64_t ASSUMED_CONTEXT_BYTES = 512 << 20;  // of the driver; a real card is asked (device_open)
 
-// An H100 or H200 with `memory` bytes, for plans on a machine without one. What depends on the number of
-// multiprocessors is below 1 % of a plan, so other cards differ little.
+// Makes a GPU with `memory` bytes for plans on a machine without one. It has the multiprocessors and the shared memory
+// of an H100 or H200, by which the sizes of some scratch buffers go.
 inline void device_imagine(Device* dev, int64_t memory) {
     memset(dev, 0, sizeof(*dev));
     dev->gpu = dev->imagined = true;
     snprintf(dev->name, sizeof(dev->name), "a GPU of %.4g GiB", (double)memory / (1ll << 30));
     dev->sm_count = 132, dev->compute = 90, dev->memory = memory, dev->shared_memory = 227 << 10;
-    dev->context = USUAL_CONTEXT_BYTES;
+    dev->context = ASSUMED_CONTEXT_BYTES;
 }
 
 inline void device_close(Device* dev) {

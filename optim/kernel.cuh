@@ -29,7 +29,7 @@ struct alignas(8) Tile {
     uint32_t group;
 };
 
-// Where a tile's weights and gradients lie in tensors of the caller's own (placed.h).
+// TilePlace says where a tile's weights and gradients lie in tensors of the caller's own (placed.h).
 struct TilePlace {
     void* weights;  // in the type that the matmuls read: the stored codes, or the copy beside them
     const void* grads;

@@ -658,7 +658,7 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
     });
 }
 
-// What an optimizer is.
+// Questions about an optimizer: its tensors and its description.
 
 NIBBLE_API int64_t nibble_optim_element(const NibbleOptim* optim, int tensor) {
     if (tensor < 0 || tensor >= optim->count) return -1;

@@ -28,7 +28,7 @@ struct PlacedRun {
     int groups;
 };
 
-// What the kernels here need of the tables; all pointers are device memory.
+// The part of the tables that the kernels of this file read. All pointers are device memory.
 struct PlacedView {
     PlacedTile* tile;          // (tiles)
     PlacedPointers* pointers;  // (tensors)
@@ -396,7 +396,7 @@ static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, cons
     return hyper_create(&own, &used, group->lr, group->step > 0 ? group->step : step);
 }
 
-// What the kernels of a step share.
+// The arguments that all launches of a step have in common.
 static StepArguments step_arguments(const PlacedTables* tables, const PlacedStep* step, const float* scale) {
     StepArguments arguments = {};
     arguments.grad_scale = scale;

@@ -8,13 +8,13 @@
 //     tensors that do not begin at a multiple of 16 bytes                   the whole tensor
 //     gradients of a rule that reads rows                                   the whole tensor
 //
-// What a step costs besides optim_step's work: three short kernels, and an upload of 16 bytes a tensor if an address
-// has changed. If other tensors have gradients than in the last step, or other groups, 40 bytes a tile are uploaded.
+// A step costs three short kernels besides optim_step's work, and an upload of 16 bytes a tensor if an address has
+// changed. If other tensors have gradients than in the last step, or other groups, 40 bytes a tile are uploaded.
 #pragma once
 #include "plan.h"
 
-// What is fixed for a tensor. A tensor is cut if other processes hold parts of it: then `count` of its elements lie
-// here, and `head` elements of their first tile come before them.
+// The facts about a tensor that no step changes. A tensor is cut if other processes hold parts of it: then `count` of
+// its elements lie here, and `head` elements of their first tile come before them.
 struct PlacedTensor {
     int64_t count;
     int64_t head;     // below TILE_ELEMENTS; rows x cols of its OptimTensor are head + count

@@ -609,7 +609,7 @@ TEST(cli_resume_auto) {
     expect(samples[0] == 2 && samples[1] == 1, "%d samples, one at each end, and %d", samples[0], samples[1]);
 }
 
-// What does not fit on the disk is told in a unit that shows it, with what would make it smaller, and nothing else.
+// The refusal of a full disk uses MiB or GiB, and advises only what makes the checkpoints smaller.
 TEST(cli_room) {
     char error[DATA_ERROR_BYTES] = "";
     const char* work = work_folder();

@@ -108,7 +108,7 @@ static void compile_all(Test* test, const Configs* all, int count, bool bf16_too
         const int k = i % count;
         if (i >= count && compute_of(k) == OPTIM_BF16) return;
         optim_expression(&all->config[k], i < count ? compute_of(k) : OPTIM_BF16, expression, sizeof(expression));
-        // What fails here fails again, and is reported, when the optimizer is created.
+        // An error here comes again, and is reported, when the optimizer is created.
         if (jit_architecture(gpu.compute, architecture, sizeof(architecture), error) &&
             jit_get(expression, architecture, &image, error)) {
             jit_free(&image);

@@ -531,7 +531,7 @@ def torch_compat():
         assert same(model, before), peer.__name__
         again.load_state_dict(optimizer.state_dict())
     raises(ValueError, "amsgrad", lambda: torchao.AdamW8bit(model.parameters(), amsgrad=True))
-    # Whether a tensor has 8-bit states depends on the whole tensor.
+    # bitsandbytes' rule for 8-bit states counts the elements of the whole tensor.
     big = [torch.nn.Parameter(torch.ones(n)) for n in (4095, 4096)]
     optimizer = bitsandbytes.AdamW8bit(big)
     for p in big:

@@ -103,7 +103,7 @@ class _Part:
         self.dtype, self.shapes = first.dtype, [p.shape for p in self.locals]
         self.weights, self.group_key = None, None
         self.views = [dict(self._views(t)) for t in range(len(params))]
-        # What is kept beside a parameter has to follow when others write it.
+        # The library's copy of a parameter must be made again when other code has written the parameter.
         self.watched = any(name not in ("m", "v", "slow") and not name.startswith(("m.", "v.", "slow."))
                            for views in self.views for name in views)
         self.versions = None
