@@ -11,7 +11,7 @@ from copy import deepcopy
 
 import torch
 
-from . import library
+from . import library, lists
 
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -101,12 +101,20 @@ class _Part:
                 raise self.failed from None
             raise
         self.dtype, self.shapes = first.dtype, [p.shape for p in self.locals]
-        self.weights, self.group_key = None, None
+        self.weights, self.where, self.numbers = None, None, list(range(len(params)))
+        # Of the last gradients that could be used as they were: in most steps only their addresses are others.
+        self.layout, self.layouts, self.grads_at, self.grads_where = None, 0, None, None
         self.views = [dict(self._views(t)) for t in range(len(params))]
         # The library's copy of a parameter must be made again when other code has written the parameter.
         self.watched = any(name not in ("m", "v", "slow") and not name.startswith(("m.", "v.", "slow."))
                            for views in self.views for name in views)
-        self.versions = None
+        self.versions, self.own_counters = None, None
+
+    def place(self, groups, places, whole):
+        """The parameters' groups, and their places among all the optimizer's; `whole`: there are no others."""
+        self.groups, self.places, self.whole = groups, places, whole
+        self.used = sorted(set(groups))
+        self.group_of = array.array("i", [self.used.index(g) for g in groups])
 
     def _allocate(self, count):
         try:
@@ -117,7 +125,7 @@ class _Part:
             return 0
 
     def stream(self):
-        return torch.cuda.current_stream(self.device).cuda_stream if self.gpu else None
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.gpu else None
 
     def _views(self, tensor):
         """The states of a tensor. One number for each element has the parameter's shape; codes in blocks are bytes."""
@@ -137,14 +145,13 @@ class _Part:
 
     def find_weights(self):
         if self.watched:
-            versions = [p._version for p in self.locals]
-            if self.versions is not None:
+            versions = lists.versions(self.locals)
+            if self.versions is not None and versions != self.versions:
                 for t, (then, now) in enumerate(zip(self.versions, versions)):
                     if then != now:
                         self.handle.weights_changed(t)
             self.versions = versions
-        weights = array.array("Q", [p.data_ptr() for p in self.locals])
-        if weights == self.weights:
+        if self.where is not None and lists.same_addresses(self.locals, self.where, self.numbers):
             return
         for p, local, shape in zip(self.params, self.locals, self.shapes):
             if _local(p) is not local or local.device != self.device or local.dtype is not self.dtype or \
@@ -152,30 +159,39 @@ class _Part:
                 raise RuntimeError(f"a parameter of {tuple(shape)} on {self.device} has been replaced since its first "
                                    f"step, by {tuple(local.shape)} on {local.device}; move or change the model first "
                                    "and make the optimizer then")
-        self.weights = weights
+        self.where = lists.addresses(self.locals)
+        self.weights = array.array("Q", self.where)
 
     def find_grads(self, grads):
         """The gradients' addresses, 0 where there is none; and tensors to keep alive until the step is under way."""
+        if self.layout is not None and self.layout.same(grads):
+            if not lists.same_addresses(grads, self.grads_where, self.numbers):
+                self.grads_where = lists.addresses(grads)
+                self.grads_at = array.array("Q", self.grads_where)
+            return self.grads_at, ()
         dtype, ordered, addresses, kept = self.grads, self.ordered, [], []
+        plain = not ordered
         for t, grad in enumerate(grads):
             if grad is None:
                 addresses.append(0)
                 continue
-            grad = grad._local_tensor if hasattr(grad, "_local_tensor") else grad
-            if ordered or grad.dtype is not dtype or grad.layout is not torch.strided or not grad.is_contiguous():
+            plain = plain and not _is_dtensor(grad)
+            grad = _local(grad)
+            if ordered or grad.dtype is not dtype or grad.layout is not torch.strided or not grad.is_contiguous() or \
+                    grad.device != self.device or grad.shape != self.shapes[t]:
                 grad = _address(grad, self.locals[t], dtype, self.order[t])
                 kept.append(grad)
             addresses.append(grad.data_ptr() or 1)  # an empty shard takes part in name alone
-        return array.array("Q", addresses), kept
+        found = array.array("Q", addresses)
+        # Layouts that change all the time are not worth their making.
+        if plain and not kept and not {0, 1} & set(addresses) and self.layouts < 8:
+            self.layout, self.layouts = lists.Layout.of(grads), self.layouts + 1
+            self.grads_at, self.grads_where = found, addresses
+        return found, kept
 
     def constants(self, grads, groups, all_together):
         """What each group's tensors share, a group for each age as well; and the group of each tensor."""
         if all_together:
-            key = tuple(self.groups)
-            if self.group_key != key:
-                used = sorted(set(key))
-                self.group_key, self.used = key, used
-                self.group_of = array.array("i", [used.index(g) for g in key])
             age = self.age[0] + 1
             return [self._constants(groups[g], age) for g in self.used], self.group_of
         number, group_of = {}, []
@@ -193,7 +209,7 @@ class _Part:
         """grads: one for each parameter, or None. groups: the optimizer's."""
         addresses, kept = self.find_grads(grads)
         self.find_weights()
-        all_together = self.together and 0 not in addresses  # of the tensors themselves `in` would compare elements
+        all_together = self.together and (addresses is self.grads_at or 0 not in addresses)
         constants, group_of = self.constants(grads, groups, all_together)
         self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
         if all_together:
@@ -207,7 +223,17 @@ class _Part:
                     self.steps[t].fill_(self.age[t])
         torch.autograd.graph.increment_version(self.locals)
         if self.watched:
-            self.versions = [p._version for p in self.locals]
+            self._find_versions()
+
+    def _find_versions(self):
+        """The versions after a step, which has raised each by one. Parameters that are views of one tensor share a
+        counter, which has been raised for each; whether there are such is looked up once."""
+        after = [number + 1 for number in self.versions]
+        if not self.own_counters:
+            found = lists.versions(self.locals)
+            self.own_counters = self.own_counters is None and found == after
+            after = found
+        self.versions = after
 
     def _part_ways(self):
         """Parameters that step together share the tensor "step"; from now on each has its own."""
@@ -319,8 +345,8 @@ class Optimizer(torch.optim.Optimizer):
             self._place(part)
 
     def _place(self, part):
-        part.groups = [self._group_of[p] for p in part.params]
-        part.places = [self._place_of[p] for p in part.params]
+        places = [self._place_of[p] for p in part.params]
+        part.place([self._group_of[p] for p in part.params], places, places == list(range(len(self._flat))))
 
     # Parts.
 
@@ -374,7 +400,10 @@ class Optimizer(torch.optim.Optimizer):
         given = None if params is self._flat else dict(zip(params, grads))
         for part in self._parts if given is None else {id(self._part_of[p][0]): self._part_of[p][0]
                                                        for p in params}.values():
-            its = [grads[i] for i in part.places] if given is None else [given[p] for p in part.params]
+            if given is not None:
+                its = [given[p] for p in part.params]
+            else:
+                its = grads if part.whole else [grads[i] for i in part.places]
             if all(g is None for g in its):
                 continue
             if part.gpu and torch.cuda.is_current_stream_capturing():

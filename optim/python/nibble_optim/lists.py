@@ -1,0 +1,67 @@
+"""Questions about a list of tensors that one call into torch answers, at 30 ns a tensor where a loop in Python takes
+200. The two functions of torch behind them are private. Where torch has none, or one that answers otherwise than it
+should, Layout.of gives None and same_addresses reads each address."""
+import operator
+
+import torch
+
+data_ptr, version = torch.Tensor.data_ptr, operator.attrgetter("_version")
+
+
+def addresses(tensors):
+    return list(map(data_ptr, tensors))
+
+
+def versions(tensors):
+    return list(map(version, tensors))
+
+
+_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def same_addresses(tensors, known, numbers):
+    """True if the tensors lie at these addresses; `numbers` is list(range(len(tensors)))."""
+    return _equal(tensors, known, numbers) if _equal else addresses(tensors) == known
+
+
+class Layout:
+    """Types, devices, shapes and strides of tensors, without the tensors."""
+
+    def __init__(self, guards, tensors):
+        self.count = len(tensors)
+        self.check = guards(*tensors, dynamic_dims_sizes=[list(t.shape) for t in tensors],
+                            dynamic_dims_strides=[list(t.stride()) for t in tensors]).check
+
+    def same(self, tensors):
+        """True only if the tensors have this layout. One that is missing (None) has not."""
+        try:
+            return len(tensors) == self.count and self.check(*tensors)
+        except TypeError:
+            return False
+
+    @staticmethod
+    def of(tensors):
+        return Layout(_guards, tensors) if _guards else None
+
+
+def _trusted(guards):
+    """The class if it tells two tensors from others that differ in one respect."""
+    one, two = torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)
+    layout = Layout(guards, [one, two])
+    others = [torch.zeros(3, 2).t(), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(6),
+              torch.zeros(2, 3, device="meta"), one.to_sparse(), None]
+    good = layout.same([one + 1, two + 1]) and not any(layout.same([other, two]) for other in others)
+    return guards if good and not layout.same([two, one]) else None
+
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+    _guards = _trusted(TensorGuards)
+except Exception:  # another torch: there is no such class, or its arguments are others
+    _guards = None
+try:
+    _one = torch.zeros(2)
+    if not _equal([_one], [_one.data_ptr()], [0]) or _equal([_one], [_one.data_ptr() + 4], [0]):
+        _equal = None
+except Exception:
+    _equal = None
