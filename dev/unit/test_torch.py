@@ -603,6 +603,18 @@ def torch_dtensor_shards():
 
 
 @test
+def torch_checkpoint_on_other_ranks():
+    """A distributed checkpoint of two ranks continues on one and on three."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = str(ROOT / "dev" / "unit" / "test_torch_ranks.py")
+        for count in (2, 1, 3):
+            ranks = [subprocess.Popen([sys.executable, code, folder, str(rank), str(count)], stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True) for rank in range(count)]
+            texts = [rank.communicate(timeout=240)[0] for rank in ranks]
+            assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)
+
+
+@test
 def torch_converts_train_checkpoints():
     """A checkpoint of ./train goes into a torch optimizer and out again, byte for byte."""
     program = ROOT / "train"

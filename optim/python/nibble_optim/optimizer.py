@@ -105,6 +105,8 @@ class _Part:
         # Of the last gradients that could be used as they were: in most steps only their addresses are others.
         self.layout, self.layouts, self.grads_at, self.grads_where = None, 0, None, None
         self.views = [dict(self._views(t)) for t in range(len(params))]
+        self.by_rows = [{name for name, *_, run, bits in self.handle.states(t) if self._row_bytes(t, run, bits)}
+                        for t in range(len(params))]
         # The library's copy of a parameter must be made again when other code has written the parameter.
         self.watched = any(name not in ("m", "v", "slow") and not name.startswith(("m.", "v.", "slow."))
                            for views in self.views for name in views)
@@ -135,13 +137,50 @@ class _Part:
         for name, dtype, data, size, run, bits in states:
             block = next(b for b in self.blocks if b.data_ptr() <= data < b.data_ptr() + b.numel()) if size else None
             view = block[data - block.data_ptr():][:size] if size else torch.empty(0, dtype=torch.uint8)
-            if dtype in DTYPES and bits >= 8:
+            row = self._row_bytes(tensor, run, bits)
+            if row:
+                begin = first % TILE // max(run, 1) * bits // 8
+                shard = view[begin:begin + self.locals[tensor].shape[0] * row].view(-1, row)
+                shard = shard.view(DTYPES[dtype]) if dtype in DTYPES else shard
+                view = shard if self.params[tensor].dim() > 1 else shard.view(-1)
+                if run == 1 and name.split(".")[0] not in alone and dtype in DTYPES:
+                    view = view.view(self.locals[tensor].shape)
+            elif dtype in DTYPES and bits >= 8:
                 view = view.view(DTYPES[dtype])
                 local = self.locals[tensor]
                 if run == 1 and name.split(".")[0] not in alone and self.order[tensor] is None:
                     head = first % TILE if count >= 0 else 0
                     view = view[head:head + local.numel()].view(local.shape)
             yield name, view
+
+    def _row_bytes(self, tensor, run, bits):
+        """Bytes of a state for each index of a cut parameter's first dimension: these belong to one rank. 0 if the
+        parameter is not cut, or if numbers may be shared between ranks."""
+        param, count = self.params[tensor], self.tensors[tensor][-1]
+        row = math.prod(param.shape[1:])
+        if count < 0 or run == 0 or TILE % run or row % run or row // run * bits % 8:
+            return 0
+        return row // run * bits // 8
+
+    def _published(self, tensor):
+        """The states of a tensor as others see them. Those that lie by a cut parameter's rows are DTensors of its
+        placements, which distributed checkpoints load on any number of ranks. If there are others, "cut" says which
+        elements they are of: such states fit no other cut."""
+        param, (*_, first, count) = self.params[tensor], self.tensors[tensor]
+        states = dict(self.views[tensor])
+        if count < 0:
+            return states
+        for name, view in self.views[tensor].items():
+            if name not in self.by_rows[tensor]:
+                states["cut"] = torch.tensor([first, count])
+                continue
+            shape = torch.Size((param.shape[0], *view.shape[1:]))
+            stride = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+            # torch cannot deepcopy a DTensor of a view that begins within its storage, so this is one of its own.
+            alone = torch.from_dlpack(view) if view.numel() > 0 else torch.empty_like(view)
+            states[name] = type(param.data).from_local(alone, param.device_mesh, param.placements, run_check=False,
+                                                       shape=shape, stride=stride)
+        return states
 
     def find_weights(self):
         if self.watched:
@@ -250,7 +289,7 @@ class _Part:
         self.steps = [torch.tensor(float(age)) for age in (self.age[:1] if self.together else self.age)]
         for t, p in enumerate(self.params):
             state[p] = {"step": self.steps[0 if self.together else t],
-                        "element": torch.tensor(self.handle.element(t)), **self.views[t]}
+                        "element": torch.tensor(self.handle.element(t)), **self._published(t)}
 
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
@@ -259,6 +298,10 @@ class _Part:
         if missing:
             raise ValueError(f"{what}: the saved states have no {missing[0]}, which {self.handle.describe()} needs; "
                              "make the optimizer with the formats that they were saved with")
+        *_, first, count = self.tensors[tensor]
+        if "cut" in state and state["cut"].tolist() != [first, count]:
+            raise ValueError(f"{what}: the saved states are of {state['cut'][1]} elements from {state['cut'][0]} on, and "
+                             f"{count} from {first} on lie here; load them on as many ranks as saved them")
         for name, view in views.items():
             saved = _local(state[name])
             if saved.shape != view.shape or saved.dtype != view.dtype:

@@ -1,0 +1,90 @@
+"""One rank of test_torch.py's torch_checkpoint_on_other_ranks: FOLDER RANK RANKS. Two ranks step a model that is sharded
+by rows three times, save it and its optimizer as a distributed checkpoint, and step once more. One rank, or three, load
+it, take the same step and find the same weights. Vectors are sharded too; min_quantized keeps their states in
+fp32. Without it blocks are cut, whose states fit no other number of ranks: loading these is refused."""
+import os
+import pathlib
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"
+folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "optim" / "python"))
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as checkpoint  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+
+import nibble_optim  # noqa: E402
+
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank, world_size=ranks)
+mesh = init_device_mesh("cpu", (ranks,))
+SHAPES = [(24, 256), (5, 512), (1, 768), (301,), (6, 2, 128)]
+PRESETS = ("adamw8", "adamw32", "adamw8c", "adamw8e", "flash24")
+WIDE = [(7, 2048), (4, 4096)]  # 4 bits have a scale for 2048 elements
+WIDE_PRESETS = ("adamw4l", "int8w4")
+
+
+def open_run(dtype, preset, min_quantized, shapes):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(0)])) for shape in shapes]
+    return params, nibble_optim.Optimizer(params, preset=preset, lr=1e-2, seed=5, min_quantized=min_quantized)
+
+
+def step(params, optimizer, number):
+    torch.manual_seed(number)
+    for p in params:
+        p.grad = distribute_tensor(torch.randn(p.shape).to(p.dtype), mesh, [Shard(0)])
+    optimizer.step()
+
+
+def values(params, optimizer):
+    return {"model": {str(i): p.detach() for i, p in enumerate(params)},
+            "optimizer": {f"{i}.{name}": value for i, state in optimizer.state_dict()["state"].items()
+                          for name, value in state.items()}}
+
+
+def load(params, optimizer, path):
+    step(params, optimizer, 1)  # makes the states
+    kept = values(params, optimizer)
+    checkpoint.load(kept, checkpoint_id=path)
+    state = optimizer.state_dict()
+    for key, value in kept["optimizer"].items():
+        i, name = key.split(".", 1)
+        state["state"][int(i)][name] = value
+    for group in state["param_groups"]:
+        group["steps"] = 3
+    optimizer.load_state_dict(state)
+
+
+def case(dtype, preset, min_quantized, shapes):
+    path = f"{folder}/{dtype}.{preset}.{min_quantized}"
+    params, optimizer = open_run(dtype, preset, min_quantized, shapes)
+    if ranks == 2:
+        for number in (1, 2, 3):
+            step(params, optimizer, number)
+        checkpoint.save(values(params, optimizer), checkpoint_id=path)
+    else:
+        load(params, optimizer, path)
+    step(params, optimizer, 4)
+    whole = [p.full_tensor() for p in params]
+    if ranks == 2 and rank == 0:
+        torch.save(whole, path + ".weights")
+    if ranks != 2:
+        for i, (p, q) in enumerate(zip(torch.load(path + ".weights"), whole)):
+            assert torch.equal(p, q), (ranks, dtype, preset, i)
+
+
+for dtype in (torch.float32, torch.bfloat16):
+    for preset in PRESETS if dtype is torch.bfloat16 else PRESETS[:2]:
+        case(dtype, preset, 400, SHAPES)
+for preset in WIDE_PRESETS:
+    case(torch.bfloat16, preset, 0, WIDE)
+try:
+    case(torch.float32, "adamw8", 0, SHAPES)
+    assert ranks == 2, "a block that was cut has been loaded on other ranks"
+except ValueError as error:
+    assert ranks != 2 and "as many ranks as saved" in str(error), error
+dist.barrier()
+dist.destroy_process_group()
+print("ok")
