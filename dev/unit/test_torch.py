@@ -454,7 +454,7 @@ def torch_gradients_change_between_steps():
                 optimizer._parts[0].layout, optimizer._parts[0].where = None, None
                 optimizer._parts[0].own_counters = False
             optimizer.step()
-            if number == 13 and remember:
+            if number == 13 and remember and lists.Layout.of(params):
                 assert optimizer._parts[0].layout is not None, "no layout is remembered, so nothing was tested"
         return [p.detach() for p in params], optimizer.state_dict()["state"]
 

@@ -1,7 +1,7 @@
-"""One rank of test_torch.py's torch_checkpoint_on_other_ranks: FOLDER RANK RANKS. Two ranks step a model that is sharded
-by rows three times, save it and its optimizer as a distributed checkpoint, and step once more. One rank, or three, load
-it, take the same step and find the same weights. Vectors are sharded too; min_quantized keeps their states in
-fp32. Without it blocks are cut, whose states fit no other number of ranks: loading these is refused."""
+"""One rank of test_torch.py's torch_checkpoint_on_other_ranks: FOLDER RANK RANKS. Two ranks step a model that is
+sharded by rows three times, save it and its optimizer as a distributed checkpoint, and step once more. One rank, or
+three, load it, take the same step and find the same weights. Vectors are sharded too; min_quantized keeps their
+states in fp32. Without it blocks are cut, whose states fit no other number of ranks: loading these is refused."""
 import os
 import pathlib
 import sys

@@ -300,8 +300,9 @@ class _Part:
                              "make the optimizer with the formats that they were saved with")
         *_, first, count = self.tensors[tensor]
         if "cut" in state and state["cut"].tolist() != [first, count]:
-            raise ValueError(f"{what}: the saved states are of {state['cut'][1]} elements from {state['cut'][0]} on, and "
-                             f"{count} from {first} on lie here; load them on as many ranks as saved them")
+            there = state["cut"].tolist()
+            raise ValueError(f"{what}: the saved states are of {there[1]} elements from {there[0]} on, and here lie "
+                             f"{count} from {first} on; load them on as many ranks as saved them")
         for name, view in views.items():
             saved = _local(state[name])
             if saved.shape != view.shape or saved.dtype != view.dtype:
