@@ -37,10 +37,9 @@
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
-#include "kernels/gelu.cuh"         // gelu_forward
 #include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
-#include "kernels/matmul.cuh"       // matmul_forward, matmul_backward_input / _gelu / _weight / _bias
+#include "kernels/linear.cuh"       // linear_forward, linear_backward_input, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
@@ -59,9 +58,9 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 // The values, by type; the table says what each means.
 struct Options {
     const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
-        *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *recompute, *release,
-        *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *save, *sample,
-        *completion;
+        *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head, *fp8_grads,
+        *recompute, *release, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device,
+        *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
         print_every, save_every, keep, seed, memory, fit;
@@ -146,8 +145,11 @@ static const Option OPTIONS[] = {
     {"warmup", INT, AT(warmup), "auto", 0, 1e12, "N", "", "steps of linear warm-up"},
     {"final-lr", REAL, AT(final_lr), "0.1", 0, 1, "F", "", "last learning rate as a share of --lr"},
     {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
-    {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp32", "precision and memory",
-     "precision of the matrix products; sums are fp32"},
+    {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
+     "precision of the matrix products; sums are fp32. fp8: in training; on the CPU the same codes, slowly"},
+    {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "",
+     "with --matmul fp8: precision of the output matrix's products"},
+    {"fp8-grads", CHOICE, AT(fp8_grads), "e5m2", 0, 0, "e5m2|e4m3", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "",
      "what the backward pass computes again instead of keeping it"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "",
@@ -259,7 +261,9 @@ struct Model {
     Config config;
     int B, T;  // sequences and tokens of a sequence in one micro-batch
     Recompute recompute;
-    int64_t logit_rows;  // rows of logits in memory at a time
+    int64_t logit_rows;       // rows of logits in memory at a time
+    bool uses_fp8, head_fp8;  // products in fp8; the head's too
+    Fp8 fp8;                  // their scales
 
     Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
@@ -279,6 +283,12 @@ static int rank_of(const Model* m) {
 }
 static int ranks_of(const Model* m) {
     return m->arena.shard ? m->arena.shard->comm.world : 1;
+}
+
+// The layers whose products may be fp8, in each block. Their slots of scales; the head's comes last.
+enum Linear { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_LINEARS };
+static int fp8_slot(int l, Linear linear) {
+    return (l * BLOCK_LINEARS + linear) * FP8_SLOTS;
 }
 
 static void config_tensors(Model* model) {
@@ -349,6 +359,8 @@ struct BlockActivations {
     X* ln2;                      // (N, C)
     X* fc;                       // (N, 4C) before GELU
     X* gelu;                     // (N, 4C) after GELU
+    // Codes by columns of what the products read, instead of ln1, ln2 and gelu, with fp8.
+    uint8_t *ln1_codes, *attention_codes, *ln2_codes, *gelu_codes;
 };
 
 template <typename X>
@@ -359,6 +371,7 @@ struct Activations {
     X* lnf;                      // (N, C)
     X* branch;                   // (N, C) what a sublayer adds to the residual stream
     X* logits;                   // (logit_rows, Vp), then their gradient
+    Fp8Use fp8;                  // codes in use
     // backward only
     X* dresidual;   // (N, C) gradient of the residual stream
     X* dbranch;     // (N, C)
@@ -378,8 +391,10 @@ static int64_t scratch_bytes(const Model* m) {
     const Config* c = &m->config;
     int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
     int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
-                        matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C), global_norm_scratch_bytes(m->dev),
+                        matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C),
+                        global_norm_scratch_bytes(m->dev),
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
+                        m->uses_fp8 ? fp8_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C) : 0,
                         m->arena.shard ? m->arena.elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
@@ -387,14 +402,17 @@ static int64_t scratch_bytes(const Model* m) {
 
 // Lays the activations of m->B x m->T tokens out from `base` on; with base NULL only `bytes` of the result has a
 // meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block the blocks
-// share one set of buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`.
+// share one set of buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`. With fp8 a
+// block keeps codes, and all share what the codes are made of. Only training is in fp8.
 template <typename X>
 static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
     Activations<X> a;
     int64_t N = (int64_t)m->B * m->T, C = m->config.C, used = 0;
     auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
     auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
+    auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
     bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
+    const bool fp8 = backward && m->uses_fp8;
     a.residual[0] = values(N * C);
     for (int l = 0; l < m->config.L; l++) {
         BlockActivations<X>* b = &a.block[l];
@@ -405,27 +423,39 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
             continue;
         }
         b->ln1_mean = floats(N), b->ln1_rstd = floats(N);
-        b->ln1 = values(N * C);
+        b->ln1 = fp8 && l > 0 ? a.block[0].ln1 : values(N * C);
         b->qkv = values(N * 3 * C);
         b->lse = floats(N * m->config.NH);
         b->attention = values(N * C);
         b->residual2 = values(N * C);
         b->ln2_mean = floats(N), b->ln2_rstd = floats(N);
-        b->ln2 = values(N * C);
+        b->ln2 = fp8 ? b->ln1 : values(N * C);
         b->fc = values(N * 4 * C);
-        b->gelu = l > 0 && !keep_gelu ? a.block[0].gelu : values(N * 4 * C);
+        const bool own = l == 0 || keep_gelu;
+        b->gelu = fp8 ? nullptr : own ? values(N * 4 * C) : a.block[0].gelu;
+        if (!fp8) continue;
+        b->ln1_codes = codes(N * C), b->attention_codes = codes(N * C), b->ln2_codes = codes(N * C);
+        b->gelu_codes = own ? codes(N * 4 * C) : a.block[0].gelu_codes;
     }
     a.lnf_mean = floats(N), a.lnf_rstd = floats(N);
     a.lnf = values(N * C);
     a.branch = values(N * C);
+    a.fp8 = {};
+    if (fp8) a.fp8.scales = (Fp8*)&m->fp8, a.fp8.rows = codes(N * 4 * C), a.fp8.weight = codes(4 * C * C);
     int64_t blocks = used;
     a.logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
+    if (fp8 && m->head_fp8) {
+        for (uint8_t*& head : a.fp8.head) head = codes(m->config.Vp * C);
+        a.fp8.head_columns = codes(m->logit_rows * C);
+        a.fp8.dhead = codes(m->logit_rows * m->config.Vp), a.fp8.dhead_columns = codes(m->logit_rows * m->config.Vp);
+    }
     a.bytes = used;
     if (!backward) return a;
     used = blocks;  // what the blocks' backward pass needs lies where the logits were, which are over by then
     a.dresidual = values(N * C);
     a.dbranch = a.branch;  // the forward pass is over when it is needed; so is the block that is computed again
     a.dwide = values(N * 4 * C);
+    if (fp8) a.fp8.drows = codes(N * 4 * C), a.fp8.dcolumns = codes(N * 4 * C);
     a.scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
     a.bytes = used > a.bytes ? used : a.bytes;
     return a;
@@ -443,15 +473,18 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     const Device* dev = m->dev;
     const BlockParameters<X>* p = &w->block[l];
     BlockActivations<X>* b = &a->block[l];
+    const Fp8Use* use = &a->fp8;
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    matmul_forward<X>(named(dev, "qkv"), b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
+    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), b->qkv, b->ln1, b->ln1_codes, p->qkvw, p->qkvb, N, C,
+                      3 * C);
     attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
-    matmul_forward<X>(named(dev, "attention projection"), a->branch, nullptr, b->attention, p->attprojw, p->attprojb, N,
-                      C, C);
+    linear_forward<X>(named(dev, "attention projection"), use, fp8_slot(l, ATTENTION_PROJECTION), a->branch,
+                      b->attention, b->attention_codes, p->attprojw, p->attprojb, N, C, C);
     residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
                                   a->residual[l], a->branch, p->ln2w, p->ln2b, N, C);
-    matmul_forward<X>(named(dev, "fc + gelu"), b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
+    linear_forward_before_gelu<X>(named(dev, "fc + gelu"), use, fp8_slot(l, FC), b->gelu, b->fc, b->ln2, b->ln2_codes,
+                                  p->fcw, p->fcb, N, C, 4 * C);
 }
 
 // Tokens (B, T) to lnf (B*T, C).
@@ -471,8 +504,9 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
         BlockActivations<X>* b = &a->block[l];
         shard_prefetch(m->arena.shard, l + 1);
         block_forward(m, &w, a, l, B, T);
-        matmul_forward<X>(named(dev, "fc projection"), a->branch, nullptr, b->gelu, w.block[l].fcprojw,
-                          w.block[l].fcprojb, N, 4 * C, C);
+        linear_forward_after_gelu<X>(named(dev, "fc projection"), &a->fp8, fp8_slot(l, FC_PROJECTION), a->branch,
+                                     b->gelu, b->fc, b->gelu_codes, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C,
+                                     C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         arena_need(&m->arena, last ? decoded_final(L) : l + 1);
@@ -498,18 +532,20 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
     const Device* dev = m->dev;
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
-    int C = m->config.C, V = m->config.V, Vp = m->config.Vp;
+    int C = m->config.C, V = m->config.V, Vp = m->config.Vp, slot = fp8_slot(m->config.L, QKV);
+    linear_head_begin<X>(named(dev, "head"), &a->fp8, slot, w.wte, dloss, C, Vp);
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
         const X* lnf = a->lnf + row * C;
-        matmul_forward<X>(named(dev, "head"), a->logits, nullptr, lnf, w.wte, nullptr, rows, C, Vp);
+        linear_head_forward<X>(named(dev, "head"), &a->fp8, slot, a->logits, lnf, w.wte, rows, C, Vp);
         classifier<X>(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V,
                       Vp);
         if (!backward) continue;
-        matmul_backward_input<X>(named(dev, "d head input"), a->dbranch + row * C, a->logits, w.wte, rows, C, Vp);
+        linear_head_backward_input<X>(named(dev, "d head input"), &a->fp8, slot, a->dbranch + row * C, a->logits, w.wte,
+                                      rows, C, Vp);
         if (row == 0) shard_grads_free(m->arena.shard, m->config.L);
-        matmul_backward_weight<X, float>(named(dev, "d head weight"), m->dwte_sum, a->logits, lnf, rows, C, Vp,
-                                         accumulates(m, first) || row > 0);
+        linear_head_backward_weight<X>(named(dev, "d head weight"), &a->fp8, slot, m->dwte_sum, a->logits, lnf, rows, C,
+                                       Vp, accumulates(m, first) || row > 0);
     }
 }
 
@@ -528,29 +564,40 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
     float* scratch = (float*)a->scratch;
+    const Fp8Use* use = &a->fp8;
+    const int qkv = fp8_slot(l, QKV), projection = fp8_slot(l, ATTENTION_PROJECTION), fc = fp8_slot(l, FC),
+              fc_projection = fp8_slot(l, FC_PROJECTION);
     if (m->recompute == RECOMPUTE_BLOCK) {
         layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C);
         block_forward(m, w, a, l, B, T);
-    } else if (m->recompute == RECOMPUTE_GELU) {
-        gelu_forward<X>(dev, b->gelu, b->fc, N * 4 * C);
     }
-    matmul_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), a->dwide, g->fcb, scratch, a->dresidual,
-                               p->fcprojw, b->fc, N, 4 * C, C, accumulate);
-    matmul_backward_weight<X, G>(named(dev, "d fc projection weight"), g->fcprojw, a->dresidual, b->gelu, N, 4 * C, C,
-                                 accumulate);
-    matmul_backward_input<X>(named(dev, "d fc input"), a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
-    matmul_backward_weight<X, G>(named(dev, "d fc weight"), g->fcw, a->dwide, b->ln2, N, C, 4 * C, accumulate);
+    if (m->recompute == RECOMPUTE_GELU || (m->recompute == RECOMPUTE_BLOCK && use->scales)) {
+        linear_gelu_again<X>(dev, use, fc_projection, b->gelu, b->fc, b->gelu_codes, N, 4 * C);
+    }
+    linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, a->dresidual, N, C);
+    linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
+                               a->dresidual, p->fcprojw, b->fc, N, 4 * C, C, accumulate);
+    linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
+                                 b->gelu, b->gelu_codes, N, 4 * C, C, accumulate);
+    linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C,
+                               accumulate);
+    linear_backward_input<X>(named(dev, "d fc input"), use, fc, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    linear_backward_weight<X, G>(named(dev, "d fc weight"), use, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
+                                 4 * C, accumulate);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
                              a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
 
-    matmul_backward_input<X>(named(dev, "d attention projection input"), a->dbranch, a->dresidual, p->attprojw, N, C,
-                             C);
-    matmul_backward_weight<X, G>(named(dev, "d attention projection weight"), g->attprojw, a->dresidual, b->attention,
-                                 N, C, C, accumulate);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, projection, a->dresidual, N, C);
+    linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
+                             p->attprojw, N, C, C);
+    linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
+                                 a->dresidual, b->attention, b->attention_codes, N, C, C, accumulate);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
                             b->attention, b->lse, B, T, C, m->config.NH, accumulate);
-    matmul_backward_input<X>(named(dev, "d qkv input"), a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
-    matmul_backward_weight<X, G>(named(dev, "d qkv weight"), g->qkvw, a->dwide, b->ln1, N, C, 3 * C, accumulate);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, a->dwide, N, 3 * C);
+    linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
+    linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
+                                 3 * C, accumulate);
 }
 
 // All gradients of the parameters, from dbranch, which is that of lnf. The first micro-batch of a step overwrites them,
@@ -591,7 +638,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first,
                              float share) {
-    Activations<X> a = activations_layout<X>(m, m->activations, m->arena.optim != nullptr);
+    Activations<X> a = activations_layout<X>(m, m->activations, train);
     int64_t N = (int64_t)B * m->T;
     gpt2_forward(m, &a, input->tokens, B, m->T);
     gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
@@ -610,7 +657,7 @@ static void micro_batch(const Model* m, const Input* input, int buckets, int B, 
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
-    Activations<X> a = activations_layout<X>(m, m->activations, m->arena.optim != nullptr);
+    Activations<X> a = activations_layout<X>(m, m->activations, false);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input input = input_layout(m, m->input);
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
@@ -634,9 +681,17 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
     const int64_t decoder = backward ? decode_bytes(&shape, fp32, 1) : 0;
-    const int64_t bytes = fp32 ? activations_layout<float>(m, nullptr, backward).bytes
-                               : activations_layout<bf16>(m, nullptr, backward).bytes;
-    return bytes > decoder ? bytes : decoder;
+    int64_t bytes = decoder;
+    for (bool train : {false, backward}) {
+        const int64_t own = fp32 ? activations_layout<float>(m, nullptr, train).bytes
+                                 : activations_layout<bf16>(m, nullptr, train).bytes;
+        bytes = own > bytes ? own : bytes;
+    }
+    return bytes;
+}
+
+static int fp8_slots(const Model* m) {
+    return fp8_slot(m->config.L, QKV) + FP8_SLOTS;
 }
 
 static int64_t wte_sum_bytes(const Model* m) {
@@ -650,7 +705,7 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other;
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     return plan;
@@ -669,11 +724,15 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
+    if (!config || !m->uses_fp8) return;
+    void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
+    device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
+    m->fp8 = fp8_open(fp8_slots(m), m->fp8.gradients, scales);
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {m->arena.grads_bf16 ? m->dwte_sum : nullptr, m->activations, m->input, m->losses,
-                            m->scalars};
+    void* const memory[] = {
+        m->arena.grads_bf16 ? m->dwte_sum : nullptr, m->activations, m->input, m->losses, m->scalars, m->fp8.inverse};
     for (void* block : memory) device_free(m->dev, block);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
@@ -722,6 +781,7 @@ static void model_init(Model* m, uint64_t seed) {
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
+    if (m->uses_fp8) fp8_begin(m->dev, &m->fp8);
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
@@ -732,6 +792,10 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         micro_batch(m, &input, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
     arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
+    if (!m->uses_fp8) return true;
+    shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
+    fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
+    m->fp8.current = false;
     return true;
 }
 
@@ -874,8 +938,19 @@ static void read_weights(void* model, int t, void* to) {
     const Model* m = (const Model*)model;
     optim_saved_weights(m->arena.optim, m->arena.shard, m->dev, m->arena.tensors, t, to);
 }
-static void read_array(void* saved, int i, int64_t at, int64_t bytes, void* to) {
-    optim_saved_read((const OptimSaved*)saved, i, at, bytes, to);
+
+// The arrays beside the weights: the optimizer's, then, with fp8, the magnitudes that its scales come from.
+struct SavedArrays {
+    const Model* model;
+    OptimSaved* optim;
+    int count;  // of the optimizer's
+};
+constexpr const char* FP8_ARRAY = "fp8.magnitudes";
+
+static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to) {
+    const SavedArrays* saved = (const SavedArrays*)context;
+    if (i < saved->count) return optim_saved_read(saved->optim, i, at, bytes, to);
+    copy_to_host(saved->model->dev, to, (const char*)saved->model->fp8.history + at, bytes);
 }
 
 // Writes the weights into FOLDER/files[0].name, and every stream of the optimizer that is not there into files[1].name.
@@ -886,16 +961,17 @@ static bool arrays_write(const Model* m, const char* folder, bool states, Checkp
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     if (!checkpoint_model_write(to, m->stored, a->count, read_weights, (void*)m, &files[0], error)) return false;
     if (!states) return true;
-    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->dev);
-    SafetensorsEntry entries[OPTIM_STREAMS] = {};
-    const int count = optim_saved_count(saved);
+    SavedArrays saved = {m, optim_saved_open(a->optim, a->shard, m->dev), 0};
+    SafetensorsEntry entries[OPTIM_STREAMS + 1] = {};
+    int count = saved.count = optim_saved_count(saved.optim);
     for (int i = 0; i < count; i++) {
-        const OptimStream array = optim_saved_array(saved, i);
+        const OptimStream array = optim_saved_array(saved.optim, i);
         entries[i] = {array.name, array.dtype, {array.elements}, 1};
     }
-    const CheckpointSource source = {entries, count, COPY_BYTES, nullptr, read_array, saved};
+    if (m->uses_fp8) entries[count++] = {FP8_ARRAY, "F32", {fp8_slots(m), FP8_HISTORY}, 2};
+    const CheckpointSource source = {entries, count, COPY_BYTES, nullptr, read_array, &saved};
     const bool ok = checkpoint_file_write(to, &source, &files[1], error);
-    optim_saved_close(saved);
+    optim_saved_close(saved.optim);
     return ok;
 }
 
@@ -915,19 +991,33 @@ static void model_read(Model* m, const char* path) {
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
+// Reads the magnitudes that fp8's scales come from. Without them the first step finds its own.
+static void checkpoint_read_fp8(Model* m, CheckpointReader* reader) {
+    const int64_t bytes = (int64_t)fp8_slots(m) * FP8_HISTORY * (int64_t)sizeof(float);
+    const void* array = checkpoint_array(reader, FP8_ARRAY, "F32", bytes);
+    if (!array) return;
+    float* history = (float*)memory_take(bytes);
+    checkpoint_array_read(reader, array, 0, bytes, history);
+    copy_to_device(m->dev, m->fp8.history, history, bytes);
+    m->fp8.current = false;
+    free(history);
+}
+
 // Reads weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     CheckpointReader reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, run->error), run->error);
     reader.run = &run->folder;
-    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
-                          checkpoint_weights, checkpoint_notice,      &reader};
+    const int own = safetensors_find(&reader.optimizer, FP8_ARRAY) ? 1 : 0;
+    OptimStored stored = {
+        run->config, reader.optimizer.count - own, checkpoint_array, checkpoint_weights, checkpoint_notice, &reader};
     stored.read = checkpoint_array_read;
     if (!optim_saved_config(&stored, json_get(state, "formats"), run->error, sizeof(run->error))) {
         user_error("%s/state.json: %s", folder, run->error);
     }
     bool loaded = optim_load(m->arena.optim, &stored, run->error, sizeof(run->error));
+    if (loaded && m->uses_fp8) checkpoint_read_fp8(m, &reader);
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/optimizer.safetensors: %s", folder, run->error);
     checkpoint_close(&reader);
@@ -999,7 +1089,14 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     char error[DATA_ERROR_BYTES];
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
-    m->arena.type = strcmp(o->matmul, "bf16") == 0 ? OPTIM_BF16 : OPTIM_FP32;
+    m->arena.type = gpu && strcmp(o->matmul, "fp32") != 0 ? OPTIM_BF16 : OPTIM_FP32;
+    m->uses_fp8 = strcmp(o->matmul, "fp8") == 0, m->head_fp8 = strcmp(o->head, "fp8") == 0;
+    m->fp8.gradients = strcmp(o->fp8_grads, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2;
+    if (m->uses_fp8 && gpu && m->dev->compute < 89) {
+        user_error("--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16",
+                   m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
+    }
+    if (m->head_fp8 && !m->uses_fp8) user_error("--head fp8 goes with --matmul fp8; type both or neither");
     const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
     m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
@@ -1062,6 +1159,12 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
+    if (m->uses_fp8 && o->batch * o->seq % 16 != 0) {
+        user_error(
+            "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
+            (long long)o->batch, (long long)o->seq, (long long)(o->batch * o->seq),
+            (long long)(o->seq / 16 * 16 > 0 ? o->seq / 16 * 16 : 16));
+    }
 }
 
 // --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
@@ -1290,7 +1393,7 @@ static void resume(Run* run) {
 
 // Sets where the run stands, and notes for the banner whether its data has changed.
 static void count_state(Run* run) {
-    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0, 0};
+    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0, 0, 0};
     const char* changes[2];
     if (!run->loaded) return;
     const int count = run_state_resume(&run->state, run->loaded, changes);
@@ -1369,6 +1472,7 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
     step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
     step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
+    step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
     step.skipped = !isfinite(scalars[SCALAR_FACTOR]), step.stops = strcmp(o->on_nonfinite, "stop") == 0;
     step.shown = number % o->print_every == 0 || first || last;
     require(report_step_done(&run->folder, &run->state, &step, run->error), run->error);

@@ -82,7 +82,8 @@ static const struct {
              {"val_crc", offsetof(RunState, val_crc)},
              {"skipped", offsetof(RunState, skipped)},
              {"skipped_last", offsetof(RunState, skipped_last)},
-             {"parts_left", offsetof(RunState, parts_left)}};
+             {"parts_left", offsetof(RunState, parts_left)},
+             {"saturated", offsetof(RunState, saturated)}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
 int run_state_resume(RunState* state, const Json* json, const char* changes[2]) {

@@ -36,6 +36,7 @@ typedef struct {
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
     int64_t tokens;                 // of those sequences; not stored
     int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
+    int64_t saturated;              // elements that were too large for their fp8 codes
 } RunState;
 // Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
 // sentences about other data are in `changes`; with other validation data the best loss begins anew.

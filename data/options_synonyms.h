@@ -97,7 +97,7 @@ static const OptionSynonym SYNONYMS[] = {
      "fp16-opt-level -f",
      "leave it out: matrix products are bf16 or, with --matmul fp32, of full fp32"},
     {"fp8 fp8-recipe float8 use-fp8 enable-fp8-linear",
-     "type --preset fp8w8e, which stores weights and states in 8 bits; matrix products stay bf16"},
+     "type --matmul fp8 for the matrix products, and --preset fp8w8e to store weights and states in 8 bits"},
     {"8bit-optimizer use-8bit-adam adam8bit adam-8bit", "type --preset adamw8"},
     {"int8 load-in-8bit load-in-4bit quantize quantization",
      "type --list-presets for what is stored in 8 and in 4 bits"},

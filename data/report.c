@@ -152,13 +152,15 @@ void report_new_weights(RunFolder* run, const char* model) {
 }
 
 static bool step_log(RunFolder* run, const RunState* state, const StepReport* step, char* error) {
-    static const char* const names[] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped", "mfu"};
+    const char* names[8] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped"};
     const double rate = (double)step->tokens / step->seconds, loss = state->skipped_last > 0 ? NAN : step->loss;
-    const double values[] = {
-        loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped, rate * step->flops / step->peak};
+    double values[8] = {loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped};
+    int count = 6;
+    if (step->peak > 0) names[count] = "mfu", values[count++] = rate * step->flops / step->peak;
+    if (step->saturated >= 0) names[count] = "saturated", values[count++] = step->saturated;
     static const char* const bytes[] = {"planned_bytes", "used_bytes"};
     const double memory[] = {(double)step->memory, (double)step->used};  // used by all processes
-    return run_log(run, "train", state->step, state->tokens, step->peak > 0 ? 7 : 6, names, values, error) &&
+    return run_log(run, "train", state->step, state->tokens, count, names, values, error) &&
            (step->used == 0 || run_log(run, "memory", state->step, state->tokens, 2, bytes, memory, error));
 }
 
@@ -199,6 +201,7 @@ bool report_step_done(RunFolder* run, RunState* state, const StepReport* done, c
     state->step++;
     state->sequences += step.sequences, state->tokens += step.tokens;
     state->skipped += step.skipped;
+    if (step.saturated > 0) state->saturated += (int64_t)step.saturated;
     state->skipped_last = step.skipped ? state->skipped_last + 1 : 0;
     if (isnan(step.loss)) step.loss = NAN;  // printed as nan, not -nan
     if (isnan(step.norm)) step.norm = NAN;

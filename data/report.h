@@ -51,6 +51,7 @@ typedef struct {
     int64_t memory, used;              // bytes of the plan; of the GPU that are taken, for a line of their own, or 0
     double max_lr;                     // --lr
     double parts_left;                 // layers that kept their weights, although the step was taken
+    double saturated;                  // elements too large for their fp8 codes; below 0: the step was not in fp8
     bool skipped, stops;               // it changed nothing; then the run ends
     bool shown;                        // on the terminal
 } StepReport;

@@ -17,6 +17,8 @@ struct MatmulShape {
     int64_t m, n, k;
     cublasOperation_t op_a, op_b;
     cudaDataType_t input, output;
+    cudaDataType_t input_b;  // of b, where a is fp8; otherwise b is as a
+    int32_t fast;            // fp8: sums may have fewer bits between instructions
     cublasLtEpilogue_t epilogue;
     uint32_t alignment;  // of every pointer, at most 256 bytes
     bool batched;
@@ -34,9 +36,14 @@ struct MatmulPlan {
 struct MatmulPointers {
     const void *a, *b;
     void* d;
-    const void* bias;  // or NULL
-    const void* aux;   // GELU's input, written (GELU_AUX) or read (DGELU); or NULL
+    const void* bias;                                    // or NULL
+    const void* aux;                                     // GELU's input, written (GELU_AUX) or read (DGELU); or NULL
+    const float *scale_a = nullptr, *scale_b = nullptr;  // fp8: what a and b are to be multiplied by
 };
+
+inline bool matmul_is_fp8(const MatmulShape* s) {
+    return s->input == CUDA_R_8F_E4M3 || s->input == CUDA_R_8F_E5M2;
+}
 
 template <typename T>
 constexpr cudaDataType_t matmul_type() {
@@ -51,6 +58,8 @@ inline void matmul_set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t
 inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
     if (pointers->bias) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers->bias);
     if (pointers->aux) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers->aux);
+    if (pointers->scale_a) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers->scale_a);
+    if (pointers->scale_b) matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers->scale_b);
 }
 
 constexpr int MATMUL_CANDIDATES = 16;
@@ -102,6 +111,15 @@ __global__ static void matmul_fill_kernel(bf16* values, int64_t n, float scale, 
     values[i] = __float2bfloat16(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
 }
 
+// Codes of fp8 between a half and one, of either sign, whether they are e4m3 or e5m2. Grid ceil(n / 256), block 256.
+__global__ static void matmul_fill_fp8_kernel(uint8_t* codes, int64_t n, uint32_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    codes[i] = (uint8_t)((z >> 56 & 0x87) | 0x30);
+}
+
 // sum += a hash of every word and its place. Integers: the order does not matter. Grid any, block 256.
 __global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_t* words, int64_t n) {
     unsigned long long own = 0;
@@ -137,6 +155,11 @@ inline void matmul_fill(const Device* dev, bf16* values, int64_t n, float scale,
     check_launch();
 }
 
+inline void matmul_fill_fp8(const Device* dev, void* codes, int64_t n, uint32_t seed) {
+    matmul_fill_fp8_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>((uint8_t*)codes, n, seed);
+    check_launch();
+}
+
 // False when there is no room.
 inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
                               MatmulTrial* trial) {
@@ -145,8 +168,10 @@ inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const M
     bool own_output = (own && accumulate) || used->d == used->aux;
     int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;
     // a, b, d, bias (fp32 pairs of bf16 are numbers of that size too), aux
-    const int64_t size[] = {s->m * s->k * 2, s->k * s->n * 2, outputs * element, used->bias ? s->m * element : 0,
-                            used->aux && !writes_aux ? outputs * 2 : 0};
+    const bool fp8 = matmul_is_fp8(s);
+    const int64_t input = fp8 ? 1 : 2;
+    const int64_t size[] = {s->m * s->k * input, s->k * s->n * input, outputs * element,
+                            used->bias ? s->m * element : 0, used->aux && !writes_aux ? outputs * 2 : 0};
     const void* pointer[] = {used->a, used->b, used->d, used->bias, used->aux};
     int64_t bytes = 256, at[5];
     for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (i == 2 ? own_output : own) ? (size[i] + 255) / 256 * 256 : 0;
@@ -162,13 +187,18 @@ inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const M
     }
     for (int i = 0; i < 5; i++) {
         if (size[i] > 0 && (i == 2 ? own_output : own)) pointer[i] = trial->memory + at[i];
-        if (size[i] > 0 && i != 2) matmul_fill(dev, (bf16*)pointer[i], size[i] / 2, 1.0f, 0);
+        if (size[i] > 0 && i < 2 && fp8) matmul_fill_fp8(dev, (void*)pointer[i], size[i], (uint32_t)i);
+        if (size[i] > 0 && i != 2 && !(i < 2 && fp8)) matmul_fill(dev, (bf16*)pointer[i], size[i] / 2, 1.0f, 0);
     }
     trial->hash = (unsigned long long*)trial->memory;
     trial->output_bytes = outputs * element;
     trial->aux_bytes = writes_aux ? outputs * 2 : 0;
     trial->sums = s->epilogue == CUBLASLT_EPILOGUE_DEFAULT;
-    trial->pointers = {pointer[0], pointer[1], (void*)pointer[2], pointer[3], pointer[4]};
+    const float one = 1.0f, *scale = (const float*)(trial->memory + 64);
+    if (fp8) copy_to_device(dev, trial->memory + 64, &one, sizeof(one));
+    trial->pointers = {pointer[0],           pointer[1], (void*)pointer[2],
+                       pointer[3],           pointer[4], fp8 ? scale : nullptr,
+                       fp8 ? scale : nullptr};
     return true;
 }
 
@@ -243,7 +273,7 @@ inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMat
 inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPointers* pointers, bool accumulate) {
     const MatmulShape* s = &plan->shape;
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
-    bool large = !s->batched && s->input == CUDA_R_16BF && 2.0 * s->m * s->n * s->k >= MATMUL_SEARCH_FLOPS;
+    bool large = !s->batched && s->input != CUDA_R_32F && 2.0 * s->m * s->n * s->k >= MATMUL_SEARCH_FLOPS;
     int count = matmul_candidates(dev, plan, algorithm, large ? MATMUL_CANDIDATES : 1);
     plan->found = count > 0;
     if (count > 0) plan->algorithm = algorithm[0];
@@ -271,18 +301,24 @@ constexpr int32_t MATMUL_BATCH = 8;
 // cuBLASLt's descriptions of a shape.
 inline void matmul_describe(MatmulPlan* plan, const MatmulShape* shape) {
     plan->shape = *shape;
+    const bool fp8 = matmul_is_fp8(shape);
     bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
     check(cublasLtMatmulDescCreate(&plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
     matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
     matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);
+    if (fp8) {
+        matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, (int8_t)shape->fast);
+        if (shape->epilogue == CUBLASLT_EPILOGUE_BIAS)
+            matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, (int32_t)CUDA_R_16BF);
+    }
     if (shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || shape->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS ||
         shape->epilogue == CUBLASLT_EPILOGUE_DGELU)
         matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, shape->m);
     int64_t a_rows = transpose_a ? shape->k : shape->m, a_cols = transpose_a ? shape->m : shape->k;
     int64_t b_rows = transpose_b ? shape->n : shape->k, b_cols = transpose_b ? shape->k : shape->n;
     check(cublasLtMatrixLayoutCreate(&plan->a, shape->input, a_rows, a_cols, a_rows));
-    check(cublasLtMatrixLayoutCreate(&plan->b, shape->input, b_rows, b_cols, b_rows));
+    check(cublasLtMatrixLayoutCreate(&plan->b, fp8 ? shape->input_b : shape->input, b_rows, b_cols, b_rows));
     check(cublasLtMatrixLayoutCreate(&plan->d, shape->output, shape->m, shape->n, shape->m));
     if (shape->batched) matmul_batch(plan, MATMUL_BATCH);
 }
@@ -327,6 +363,30 @@ inline uint32_t matmul_alignment(const MatmulPointers* pointers) {
     return (uint32_t)(bits & -bits);
 }
 
+// Launches the product of a shape; false when cuBLASLt has no algorithm for it.
+inline bool matmul_launch_shape(const Device* dev, MatmulShape* shape, const MatmulPointers* pointers,
+                                bool accumulate) {
+    shape->alignment = matmul_alignment(pointers);
+    MatmulPlan* plan = matmul_plan(dev, shape, pointers, accumulate);
+    if (!plan->found) return false;
+    matmul_point(plan, pointers);
+    matmul_run(dev, plan, pointers, &plan->algorithm, accumulate);
+    return true;
+}
+
+// d = a^T b (+ d when accumulating), of fp8 codes times *scale_a *scale_b, with a bf16 bias if there is one.
+template <typename D>
+bool matmul_launch_fp8(const Device* dev, const MatmulPointers* pointers, cudaDataType_t a, cudaDataType_t b, int64_t m,
+                       int64_t n, int64_t k, bool fast, bool accumulate) {
+    MatmulShape shape;
+    memset(&shape, 0, sizeof(shape));
+    shape.m = m, shape.n = n, shape.k = k;
+    shape.op_a = CUBLAS_OP_T, shape.op_b = CUBLAS_OP_N;
+    shape.input = a, shape.input_b = b, shape.output = matmul_type<D>(), shape.fast = fast;
+    shape.epilogue = pointers->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    return matmul_launch_shape(dev, &shape, pointers, accumulate);
+}
+
 // Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.
 template <typename X, typename D>
 bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOperation_t op_a, cublasOperation_t op_b,
@@ -337,10 +397,5 @@ bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOper
     shape.op_a = op_a, shape.op_b = op_b;
     shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
     shape.epilogue = epilogue;
-    shape.alignment = matmul_alignment(pointers);
-    MatmulPlan* plan = matmul_plan(dev, &shape, pointers, accumulate);
-    if (!plan->found) return false;
-    matmul_point(plan, pointers);
-    matmul_run(dev, plan, pointers, &plan->algorithm, accumulate);
-    return true;
+    return matmul_launch_shape(dev, &shape, pointers, accumulate);
 }

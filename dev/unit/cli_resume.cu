@@ -96,12 +96,14 @@ static void check_resume(Test* test, const char* options, bool gpu) {
 TEST(cli_resume) {
     check_resume(test, "", false);
     check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", false);
+    check_resume(test, "--matmul fp8 --head fp8", false);
 }
 
 TEST(cli_resume_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     check_resume(test, "", true);
     check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", true);
+    check_resume(test, "--matmul fp8 --head fp8", true);
     check_resume(test, "--matmul fp32 --weights fp32", true);
 }
 

@@ -64,6 +64,7 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 1, "--rule normuon");
     check_modes(test, false, 3, 1, "--preset came8 --limit-growth 1.01");  // nor any tensor
     check_modes(test, false, 4, 1, "--rule adafactor --m none --adafactor-lr paper");
+    check_modes(test, false, 3, 1, "--matmul fp8 --head fp8");  // whose scales all ranks share
 }
 
 TEST(multi_modes_gpu) {
@@ -76,6 +77,7 @@ TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 1, "--rule normuon");
     check_modes(test, true, ranks, 1, "--preset came8 --limit-growth 1.01");
     check_modes(test, true, ranks, 1, "--preset rmnp4");
+    check_modes(test, true, ranks, 1, "--matmul fp8 --head fp8");
     note(test, "%d GPUs", ranks);
 }
 

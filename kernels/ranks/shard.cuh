@@ -50,7 +50,17 @@ struct ShardBucket {
 };
 
 // The device scalars of a step, which ranks agree upon.
-enum { SCALAR_LOSS, SCALAR_NORM, SCALAR_FACTOR, SCALAR_STOP, SCALAR_SAVE, SCALAR_BAD, SCALAR_LEFT, SCALARS = 8 };
+enum {
+    SCALAR_LOSS,
+    SCALAR_NORM,
+    SCALAR_FACTOR,
+    SCALAR_STOP,
+    SCALAR_SAVE,
+    SCALAR_BAD,
+    SCALAR_LEFT,
+    SCALAR_SATURATED,
+    SCALARS
+};
 
 // As --shard and --comm name them.
 inline ShardMode shard_mode_from(const char* name) {
@@ -617,6 +627,51 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     for (int64_t i = 0; i < all; i++) sum += parts[i];
     shard_agree_cpu(scalars, s->gathered, world);
     global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
+}
+
+#ifdef __CUDACC__
+// all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
+__global__ static void shard_join_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
+                                         int sums) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
+    if (i >= n) return;
+    uint32_t value = own[i];
+    for (int r = 0; r < world; r++) {
+        if (r == rank) continue;
+        const uint32_t other = all[(int64_t)r * n + i];
+        value = i >= maxima ? value + other : other > value ? other : value;
+    }
+    own[i] = value;
+}
+#endif
+
+// Makes values: (maxima + sums) on the device the same on all ranks: the largest of each of the first, the sum of each
+// of the others. All ranks call it.
+inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
+    if (!s) return;
+    const Comm* c = &s->comm;
+    const int n = maxima + sums;
+    const int64_t bytes = n * (int64_t)sizeof(uint32_t);
+    assert(c->world * bytes <= shard_staging_bytes(s));
+    for (int r = 0; r < c->world; r++)
+        s->sends[r] = {(char*)values, bytes}, s->receives[r] = {s->incoming + r * bytes, bytes};
+    comm_after_device(c);
+    comm_exchange(c, s->sends, s->receives);
+    device_after_comm(c);
+#ifdef __CUDACC__
+    if (c->dev->gpu) {
+        shard_join_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(values, (const uint32_t*)s->incoming,
+                                                                                  c->world, c->rank, maxima, sums);
+        check_launch();
+        return;
+    }
+#endif
+    for (int i = 0; i < n; i++) {
+        for (int r = 0; r < c->world; r++) {
+            const uint32_t other = ((const uint32_t*)s->incoming)[(int64_t)r * n + i];
+            if (r != c->rank) values[i] = i >= maxima ? values[i] + other : other > values[i] ? other : values[i];
+        }
+    }
 }
 
 // After a step, whose scalars the host has: what the ranks have agreed upon.

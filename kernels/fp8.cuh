@@ -1,0 +1,487 @@
+// Operands of matrix products in fp8: how values become codes of 8 bits, and how large a code's unit is.
+//
+// A tensor has one scale, a power of two: code = round(value * scale), value ~ code / scale. e4m3 (4 bits of exponent,
+// 3 of mantissa, up to 448) is for activations and weights, e5m2 (up to 57344) for gradients, which spread wider.
+// Rounding is to nearest even. What lies beyond the largest code becomes the largest code and is counted; NaN and
+// infinity become NaN, so that the loss or the norm of the gradient shows them.
+//
+// The scale of a step comes from the largest magnitudes of the FP8_HISTORY steps before it (delayed scaling), with one
+// binade to spare: so a tensor is read once, and its own largest magnitude is a by-product. In the first step, which
+// has no history, each tensor is read twice and scaled by its own largest magnitude so far. Magnitudes of a step are
+// those of all micro-batches and ranks. They are part of a checkpoint.
+//
+// Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
+// columns, dy^T x reads both by columns. So the cast writes an operand by rows, by columns (transposed), or both, and
+// never reads it again: 2 bytes read and up to 2 written an element. It can compute GELU or GELU's gradient on the way,
+// and leaves a linear layer's bias gradient, the column sums of the values before they are rounded.
+//
+// On the CPU the same codes go through the plain C product, decoded.
+#pragma once
+#include <assert.h>
+
+#include "column_sum.cuh"
+#include "common.cuh"
+#include "cpu_gemm.h"
+#include "gelu.cuh"
+#ifdef __CUDACC__
+#include <cuda_fp8.h>
+
+#include "matmul_plan.cuh"
+#endif
+
+constexpr int FP8_HISTORY = 16;
+constexpr int FP8_TILE = 128;  // rows and columns of a block's tile
+
+enum Fp8Type { FP8_E4M3, FP8_E5M2 };
+
+// What a cast does to a value before it is rounded: nothing; gelu(x); x * gelu'(pre_gelu).
+enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
+
+// All scales of a model. A slot is a tensor: input, weight or output gradient of a linear layer.
+struct Fp8 {
+    int slots;
+    Fp8Type gradients;
+    bool current;     // this step scales by what it finds, since there is no history
+    float* history;   // (slots, FP8_HISTORY) largest magnitudes, the last step's first; 0: unknown
+    float* scale;     // (slots)
+    float* inverse;   // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
+    uint32_t* found;  // (slots + 1) bits of this step's largest magnitudes; then how many elements saturated
+};
+
+// Codes of a matrix (N, C) by rows, or by columns: (C, N); either may be NULL.
+struct Fp8Operand {
+    uint8_t *rows, *columns;
+    int slot;
+    Fp8Type type;
+};
+
+constexpr float fp8_largest(Fp8Type type) {
+    return type == FP8_E4M3 ? 448.0f : 57344.0f;
+}
+
+// Plainly: the code of a value that has its scale already, and back. `bits` of mantissa, the smallest normal exponent.
+inline uint8_t fp8_encode(float x, Fp8Type type) {
+    const int mantissa = type == FP8_E4M3 ? 3 : 2, least = type == FP8_E4M3 ? -6 : -14;
+    const uint8_t sign = signbit(x) ? 0x80 : 0;
+    if (!isfinite(x)) return sign | 0x7f;
+    float a = fabsf(x);
+    if (a >= fp8_largest(type)) return sign | (type == FP8_E4M3 ? 0x7e : 0x7b);
+    int exponent = a > 0 ? ilogbf(a) : least;
+    if (exponent < least) exponent = least;
+    // In units of the last place: 2^mantissa or more for a normal number, less for a subnormal one.
+    const int units = (int)nearbyintf(ldexpf(a, mantissa - exponent));
+    return sign | (uint8_t)(((exponent - least) << mantissa) + units);
+}
+
+inline float fp8_decode(uint8_t code, Fp8Type type) {
+    const int mantissa = type == FP8_E4M3 ? 3 : 2, least = type == FP8_E4M3 ? -6 : -14, magnitude = code & 0x7f;
+    if (type == FP8_E4M3 ? magnitude == 0x7f : magnitude > 0x7b) return NAN;
+    const int exponent = magnitude >> mantissa, units = magnitude & ((1 << mantissa) - 1);
+    const float value = exponent == 0 ? ldexpf((float)units, least - mantissa)
+                                      : ldexpf((float)(units + (1 << mantissa)), exponent - 1 + least - mantissa);
+    return code & 0x80 ? -value : value;
+}
+
+// The largest power of two that keeps `magnitude` times 2^spare within the type's range; 1 where it is 0.
+__host__ __device__ inline float fp8_scale(float magnitude, Fp8Type type, int spare) {
+    if (!(magnitude > 0.0f) || magnitude > 3e38f) return 1.0f;
+    // magnitude = f 2^e with f in [0.5, 1); the largest code is 0.875 2^9, or 0.875 2^16.
+    int e;
+    const float f = frexpf(magnitude, &e);
+    int k = (type == FP8_E4M3 ? 9 : 16) - e - (f > 0.875f) - spare;
+    k = k > 100 ? 100 : k < -100 ? -100 : k;
+    return ldexpf(1.0f, k);
+}
+
+inline void fp8_found_cpu(Fp8* f, int slot, float magnitude, int64_t saturated) {
+    uint32_t bits;
+    memcpy(&bits, &magnitude, 4);
+    if (bits > f->found[slot]) f->found[slot] = bits;
+    f->found[f->slots] += (uint32_t)saturated;
+}
+
+// values: (C) = op(inp), op(inp, pre_gelu), all of one row
+inline void fp8_row_cpu(float* values, Fp8Op op, const float* inp, const float* pre_gelu, int C) {
+    if (op == FP8_GELU) {
+        gelu_forward_cpu(values, inp, C);
+    } else {
+        memcpy(values, inp, C * sizeof(float));
+        if (op == FP8_GELU_BACKWARD) gelu_backward_inplace_cpu(values, pre_gelu, C);
+    }
+}
+
+// inp, pre_gelu: (N, C); dbias: (C) or NULL. With to->rows and to->columns NULL it only finds the largest magnitude.
+inline void fp8_cast_cpu(Fp8* f, const Fp8Operand* to, Fp8Op op, const float* inp, const float* pre_gelu, float* dbias,
+                         int64_t N, int C, bool accumulate) {
+    float* values = (float*)memory_take(N * C * sizeof(float));
+    const float scale = f->scale[to->slot], largest = fp8_largest(to->type);
+    float magnitude = 0.0f;
+    int64_t saturated = 0;
+    const bool writes = to->rows || to->columns;
+#pragma omp parallel for reduction(max : magnitude) reduction(+ : saturated) schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        float* row = values + n * C;
+        fp8_row_cpu(row, op, inp + n * C, pre_gelu ? pre_gelu + n * C : nullptr, C);
+        for (int c = 0; c < C; c++) {
+            magnitude = fabsf(row[c]) > magnitude ? fabsf(row[c]) : magnitude;
+            saturated += fabsf(row[c] * scale) > largest;
+            const uint8_t code = fp8_encode(row[c] * scale, to->type);
+            if (to->rows) to->rows[n * C + c] = code;
+            if (to->columns) to->columns[c * N + n] = code;
+        }
+    }
+    fp8_found_cpu(f, to->slot, magnitude, writes ? saturated : 0);
+    if (dbias) column_sum_cpu(dbias, values, N, C, accumulate);
+    free(values);
+}
+
+// out: (rows, cols) (+)= a b^T / (scales of both) + bias, with a: (rows, depth), b: (cols, depth), bias: (cols) or NULL
+inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot_a, Fp8Type type_a, const uint8_t* b,
+                            int slot_b, Fp8Type type_b, const float* bias, int64_t rows, int64_t cols, int64_t depth,
+                            bool accumulate) {
+    float* x = (float*)memory_take(rows * depth * sizeof(float));
+    float* y = (float*)memory_take(cols * depth * sizeof(float));
+    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];  // a power of two: it rounds nothing
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * inverse;
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < cols * depth; i++) y[i] = fp8_decode(b[i], type_b);
+    if (bias) {
+        for (int64_t r = 0; r < rows; r++) memcpy(out + r * cols, bias, cols * sizeof(float));
+    }
+    CpuGemm gemm = {rows, cols, depth, x, depth, 1, y, 1, depth, out, accumulate || bias};
+    cpu_gemm(&gemm);
+    free(x), free(y);
+}
+
+// Scales of a step, from the history; nothing has been found yet.
+inline void fp8_begin_cpu(Fp8* f, int slot) {
+    const Fp8Type type = slot % 3 == 2 ? f->gradients : FP8_E4M3;
+    float most = 0.0f;
+    for (int i = 0; i < FP8_HISTORY; i++) most = fmaxf(most, f->history[slot * FP8_HISTORY + i]);
+    f->scale[slot] = fp8_scale(most, type, 1);
+    f->inverse[4 * slot] = 1.0f / f->scale[slot];
+    f->found[slot] = 0;
+}
+
+// The history after a step. A magnitude that is not finite, or that nobody looked for, leaves it as it is.
+inline void fp8_end_cpu(Fp8* f, int slot) {
+    float* history = f->history + slot * FP8_HISTORY;
+    float magnitude;
+    memcpy(&magnitude, &f->found[slot], 4);
+    if (!(magnitude > 0.0f) || !isfinite(magnitude)) return;
+    for (int i = FP8_HISTORY - 1; i > 0; i--) history[i] = history[i - 1];
+    history[0] = magnitude;
+}
+
+#ifdef __CUDACC__
+// Two codes; the first in the low byte.
+__device__ inline uint32_t fp8_pair(float low, float high, bool e5m2) {
+    const float2 pair = make_float2(low, high);
+    return e5m2 ? __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E5M2)
+                : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+}
+
+// What a thread has seen of a tensor, joined over the block: one thread tells the slot.
+struct Fp8Seen {
+    float magnitude;
+    uint32_t saturated;
+};
+
+__device__ inline void fp8_tell(uint32_t* found, uint32_t* saturated, Fp8Seen own) {
+    const float most = block_max(own.magnitude);
+    const int count = __syncthreads_count(own.saturated > 0);
+    if (count > 0 && own.saturated > 0) atomicAdd(saturated, own.saturated);
+    // Bits of floats that are not negative are ordered as the floats are. Most blocks have nothing to add.
+    const uint32_t bits = __float_as_uint(most);
+    if (threadIdx.x == 0 && bits > *(volatile uint32_t*)found) atomicMax(found, bits);
+}
+
+// Eight values to codes: scaled, rounded, saturated. x - x is 0, or NaN for what is not finite.
+__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Seen* seen) {
+    uint32_t pair[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float a = value[2 * j], b = value[2 * j + 1], low = a * scale, high = b * scale;
+        seen->magnitude = fmaxf(seen->magnitude, fmaxf(fabsf(a), fabsf(b)));
+        seen->saturated += (fabsf(low) > largest) + (fabsf(high) > largest);
+        pair[j] = fp8_pair(low + (a - a), high + (b - b), e5m2);
+    }
+    return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+
+// Four rows of four codes to four columns of four.
+__device__ inline void fp8_transpose(uint32_t (&column)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+    const uint32_t ab2 = __byte_perm(a, b, 0x7362), cd2 = __byte_perm(c, d, 0x7362);
+    column[0] = __byte_perm(ab, cd, 0x5410), column[1] = __byte_perm(ab, cd, 0x7632);
+    column[2] = __byte_perm(ab2, cd2, 0x5410), column[3] = __byte_perm(ab2, cd2, 0x7632);
+}
+
+// Where the codes of column c, rows 4g to 4g + 3 of a tile lie: moved so that neither the threads that write (16
+// eights of columns, two g) nor those that read (all g of a column) meet in a bank.
+__device__ inline int fp8_place(int c, int g) {
+    return c * 32 + (g ^ (2 * (c / 8)));
+}
+
+template <Fp8Op OP>
+__device__ inline void fp8_values(float (&value)[8], Vec<bf16> x, Vec<bf16> pre_gelu) {
+    vec_floats(value, x);
+    if (OP == FP8_GELU) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) value[j] = gelu_value<bf16>(value[j]);
+    }
+    if (OP == FP8_GELU_BACKWARD) {
+        float slope[8];
+        vec_floats(slope, pre_gelu);
+#pragma unroll
+        for (int j = 0; j < 8; j++) value[j] *= gelu_slope_fast(slope[j]);
+    }
+}
+
+// The arguments of a cast: scale and found are the slot's, partial: (ceil(N / 128), C) column sums, or NULL.
+struct Fp8Cast {
+    uint8_t *rows, *columns;
+    const bf16 *inp, *pre_gelu;
+    float* partial;
+    const float* scale;
+    uint32_t *found, *saturated;
+    int64_t N;
+    int C;
+    bool e5m2;
+};
+
+// Grid (ceil(C / 128), ceil(N / 128)), block 256: a tile of 128 x 128. A thread takes 8 columns of 4 rows, twice. N a
+// multiple of 16, C of 8. Shared memory: the transposed codes, then the column sums. Deterministic.
+template <Fp8Op OP>
+__global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
+    __shared__ uint32_t tile[FP8_TILE * 32];
+    __shared__ float sums[16][FP8_TILE];
+    const int eight = threadIdx.x % 16, group = threadIdx.x / 16, c = blockIdx.x * FP8_TILE + eight * 8;
+    const int64_t first = (int64_t)blockIdx.y * FP8_TILE;
+    const float scale = *k.scale, largest = k.e5m2 ? 57344.0f : 448.0f;
+    const bool writes = k.rows || k.columns;
+    Fp8Seen seen = {};
+    float sum[8] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int g = group + 16 * half;
+        const int64_t row = first + 4 * g;
+        if (row >= k.N || c >= k.C) continue;
+        Vec<bf16> x[4], pre[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) x[r] = load_vec(k.inp + (row + r) * k.C + c);
+        if (OP == FP8_GELU_BACKWARD) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) pre[r] = load_vec(k.pre_gelu + (row + r) * k.C + c);
+        }
+        uint2 codes[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float value[8];
+            fp8_values<OP>(value, x[r], pre[r]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum[j] += value[j];
+            codes[r] = fp8_codes(value, scale, largest, k.e5m2, &seen);
+            if (k.rows) *(uint2*)(k.rows + (row + r) * k.C + c) = codes[r];
+        }
+        uint32_t low[4], high[4];
+        fp8_transpose(low, codes[0].x, codes[1].x, codes[2].x, codes[3].x);
+        fp8_transpose(high, codes[0].y, codes[1].y, codes[2].y, codes[3].y);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            tile[fp8_place(eight * 8 + j, g)] = low[j];
+            tile[fp8_place(eight * 8 + 4 + j, g)] = high[j];
+        }
+    }
+    if (k.partial) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) sums[group][eight * 8 + j] = sum[j];
+    }
+    if (!writes) seen.saturated = 0;
+    fp8_tell(k.found, k.saturated, seen);
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+              columns = min(FP8_TILE, k.C - (int)blockIdx.x * FP8_TILE);
+    if (k.columns && first + 4 * lane < k.N) {
+#pragma unroll 4
+        for (int i = warp; i < columns; i += 8) {
+            uint32_t* to = (uint32_t*)(k.columns + (blockIdx.x * FP8_TILE + i) * k.N + first);
+            to[lane] = tile[fp8_place(i, lane)];
+        }
+    }
+    if (k.partial && threadIdx.x < columns) {
+        float total = 0.0f;
+        for (int i = 0; i < 16; i++) total += sums[i][threadIdx.x];
+        k.partial[blockIdx.y * (int64_t)k.C + blockIdx.x * FP8_TILE + threadIdx.x] = total;
+    }
+}
+
+// Grid 1, block 1: the scale of a tensor whose largest magnitude was found just now.
+__global__ static void fp8_rescale_kernel(float* scale, float* inverse, const uint32_t* found, Fp8Type type) {
+    *scale = fp8_scale(__uint_as_float(*found), type, 0);
+    *inverse = 1.0f / *scale;
+}
+
+// Grid 1, block 1.
+__global__ static void fp8_fix_kernel(float* to_scale, float* to_inverse, float scale, float inverse) {
+    *to_scale = scale, *to_inverse = inverse;
+}
+
+// fp8_begin_cpu and fp8_end_cpu for each slot. Grid ceil(slots / 256), block 256.
+__global__ static void fp8_begin_kernel(Fp8 f) {
+    const int slot = blockIdx.x * blockDim.x + threadIdx.x;
+    if (slot == 0) f.found[f.slots] = 0;
+    if (slot >= f.slots) return;
+    const Fp8Type type = slot % 3 == 2 ? f.gradients : FP8_E4M3;
+    float most = 0.0f;
+    for (int i = 0; i < FP8_HISTORY; i++) most = fmaxf(most, f.history[slot * FP8_HISTORY + i]);
+    f.scale[slot] = fp8_scale(most, type, 1);
+    f.inverse[4 * slot] = 1.0f / f.scale[slot];
+    f.found[slot] = 0;
+}
+
+__global__ static void fp8_end_kernel(Fp8 f, const float* factor, float* saturated) {
+    const int slot = blockIdx.x * blockDim.x + threadIdx.x;
+    if (slot == 0) *saturated = (float)f.found[f.slots];
+    if (slot >= f.slots || !isfinite(*factor)) return;
+    float* history = f.history + slot * FP8_HISTORY;
+    const float magnitude = __uint_as_float(f.found[slot]);
+    if (!(magnitude > 0.0f) || !isfinite(magnitude)) return;
+    for (int i = FP8_HISTORY - 1; i > 0; i--) history[i] = history[i - 1];
+    history[0] = magnitude;
+}
+
+template <Fp8Op OP>
+void fp8_cast_launch(const Device* dev, const Fp8Cast* k) {
+    dim3 grid((unsigned)ceil_div(k->C, FP8_TILE), (unsigned)ceil_div(k->N, FP8_TILE));
+    fp8_cast_kernel<OP><<<grid, 256, 0, dev->stream>>>(*k);
+    check_launch();
+}
+
+inline void fp8_cast_run(const Device* dev, Fp8Op op, const Fp8Cast* k) {
+    if (op == FP8_COPY) fp8_cast_launch<FP8_COPY>(dev, k);
+    if (op == FP8_GELU) fp8_cast_launch<FP8_GELU>(dev, k);
+    if (op == FP8_GELU_BACKWARD) fp8_cast_launch<FP8_GELU_BACKWARD>(dev, k);
+}
+#endif
+
+// Bytes of the scratch memory that column sums take.
+inline int64_t fp8_scratch_bytes(const Device* dev, int64_t N, int64_t C) {
+    return dev->gpu ? ceil_div(N, FP8_TILE) * C * (int64_t)sizeof(float) : 0;
+}
+
+// Codes of op(inp), op(pre_gelu, inp): (N, C) -> `to`; with dbias: (C) (+)= the column sums of the values. scratch:
+// fp8_scratch_bytes if there is a dbias. N is a multiple of 16, C of 8.
+template <typename X, typename G = float>
+void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X* inp, const X* pre_gelu, G* dbias,
+              float* scratch, int64_t N, int C, bool accumulate) {
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
+        const Fp8Operand none = {nullptr, nullptr, to->slot, to->type};
+        if (f->current) {
+            fp8_cast_cpu(f, &none, op, (const float*)inp, (const float*)pre_gelu, nullptr, N, C, false);
+            float magnitude;
+            memcpy(&magnitude, &f->found[to->slot], 4);
+            f->scale[to->slot] = fp8_scale(magnitude, to->type, 0);
+            f->inverse[4 * to->slot] = 1.0f / f->scale[to->slot];
+        }
+        fp8_cast_cpu(f, to, op, (const float*)inp, (const float*)pre_gelu, (float*)dbias, N, C, accumulate);
+        return;
+    }
+#ifdef __CUDACC__
+    if constexpr (std::is_same_v<X, bf16>) {
+        assert(N % 16 == 0 && C % 8 == 0);
+        Fp8Cast k = {nullptr,
+                     nullptr,
+                     inp,
+                     pre_gelu,
+                     nullptr,
+                     f->scale + to->slot,
+                     f->found + to->slot,
+                     f->found + f->slots,
+                     N,
+                     C,
+                     to->type == FP8_E5M2};
+        if (f->current) {
+            fp8_cast_run(dev, op, &k);
+            fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(f->scale + to->slot, f->inverse + 4 * to->slot, k.found,
+                                                         to->type);
+            check_launch();
+        }
+        k.rows = to->rows, k.columns = to->columns, k.partial = dbias ? scratch : nullptr;
+        fp8_cast_run(dev, op, &k);
+        if (dbias) column_sum<G>(dev, &dbias, 1, scratch, (int)ceil_div(N, FP8_TILE), C, accumulate);
+    }
+#endif
+}
+
+// A scale that is known beforehand, for values of at most `magnitude`.
+inline void fp8_fix(const Device* dev, Fp8* f, int slot, float magnitude, Fp8Type type) {
+    const float scale = fp8_scale(magnitude, type, 0), inverse = 1.0f / scale;
+    if (!dev->gpu) f->scale[slot] = scale, f->inverse[4 * slot] = inverse;
+#ifdef __CUDACC__
+    if (!dev->gpu) return;
+    fp8_fix_kernel<<<1, 1, 0, dev->stream>>>(f->scale + slot, f->inverse + 4 * slot, scale, inverse);
+    check_launch();
+#endif
+}
+
+// out: (rows, cols) (+)= a b^T + bias, of codes a: (rows, depth), b: (cols, depth); bias: (cols) or NULL. Hopper's
+// tensor cores keep 14 bits of a sum; they hand it to one of fp32 every 128 terms or so, or, with `fast`, at the end.
+template <typename D, typename X = D>
+void fp8_product(const Device* dev, const Fp8* f, D* out, const uint8_t* a, int slot_a, Fp8Type type_a,
+                 const uint8_t* b, int slot_b, Fp8Type type_b, const X* bias, int64_t rows, int64_t cols, int64_t depth,
+                 bool fast, bool accumulate) {
+    if (!dev->gpu) {
+        assert(sizeof(D) == sizeof(float));
+        fp8_product_cpu(f, (float*)out, a, slot_a, type_a, b, slot_b, type_b, (const float*)bias, rows, cols, depth,
+                        accumulate);
+        return;
+    }
+#ifdef __CUDACC__
+    MatmulPointers pointers = {b, a, out, bias, nullptr, f->inverse + 4 * slot_b, f->inverse + 4 * slot_a};
+    const cudaDataType_t type[] = {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
+    if (!matmul_launch_fp8<D>(dev, &pointers, type[type_b], type[type_a], cols, rows, depth, fast, accumulate)) {
+        user_error("cuBLASLt has no fp8 product of %lld x %lld x %lld on %s; type --matmul bf16", (long long)rows,
+                   (long long)cols, (long long)depth, dev->name);
+    }
+#endif
+}
+
+inline int64_t fp8_bytes(int slots) {
+    return (int64_t)slots * (FP8_HISTORY + 6) * (int64_t)sizeof(float) + 256;
+}
+
+// Before the first micro-batch of a step.
+inline void fp8_begin(const Device* dev, Fp8* f) {
+    if (!dev->gpu) {
+        for (int slot = 0; slot < f->slots; slot++) fp8_begin_cpu(f, slot);
+        f->found[f->slots] = 0;
+        return;
+    }
+#ifdef __CUDACC__
+    fp8_begin_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f);
+    check_launch();
+#endif
+}
+
+// After the update, unless `factor` says that the step changed nothing; `saturated` gets the number of elements that
+// were too large for their codes.
+inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* saturated) {
+    if (!dev->gpu) {
+        for (int slot = 0; slot < f->slots && isfinite(*factor); slot++) fp8_end_cpu(f, slot);
+        *saturated = (float)f->found[f->slots];
+        return;
+    }
+#ifdef __CUDACC__
+    fp8_end_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f, factor, saturated);
+    check_launch();
+#endif
+}
+
+// `memory`: fp8_bytes of device memory, set to zero.
+inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
+    float *at = (float*)memory, *history = at + (int64_t)slots * 4, *scale = history + (int64_t)slots * FP8_HISTORY;
+    return {slots, gradients, true, history, scale, at, (uint32_t*)(scale + slots)};
+}

@@ -1,0 +1,181 @@
+// Linear layers as the trainer uses them: their products are those of matmul.cuh, of the activations' type, or of fp8
+// codes (fp8.cuh). Every function does one of the two; which, is what `use` says.
+//
+// With fp8, a layer's input is cast when the layer runs: its codes by rows for the forward product, by columns for the
+// gradient of the weights, which are what is kept for the backward pass (1 byte an element instead of 2). The weights
+// are cast in both passes, the output's gradient by rows and by columns at once. GELU and its gradient happen inside
+// these casts. Products of the forward pass use fast sums, those of the backward pass sums of full length: their depth
+// is up to the rows of a micro-batch.
+#pragma once
+#include "fp8.cuh"
+#include "matmul.cuh"
+
+// Where the codes lie that are in use: device memory of the activations. scales NULL: no fp8.
+struct Fp8Use {
+    Fp8* scales;
+    uint8_t* rows;                    // (N, 4C) a layer's input
+    uint8_t* weight;                  // (4C, C) or (C, 4C) a layer's weights
+    uint8_t *drows, *dcolumns;        // (N, 4C), (4C, N) an output's gradient
+    uint8_t *head[2], *head_columns;  // the head's weights (Vp, C), (C, Vp); its input (C, logit_rows)
+    uint8_t *dhead, *dhead_columns;   // (logit_rows, Vp), (Vp, logit_rows) the gradient of the logits
+};
+
+// A layer has three slots of scales: input, weights, output's gradient. `slot` is the first.
+constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
+
+template <typename X>
+void linear_cast_input(const Device* dev, const Fp8Use* use, int slot, Fp8Op op, const X* inp, uint8_t* rows,
+                       uint8_t* columns, int64_t N, int C) {
+    const Fp8Operand to = {rows, columns, slot, FP8_E4M3};
+    fp8_cast<X>(dev, use->scales, &to, op, inp, (const X*)nullptr, (float*)nullptr, nullptr, N, C, false);
+}
+
+// weight: (OC, C); its codes go to use->weight, by rows or by columns.
+template <typename X>
+void linear_cast_weight(const Device* dev, const Fp8Use* use, int slot, const X* weight, bool columns, int C, int OC) {
+    const Fp8Operand to = {columns ? nullptr : use->weight, columns ? use->weight : nullptr, slot + FP8_WEIGHT,
+                           FP8_E4M3};
+    fp8_cast<X>(dev, use->scales, &to, FP8_COPY, weight, (const X*)nullptr, (float*)nullptr, nullptr, OC, C, false);
+}
+
+// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept
+template <typename X>
+void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, Fp8Op op, X* out, const X* inp,
+                        uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+    linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
+    linear_cast_weight(dev, use, slot, weight, false, C, OC);
+    fp8_product<X>(dev, use->scales, out, use->rows, slot, FP8_E4M3, use->weight, slot + FP8_WEIGHT, FP8_E4M3, bias, N,
+                   OC, C, true, false);
+}
+
+// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, if fp8 is used
+template <typename X>
+void linear_forward(const Device* dev, const Fp8Use* use, int slot, X* out, const X* inp, uint8_t* columns,
+                    const X* weight, const X* bias, int64_t N, int C, int OC) {
+    if (use->scales) return linear_forward_fp8(dev, use, slot, FP8_COPY, out, inp, columns, weight, bias, N, C, OC);
+    matmul_forward<X>(dev, out, nullptr, inp, weight, bias, N, C, OC);
+}
+
+// A layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, out = gelu(pre_gelu), which fp8 leaves to the next
+// layer.
+template <typename X>
+void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, X* pre_gelu, const X* inp,
+                                uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+    if (use->scales) return linear_forward(dev, use, slot, pre_gelu, inp, columns, weight, bias, N, C, OC);
+    matmul_forward<X>(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
+}
+
+// The layer after GELU: out: (N, OC) = gelu weight^T + bias. gelu: (N, C) is gelu(pre_gelu), which fp8 computes here.
+template <typename X>
+void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, const X* gelu, const X* pre_gelu,
+                               uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+    if (use->scales)
+        return linear_forward_fp8(dev, use, slot, FP8_GELU, out, pre_gelu, columns, weight, bias, N, C, OC);
+    matmul_forward<X>(dev, out, nullptr, gelu, weight, bias, N, C, OC);
+}
+
+// gelu: (N, C) or its codes again, from pre_gelu, where a run keeps neither.
+template <typename X>
+void linear_gelu_again(const Device* dev, const Fp8Use* use, int slot, X* gelu, const X* pre_gelu, uint8_t* columns,
+                       int64_t N, int C) {
+    if (use->scales) return linear_cast_input(dev, use, slot, FP8_GELU, pre_gelu, nullptr, columns, N, C);
+    gelu_forward<X>(dev, gelu, pre_gelu, N * C);
+}
+
+// Backward. The functions of a layer are called in this order: the output's gradient is cast; then dinp, dweight.
+
+template <typename X>
+void linear_gradient(const Device* dev, const Fp8Use* use, int slot, const X* dout, int64_t N, int OC) {
+    if (!use->scales) return;
+    const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
+    fp8_cast<X>(dev, use->scales, &to, FP8_COPY, dout, (const X*)nullptr, (float*)nullptr, nullptr, N, OC, false);
+}
+
+template <typename X>
+void linear_backward_input_fp8(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* weight, int64_t N,
+                               int C, int OC) {
+    linear_cast_weight(dev, use, slot, weight, true, C, OC);
+    fp8_product<X>(dev, use->scales, dinp, use->drows, slot + FP8_GRADIENT, use->scales->gradients, use->weight,
+                   slot + FP8_WEIGHT, FP8_E4M3, (const X*)nullptr, N, C, OC, false, false);
+}
+
+// dinp: (N, C) = dout weight; dout: (N, OC); weight: (OC, C)
+template <typename X>
+void linear_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dout, const X* weight,
+                           int64_t N, int C, int OC) {
+    if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, weight, N, C, OC);
+    matmul_backward_input<X>(dev, dinp, dout, weight, N, C, OC);
+}
+
+// dweight: (OC, C) (+)= dout^T inp; columns: (C, N) codes of inp, if fp8 is used
+template <typename X, typename G>
+void linear_backward_weight(const Device* dev, const Fp8Use* use, int slot, G* dweight, const X* dout, const X* inp,
+                            const uint8_t* columns, int64_t N, int C, int OC, bool accumulate) {
+    if (!use->scales) return matmul_backward_weight<X, G>(dev, dweight, dout, inp, N, C, OC, accumulate);
+    fp8_product<G>(dev, use->scales, dweight, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients, columns, slot,
+                   FP8_E4M3, (const G*)nullptr, OC, C, N, false, accumulate);
+}
+
+// Back through the layer after GELU to GELU's input: dinp: (N, C) = (dout weight) * gelu'(pre_gelu), and to the bias
+// before it: dbias: (C) (+)= its column sums. fp8 leaves dinp without GELU's part, which linear_gradient_gelu adds.
+template <typename X, typename G>
+void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, G* dbias, float* scratch,
+                          const X* dout, const X* weight, const X* pre_gelu, int64_t N, int C, int OC,
+                          bool accumulate) {
+    if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, weight, N, C, OC);
+    matmul_backward_gelu<X, G>(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
+}
+
+// The codes of dout * gelu'(pre_gelu), the output's gradient of the layer before GELU, and dbias: (OC) (+)= its column
+// sums. Does nothing without fp8, where linear_backward_gelu did it.
+template <typename X, typename G>
+void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const X* dout, G* dbias, float* scratch,
+                          const X* pre_gelu, int64_t N, int OC, bool accumulate) {
+    if (!use->scales) return;
+    const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
+    fp8_cast<X, G>(dev, use->scales, &to, FP8_GELU_BACKWARD, dout, pre_gelu, dbias, scratch, N, OC, accumulate);
+}
+
+// The head, a layer without a bias whose rows are taken a few at a time. head: fp8 is used for it too.
+
+// Before the first rows: the codes of the weights (Vp, C), and the scale of the logits' gradient, which is at most
+// dloss.
+template <typename X>
+void linear_head_begin(const Device* dev, const Fp8Use* use, int slot, const X* weight, float dloss, int C, int Vp) {
+    if (!use->head[0]) return;
+    const Fp8Operand to = {use->head[0], use->head[1], slot + FP8_WEIGHT, FP8_E4M3};
+    fp8_cast<X>(dev, use->scales, &to, FP8_COPY, weight, (const X*)nullptr, (float*)nullptr, nullptr, Vp, C, false);
+    fp8_fix(dev, use->scales, slot + FP8_GRADIENT, dloss, FP8_E5M2);
+}
+
+// logits: (rows, Vp) = inp weight^T
+template <typename X>
+void linear_head_forward(const Device* dev, const Fp8Use* use, int slot, X* logits, const X* inp, const X* weight,
+                         int64_t rows, int C, int Vp) {
+    if (!use->head[0]) return matmul_forward<X>(dev, logits, nullptr, inp, weight, nullptr, rows, C, Vp);
+    linear_cast_input(dev, use, slot, FP8_COPY, inp, use->rows, use->head_columns, rows, C);
+    fp8_product<X>(dev, use->scales, logits, use->rows, slot, FP8_E4M3, use->head[0], slot + FP8_WEIGHT, FP8_E4M3,
+                   (const X*)nullptr, rows, Vp, C, true, false);
+}
+
+// dinp: (rows, C) = dlogits weight
+template <typename X>
+void linear_head_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dlogits,
+                                const X* weight, int64_t rows, int C, int Vp) {
+    if (!use->head[0]) return matmul_backward_input<X>(dev, dinp, dlogits, weight, rows, C, Vp);
+    Fp8 fixed = *use->scales;
+    fixed.current = false;
+    const Fp8Operand to = {use->dhead, use->dhead_columns, slot + FP8_GRADIENT, FP8_E5M2};
+    fp8_cast<X>(dev, &fixed, &to, FP8_COPY, dlogits, (const X*)nullptr, (float*)nullptr, nullptr, rows, Vp, false);
+    fp8_product<X>(dev, use->scales, dinp, use->dhead, slot + FP8_GRADIENT, FP8_E5M2, use->head[1], slot + FP8_WEIGHT,
+                   FP8_E4M3, (const X*)nullptr, rows, C, Vp, false, false);
+}
+
+// dweight: (Vp, C) (+)= dlogits^T inp
+template <typename X>
+void linear_head_backward_weight(const Device* dev, const Fp8Use* use, int slot, float* dweight, const X* dlogits,
+                                 const X* inp, int64_t rows, int C, int Vp, bool accumulate) {
+    if (!use->head[0]) return matmul_backward_weight<X, float>(dev, dweight, dlogits, inp, rows, C, Vp, accumulate);
+    fp8_product<float>(dev, use->scales, dweight, use->dhead_columns, slot + FP8_GRADIENT, FP8_E5M2, use->head_columns,
+                       slot, FP8_E4M3, (const float*)nullptr, Vp, C, rows, false, accumulate);
+}
