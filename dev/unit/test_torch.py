@@ -650,6 +650,14 @@ def torch_converts_train_checkpoints():
 
 
 @test
+def torch_rules_are_those_of_peers():
+    """torch's AdamW and Adafactor; came-pytorch where it is installed."""
+    check = subprocess.run([sys.executable, str(ROOT / "dev" / "reference" / "check_rules.py")], stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True)
+    assert check.returncode == 0 and "ok    adafactor" in check.stdout, check.stdout
+
+
+@test
 def torch_python_takes_little_time():
     report = []
     for count in (148, 580):

@@ -1,0 +1,110 @@
+"""Compares rules of nibble_optim, step by step, with the optimizers of torch and PyPI that have the same formulas:
+adafactor with torch.optim.Adafactor, came with came-pytorch's CAME, adamw with torch.optim.AdamW, all in fp32.
+
+    make NVCC= lib && pip install torch came-pytorch
+    NIBBLE_OPTIM_LIBRARY=build/cpu/lib/libnibble_optim.so python3 dev/reference/check_rules.py
+
+For five steps both get the same gradients; the changes of the weights must agree within what rounding explains: a
+change is a product of a few roots and averages, each good to a few units of fp32's last place, and the weight that it
+is added to has a last place of its own. Where formulas differ on purpose the script undoes the difference:
+
+* torch's learning rate is times max(1e-3, RMS of the weights), which is `--adafactor-lr scaled` here.
+* came-pytorch starts its averages at 0 without correcting them, as the paper does. The average of g^2 then cancels where
+  the update is clipped, which a small threshold makes certain; that of the residual leaves sqrt(1 - beta3^t), by which
+  its learning rate is multiplied here.
+
+The last line is `N passed, N failed`."""
+import pathlib
+import sys
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "optim" / "python"))
+from nibble_optim import Optimizer  # noqa: E402
+
+STEPS, EPS32 = 5, 2.0 ** -23
+SHAPES = [(48, 64), (96, 32), (33, 200), (40,)]
+
+
+def parameters(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def gradients(step):
+    """Rows and columns of very different size, as a model's are."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for shape in SHAPES:
+        gradient = torch.randn(shape, generator=generator)
+        for axis, length in enumerate(shape):
+            size = [1] * len(shape)
+            size[axis] = length
+            gradient = gradient * torch.exp(torch.randn(length, generator=generator)).reshape(size)
+        yield 1e-2 * gradient
+
+
+def adamw(params, lr):
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), {}
+
+
+def adafactor(params, lr):
+    return torch.optim.Adafactor(params, lr=lr, weight_decay=0.0, d=1.0, beta2_decay=-0.8), {
+        "rule": "adafactor", "m": "none", "weight_decay": 0.0, "clip_update": 1.0}
+
+
+def came(params, lr):
+    from came_pytorch import CAME
+    return CAME(params, lr=lr, betas=(0.9, 0.95, 0.99), clip_threshold=0.05), {
+        "rule": "came", "weight_decay": 0.0, "clip_update": 0.05, "beta3": 0.99}
+
+
+def rate_here(name, theirs, parameter):
+    """The learning rate that makes nibble's formula the peer's."""
+    if name != "adafactor":
+        return theirs
+    return theirs * max(1e-3, parameter.detach().double().square().mean().sqrt().item())
+
+
+def rate_there(name, lr, step, parameter):
+    return lr * (1 - 0.99 ** step) ** 0.5 if name == "came" and parameter.dim() > 1 else lr
+
+
+def compare(name, make, lr):
+    """The largest difference of a change, as a multiple of its bound."""
+    ours, theirs = parameters(1), parameters(1)
+    peer, settings = make([{"params": [p]} for p in theirs], lr)
+    own = Optimizer([{"params": [p]} for p in ours], preset="adamw32", weights="fp32", lr=lr, **settings)
+    worst = 0.0
+    for step in range(1, STEPS + 1):
+        for mine, other, gradient in zip(ours, theirs, gradients(step)):
+            mine.grad, other.grad = gradient.clone(), gradient.clone()
+        for mine, other, group, there in zip(ours, theirs, own.param_groups, peer.param_groups):
+            group["lr"], there["lr"] = rate_here(name, lr, other), rate_there(name, lr, step, other)
+        before = [p.detach().clone() for p in theirs]
+        own.step(), peer.step()
+        for mine, other, was in zip(ours, theirs, before):
+            change = (other.detach() - was).abs()
+            # 64 units of the change, for sums of up to 6,600 squares in any order, and one of the weight a step.
+            bound = step * EPS32 * (64 * change.max() + other.detach().abs().max())
+            worst = max(worst, ((mine.detach() - other.detach()).abs().max() / bound).item())
+    return worst
+
+
+def main():
+    failed = passed = 0
+    for make, lr in ((adamw, 1e-2), (adafactor, 1e-2), (came, 1e-3)):
+        name = make.__name__
+        try:
+            worst = compare(name, make, lr)
+        except ImportError as missing:
+            print(f"skip  {name}: {missing}")
+            continue
+        good = worst <= 1.0
+        passed, failed = passed + good, failed + (not good)
+        print(f"{'ok   ' if good else 'FAIL '} {name}: {worst:.2f} of bound after {STEPS} steps")
+    print(f"{passed} passed, {failed} failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
