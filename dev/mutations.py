@@ -39,7 +39,7 @@ ROWS = [
     ("optim/rows.cuh", "exact_fma(rest, exact_fma(sum, inverse, -v), v)", "exact_fma(rest, exact_fma(sum, inverse, v), v)",
      "rows_", ["optim/rows"]),
     ("optim/override.cu", "(*p == '?' || *p == *name)", "(*p == *name)", "override_patterns", ["optim/override"]),
-    ("optim/convert.cu", "if (from->nearest == to->nearest) return true;", "", "convert_keeps", ["optim/convert"]),
+    ("optim/convert.cu", "if (from->nearest == to->nearest) return true;", "", "cli_resume", ["optim/convert"]),
     ("optim/plan.cu", "return element < plan->begin ? plan->begin :", "return", "every_shard", ["optim/plan"]),
     # data
     ("data/checkpoint.c", "bool whole = state && covered > 0 &&", "bool whole = state ||", "cli_damaged_checkpoint",
