@@ -4,10 +4,11 @@
 // an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data. The ceilings are those of a
 // cool card; in the steps it is at its power limit, and the clock printed beside them says how far below.
 //
-//   ./build/dev/bench [--grads fp32|bf16] [MODEL BATCH TOKENS_PER_STEP]...
+//   ./build/dev/bench [--grads fp32|bf16] [--matmul bf16|fp8] [--head bf16|fp8] [MODEL BATCH TOKENS_PER_STEP]...
 //
 // Without models: gpt2 64 524288  gpt2-xl 16 262144. Without --grads, as ./train: fp32 where there are several
-// micro-batches.
+// micro-batches. With --matmul fp8 the products and what makes their codes are rows of their own; the ceiling of
+// products is then that of an 8192^3 fp8 product, and the head's too with --head fp8.
 #define TESTING
 #include <errno.h>
 
@@ -17,7 +18,28 @@
 struct Ceilings {
     double copy;  // bytes/s, read + written
     double gemm;  // FLOP/s, bf16
+    double fp8;   // FLOP/s of e4m3 codes; 0 where there are none
 };
+
+// The codes of random values, so that the tensor cores take the power that they take in a step.
+static double measure_fp8(const Device* dev, const bf16* values, bf16* out, int64_t n) {
+    if (dev->compute < 89) return 0;
+    void* memory = device_alloc(dev, fp8_bytes(3));
+    device_zero(dev, memory, fp8_bytes(3));
+    Fp8 scales = fp8_open(3, FP8_E5M2, memory);
+    uint8_t* codes = (uint8_t*)device_alloc(dev, n * n);
+    const Fp8Operand to = {codes, nullptr, 0, FP8_E4M3};
+    fp8_begin(dev, &scales);
+    fp8_cast<bf16>(dev, &scales, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, n, (int)n,
+                   false);
+    const double ms = median_ms(dev, 10, [&] {
+        fp8_product<bf16>(dev, &scales, out, codes, 0, FP8_E4M3, codes, 0, FP8_E4M3, (const bf16*)nullptr, n, n, n,
+                          true, false);
+    });
+    device_free(dev, codes);
+    device_free(dev, memory);
+    return 2.0 * (double)n * (double)n * (double)n / (1e-3 * ms);
+}
 
 static Ceilings measure_ceilings(const Device* dev) {
     Ceilings ceilings;
@@ -28,6 +50,7 @@ static Ceilings measure_ceilings(const Device* dev) {
     bf16* c = filled(dev, n * n, 1.0f, 0);
     double ms = median_ms(dev, 10, [&] { matmul_forward<bf16>(dev, c, nullptr, a, b, nullptr, n, (int)n, (int)n); });
     ceilings.gemm = 2.0 * n * n * n / (1e-3 * ms);
+    ceilings.fp8 = measure_fp8(dev, a, c, n);
     device_free(dev, a);
     device_free(dev, b);
     device_free(dev, c);
@@ -54,13 +77,15 @@ struct Account {
     Ceilings ceilings;
     double step_ms;  // of a whole step
     double sum_ms, floor_ms;
+    bool fp8;  // products are those of codes
 };
 
 // One line: an operator alone, `calls` of it in a step, FLOPs and bytes of one call (0: not what bounds it).
 template <typename Function>
 static void account(Account* account, const char* name, double calls, double flops, double bytes, Function run) {
     double ms = median_ms(account->dev, 10, run);
-    double floor = fmax(flops / account->ceilings.gemm, bytes / account->ceilings.copy) * 1e3;
+    double product = account->fp8 ? account->ceilings.fp8 : account->ceilings.gemm;
+    double floor = fmax(flops / product, bytes / account->ceilings.copy) * 1e3;
     account->sum_ms += calls * ms;
     account->floor_ms += calls * floor;
     char rate[64];
@@ -109,10 +134,11 @@ static void account_forward(Operands<G>* x, Account* a) {
         residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
                                          act.branch, p->ln2w, p->ln2b, N, C);
     });
-    account(a, "qkv", mb * L, 6 * NC * C, 0,
-            [&] { matmul_forward<bf16>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C); });
     account(a, "attention forward", mb * L, 2.0 * T * NC, 0,
             [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
+    if (m->uses_fp8) return;
+    account(a, "qkv", mb * L, 6 * NC * C, 0,
+            [&] { matmul_forward<bf16>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C); });
     account(a, "attention projection", mb * L, 2 * NC * C, 0,
             [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C); });
     account(a, "fc + gelu", mb * L, 8 * NC * C, 0,
@@ -167,12 +193,12 @@ static void account_mlp_backward(Operands<G>* x, Account* a) {
 }
 
 template <typename G>
-static void account_attention_backward(Operands<G>* x, Account* a) {
+static void account_projections_backward(Operands<G>* x, Account* a) {
     Model* m = x->m;
     const Device* dev = m->dev;
     Activations<bf16>& act = x->act;
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
-    int64_t N = (int64_t)B * T;
+    int C = m->config.C, L = m->config.L;
+    int64_t N = (int64_t)m->B * m->T;
     double NC = (double)N * C, mb = x->mb;
     BlockActivations<bf16>* b = &act.block[0];
     BlockParameters<bf16>* p = &x->w.block[0];
@@ -182,23 +208,20 @@ static void account_attention_backward(Operands<G>* x, Account* a) {
     account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
         matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, x->mb > 1);
     });
-    account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
-        attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T,
-                                C, NH, false);
-    });
     account(a, "d qkv input", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
     account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, x->mb > 1); });
 }
 
-// What sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets` distinct tokens).
+// Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets` distinct
+// tokens).
 template <typename G>
 static void account_sums(Operands<G>* x, Account* a, int buckets) {
     Model* m = x->m;
     const Device* dev = m->dev;
     Activations<bf16>& act = x->act;
-    int C = m->config.C, L = m->config.L;
+    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
     int64_t N = (int64_t)m->B * m->T;
     double NC = (double)N * C, g = sizeof(G), mb = x->mb;
     BlockActivations<bf16>* b = &act.block[0];
@@ -209,13 +232,99 @@ static void account_sums(Operands<G>* x, Account* a, int buckets) {
         layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
                                     b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false);
     });
+    account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
+        attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T,
+                                C, NH, false);
+    });
     account(a, "gradient norm", 1, 0, g * (double)m->arena.elements, [&] {
         global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements, 1.0f);
     });
     account(a, "embedding backward", mb, 0, NC * 2, [&] {
         embedding_backward<bf16, G>(dev, x->d.wte, x->d.wpe, m->dwte_sum, act.dresidual, x->input.order,
-                                    x->input.bucket, buckets, m->B, m->T, C, m->config.Vp, false);
+                                    x->input.bucket, buckets, B, T, C, m->config.Vp, false);
     });
+}
+
+// A product of codes that lie where the step left them.
+template <typename D>
+static void account_product(Account* a, const Fp8Use* use, const char* name, double calls, D* out, const uint8_t* left,
+                            const uint8_t* right, int64_t rows, int64_t cols, int64_t depth, bool gradient) {
+    const Fp8Type type = gradient ? use->scales->gradients : FP8_E4M3;
+    const double flops = 2.0 * (double)rows * (double)cols * (double)depth;
+    a->fp8 = true;
+    account(a, name, calls, flops, 0, [&] {
+        fp8_product<D>(a->dev, use->scales, out, left, FP8_GRADIENT, type, right, 0, FP8_E4M3, (const D*)nullptr, rows,
+                       cols, depth, !gradient, false);
+    });
+    a->fp8 = false;
+}
+
+// A cast of (N, C); `bytes`: read and written an element.
+template <typename G>
+static void account_cast(Operands<G>* x, Account* a, const char* name, double calls, Fp8Op op, const bf16* inp,
+                         uint8_t* rows, uint8_t* columns, G* bias, int64_t N, int C, double bytes) {
+    const Fp8Operand to = {rows, columns, 0, FP8_E4M3};
+    account(a, name, calls, 0, bytes * (double)N * C, [&] {
+        fp8_cast<bf16, G>(a->dev, x->act.fp8.scales, &to, op, inp, x->act.block[0].fc, bias, (float*)x->act.scratch, N,
+                          C, false);
+    });
+}
+
+// The products of linear layers in fp8, and the passes that make their codes.
+template <typename G>
+static void account_fp8(Operands<G>* x, Account* a) {
+    const Fp8Use* use = &x->act.fp8;
+    Activations<bf16>* act = &x->act;
+    BlockActivations<bf16>* b = &act->block[0];
+    BlockParameters<bf16>* p = &x->w.block[0];
+    BlockParameters<G>* q = &x->d.block[0];
+    const int C = x->m->config.C;
+    const int64_t N = (int64_t)x->m->B * x->m->T;
+    const double n = x->mb * x->m->config.L;
+    bf16* none = nullptr;
+    account_product(a, use, "qkv", n, b->qkv, use->rows, use->weight, N, 3 * C, C, false);
+    account_product(a, use, "attention projection", n, act->branch, use->rows, use->weight, N, C, C, false);
+    account_product(a, use, "fc", n, b->fc, use->rows, use->weight, N, 4 * C, C, false);
+    account_product(a, use, "fc projection", n, act->branch, use->rows, use->weight, N, C, 4 * C, false);
+    account_product(a, use, "d fc projection input", n, act->dwide, use->drows, use->weight, N, 4 * C, C, true);
+    account_product(a, use, "d fc projection weight", n, q->fcprojw, use->dcolumns, b->gelu_codes, C, 4 * C, N, true);
+    account_product(a, use, "d fc input", n, act->dbranch, use->drows, use->weight, N, C, 4 * C, true);
+    account_product(a, use, "d fc weight", n, q->fcw, use->dcolumns, b->ln2_codes, 4 * C, C, N, true);
+    account_product(a, use, "d attention projection input", n, act->dbranch, use->drows, use->weight, N, C, C, true);
+    account_product(a, use, "d attention projection weight", n, q->attprojw, use->dcolumns, b->attention_codes, C, C, N,
+                    true);
+    account_product(a, use, "d qkv input", n, act->dbranch, use->drows, use->weight, N, C, 3 * C, true);
+    account_product(a, use, "d qkv weight", n, q->qkvw, use->dcolumns, b->ln1_codes, 3 * C, C, N, true);
+    account_cast(x, a, "cast, C wide", 5 * n, FP8_COPY, b->ln1, use->rows, b->ln1_codes, (G*)none, N, C, 4);
+    account_cast(x, a, "cast, gelu", n, FP8_GELU, b->fc, use->rows, b->gelu_codes, (G*)none, N, 4 * C, 4);
+    account_cast(x, a, "cast, gelu backward", n, FP8_GELU_BACKWARD, act->dwide, use->drows, use->dcolumns, q->fcb, N,
+                 4 * C, 6);
+    account_cast(x, a, "cast, qkv backward", n, FP8_COPY, act->dwide, use->drows, use->dcolumns, (G*)none, N, 3 * C, 4);
+    account_cast(x, a, "cast, weights by rows", 3 * n, FP8_COPY, p->fcw, use->weight, nullptr, (G*)none, 4 * C, C, 3);
+    account_cast(x, a, "cast, weights by columns", 3 * n, FP8_COPY, p->fcw, nullptr, use->weight, (G*)none, 4 * C, C,
+                 3);
+}
+
+// The head in fp8.
+template <typename G>
+static void account_head_fp8(Operands<G>* x, Account* a) {
+    const Fp8Use* use = &x->act.fp8;
+    Model* m = x->m;
+    const int C = m->config.C, Vp = m->config.Vp;
+    const int64_t rows = m->logit_rows;
+    const double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
+    G* none = nullptr;
+    account_cast(x, a, "cast, head", x->mb, FP8_COPY, x->w.wte, use->head[0], use->head[1], none, Vp, C, 4);
+    account_cast(x, a, "cast, lnf", chunks, FP8_COPY, x->act.lnf, use->rows, use->head_columns, none, rows, C, 4);
+    account_product(a, use, "head", chunks, x->act.logits, use->rows, use->head[0], rows, Vp, C, false);
+    account(a, "classifier", chunks, 0, 4.0 * rows * Vp, [&] {
+        classifier<bf16>(m->dev, m->losses, x->act.logits, x->input.targets, 1e-5f, true, rows, m->config.V, Vp);
+    });
+    account_cast(x, a, "cast, logits", chunks, FP8_COPY, x->act.logits, use->dhead, use->dhead_columns, none, rows, Vp,
+                 4);
+    account_product(a, use, "d head input", chunks, x->act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
+    account_product(a, use, "d head weight", chunks, m->dwte_sum, use->dhead_columns, use->head_columns, Vp, C, rows,
+                    true);
 }
 
 template <typename G>
@@ -223,9 +332,10 @@ static void account_operators(Model* m, Account* a, double micro_batches, int bu
     Operands<G>* x = (Operands<G>*)calloc(1, sizeof(Operands<G>));
     operands_open(x, m, micro_batches);
     account_forward(x, a);
-    account_head(x, a);
-    account_mlp_backward(x, a);
-    account_attention_backward(x, a);
+    if (m->uses_fp8) account_fp8(x, a);
+    if (m->uses_fp8 && m->head_fp8) account_head_fp8(x, a);
+    if (!m->head_fp8) account_head(x, a);
+    if (!m->uses_fp8) account_mlp_backward(x, a), account_projections_backward(x, a);
     account_sums(x, a, buckets);
     free(x);
 }
@@ -280,16 +390,13 @@ static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config,
            100 * a->sum_ms / a->step_ms, a->floor_ms, 100 * a->floor_ms / a->step_ms);
 }
 
-static void bench(const Device* dev, Ceilings ceilings, const char* grads, const char* name, int64_t batch,
+static void bench(const Device* dev, Ceilings ceilings, const Options* base, const char* name, int64_t batch,
                   int64_t tokens_per_step) {
-    Options o = {};
+    Options o = *base;
     char error[DATA_ERROR_BYTES], path[] = "/tmp/nibble_bench_XXXXXX.bin";
-    if (!options_defaults(&TABLE, &o, error)) user_error("%s", error);
     o.model = name;
     o.batch = batch;
     o.tokens_per_step = tokens_per_step;
-    o.matmul = "bf16";
-    o.grads = grads;
     Model m = {};
     OptimConfig config;
     bench_model(dev, &o, &m, &config);
@@ -310,12 +417,14 @@ static void bench(const Device* dev, Ceilings ceilings, const char* grads, const
     check(cudaMemGetInfo(&available, &total));
     double median = ms[STEPS / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
-        "\n%s  batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), %.0f tokens/s",
-        name, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[STEPS - 1], STEPS, rate);
+        "\n%s  %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), "
+        "%.0f tokens/s",
+        name, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[STEPS - 1],
+        STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, loss %.3f\n", queued, clock,
            (double)(total - available) / (1 << 30), loss);
-    Account account = {dev, ceilings, median, 0, 0};
+    Account account = {dev, ceilings, median, 0, 0, false};
     bench_operators(&m, &feeder, &config, micro_batches, &account);
     feeder_close(&feeder);
     dataset_close(&data);
@@ -323,26 +432,42 @@ static void bench(const Device* dev, Ceilings ceilings, const char* grads, const
     model_free(&m);
 }
 
+// Takes --grads, --matmul and --head; returns the first argument that is none of them.
+static int bench_options(Options* o, int argc, char** argv) {
+    char error[DATA_ERROR_BYTES];
+    if (!options_defaults(&TABLE, o, error)) user_error("%s", error);
+    o->matmul = "bf16";
+    int i = 1;
+    for (; i + 1 < argc && argv[i][0] == '-'; i += 2) {
+        const char *name = argv[i], *value = argv[i + 1];
+        const char** to = strcmp(name, "--grads") == 0    ? &o->grads
+                          : strcmp(name, "--matmul") == 0 ? &o->matmul
+                          : strcmp(name, "--head") == 0   ? &o->head
+                                                          : nullptr;
+        const bool fine = to == &o->grads ? strcmp(value, "fp32") == 0 || strcmp(value, "bf16") == 0
+                                          : strcmp(value, "fp8") == 0 || strcmp(value, "bf16") == 0;
+        if (!to || !fine)
+            user_error("bench takes --grads fp32|bf16, --matmul bf16|fp8, --head bf16|fp8; not %s %s", name, value);
+        *to = value;
+    }
+    return i;
+}
+
 int main(int argc, char** argv) {
     Options o = {};
-    o.device = "auto";
-    o.matmul = "bf16";
+    const int first = bench_options(&o, argc, argv);
+    if ((argc - first) % 3 != 0) user_error("bench takes MODEL BATCH TOKENS_PER_STEP, each time all three");
     Device dev;
-    device_choose(&dev, o.device, nullptr, 1);
+    device_choose(&dev, "auto", nullptr, 1);
     Ceilings ceilings = measure_ceilings(&dev);
-    printf("%s: copy %.0f GB/s, bf16 matrix product %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
-           1e-12 * ceilings.gemm);
-    bool given = argc > 2 && strcmp(argv[1], "--grads") == 0;
-    const char* grads = given ? argv[2] : "auto";
-    int first = given ? 3 : 1;
-    if ((argc - first) % 3 != 0 || (given && strcmp(grads, "fp32") != 0 && strcmp(grads, "bf16") != 0))
-        user_error("bench takes --grads fp32 or bf16, and MODEL BATCH TOKENS_PER_STEP, each time all three");
+    printf("%s: copy %.0f GB/s, matrix product bf16 %.0f, fp8 %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
+           1e-12 * ceilings.gemm, 1e-12 * ceilings.fp8);
     for (int i = first; i + 2 < argc; i += 3) {
-        bench(&dev, ceilings, grads, argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]));
+        bench(&dev, ceilings, &o, argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]));
     }
     if (argc == first) {
-        bench(&dev, ceilings, grads, "gpt2", 64, 524288);
-        bench(&dev, ceilings, grads, "gpt2-xl", 16, 262144);
+        bench(&dev, ceilings, &o, "gpt2", 64, 524288);
+        bench(&dev, ceilings, &o, "gpt2-xl", 16, 262144);
     }
     device_close(&dev);
     return 0;
