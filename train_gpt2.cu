@@ -441,7 +441,12 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     a.lnf = values(N * C);
     a.branch = values(N * C);
     a.fp8 = {};
-    if (fp8) a.fp8.scales = (Fp8*)&m->fp8, a.fp8.rows = codes(N * 4 * C), a.fp8.weight = codes(4 * C * C);
+    if (fp8) {
+        a.fp8.scales = (Fp8*)&m->fp8, a.fp8.rows = codes(N * 4 * C), a.fp8.weight = codes(4 * C * C);
+        a.fp8.made = m->dev->gpu && !m->fp8.current;
+        a.fp8.attention_made = a.fp8.made && attention_backward_codes(m->dev, m->config.C, m->config.NH);
+        a.fp8.gelu_made = a.fp8.made && linear_gelu_fits(m->dev, N, (int)C, 4 * (int)C);
+    }
     int64_t blocks = used;
     a.logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
     if (fp8 && m->head_fp8) {
@@ -476,13 +481,14 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     const Fp8Use* use = &a->fp8;
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), b->qkv, b->ln1, b->ln1_codes, p->qkvw, p->qkvb, N, C,
-                      3 * C);
+    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), use->made, b->qkv, b->ln1, b->ln1_codes, p->qkvw,
+                      p->qkvb, N, C, 3 * C);
     attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
-    linear_forward<X>(named(dev, "attention projection"), use, fp8_slot(l, ATTENTION_PROJECTION), a->branch,
+    linear_forward<X>(named(dev, "attention projection"), use, fp8_slot(l, ATTENTION_PROJECTION), false, a->branch,
                       b->attention, b->attention_codes, p->attprojw, p->attprojb, N, C, C);
+    const Fp8Codes codes = linear_input_codes(use, fp8_slot(l, FC));
     residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
-                                  a->residual[l], a->branch, p->ln2w, p->ln2b, N, C);
+                                  a->residual[l], a->branch, p->ln2w, p->ln2b, N, C, &codes);
     linear_forward_before_gelu<X>(named(dev, "fc + gelu"), use, fp8_slot(l, FC), b->gelu, b->fc, b->ln2, b->ln2_codes,
                                   p->fcw, p->fcb, N, C, 4 * C);
 }
@@ -498,8 +504,9 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
     arena_need(&m->arena, 0);
     BlockActivations<X>* first = &a->block[0];
+    Fp8Codes codes = linear_input_codes(&a->fp8, fp8_slot(0, QKV));
     layernorm_forward<X>(named(dev, "residual + layernorm"), first->ln1, first->ln1_mean, first->ln1_rstd,
-                         a->residual[0], w.block[0].ln1w, w.block[0].ln1b, N, C);
+                         a->residual[0], w.block[0].ln1w, w.block[0].ln1b, N, C, &codes);
     for (int l = 0; l < L; l++) {
         BlockActivations<X>* b = &a->block[l];
         shard_prefetch(m->arena.shard, l + 1);
@@ -510,10 +517,11 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         arena_need(&m->arena, last ? decoded_final(L) : l + 1);
+        codes = last ? Fp8Codes{} : linear_input_codes(&a->fp8, fp8_slot(l + 1, QKV));
         residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
-                                      last ? w.lnfb : w.block[l + 1].ln1b, N, C);
+                                      last ? w.lnfb : w.block[l + 1].ln1b, N, C, &codes);
     }
 }
 
@@ -533,13 +541,14 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     int C = m->config.C, V = m->config.V, Vp = m->config.Vp, slot = fp8_slot(m->config.L, QKV);
+    const Fp8Codes codes = linear_logit_codes(&a->fp8, slot);
     linear_head_begin<X>(named(dev, "head"), &a->fp8, slot, w.wte, dloss, C, Vp);
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
         const X* lnf = a->lnf + row * C;
         linear_head_forward<X>(named(dev, "head"), &a->fp8, slot, a->logits, lnf, w.wte, rows, C, Vp);
-        classifier<X>(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V,
-                      Vp);
+        classifier<X>(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
+                      &codes);
         if (!backward) continue;
         linear_head_backward_input<X>(named(dev, "d head input"), &a->fp8, slot, a->dbranch + row * C, a->logits, w.wte,
                                       rows, C, Vp);
@@ -568,33 +577,36 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     const int qkv = fp8_slot(l, QKV), projection = fp8_slot(l, ATTENTION_PROJECTION), fc = fp8_slot(l, FC),
               fc_projection = fp8_slot(l, FC_PROJECTION);
     if (m->recompute == RECOMPUTE_BLOCK) {
-        layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C);
+        const Fp8Codes codes = linear_input_codes(use, qkv);
+        layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C, &codes);
         block_forward(m, w, a, l, B, T);
     }
     if (m->recompute == RECOMPUTE_GELU || (m->recompute == RECOMPUTE_BLOCK && use->scales)) {
         linear_gelu_again<X>(dev, use, fc_projection, b->gelu, b->fc, b->gelu_codes, N, 4 * C);
     }
-    linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, a->dresidual, N, C);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->made, a->dresidual, N, C);
     linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
                                a->dresidual, p->fcprojw, b->fc, N, 4 * C, C, accumulate);
     linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
                                  b->gelu, b->gelu_codes, N, 4 * C, C, accumulate);
     linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C,
                                accumulate);
-    linear_backward_input<X>(named(dev, "d fc input"), use, fc, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    linear_backward_input_before_gelu<X>(named(dev, "d fc input"), use, fc, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
     linear_backward_weight<X, G>(named(dev, "d fc weight"), use, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
                                  4 * C, accumulate);
+    Fp8Codes codes = linear_gradient_codes(use, projection, use->made);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
-                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate);
+                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate, &codes);
 
-    linear_gradient<X>(named(dev, "fp8 casts"), use, projection, a->dresidual, N, C);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, projection, use->made, a->dresidual, N, C);
     linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
                              p->attprojw, N, C, C);
     linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
                                  a->dresidual, b->attention, b->attention_codes, N, C, C, accumulate);
+    codes = linear_gradient_codes(use, qkv, use->attention_made);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
-                            b->attention, b->lse, B, T, C, m->config.NH, accumulate);
-    linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, a->dwide, N, 3 * C);
+                            b->attention, b->lse, B, T, C, m->config.NH, accumulate, &codes);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_made, a->dwide, N, 3 * C);
     linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
     linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
                                  3 * C, accumulate);
@@ -614,18 +626,20 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
     shard_grads_free(m->arena.shard, L - 1);
+    Fp8Codes codes = linear_gradient_codes(&a->fp8, fp8_slot(L - 1, FC_PROJECTION), a->fp8.made);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
-                             accumulate);
+                             accumulate, &codes);
     arena_done(&m->arena, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
         arena_need(&m->arena, l, l - 1);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->arena.shard, l - 1);
+        codes = l > 0 ? linear_gradient_codes(&a->fp8, fp8_slot(l - 1, FC_PROJECTION), a->fp8.made) : Fp8Codes{};
         layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
-                                 accumulate);
+                                 accumulate, &codes);
         arena_done(&m->arena, l);
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
@@ -781,7 +795,7 @@ static void model_init(Model* m, uint64_t seed) {
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
-    if (m->uses_fp8) fp8_begin(m->dev, &m->fp8);
+    if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
@@ -795,7 +809,6 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     if (!m->uses_fp8) return true;
     shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
     fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
-    m->fp8.current = false;
     return true;
 }
 
@@ -999,7 +1012,7 @@ static void checkpoint_read_fp8(Model* m, CheckpointReader* reader) {
     float* history = (float*)memory_take(bytes);
     checkpoint_array_read(reader, array, 0, bytes, history);
     copy_to_device(m->dev, m->fp8.history, history, bytes);
-    m->fp8.current = false;
+    for (int64_t i = 0; i < bytes / (int64_t)sizeof(float); i++) m->fp8.current = m->fp8.current && history[i] == 0.0f;
     free(history);
 }
 

@@ -967,12 +967,24 @@ inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char
     }
 }
 
-// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL.
+// Whether the backward pass can write dqkv as codes.
+template <int HS>
+bool attention_backward_codes_built(const Device* dev) {
+    static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false, true>>);
+    return dev->compute == 90 && built;
+}
+
+// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL. With codes->rows, dqkv
+// goes there, where attention_backward_codes_built.
 template <typename X, int HS>
 inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch,
                                         const X* dout /*(B,T,C)*/, const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
-                                        const float* lse /*(B,NH,T)*/, int B, int T, int NH, bool columns) {
+                                        const float* lse /*(B,NH,T)*/, int B, int T, int NH, bool columns,
+                                        const Fp8Codes* codes) {
     if constexpr (std::is_same_v<X, bf16>) {
+        if (codes && codes->rows)
+            return attention_hopper_backward<HopperBackward<HS, false, true>>(dev, dqkv, scratch, dout, qkv, out, lse,
+                                                                              B, T, NH, columns, *codes);
         using Hopper = HopperBackward<HS>;
         static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
         if (dev->compute == 90 && built)
@@ -985,7 +997,8 @@ inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/,
 
 template <typename X>
 float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, const X* dout, const X* qkv, const X* out,
-                                  const float* lse, int B, int T, int C, int NH, bool columns) {
+                                  const float* lse, int B, int T, int C, int NH, bool columns,
+                                  [[maybe_unused]] const Fp8Codes* codes = nullptr) {
     if (!dev->gpu) {
         if constexpr (std::is_same_v<X, float>) {
             attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
@@ -996,9 +1009,9 @@ float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, con
 #ifdef __CUDACC__
     char* memory = (char*)scratch;
     if (C == NH * 64)
-        return attention_backward_launch<X, 64>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns);
+        return attention_backward_launch<X, 64>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns, codes);
     if (C == NH * 128)
-        return attention_backward_launch<X, 128>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns);
+        return attention_backward_launch<X, 128>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns, codes);
 #endif
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
@@ -1012,13 +1025,24 @@ void attention_backward(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, void* scra
     attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, false);
 }
 
+// Whether attention_backward_bias can write codes here.
+inline bool attention_backward_codes([[maybe_unused]] const Device* dev, [[maybe_unused]] int C,
+                                     [[maybe_unused]] int NH) {
+#ifdef __CUDACC__
+    if (dev->gpu && C == NH * 64) return attention_backward_codes_built<64>(dev);
+    if (dev->gpu && C == NH * 128) return attention_backward_codes_built<128>(dev);
+#endif
+    return false;
+}
+
 // The same, and dbias (3C) (+)= the column sums of dqkv, which the Hopper kernel takes from its registers. `scratch`
-// has room for matmul_backward_bias too. B and T at least 1.
+// has room for matmul_backward_bias too. B and T at least 1. codes: what gets dqkv instead, where
+// attention_backward_codes; NULL, or with rows NULL, nothing does.
 template <typename X, typename G>
 void attention_backward_bias(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* dbias, void* scratch, const X* dout,
-                             const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH,
-                             bool accumulate) {
-    float* sums = attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, true);
+                             const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH, bool accumulate,
+                             const Fp8Codes* codes = nullptr) {
+    float* sums = attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, true, codes);
 #ifdef __CUDACC__
     if (sums) {
         column_sum(dev, &dbias, 1, sums, (int)hopper_backward_strips(B, T), 3 * C, accumulate);

@@ -34,16 +34,17 @@
 #pragma once
 
 #include "attention_parts.cuh"
+#include "fp8_codes.cuh"
 #include "hopper.cuh"
 
 // BM queries by 128 keys. UP: a block walks from its diagonal to the last queries, and dq is summed from the nearest
 // tile of keys on, so that walks which start together meet no one at a tile. Else it walks back to its diagonal, and dq
 // is summed from the first tile of keys on, so that the longest walks come first and all multiprocessors end together.
-// UNEVEN is for the test of the order: every other tile of keys is slow.
-template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false>
+// UNEVEN is for the test of the order: every other tile of keys is slow. With CODES, dqkv leaves as fp8 codes.
+template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false, bool CODES_ = false>
 struct HopperBackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128, THREADS = 384, V_SLOTS = HS == 64 ? 2 : 1;
-    static constexpr bool UP = UP_, UNEVEN = UNEVEN_;
+    static constexpr bool UP = UP_, UNEVEN = UNEVEN_, CODES = CODES_;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
@@ -55,8 +56,8 @@ struct HopperBackwardShape {
 };
 
 // What the trainer runs: the faster direction of each, by up to 20 %.
-template <int HS, bool UNEVEN = false>
-using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, HS == 64, UNEVEN>;
+template <int HS, bool UNEVEN = false, bool CODES = false>
+using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, HS == 64, UNEVEN, CODES>;
 
 // Numbers of barriers, one for each group.
 enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
@@ -79,6 +80,7 @@ struct HopperBackwardArguments {
     float* sums;        // (B, strips of 16 tokens, 3C): column sums of dqkv; or NULL
     int T, NH, heads /*B*NH*/, group /*of heads*/, key_tiles, query_tiles;
     float scale;
+    Fp8Codes codes;  // of dqkv, with CODES
 };
 
 // A tile of scores.
@@ -330,7 +332,22 @@ struct HopperBackwardExit {
     const CUtensorMap* map;  // of dqkv, in boxes of 16 rows
     uint32_t place;
     int turn;
+    float scale;  // of codes
+    Fp8Seen seen;
 };
+
+// With CODES: 32 columns of the warp's 16 rows, as codes. Each lane writes 8 of a row, without shared memory.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_store_codes(const uint32_t (&upper)[2], const uint32_t (&lower)[2],
+                                                            const HopperBackwardArguments& a, int column, int row,
+                                                            int batch) {
+    const int lane = threadIdx.x % 32, width = 3 * a.NH * Shape::HS;
+    row += lane / 4;
+    uint8_t* to = a.codes.rows + ((int64_t)batch * a.T + row) * width + column + lane % 4 * 8;
+    const uint2 first = fp8_gather(upper[0], upper[1], lane), second = fp8_gather(lower[0], lower[1], lane);
+    if (row < a.T) *(uint2*)to = first;
+    if (row + 8 < a.T) *(uint2*)(to + (int64_t)8 * width) = second;
+}
 
 // A warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 to dqkv, and their column sums. Rows past T are zero
 // and not written.
@@ -344,9 +361,10 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
 #pragma unroll
     for (int panel = 0; panel < COLUMNS / 64; panel++) {
         const uint32_t place = out.place + out.turn * 16 * PANEL_ROW_BYTES;
-        if (lane == 0) store_wait_read<1>();  // what left from here the last time
+        if (!Shape::CODES && lane == 0) store_wait_read<1>();  // what left from here the last time
         __syncwarp();
         float sum[8];  // of the thread's columns among 32
+        [[maybe_unused]] uint32_t upper[2], lower[2];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             uint32_t word[4];
@@ -355,7 +373,16 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
                 const float* pair = c[panel * 8 + k * 2 + i / 2] + i % 2 * 2;
                 word[i] = pack_bf16(pair[0] * factor, pair[1] * factor);
             }
-            store_matrices(place + panel_offset(lane % 16, k * 2 + lane / 16), word[0], word[1], word[2], word[3]);
+            if constexpr (Shape::CODES) {
+                const bool e5m2 = a.codes.type == FP8_E5M2;
+                const float largest = fp8_largest(a.codes.type);
+                upper[k % 2] = fp8_word(word[0], word[2], out.scale, largest, e5m2, &out.seen);
+                lower[k % 2] = fp8_word(word[1], word[3], out.scale, largest, e5m2, &out.seen);
+                if (k % 2 == 1)
+                    hopper_backward_store_codes<Shape>(upper, lower, a, column + panel * 64 + k / 2 * 32, row, batch);
+            } else {
+                store_matrices(place + panel_offset(lane % 16, k * 2 + lane / 16), word[0], word[1], word[2], word[3]);
+            }
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 const float2 upper = pair_floats(word[i]), lower = pair_floats(word[i + 1]);
@@ -365,6 +392,7 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
             const float total = sum_lanes(sum, lane);
             if (row < a.T) sums[panel * 64 + k / 2 * 32] = total;
         }
+        if (Shape::CODES) continue;
         fence_async();
         __syncwarp();
         if (lane == 0) tensor_store(out.map, place, column + panel * 64, row, batch), store_commit();
@@ -483,7 +511,11 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
                                                         const CUtensorMap* dqkv, const HopperBackwardArguments& a,
                                                         int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
-    HopperBackwardExit out = {dqkv, memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES, 0};
+    HopperBackwardExit out = {dqkv,
+                              memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES,
+                              0,
+                              Shape::CODES ? *a.codes.scale : 1.0f,
+                              {}};
     const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
@@ -538,6 +570,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     wgmma_wait<0>();
     wgmma_hold(dq);
     hopper_backward_dq_done<Shape>(dq, shared, (count - 1) % 2, out, a, before, group);
+    if (Shape::CODES) fp8_tell_warp(a.codes, out.seen);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 
@@ -643,13 +676,14 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
     check_launch();
 }
 
-// Writes every element of dqkv; C = NH * HS. `scratch` has hopper_backward_scratch's bytes, contents irrelevant.
+// Writes every element of dqkv, or with CODES of codes; C = NH * HS. `scratch` has hopper_backward_scratch's bytes,
+// contents irrelevant.
 // With `columns`, returns the column sums of dqkv: (hopper_backward_strips, 3C), in scratch; otherwise NULL.
 template <typename Shape>
 inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
                                         const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
                                         const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
-                                        int NH, bool columns = false) {
+                                        int NH, bool columns = false, const Fp8Codes& codes = {}) {
     constexpr int TOGETHER = 4 << 20;  // values of q of a group of heads: with dout and dq_sum 32 MiB of L2 cache
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
@@ -657,7 +691,7 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
     a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
     a.sums = columns ? a.dq_sum + sizes.dq_sum / 4 : nullptr;
-    a.T = T, a.NH = NH, a.heads = B * NH;
+    a.T = T, a.NH = NH, a.heads = B * NH, a.codes = codes;
     const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
     a.group = (int)(group < 1 ? 1 : group > a.heads ? a.heads : group);
     a.key_tiles = (int)ceil_div(T, Shape::BN), a.query_tiles = (int)ceil_div(T, Shape::BM);

@@ -21,6 +21,7 @@
 
 #include "common.cuh"
 #include "cpu_math.h"
+#include "fp8_codes.cuh"
 
 constexpr int CLASSIFIER_THREADS = 1024;  // 2 blocks a multiprocessor: their rows stay in L2 between the two reads
 // Rows in shared memory: 18 warps that compute (11 vectors a thread of GPT-2's rows, with little left over) and one
@@ -92,10 +93,27 @@ __device__ inline void classifier_row(float* maximum, float* sum, const X* row, 
     *sum = block_sum(own_sum == 0.0f ? 0.0f : own_sum * classifier_exp(own_maximum - *maximum));
 }
 
-// Grid N (a block per row), block CLASSIFIER_THREADS, logits in place when backward. Deterministic.
+// Eight logits' gradients to their codes, or as X to `place`, by the same rounding.
+template <typename X>
+__device__ inline void classifier_put(X* place, const Fp8Codes& codes, int64_t at, Vec<X> vec, float scale) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (codes.rows) {
+            float value[8];
+            Fp8Seen seen = {};
+            vec_floats(value, vec);
+            *(uint2*)(codes.rows + at) =
+                fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, &seen);
+            return;
+        }
+    }
+    store_vec(place, vec);
+}
+
+// Grid N (a block per row), block CLASSIFIER_THREADS; when backward, logits in place or to codes. Deterministic.
 template <typename X>
 __global__ void __launch_bounds__(CLASSIFIER_THREADS)
-    classifier_kernel(float* losses, X* logits, const int* targets, float dloss, bool backward, int V, int Vp) {
+    classifier_kernel(float* losses, X* logits, const int* targets, float dloss, bool backward, int V, int Vp,
+                      Fp8Codes codes) {
     constexpr int size = Vec<X>::size;
     X* row = logits + (int64_t)blockIdx.x * Vp;
     int target = targets[blockIdx.x];
@@ -104,7 +122,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     classifier_row(&maximum, &sum, row, V);
     if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) - (target_logit - maximum);
     if (!backward) return;
-    float scale = dloss / sum;
+    float scale = dloss / sum, unit = codes.rows ? *codes.scale : 1.0f;
     for (int v = threadIdx.x * size; v < Vp; v += CLASSIFIER_THREADS * size) {
         Vec<X> vec = load_vec(row + v);
         for (int j = 0; j < size; j++) {
@@ -112,7 +130,7 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
             if (v + j == target) d -= dloss;
             vec.lane[j] = from_float<X>(v + j < V ? d : 0.0f);
         }
-        store_vec(row + v, vec);
+        classifier_put(row + v, codes, (int64_t)blockIdx.x * Vp + v, vec, unit);
     }
 }
 
@@ -191,11 +209,12 @@ __device__ inline void classifier_take(ClassifierSum* own, bf16* row, int begin,
     own->sum += sum[0] + sum[1];
 }
 
-// The gradient of the thread's vectors of a chunk, from their exponentials, in place; 0 in the padding. The target's is
-// given: next to 1, a probability kept with 11 bits would leave nothing of the difference.
+// The gradient of the thread's vectors of a chunk, from their exponentials, in place, or to the codes of the row that
+// begins at `at`, in units of `unit`; 0 in the padding. The target's is given: next to 1, a probability kept with 11
+// bits would leave nothing of the difference.
 template <bool whole>
 __device__ inline void classifier_give(bf16* row, int begin, int end, int V, float scale, int target,
-                                       float target_gradient) {
+                                       float target_gradient, const Fp8Codes& codes, int64_t at, float unit) {
 #pragma unroll
     for (int i = 0; i < CLASSIFIER_VECS; i++) {
         int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
@@ -211,7 +230,7 @@ __device__ inline void classifier_give(bf16* row, int begin, int end, int V, flo
 #pragma unroll
             for (int j = 0; j < 8; j++) d[j] = v + j >= V ? 0.0f : v + j == target ? target_gradient : d[j];
         }
-        store_vec(row + v, round_vec<bf16>(d));
+        classifier_put(row + v, codes, at + v, round_vec<bf16>(d), unit);
     }
 }
 
@@ -266,11 +285,11 @@ __device__ inline void classifier_order(bf16* slot, uint32_t barriers, uint32_t 
 }
 
 // Grid any up to N (rows are dealt to the blocks), block CLASSIFIER_RESIDENT_THREADS + 32, shared memory
-// classifier_resident_bytes(Vp); Vp a multiple of 8, at most CLASSIFIER_CHUNKS chunks; sm_90; logits in place when
-// backward. Deterministic.
+// classifier_resident_bytes(Vp); Vp a multiple of 8, at most CLASSIFIER_CHUNKS chunks; sm_90; when backward, logits in
+// place or to codes, which threads write themselves. Deterministic.
 __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
     classifier_resident_kernel(float* losses, bf16* logits, const int* targets, float dloss, bool backward, int64_t N,
-                               int V, int Vp) {
+                               int V, int Vp, Fp8Codes codes) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char classifier_shared[];
     __shared__ ClassifierSum parts[32];
@@ -287,10 +306,12 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
     }
     __syncthreads();
     if (threadIdx.x >= CLASSIFIER_RESIDENT_THREADS) {
-        if (threadIdx.x == CLASSIFIER_RESIDENT_THREADS) classifier_order(row, barriers, done, logits, backward, N, Vp);
+        if (threadIdx.x == CLASSIFIER_RESIDENT_THREADS)
+            classifier_order(row, barriers, done, logits, backward && !codes.rows, N, Vp);
         return;
     }
     int target = targets[blockIdx.x], lane = threadIdx.x % 32;
+    const float unit = codes.rows ? *codes.scale : 1.0f;
     for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
         int next_target = i + gridDim.x < N ? targets[i + gridDim.x] : 0;
         float target_logit = to_float(logits[i * Vp + target]);  // in shared memory it will not stay
@@ -313,9 +334,9 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
             int begin = q * CLASSIFIER_CHUNK, end = q + 1 < chunks ? begin + CLASSIFIER_CHUNK : Vp;
             float chunk_scale = scale * fast_exp2(__shfl_sync(0xffffffffu, offset, q) - row_offset);
             if (backward && begin + CLASSIFIER_CHUNK <= V) {
-                classifier_give<true>(row, begin, end, V, chunk_scale, target, target_gradient);
+                classifier_give<true>(row, begin, end, V, chunk_scale, target, target_gradient, codes, i * Vp, unit);
             } else if (backward) {
-                classifier_give<false>(row, begin, end, V, chunk_scale, target, target_gradient);
+                classifier_give<false>(row, begin, end, V, chunk_scale, target, target_gradient, codes, i * Vp, unit);
             }
             fence_async();
             barrier_arrive(done + q * 8);
@@ -323,7 +344,7 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
         target = next_target;
     }
 #else
-    (void)losses, (void)logits, (void)targets, (void)dloss, (void)backward, (void)N, (void)V, (void)Vp;
+    (void)losses, (void)logits, (void)targets, (void)dloss, (void)backward, (void)N, (void)V, (void)Vp, (void)codes;
 #endif
 }
 
@@ -347,10 +368,11 @@ __global__ static void __launch_bounds__(1024)
 }
 #endif
 
-// losses: (N); logits: (N, Vp), dlogits on return when backward; targets: (N), each in [0, V)
+// losses: (N); logits: (N, Vp), dlogits on return when backward; targets: (N), each in [0, V). codes: what gets dlogits
+// instead, on a GPU in bf16, by a scale under which nothing saturates; NULL, or with rows NULL, nothing does.
 template <typename X>
 void classifier(const Device* dev, float* losses, X* logits, const int* targets, float dloss, bool backward, int64_t N,
-                int V, int Vp) {
+                int V, int Vp, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
     if (N == 0) return;
     assert(Vp % 8 == 0 && V <= Vp);
     if (!dev->gpu) {
@@ -359,18 +381,19 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
         return;
     }
 #ifdef __CUDACC__
+    const Fp8Codes to = codes ? *codes : Fp8Codes{};
     if constexpr (std::is_same_v<X, bf16>) {
         int bytes = classifier_resident_bytes(Vp);
         if (classifier_resident_fits(dev, Vp)) {
             check(cudaFuncSetAttribute(classifier_resident_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
             int64_t blocks = N < 2 * dev->sm_count ? N : 2 * dev->sm_count;
             classifier_resident_kernel<<<(unsigned)blocks, CLASSIFIER_RESIDENT_THREADS + 32, bytes, dev->stream>>>(
-                losses, logits, targets, dloss, backward, N, V, Vp);
+                losses, logits, targets, dloss, backward, N, V, Vp, to);
             check_launch();
             return;
         }
     }
-    classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp);
+    classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp, to);
     check_launch();
 #endif
 }

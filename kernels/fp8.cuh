@@ -22,17 +22,14 @@
 #include "column_sum.cuh"
 #include "common.cuh"
 #include "cpu_gemm.h"
+#include "fp8_codes.cuh"
 #include "gelu.cuh"
 #ifdef __CUDACC__
-#include <cuda_fp8.h>
-
 #include "matmul_plan.cuh"
 #endif
 
 constexpr int FP8_HISTORY = 16;
 constexpr int FP8_TILE = 128;  // rows and columns of a block's tile
-
-enum Fp8Type { FP8_E4M3, FP8_E5M2 };
 
 // What a cast does to a value before it is rounded: nothing; gelu(x); x * gelu'(pre_gelu).
 enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
@@ -42,6 +39,7 @@ struct Fp8 {
     int slots;
     Fp8Type gradients;
     bool current;     // this step scales by what it finds, since there is no history
+    int64_t first;    // number of the first step that did; 0: none has
     float* history;   // (slots, FP8_HISTORY) largest magnitudes, the last step's first; 0: unknown
     float* scale;     // (slots)
     float* inverse;   // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
@@ -54,10 +52,6 @@ struct Fp8Operand {
     int slot;
     Fp8Type type;
 };
-
-constexpr float fp8_largest(Fp8Type type) {
-    return type == FP8_E4M3 ? 448.0f : 57344.0f;
-}
 
 // Plainly: the code of a value that has its scale already, and back. `bits` of mantissa, the smallest normal exponent.
 inline uint8_t fp8_encode(float x, Fp8Type type) {
@@ -175,41 +169,6 @@ inline void fp8_end_cpu(Fp8* f, int slot) {
 }
 
 #ifdef __CUDACC__
-// Two codes; the first in the low byte.
-__device__ inline uint32_t fp8_pair(float low, float high, bool e5m2) {
-    const float2 pair = make_float2(low, high);
-    return e5m2 ? __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E5M2)
-                : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-}
-
-// What a thread has seen of a tensor, joined over the block: one thread tells the slot.
-struct Fp8Seen {
-    float magnitude;
-    uint32_t saturated;
-};
-
-__device__ inline void fp8_tell(uint32_t* found, uint32_t* saturated, Fp8Seen own) {
-    const float most = block_max(own.magnitude);
-    const int count = __syncthreads_count(own.saturated > 0);
-    if (count > 0 && own.saturated > 0) atomicAdd(saturated, own.saturated);
-    // Bits of floats that are not negative are ordered as the floats are. Most blocks have nothing to add.
-    const uint32_t bits = __float_as_uint(most);
-    if (threadIdx.x == 0 && bits > *(volatile uint32_t*)found) atomicMax(found, bits);
-}
-
-// Eight values to codes: scaled, rounded, saturated. x - x is 0, or NaN for what is not finite.
-__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Seen* seen) {
-    uint32_t pair[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float a = value[2 * j], b = value[2 * j + 1], low = a * scale, high = b * scale;
-        seen->magnitude = fmaxf(seen->magnitude, fmaxf(fabsf(a), fabsf(b)));
-        seen->saturated += (fabsf(low) > largest) + (fabsf(high) > largest);
-        pair[j] = fp8_pair(low + (a - a), high + (b - b), e5m2);
-    }
-    return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
-}
-
 // Four rows of four codes to four columns of four.
 __device__ inline void fp8_transpose(uint32_t (&column)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
@@ -317,6 +276,38 @@ __global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
     }
 }
 
+// columns: (C, N) = rows: (N, C), transposed. Grid (ceil(C / 128), ceil(N / 128)), block 256: a tile of 128 x 128, of
+// which a thread takes 16 columns of 4 rows. N a multiple of 16, C of 16.
+__global__ static void __launch_bounds__(256, 6)
+    fp8_transpose_kernel(uint8_t* columns, const uint8_t* rows, int64_t N, int C) {
+    __shared__ uint32_t tile[FP8_TILE * 32];
+    // A word is four rows of a column. Its place: neither the threads that write (8 sixteens of columns, 4 groups of
+    // rows) nor those that read (all groups of a column) meet in a bank.
+    const auto place = [](int c, int g) { return c * 32 + (g ^ (c / 16 * 4)); };
+    const int sixteen = threadIdx.x % 8, group = threadIdx.x / 8, c = blockIdx.x * FP8_TILE + sixteen * 16;
+    const int64_t first = (int64_t)blockIdx.y * FP8_TILE, row = first + 4 * group;
+    if (row < N && c < C) {
+        uint4 x[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) x[r] = __ldcs((const uint4*)(rows + (row + r) * C + c));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t column[4];
+            fp8_transpose(column, (&x[0].x)[i], (&x[1].x)[i], (&x[2].x)[i], (&x[3].x)[i]);
+#pragma unroll
+            for (int j = 0; j < 4; j++) tile[place(sixteen * 16 + i * 4 + j, group)] = column[j];
+        }
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = min(FP8_TILE, C - (int)blockIdx.x * FP8_TILE);
+    if (first + 4 * lane >= N) return;
+#pragma unroll 4
+    for (int i = warp; i < width; i += 8) {
+        uint32_t* to = (uint32_t*)(columns + (blockIdx.x * FP8_TILE + i) * N + first);
+        to[lane] = tile[place(i, lane)];
+    }
+}
+
 // Grid 1, block 1: the scale of a tensor whose largest magnitude was found just now.
 __global__ static void fp8_rescale_kernel(float* scale, float* inverse, const uint32_t* found, Fp8Type type) {
     *scale = fp8_scale(__uint_as_float(*found), type, 0);
@@ -416,6 +407,17 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
 #endif
 }
 
+// columns: (C, N) = rows: (N, C), transposed; on a GPU. N and C multiples of 16. Reads and writes a byte an element.
+inline void fp8_by_columns([[maybe_unused]] const Device* dev, [[maybe_unused]] uint8_t* columns,
+                           [[maybe_unused]] const uint8_t* rows, [[maybe_unused]] int64_t N, [[maybe_unused]] int C) {
+#ifdef __CUDACC__
+    assert(N % 16 == 0 && C % 16 == 0);
+    const dim3 grid((unsigned)ceil_div(C, FP8_TILE), (unsigned)ceil_div(N, FP8_TILE));
+    fp8_transpose_kernel<<<grid, 256, 0, dev->stream>>>(columns, rows, N, C);
+    check_launch();
+#endif
+}
+
 // A scale that is known beforehand, for values of at most `magnitude`.
 inline void fp8_fix(const Device* dev, Fp8* f, int slot, float magnitude, Fp8Type type) {
     const float scale = fp8_scale(magnitude, type, 0), inverse = 1.0f / scale;
@@ -453,8 +455,11 @@ inline int64_t fp8_bytes(int slots) {
     return (int64_t)slots * (FP8_HISTORY + 6) * (int64_t)sizeof(float) + 256;
 }
 
-// Before the first micro-batch of a step.
-inline void fp8_begin(const Device* dev, Fp8* f) {
+// Before the first micro-batch of a step. Numbers of steps count those that changed something, so a first step that was
+// skipped comes again, and again without a history.
+inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
+    if (f->first == 0) f->first = step;
+    f->current = f->current && step == f->first;
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots; slot++) fp8_begin_cpu(f, slot);
         f->found[f->slots] = 0;
@@ -483,5 +488,5 @@ inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* satur
 // `memory`: fp8_bytes of device memory, set to zero.
 inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
     float *at = (float*)memory, *history = at + (int64_t)slots * 4, *scale = history + (int64_t)slots * FP8_HISTORY;
-    return {slots, gradients, true, history, scale, at, (uint32_t*)(scale + slots)};
+    return {slots, gradients, true, 0, history, scale, at, (uint32_t*)(scale + slots)};
 }

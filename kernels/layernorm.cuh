@@ -27,6 +27,7 @@
 #include "column_sum.cuh"
 #include "common.cuh"
 #include "cpu_math.h"
+#include "fp8_codes.cuh"
 
 constexpr float LAYERNORM_EPS = 1e-5f;
 
@@ -137,17 +138,32 @@ __device__ inline Vec<X> layernorm_vec_out(Vec<X> vec, float mean, float rstd, V
     return round_vec<X>(x);
 }
 
+// A vector of the result: as X to out, or with CODES as codes, of the same rounded values.
+template <typename X, bool CODES>
+__device__ inline void layernorm_put(X* out, const Fp8Codes& codes, int64_t at, Vec<X> vec, float scale,
+                                     Fp8Seen* seen) {
+    if constexpr (CODES) {
+        float value[8];
+        vec_floats(value, vec);
+        *(uint2*)(codes.rows + at) = fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, seen);
+    } else {
+        store_vec(out + at, vec);
+    }
+}
+
 // Grid ceil(N / 8), block 256 (a warp per row), C a multiple of 8 and at most 32 * VECS vectors; inp2 may be NULL, and
-// residual is written only when it is not; residual may be inp1. Deterministic.
-template <typename X, int VECS>
+// residual is written only when it is not; residual may be inp1. With CODES, N is a multiple of 8. Deterministic.
+template <typename X, int VECS, bool CODES>
 __global__ void __launch_bounds__(256, VECS <= 4   ? 5
                                        : VECS <= 5 ? 4
                                                    : 3)
     layernorm_forward_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1, const X* inp2,
-                             const X* weight, const X* bias, int64_t N, int C) {
+                             const X* weight, const X* bias, int64_t N, int C, Fp8Codes codes) {
     constexpr int size = Vec<X>::size;
     int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-    if (row >= N) return;
+    if (!CODES && row >= N) return;
+    const float scale = CODES ? *codes.scale : 1.0f;
+    Fp8Seen seen = {};
     int lane = threadIdx.x % 32, vecs = C / size;
     int64_t base = row * C;
     Vec<X> x[VECS];
@@ -178,19 +194,24 @@ __global__ void __launch_bounds__(256, VECS <= 4   ? 5
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (lane + 32 * v) * size;
-        if (c < C) store_vec(out + base + c, layernorm_vec_out(x[v], m, r, load_vec(weight + c), load_vec(bias + c)));
+        if (c >= C) continue;
+        const Vec<X> result = layernorm_vec_out(x[v], m, r, load_vec(weight + c), load_vec(bias + c));
+        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &seen);
     }
     if (lane == 0) mean[row] = m, rstd[row] = r;
+    if (CODES) fp8_tell(codes.found, codes.saturated, seen);
 }
 
 // Grid N (a block per row), block a multiple of 32 up to 1024, any C that is a multiple of 8; inp2 may be NULL, and
 // residual is written only when it is not; residual may be inp1. A thread rereads only what it wrote. Deterministic.
-template <typename X>
+template <typename X, bool CODES>
 __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1,
-                                              const X* inp2, const X* weight, const X* bias, int C) {
+                                              const X* inp2, const X* weight, const X* bias, int C, Fp8Codes codes) {
     constexpr int size = Vec<X>::size;
     int64_t row = blockIdx.x, base = row * C;
     int begin = threadIdx.x * size, step = blockDim.x * size;
+    const float scale = CODES ? *codes.scale : 1.0f;
+    Fp8Seen seen = {};
     float sum = 0.0f, square = 0.0f;
     for (int c = begin; c < C; c += step) {
         Vec<X> x = load_vec(inp1 + base + c);
@@ -206,9 +227,11 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     float r = 1.0f / sqrtf(block_sum(square) / C + LAYERNORM_EPS);
     for (int c = begin; c < C; c += step) {
         Vec<X> x = load_vec(source + base + c);
-        store_vec(out + base + c, layernorm_vec_out(x, m, r, load_vec(weight + c), load_vec(bias + c)));
+        const Vec<X> result = layernorm_vec_out(x, m, r, load_vec(weight + c), load_vec(bias + c));
+        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &seen);
     }
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
+    if (CODES) fp8_tell(codes.found, codes.saturated, seen);
 }
 
 // Where vector v of a thread of the backward kernel begins in a row: its vectors are a block's width apart.
@@ -313,10 +336,11 @@ __device__ inline float2 layernorm_backward_sums(LayernormSums<COLUMNS>* total, 
     return sum;
 }
 
-// A row of dinp from the two averages times rstd, and its column sums.
-template <typename X, int COLUMNS>
+// A row of dinp from the two averages times rstd, and its column sums; with CODES its codes too, to `codes`.
+template <typename X, int COLUMNS, bool CODES>
 __device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X* dinp, const float (&norm)[COLUMNS],
-                                                float (&value)[COLUMNS], float average, float average_norm, int C) {
+                                                float (&value)[COLUMNS], float average, float average_norm, int C,
+                                                const Fp8Codes& codes, int64_t at, float scale, Fp8Seen* seen) {
     constexpr int size = Vec<X>::size;
 #pragma unroll
     for (int v = 0; v < COLUMNS / size; v++) {
@@ -330,6 +354,7 @@ __device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X
         }
         Vec<X> rounded = round_vec<X>(result);
         store_vec(dinp + c, rounded);
+        if constexpr (CODES) layernorm_put<X, true>(nullptr, codes, at + c, rounded, scale, seen);
         vec_floats(result, rounded);
 #pragma unroll
         for (int j = 0; j < size; j++) total->dcolumns[v * size + j] += result[j];
@@ -339,10 +364,10 @@ __device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X
 // Grid any up to N, block a multiple of 32 up to 384 that with COLUMNS channels a thread covers C, shared memory
 // (stages, 3, C) of X, stages 1 or 2; C a multiple of 8. Row blockIdx.x of partial: (grid, 3, C) gets the block's
 // dweight, dbias and dcolumns. Deterministic for a given grid.
-template <typename X, int COLUMNS>
+template <typename X, int COLUMNS, bool CODES>
 __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
     layernorm_backward_kernel(X* dinp, float* partial, const X* dout, const X* inp, const X* weight, const float* mean,
-                              const float* rstd, int64_t N, int C, int stages) {
+                              const float* rstd, int64_t N, int C, int stages, Fp8Codes codes) {
     constexpr int size = Vec<X>::size, VECS = COLUMNS / size;
     extern __shared__ __align__(128) unsigned char layernorm_shared[];
     __shared__ float sums[2][32];
@@ -372,6 +397,8 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
     mean += blockIdx.x, rstd += blockIdx.x;
     float next_mean = *mean, next_rstd = *rstd;
     LayernormSums<COLUMNS> total = {};
+    const float scale = CODES ? *codes.scale : 1.0f;
+    Fp8Seen seen = {};
     uint32_t parity = 0;
     for (int row = 0; row < rows; row++) {
         float m = next_mean, r = next_rstd, norm[COLUMNS], value[COLUMNS];
@@ -384,7 +411,8 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
 #endif
         sum = layernorm_block_sums(sum, sums[row % 2]);
         ask(stage, at + stages * stride, row + stages < rows);
-        layernorm_backward_write(&total, dinp + at, norm, value, sum.x * inverse * r, sum.y * inverse * r, C);
+        layernorm_backward_write<X, COLUMNS, CODES>(&total, dinp + at, norm, value, sum.x * inverse * r,
+                                                    sum.y * inverse * r, C, codes, at, scale, &seen);
         at += stride;
         if (++stage == stages) stage = 0, parity ^= 1;
     }
@@ -397,6 +425,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         *(float4*)(own + C + c) = *(const float4*)(total.dbias + k);
         *(float4*)(own + 2 * C + c) = *(const float4*)(total.dcolumns + k);
     }
+    if (CODES) fp8_tell(codes.found, codes.saturated, seen);
 }
 #endif
 
@@ -428,36 +457,49 @@ LayernormShape layernorm_backward_shape(const Device* dev, int C) {
 }
 
 #ifdef __CUDACC__
-// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). With inp2: residual: (N, C) = inp1 + inp2 is what is
-// normalised.
-template <typename X>
-void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
-                              const X* inp2, const X* weight, const X* bias, int64_t N, int C) {
-    assert(C % 8 == 0);
+template <typename X, bool CODES>
+void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
+                            const X* inp2, const X* weight, const X* bias, int64_t N, int C, const Fp8Codes& codes) {
+    assert(C % 8 == 0 && (!CODES || N % 8 == 0));
     int vecs = C / Vec<X>::size;
     if (N == 0) return;
     if (vecs <= 32 * 8) {
         // By the vectors of a lane: registers that a shorter row does not need would keep other warps out.
         int lane_vecs = (int)ceil_div(vecs, 32);
-        auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3>
-                      : lane_vecs == 4 ? layernorm_forward_kernel<X, 4>
-                      : lane_vecs == 5 ? layernorm_forward_kernel<X, 5>
-                      : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7>
-                                       : layernorm_forward_kernel<X, 8>;
+        auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3, CODES>
+                      : lane_vecs == 4 ? layernorm_forward_kernel<X, 4, CODES>
+                      : lane_vecs == 5 ? layernorm_forward_kernel<X, 5, CODES>
+                      : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7, CODES>
+                                       : layernorm_forward_kernel<X, 8, CODES>;
         kernel<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
-                                                                  N, C);
+                                                                  N, C, codes);
     } else {
-        layernorm_forward_long_kernel<<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
-                                                                  C);
+        layernorm_forward_long_kernel<X, CODES>
+            <<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, C, codes);
     }
     check_launch();
 }
+
+// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). With inp2: residual: (N, C) = inp1 + inp2 is what is
+// normalised. codes NULL: none.
+template <typename X>
+void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
+                              const X* inp2, const X* weight, const X* bias, int64_t N, int C, const Fp8Codes* codes) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (codes && codes->rows) {
+            layernorm_forward_with<X, true>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, *codes);
+            return;
+        }
+    }
+    layernorm_forward_with<X, false>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, Fp8Codes{});
+}
 #endif
 
-// out, inp: (N, C); mean, rstd: (N); weight, bias: (C)
+// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). codes: what gets the result as codes, on a GPU in bf16, and
+// then out is not written; NULL, or with rows NULL, nothing does.
 template <typename X>
 void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, const X* inp, const X* weight,
-                       const X* bias, int64_t N, int C) {
+                       const X* bias, int64_t N, int C, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float));
         layernorm_forward_cpu((float*)out, mean, rstd, (const float*)inp, (const float*)weight, (const float*)bias, N,
@@ -465,14 +507,16 @@ void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, cons
         return;
     }
 #ifdef __CUDACC__
-    layernorm_forward_launch<X>(dev, nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C);
+    layernorm_forward_launch<X>(dev, nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, codes);
 #endif
 }
 
-// residual: (N, C) = inp1 + inp2, may be inp1; out: (N, C) = layernorm(residual); mean, rstd: (N); weight, bias: (C)
+// residual: (N, C) = inp1 + inp2, may be inp1; out: (N, C) = layernorm(residual), or its codes, as above; mean, rstd:
+// (N); weight, bias: (C)
 template <typename X>
 void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
-                                const X* inp2, const X* weight, const X* bias, int64_t N, int C) {
+                                const X* inp2, const X* weight, const X* bias, int64_t N, int C,
+                                [[maybe_unused]] const Fp8Codes* codes = nullptr) {
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float));
         residual_layernorm_forward_cpu((float*)residual, (float*)out, mean, rstd, (const float*)inp1,
@@ -480,7 +524,7 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
         return;
     }
 #ifdef __CUDACC__
-    layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+    layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, codes);
 #endif
 }
 
@@ -491,29 +535,40 @@ int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
 }
 
 #ifdef __CUDACC__
-// Returns the rows that partial got. Its arguments are the kernel's.
-template <typename X>
-int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
-                              const float* mean, const float* rstd, int64_t N, int C) {
+template <typename X, bool CODES>
+int layernorm_backward_with(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
+                            const float* mean, const float* rstd, int64_t N, int C, const Fp8Codes& codes) {
     LayernormShape shape = layernorm_backward_shape<X>(dev, C);
-    auto kernel = shape.columns == 8    ? layernorm_backward_kernel<X, 8>
-                  : shape.columns == 16 ? layernorm_backward_kernel<X, 16>
-                                        : layernorm_backward_kernel<X, 32>;
+    auto kernel = shape.columns == 8    ? layernorm_backward_kernel<X, 8, CODES>
+                  : shape.columns == 16 ? layernorm_backward_kernel<X, 16, CODES>
+                                        : layernorm_backward_kernel<X, 32, CODES>;
     int blocks = N < shape.blocks ? (int)N : shape.blocks;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.bytes));
     kernel<<<blocks, shape.threads, shape.bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C,
-                                                                shape.stages);
+                                                                shape.stages, codes);
     check_launch();
     return blocks;
+}
+
+// Returns the rows that partial got. Its arguments are the kernel's; codes NULL: none.
+template <typename X>
+int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
+                              const float* mean, const float* rstd, int64_t N, int C, const Fp8Codes* codes) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (codes && codes->rows)
+            return layernorm_backward_with<X, true>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, *codes);
+    }
+    return layernorm_backward_with<X, false>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, Fp8Codes{});
 }
 #endif
 
 // dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
-// layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288.
+// layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288. codes: what gets
+// the codes of dinp as well, on a GPU in bf16; NULL, or with rows NULL, nothing does.
 template <typename X, typename G>
 void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dcolumns, float* scratch, const X* dout,
                         const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,
-                        bool accumulate) {
+                        bool accumulate, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
     assert(C % 8 == 0 && C <= 12288 && N > 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
@@ -522,7 +577,7 @@ void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dco
         return;
     }
 #ifdef __CUDACC__
-    int blocks = layernorm_backward_launch(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C);
+    int blocks = layernorm_backward_launch(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C, codes);
     G* totals[3] = {dweight, dbias, dcolumns};
     column_sum(dev, totals, 3, scratch, blocks, C, accumulate);
 #endif

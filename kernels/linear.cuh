@@ -1,11 +1,14 @@
 // Linear layers as the trainer uses them: their products are those of matmul.cuh, of the activations' type, or of fp8
 // codes (fp8.cuh). Every function does one of the two; which, is what `use` says.
 //
-// With fp8, a layer's input is cast when the layer runs: its codes by rows for the forward product, by columns for the
-// gradient of the weights, which are what is kept for the backward pass (1 byte an element instead of 2). The weights
-// are cast in both passes, the output's gradient by rows and by columns at once. GELU and its gradient happen inside
-// these casts. Products of the forward pass use fast sums, those of the backward pass sums of full length: their depth
-// is up to the rows of a micro-batch.
+// With fp8, a layer's input has codes by rows for the forward product and by columns for the gradient of the weights,
+// which are what is kept for the backward pass (1 byte an element instead of 2); the output's gradient has both. Who
+// makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the classifier, the products
+// next to GELU of matmul_gelu.cuh), and here they are transposed, for 2 bytes an element; what no kernel makes codes of
+// is cast, for 4. In the first step, which finds its scales itself, everything is cast. The weights are cast in both
+// passes. GELU and its gradient happen inside a cast where there is no product of our own. Products of the forward pass
+// use fast sums, those of the backward pass sums of full length (matmul_gelu.cuh's apart): their depth is up to the
+// rows of a micro-batch.
 #pragma once
 #include "fp8.cuh"
 #include "matmul.cuh"
@@ -13,6 +16,9 @@
 // Where the codes lie that are in use: device memory of the activations. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
+    bool made;                        // kernels write the codes of what they make
+    bool attention_made;              // so does attention's backward pass
+    bool gelu_made;                   // so do the products next to GELU: forward into dcolumns, backward into rows
     uint8_t* rows;                    // (N, 4C) a layer's input
     uint8_t* weight;                  // (4C, C) or (C, 4C) a layer's weights
     uint8_t *drows, *dcolumns;        // (N, 4C), (4C, N) an output's gradient
@@ -22,6 +28,24 @@ struct Fp8Use {
 
 // A layer has three slots of scales: input, weights, output's gradient. `slot` is the first.
 constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
+
+// For the kernel that makes a tensor: where its codes go, if it is to write any.
+inline Fp8Codes linear_codes(const Fp8Use* use, int slot, uint8_t* rows, Fp8Type type, bool made) {
+    if (!made) return {};
+    const Fp8* f = use->scales;
+    return {rows, f->scale + slot, f->found + slot, f->found + f->slots, type};
+}
+
+// The same for a layer's input, its output's gradient, and the gradient of the logits.
+inline Fp8Codes linear_input_codes(const Fp8Use* use, int slot) {
+    return linear_codes(use, slot, use->rows, FP8_E4M3, use->made);
+}
+inline Fp8Codes linear_gradient_codes(const Fp8Use* use, int slot, bool made) {
+    return linear_codes(use, slot + FP8_GRADIENT, use->drows, use->scales ? use->scales->gradients : FP8_E5M2, made);
+}
+inline Fp8Codes linear_logit_codes(const Fp8Use* use, int slot) {
+    return linear_codes(use, slot + FP8_GRADIENT, use->dhead, FP8_E5M2, use->made && use->dhead);
+}
 
 template <typename X>
 void linear_cast_input(const Device* dev, const Fp8Use* use, int slot, Fp8Op op, const X* inp, uint8_t* rows,
@@ -38,21 +62,58 @@ void linear_cast_weight(const Device* dev, const Fp8Use* use, int slot, const X*
     fp8_cast<X>(dev, use->scales, &to, FP8_COPY, weight, (const X*)nullptr, (float*)nullptr, nullptr, OC, C, false);
 }
 
-// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept
+// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: those by rows, or NULL.
 template <typename X>
-void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, Fp8Op op, X* out, const X* inp,
-                        uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
-    linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
+void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, const uint8_t* made, Fp8Op op, X* out,
+                        const X* inp, uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+    if (made) fp8_by_columns(dev, columns, made, N, C);
+    if (!made) linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
     linear_cast_weight(dev, use, slot, weight, false, C, OC);
-    fp8_product<X>(dev, use->scales, out, use->rows, slot, FP8_E4M3, use->weight, slot + FP8_WEIGHT, FP8_E4M3, bias, N,
-                   OC, C, true, false);
+    fp8_product<X>(dev, use->scales, out, made ? made : use->rows, slot, FP8_E4M3, use->weight, slot + FP8_WEIGHT,
+                   FP8_E4M3, bias, N, OC, C, true, false);
 }
 
-// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, if fp8 is used
+// Whether a layer of (N, C) before GELU, with OC outputs, and the one behind it have products of our own.
+inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]] int64_t N, [[maybe_unused]] int C,
+                             [[maybe_unused]] int OC) {
+#ifdef __CUDACC__
+    return dev->gpu && matmul_gelu_fp8_fits(dev, N, OC, C);
+#endif
+    return false;
+}
+
+#ifdef __CUDACC__
+// For the products next to GELU: where the codes of the result go, those of slot `to` in `rows`, and the scales of the
+// operands.
+inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* rows, Fp8Type type, int left, int right) {
+    const Fp8* f = use->scales;
+    return {linear_codes(use, to, rows, type, true), f->inverse + 4 * left, f->inverse + 4 * right};
+}
+#endif
+
+// pre_gelu: (N, OC) = inp weight^T + bias, and into use->dcolumns the codes of its GELU, the next layer's input.
+inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
+                                    [[maybe_unused]] int slot, [[maybe_unused]] bf16* pre_gelu,
+                                    [[maybe_unused]] uint8_t* columns, [[maybe_unused]] const bf16* weight,
+                                    [[maybe_unused]] const bf16* bias, [[maybe_unused]] int64_t N,
+                                    [[maybe_unused]] int C, [[maybe_unused]] int OC) {
+#ifdef __CUDACC__
+    fp8_by_columns(dev, columns, use->rows, N, C);
+    linear_cast_weight(dev, use, slot, weight, false, C, OC);
+    const MatmulGeluCodes codes =
+        linear_gelu_codes(use, slot + FP8_SLOTS, use->dcolumns, FP8_E4M3, slot, slot + FP8_WEIGHT);
+    matmul_gelu_fp8_forward(dev, &codes, pre_gelu, use->rows, use->weight, bias, N, C, OC);
+#endif
+}
+
+// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, if fp8 is used; made:
+// whoever made inp wrote linear_input_codes instead.
 template <typename X>
-void linear_forward(const Device* dev, const Fp8Use* use, int slot, X* out, const X* inp, uint8_t* columns,
+void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool made, X* out, const X* inp, uint8_t* columns,
                     const X* weight, const X* bias, int64_t N, int C, int OC) {
-    if (use->scales) return linear_forward_fp8(dev, use, slot, FP8_COPY, out, inp, columns, weight, bias, N, C, OC);
+    if (use->scales)
+        return linear_forward_fp8(dev, use, slot, made ? use->rows : nullptr, FP8_COPY, out, inp, columns, weight, bias,
+                                  N, C, OC);
     matmul_forward<X>(dev, out, nullptr, inp, weight, bias, N, C, OC);
 }
 
@@ -61,7 +122,10 @@ void linear_forward(const Device* dev, const Fp8Use* use, int slot, X* out, cons
 template <typename X>
 void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, X* pre_gelu, const X* inp,
                                 uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
-    if (use->scales) return linear_forward(dev, use, slot, pre_gelu, inp, columns, weight, bias, N, C, OC);
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (use->gelu_made) return linear_forward_gelu_fp8(dev, use, slot, pre_gelu, columns, weight, bias, N, C, OC);
+    }
+    if (use->scales) return linear_forward(dev, use, slot, use->made, pre_gelu, inp, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
 }
 
@@ -70,7 +134,8 @@ template <typename X>
 void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, const X* gelu, const X* pre_gelu,
                                uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
     if (use->scales)
-        return linear_forward_fp8(dev, use, slot, FP8_GELU, out, pre_gelu, columns, weight, bias, N, C, OC);
+        return linear_forward_fp8(dev, use, slot, use->gelu_made ? use->dcolumns : nullptr, FP8_GELU, out, pre_gelu,
+                                  columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, nullptr, gelu, weight, bias, N, C, OC);
 }
 
@@ -82,20 +147,23 @@ void linear_gelu_again(const Device* dev, const Fp8Use* use, int slot, X* gelu, 
     gelu_forward<X>(dev, gelu, pre_gelu, N * C);
 }
 
-// Backward. The functions of a layer are called in this order: the output's gradient is cast; then dinp, dweight.
+// Backward. The functions of a layer are called in this order: linear_gradient; then dinp, dweight.
 
+// The codes of the output's gradient; made: whoever made dout wrote linear_gradient_codes.
 template <typename X>
-void linear_gradient(const Device* dev, const Fp8Use* use, int slot, const X* dout, int64_t N, int OC) {
+void linear_gradient(const Device* dev, const Fp8Use* use, int slot, bool made, const X* dout, int64_t N, int OC) {
     if (!use->scales) return;
+    if (made) return fp8_by_columns(dev, use->dcolumns, use->drows, N, OC);
     const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
     fp8_cast<X>(dev, use->scales, &to, FP8_COPY, dout, (const X*)nullptr, (float*)nullptr, nullptr, N, OC, false);
 }
 
+// drows: (N, OC) codes of the output's gradient.
 template <typename X>
-void linear_backward_input_fp8(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* weight, int64_t N,
-                               int C, int OC) {
+void linear_backward_input_fp8(const Device* dev, const Fp8Use* use, int slot, X* dinp, const uint8_t* drows,
+                               const X* weight, int64_t N, int C, int OC) {
     linear_cast_weight(dev, use, slot, weight, true, C, OC);
-    fp8_product<X>(dev, use->scales, dinp, use->drows, slot + FP8_GRADIENT, use->scales->gradients, use->weight,
+    fp8_product<X>(dev, use->scales, dinp, drows, slot + FP8_GRADIENT, use->scales->gradients, use->weight,
                    slot + FP8_WEIGHT, FP8_E4M3, (const X*)nullptr, N, C, OC, false, false);
 }
 
@@ -103,7 +171,7 @@ void linear_backward_input_fp8(const Device* dev, const Fp8Use* use, int slot, X
 template <typename X>
 void linear_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dout, const X* weight,
                            int64_t N, int C, int OC) {
-    if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, weight, N, C, OC);
+    if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, use->drows, weight, N, C, OC);
     matmul_backward_input<X>(dev, dinp, dout, weight, N, C, OC);
 }
 
@@ -116,13 +184,41 @@ void linear_backward_weight(const Device* dev, const Fp8Use* use, int slot, G* d
                    FP8_E4M3, (const G*)nullptr, OC, C, N, false, accumulate);
 }
 
+// The same in the layer before GELU, whose output's gradient linear_gradient_gelu makes.
+template <typename X>
+void linear_backward_input_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dout,
+                                       const X* weight, int64_t N, int C, int OC) {
+    if (use->gelu_made) return linear_backward_input_fp8(dev, use, slot, dinp, use->rows, weight, N, C, OC);
+    linear_backward_input<X>(dev, use, slot, dinp, dout, weight, N, C, OC);
+}
+
+// Into use->rows the codes of (dout weight) * gelu'(pre_gelu): (N, C); dbias: (C) (+)= its column sums.
+template <typename G>
+void linear_backward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
+                              [[maybe_unused]] int slot, [[maybe_unused]] G* dbias, [[maybe_unused]] float* scratch,
+                              [[maybe_unused]] const bf16* weight, [[maybe_unused]] const bf16* pre_gelu,
+                              [[maybe_unused]] int64_t N, [[maybe_unused]] int C, [[maybe_unused]] int OC,
+                              [[maybe_unused]] bool accumulate) {
+#ifdef __CUDACC__
+    linear_cast_weight(dev, use, slot, weight, true, C, OC);
+    const MatmulGeluCodes codes = linear_gelu_codes(use, slot - FP8_SLOTS + FP8_GRADIENT, use->rows,
+                                                    use->scales->gradients, slot + FP8_GRADIENT, slot + FP8_WEIGHT);
+    matmul_gelu_fp8_backward(dev, &codes, dbias, scratch, use->drows, use->weight, pre_gelu, N, C, OC, accumulate);
+#endif
+}
+
 // Back through the layer after GELU to GELU's input: dinp: (N, C) = (dout weight) * gelu'(pre_gelu), and to the bias
-// before it: dbias: (C) (+)= its column sums. fp8 leaves dinp without GELU's part, which linear_gradient_gelu adds.
+// before it: dbias: (C) (+)= its column sums. In fp8 either its codes are left in use->rows, or dinp is without GELU's
+// part, which linear_gradient_gelu adds.
 template <typename X, typename G>
 void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, G* dbias, float* scratch,
                           const X* dout, const X* weight, const X* pre_gelu, int64_t N, int C, int OC,
                           bool accumulate) {
-    if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, weight, N, C, OC);
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (use->gelu_made)
+            return linear_backward_gelu_fp8<G>(dev, use, slot, dbias, scratch, weight, pre_gelu, N, C, OC, accumulate);
+    }
+    if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, use->drows, weight, N, C, OC);
     matmul_backward_gelu<X, G>(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
 }
 
@@ -132,6 +228,7 @@ template <typename X, typename G>
 void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const X* dout, G* dbias, float* scratch,
                           const X* pre_gelu, int64_t N, int OC, bool accumulate) {
     if (!use->scales) return;
+    if (use->gelu_made) return fp8_by_columns(dev, use->dcolumns, use->rows, N, OC);
     const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
     fp8_cast<X, G>(dev, use->scales, &to, FP8_GELU_BACKWARD, dout, pre_gelu, dbias, scratch, N, OC, accumulate);
 }
@@ -158,15 +255,19 @@ void linear_head_forward(const Device* dev, const Fp8Use* use, int slot, X* logi
                    (const X*)nullptr, rows, Vp, C, true, false);
 }
 
-// dinp: (rows, C) = dlogits weight
+// dinp: (rows, C) = dlogits weight, from linear_logit_codes where the classifier wrote them
 template <typename X>
 void linear_head_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dlogits,
                                 const X* weight, int64_t rows, int C, int Vp) {
     if (!use->head[0]) return matmul_backward_input<X>(dev, dinp, dlogits, weight, rows, C, Vp);
-    Fp8 fixed = *use->scales;
-    fixed.current = false;
-    const Fp8Operand to = {use->dhead, use->dhead_columns, slot + FP8_GRADIENT, FP8_E5M2};
-    fp8_cast<X>(dev, &fixed, &to, FP8_COPY, dlogits, (const X*)nullptr, (float*)nullptr, nullptr, rows, Vp, false);
+    if (use->made) {
+        fp8_by_columns(dev, use->dhead_columns, use->dhead, rows, Vp);
+    } else {
+        Fp8 fixed = *use->scales;
+        fixed.current = false;
+        const Fp8Operand to = {use->dhead, use->dhead_columns, slot + FP8_GRADIENT, FP8_E5M2};
+        fp8_cast<X>(dev, &fixed, &to, FP8_COPY, dlogits, (const X*)nullptr, (float*)nullptr, nullptr, rows, Vp, false);
+    }
     fp8_product<X>(dev, use->scales, dinp, use->dhead, slot + FP8_GRADIENT, FP8_E5M2, use->head[1], slot + FP8_WEIGHT,
                    FP8_E4M3, (const X*)nullptr, rows, C, Vp, false, false);
 }

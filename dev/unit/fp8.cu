@@ -1,6 +1,9 @@
 // Tests of products in fp8 (kernels/fp8.cuh): the codes against a search through all of them, scales, casts on the GPU
 // against the plain C version to the bit, products against it, and runs of ./train.
-#include "../../kernels/fp8.cuh"
+#include "../../kernels/attention.cuh"
+#include "../../kernels/classifier.cuh"
+#include "../../kernels/layernorm.cuh"
+#include "../../kernels/linear.cuh"
 #include "cli.h"
 #include "kernels.h"
 
@@ -160,6 +163,135 @@ TEST(fp8_cast_gpu) {
     device_close(&dev);
 }
 
+// Codes that a kernel writes of what it makes are those of a cast of what it would store, to the bit, with the same
+// magnitude and count; the transposed ones are the cast's by columns.
+struct Made {
+    const Device* dev;
+    Fp8 f, g;  // of the kernel and of the cast
+    uint8_t *rows, *columns, *want[2];
+    int64_t N;
+    int C;
+};
+
+Made made_open(const Device* dev, int64_t N, int C, Fp8Type type, float largest = 0.9f) {
+    assert(N > 0 && C > 0);
+    Made m = {dev, scales_open(dev, 3), scales_open(dev, 3), nullptr, nullptr, {}, N, C};
+    for (uint8_t** codes : {&m.rows, &m.columns, &m.want[0], &m.want[1]}) {
+        *codes = (uint8_t*)device_alloc(dev, N * C);
+        device_zero(dev, *codes, N * C);
+    }
+    for (Fp8* f : {&m.f, &m.g}) {
+        fp8_begin(dev, f);
+        f->current = false;
+        fp8_fix(dev, f, 1, largest, type);
+    }
+    return m;
+}
+
+Fp8Codes made_codes(const Made* m, Fp8Type type) {
+    return {m->rows, m->f.scale + 1, m->f.found + 1, m->f.found + 3, type};
+}
+
+// `values` is what the kernel stores without codes: (N, C). counted: it tells magnitude and count.
+void made_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Type type, bool counted) {
+    const int64_t n = m->N * m->C;
+    const Fp8Operand to = {m->want[0], m->want[1], 1, type};
+    fp8_cast<bf16>(m->dev, &m->g, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, m->N, m->C,
+                   false);
+    fp8_by_columns(m->dev, m->columns, m->rows, m->N, m->C);
+    assert(n > 0);
+    uint8_t *got = (uint8_t*)malloc(n), *want = (uint8_t*)malloc(n);
+    for (int i = 0; i < 2; i++) {
+        copy_to_host(m->dev, got, i ? m->columns : m->rows, n);
+        copy_to_host(m->dev, want, m->want[i], n);
+        int64_t differ = 0, zero = 0;
+        for (int64_t j = 0; j < n; j++) differ += got[j] != want[j], zero += want[j] == 0;
+        expect(differ == 0 && zero < n / 2, "%s, %lld x %d, type %d, %s: %lld codes differ, %lld are zero", what,
+               (long long)m->N, m->C, type, i ? "by columns" : "by rows", (long long)differ, (long long)zero);
+    }
+    uint32_t found[4], cast[4];
+    copy_to_host(m->dev, found, m->f.found, sizeof(found)), copy_to_host(m->dev, cast, m->g.found, sizeof(cast));
+    if (counted)
+        expect(found[1] == cast[1] && found[3] == cast[3] && cast[3] > 0, "%s: found %08x and %u, the cast %08x and %u",
+               what, found[1], found[3], cast[1], cast[3]);
+    for (uint8_t* codes : {m->rows, m->columns, m->want[0], m->want[1]}) device_free(m->dev, codes);
+    device_free(m->dev, m->f.inverse), device_free(m->dev, m->g.inverse), free(got), free(want);
+}
+
+void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Type type) {
+    Array<bf16> a = array_random<bf16>(dev, N * C, 1, 1.0f), b = array_random<bf16>(dev, N * C, 2, 1.0f),
+                w = array_random<bf16>(dev, C, 3, 1.0f), bias = array_random<bf16>(dev, C, 4, 1.0f),
+                out = array_of<bf16>(dev, N * C, nullptr), residual = array_of<bf16>(dev, N * C, nullptr);
+    Array<float> mean = array_of<float>(dev, N, nullptr), rstd = array_of<float>(dev, N, nullptr),
+                 sums = array_of<float>(dev, 3 * C, nullptr);
+    float* scratch = (float*)device_alloc(dev, layernorm_backward_scratch_bytes<bf16>(dev, C));
+    Made made = made_open(dev, N, C, type);
+    Fp8Codes codes = made_codes(&made, type);
+    for (const Fp8Codes* to : {(const Fp8Codes*)nullptr, (const Fp8Codes*)&codes})
+        residual_layernorm_forward<bf16>(dev, residual.device, out.device, mean.device, rstd.device, a.device, b.device,
+                                         w.device, bias.device, N, C, to);
+    made_check(test, &made, "layernorm", out.device, type, true);
+    made = made_open(dev, N, C, type);
+    codes = made_codes(&made, type);
+    layernorm_backward<bf16, float>(dev, out.device, sums.device, sums.device + C, sums.device + 2 * C, scratch,
+                                    b.device, residual.device, w.device, mean.device, rstd.device, N, C, false, &codes);
+    made_check(test, &made, "layernorm backward", out.device, type, true);
+    for (Array<bf16>* array : {&a, &b, &w, &bias, &out, &residual}) array_free(dev, array);
+    array_free(dev, &mean), array_free(dev, &rstd), array_free(dev, &sums), device_free(dev, scratch);
+}
+
+void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) {
+    Array<bf16> logits = array_random<bf16>(dev, N * Vp, 1, 4.0f), again = array_random<bf16>(dev, N * Vp, 1, 4.0f);
+    Array<float> losses = array_of<float>(dev, N, nullptr);
+    int *targets = (int*)device_alloc(dev, N * 4), *host = (int*)calloc(N, 4);
+    for (int64_t i = 0; i < N; i++) host[i] = (int)(i * 7919 % V);
+    copy_to_device(dev, targets, host, N * 4);
+    Made made = made_open(dev, N, Vp, FP8_E5M2, 1e-4f);
+    const Fp8Codes codes = made_codes(&made, FP8_E5M2);
+    classifier<bf16>(dev, losses.device, logits.device, targets, 1e-4f, true, N, V, Vp);
+    classifier<bf16>(dev, losses.device, again.device, targets, 1e-4f, true, N, V, Vp, &codes);
+    made_check(test, &made, "classifier", logits.device, FP8_E5M2, false);
+    array_free(dev, &logits), array_free(dev, &again), array_free(dev, &losses), device_free(dev, targets), free(host);
+}
+
+void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, int HS, Fp8Type type) {
+    const int C = NH * HS;
+    const int64_t N = (int64_t)B * T;
+    Array<bf16> qkv = array_random<bf16>(dev, N * 3 * C, 1, 1.0f), dout = array_random<bf16>(dev, N * C, 2, 2.0f),
+                out = array_of<bf16>(dev, N * C, nullptr), dqkv = array_of<bf16>(dev, N * 3 * C, nullptr);
+    Array<float> lse = array_of<float>(dev, N * NH, nullptr), bias[2];
+    for (auto& sums : bias) sums = array_of<float>(dev, 3 * C, nullptr);
+    const int64_t more = matmul_backward_bias_scratch_bytes(dev, 3 * C),
+                  bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
+    void* scratch = device_alloc(dev, bytes > more ? bytes : more);
+    Made made = made_open(dev, N, 3 * C, type);
+    const Fp8Codes codes = made_codes(&made, type);
+    attention_forward<bf16>(dev, out.device, lse.device, qkv.device, B, T, C, NH);
+    for (int i = 0; i < 2; i++)
+        attention_backward_bias<bf16, float>(dev, dqkv.device, bias[i].device, scratch, dout.device, qkv.device,
+                                             out.device, lse.device, B, T, C, NH, false, i ? &codes : nullptr);
+    for (auto& sums : bias) copy_to_host(dev, sums.host, sums.device, 3 * C * sizeof(float));
+    expect(memcmp(bias[0].host, bias[1].host, 3 * C * sizeof(float)) == 0, "the bias's gradient differs with codes");
+    made_check(test, &made, "attention backward", dqkv.device, type, true);
+    for (Array<bf16>* array : {&qkv, &dout, &out, &dqkv}) array_free(dev, array);
+    array_free(dev, &lse), array_free(dev, &bias[0]), array_free(dev, &bias[1]), device_free(dev, scratch);
+}
+
+TEST(fp8_made_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
+        for (int C : {64, 384, 768, 1024, 1280, 1600, 2048, 2560, 6400}) check_made_layernorm(test, &dev, 272, C, type);
+        if (!attention_backward_codes(&dev, 128, 2)) continue;
+        check_made_attention(test, &dev, 3, 208, 2, 64, type);
+        check_made_attention(test, &dev, 2, 1024, 3, 64, type);
+        check_made_attention(test, &dev, 2, 176, 3, 128, type);
+    }
+    check_made_logits(test, &dev, 48, 250, 256);
+    check_made_logits(test, &dev, 272, 50257, 50304);
+    device_close(&dev);
+}
+
 // Infinity and NaN become NaN, on both devices.
 TEST(fp8_cast_nonfinite_gpu) {
     Device dev;
@@ -234,6 +366,141 @@ TEST(fp8_product_gpu) {
     check_product<bf16>(test, &worst, &dev, 384, 384, 2048, FP8_E5M2, false, false, true);
     check_product<float>(test, &worst, &dev, 384, 1536, 2048, FP8_E5M2, false, false, true);
     check_product<float>(test, &worst, &dev, 128, 64, 16, FP8_E4M3, false, false, false);
+    note_worst(test, worst);
+    device_close(&dev);
+}
+
+// The products next to GELU: what they are given, and what a step would compute of it by other means.
+struct GeluProducts {
+    Array<bf16> left, weight, bias, pre, want;
+    Array<float> dbias;
+    Fp8 f;
+    uint8_t *left_codes, *weight_codes, *codes, *cast;
+    float* scratch;
+};
+
+GeluProducts gelu_products_open(const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
+    GeluProducts p;
+    p.left = array_random<bf16>(dev, N * C, 1, 1.0f), p.weight = array_random<bf16>(dev, (int64_t)OC * C, 2, 0.1f);
+    p.bias = array_random<bf16>(dev, OC, 3, 1.0f), p.pre = array_random<bf16>(dev, N * OC, 4, 3.0f);
+    p.want = array_of<bf16>(dev, N * OC, nullptr), p.dbias = array_of<float>(dev, OC, nullptr);
+    p.f = scales_open(dev, 6);
+    for (uint8_t** codes : {&p.left_codes, &p.weight_codes, &p.codes, &p.cast}) {
+        const int64_t n = codes == &p.left_codes ? N * C : codes == &p.weight_codes ? (int64_t)OC * C : N * OC;
+        *codes = (uint8_t*)device_alloc(dev, n);
+    }
+    p.scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, OC));
+    fp8_begin(dev, &p.f);
+    const Fp8Operand left = {p.left_codes, nullptr, 0, type}, right = {p.weight_codes, nullptr, 1, FP8_E4M3};
+    float* none = nullptr;
+    fp8_cast<bf16>(dev, &p.f, &left, FP8_COPY, p.left.device, nullptr, none, nullptr, N, C, false);
+    fp8_cast<bf16>(dev, &p.f, &right, FP8_COPY, p.weight.device, nullptr, none, nullptr, OC, C, false);
+    p.f.current = false;
+    for (int slot : {2, 3}) fp8_fix(dev, &p.f, slot, 1.5f, type);
+    return p;
+}
+
+void gelu_products_close(const Device* dev, GeluProducts* p) {
+    for (Array<bf16>* array : {&p->left, &p->weight, &p->bias, &p->pre, &p->want}) array_free(dev, array);
+    for (uint8_t* codes : {p->left_codes, p->weight_codes, p->codes, p->cast}) device_free(dev, codes);
+    array_free(dev, &p->dbias), device_free(dev, p->scratch), device_free(dev, p->f.inverse);
+}
+
+// Elements in which the kernel's codes differ from the cast's, by value, more than by one step of the larger's place
+// and `beside`, what the product may be off by. Slot 2 is the kernel's, 3 the cast's.
+int64_t codes_apart(const Device* dev, const GeluProducts* p, int64_t n, Fp8Type type, double beside) {
+    uint8_t *got = (uint8_t*)malloc(n), *want = (uint8_t*)malloc(n);
+    float inverse;
+    copy_to_host(dev, got, p->codes, n), copy_to_host(dev, want, p->cast, n);
+    copy_to_host(dev, &inverse, p->f.inverse + 8, sizeof(inverse));
+    int64_t apart = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double a = fp8_decode(got[i], type) * inverse, b = fp8_decode(want[i], type) * inverse;
+        const double step = fmax(fmax(fabs(a), fabs(b)) * (type == FP8_E4M3 ? 0.125 : 0.25), 0x1p-9 * inverse);
+        apart += !(fabs(a - b) <= step + beside);
+    }
+    free(got), free(want);
+    return apart;
+}
+
+// pre against cuBLASLt's product, within both products' cuts (check_product); its GELU's codes and the counters against
+// a cast of the very pre, to the bit.
+void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
+    GeluProducts p = gelu_products_open(dev, N, C, OC, FP8_E4M3);
+    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, FP8_E4M3};
+    const MatmulGeluCodes codes = {out, p.f.inverse, p.f.inverse + 4};
+    fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, FP8_E4M3, p.weight_codes, 1, FP8_E4M3, p.bias.device,
+                      N, OC, C, true, false);
+    bf16* stored = (bf16*)malloc(N * OC * sizeof(bf16));
+    float* want = floats(N * OC);
+    copy_to_host(dev, stored, p.want.device, N * OC * sizeof(bf16));
+    for (int64_t i = 0; i < N * OC; i++) want[i] = to_float(stored[i]);
+    const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1);
+    check_output<bf16>(test, worst, dev, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
+        matmul_gelu_fp8_forward(dev, &codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
+    });
+    uint32_t found[7];
+    copy_to_host(dev, found, p.f.found, sizeof(found));
+    const Fp8Operand cast = {p.cast, nullptr, 3, FP8_E4M3};
+    fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU, p.pre.device, nullptr, (float*)nullptr, nullptr, N, OC, false);
+    uint8_t *got = (uint8_t*)malloc(N * OC), *other = (uint8_t*)malloc(N * OC);
+    copy_to_host(dev, got, p.codes, N * OC), copy_to_host(dev, other, p.cast, N * OC);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < N * OC; i++) differ += got[i] != other[i];
+    expect(differ == 0, "%lld x %d x %d: %lld codes of GELU differ from the cast's", (long long)N, OC, C,
+           (long long)differ);
+    uint32_t after[7];
+    copy_to_host(dev, after, p.f.found, sizeof(after));
+    expect(found[2] == after[3] && found[2] > 0, "largest magnitude %08x, the cast's %08x", found[2], after[3]);
+    const uint32_t once = after[6] - found[6];
+    expect(once > 0 && found[6] == 2 * once, "%u saturated in two runs, in the cast %u", found[6], once);
+    free(want), free(stored), free(got), free(other), gelu_products_close(dev, &p);
+}
+
+// Codes of (dout W) * gelu'(pre), and the sums of their columns, against cuBLASLt's product and a cast.
+void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
+    GeluProducts p = gelu_products_open(dev, N, C, OC, type);
+    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, type};
+    const MatmulGeluCodes codes = {out, p.f.inverse, p.f.inverse + 4};
+    fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, type, p.weight_codes, 1, FP8_E4M3,
+                      (const bf16*)nullptr, N, OC, C, true, false);
+    const Fp8Operand cast = {p.cast, nullptr, 3, type};
+    fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU_BACKWARD, p.want.device, p.pre.device, p.dbias.device, p.scratch, N, OC,
+                   false);
+    float* want = (float*)malloc(OC * sizeof(float));
+    copy_to_host(dev, want, p.dbias.device, OC * sizeof(float));
+    // The products are off by their cut; both d by a rounding to bf16 of at most C * 0.1 / 4 or so in size.
+    const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1), size = 0.1 * sqrt((double)C);
+    check_output<float>(test, worst, dev, "dbias", &p.dbias, nullptr, want,
+                        sqrt((double)N) * 6 * (cut + size * epsilon<bf16>()), [&] {
+                            matmul_gelu_fp8_backward<float>(dev, &codes, p.dbias.device, p.scratch, p.left_codes,
+                                                            p.weight_codes, p.pre.device, N, OC, C, false);
+                        });
+    const int64_t apart = codes_apart(dev, &p, N * OC, type, cut + size * epsilon<bf16>());
+    expect(apart == 0, "%lld x %d x %d, type %d: %lld codes are too far from the cast's", (long long)N, OC, C, type,
+           (long long)apart);
+    uint32_t found[7];
+    copy_to_host(dev, found, p.f.found, sizeof(found));
+    float magnitude[2];
+    memcpy(magnitude, found + 2, sizeof(magnitude));
+    expect(fabs(magnitude[0] - magnitude[1]) <= cut + 2 * epsilon<bf16>() * magnitude[1] && magnitude[0] > 0,
+           "largest magnitude %g, the cast's %g", magnitude[0], magnitude[1]);
+    free(want), gelu_products_close(dev, &p);
+}
+
+TEST(fp8_gelu_products_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0;
+    if (!matmul_gelu_fp8_fits(&dev, 4096, 3072, 768)) skip("needs compute capability 9.0 and a build for it");
+    check_forward_gelu(test, &worst, &dev, 2048, 400, 2304);
+    check_forward_gelu(test, &worst, &dev, 4096, 768, 3072);
+    check_forward_gelu(test, &worst, &dev, 2048, 1600, 6400);
+    for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
+        check_backward_gelu(test, &worst, &dev, 2048, 400, 2304, type);
+        check_backward_gelu(test, &worst, &dev, 4096, 768, 3072, type);
+        check_backward_gelu(test, &worst, &dev, 2048, 1600, 6400, type);
+    }
     note_worst(test, worst);
     device_close(&dev);
 }

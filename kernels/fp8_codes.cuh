@@ -1,0 +1,100 @@
+// Codes of fp8 as the kernels that make a tensor write them, so that no pass only rounds: what such a kernel is told,
+// how eight values become codes, how the fragments of a product's accumulators become rows of codes, and how a block
+// tells what it has seen of the tensor. fp8.cuh says what codes and scales are.
+//
+// A kernel rounds a value to bf16 before it makes the code, as it would store it. So the codes are those that a cast
+// of the stored tensor would give, to the bit.
+#pragma once
+#include "common.cuh"
+#ifdef __CUDACC__
+#include <cuda_fp8.h>
+#endif
+
+enum Fp8Type { FP8_E4M3, FP8_E5M2 };
+
+// Where a kernel writes codes by rows instead of its values in bf16. rows NULL: it writes its values.
+struct Fp8Codes {
+    uint8_t* rows;
+    const float* scale;   // device scalar
+    uint32_t* found;      // bits of the largest magnitude so far
+    uint32_t* saturated;  // elements that were too large for their codes
+    Fp8Type type;
+};
+
+__host__ __device__ constexpr float fp8_largest(Fp8Type type) {
+    return type == FP8_E4M3 ? 448.0f : 57344.0f;
+}
+
+#ifdef __CUDACC__
+// Two codes; the first in the low byte.
+__device__ inline uint32_t fp8_pair(float low, float high, bool e5m2) {
+    const float2 pair = make_float2(low, high);
+    return e5m2 ? __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E5M2)
+                : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+}
+
+// What a thread has seen of a tensor.
+struct Fp8Seen {
+    float magnitude;
+    uint32_t saturated;
+};
+
+// Two values to codes: scaled, rounded, saturated. x - x is 0, or NaN for what is not finite.
+__device__ inline uint32_t fp8_two_codes(float a, float b, float scale, float largest, bool e5m2, Fp8Seen* seen) {
+    const float low = a * scale, high = b * scale;
+    seen->magnitude = fmaxf(seen->magnitude, fmaxf(fabsf(a), fabsf(b)));
+    seen->saturated += (fabsf(low) > largest) + (fabsf(high) > largest);
+    return fp8_pair(low + (a - a), high + (b - b), e5m2);
+}
+
+__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Seen* seen) {
+    uint32_t pair[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) pair[j] = fp8_two_codes(value[2 * j], value[2 * j + 1], scale, largest, e5m2, seen);
+    return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+
+// Tells the tensor's counters what a thread or a warp has seen. Bits of floats that are not negative are ordered as the
+// floats are. Most have nothing to add.
+__device__ inline void fp8_add_seen(uint32_t* found, uint32_t* saturated, uint32_t bits, uint32_t count) {
+    if (count > 0) atomicAdd(saturated, count);
+    if (bits > *(volatile uint32_t*)found) atomicMax(found, bits);
+}
+
+// By all threads of a block.
+__device__ inline void fp8_tell(uint32_t* found, uint32_t* saturated, Fp8Seen own) {
+    const float most = block_max(own.magnitude);
+    const int count = __syncthreads_count(own.saturated > 0);
+    if (count > 0 && own.saturated > 0) atomicAdd(saturated, own.saturated);
+    if (threadIdx.x == 0) fp8_add_seen(found, saturated, __float_as_uint(most), 0);
+}
+
+// By all lanes of a warp that ends: for kernels with few warps.
+__device__ inline void fp8_tell_warp(const Fp8Codes& codes, Fp8Seen own) {
+    const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(own.magnitude));
+    const uint32_t count = __reduce_add_sync(0xffffffffu, own.saturated);
+    if (threadIdx.x % 32 == 0) fp8_add_seen(codes.found, codes.saturated, bits, count);
+}
+
+// Codes of 32 columns of a row, which four neighbouring lanes hold as an accumulator of wgmma or mma.sync: lane t
+// (lane % 4) has in word[k] the codes of columns 16 k + 2 t, 16 k + 2 t + 1, 16 k + 2 t + 8 and 16 k + 2 t + 9. Lane t
+// gets those of columns 8 t to 8 t + 7: pairs of codes are transposed among the lanes in two exchanges.
+__device__ __forceinline__ uint2 fp8_gather(uint32_t word0, uint32_t word1, int lane) {
+    const bool odd = lane & 1, upper = lane & 2;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? word0 : word1, 2), own = upper ? word1 : word0;
+    // Word t / 2 of lane t % 2, and of lane t % 2 + 2.
+    const uint32_t first = upper ? other : own, second = upper ? own : other;
+    const uint32_t low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1), kept = odd ? high : low;
+    const uint32_t even_lane = odd ? got : kept, odd_lane = odd ? kept : got;
+    return make_uint2(__byte_perm(even_lane, odd_lane, 0x5410), __byte_perm(even_lane, odd_lane, 0x7632));
+}
+
+// word[k] for fp8_gather from two pairs of bf16: columns 16 k + 2 t and 16 k + 2 t + 8 and the ones after them.
+__device__ inline uint32_t fp8_word(uint32_t pair, uint32_t pair_of_next_8, float scale, float largest, bool e5m2,
+                                    Fp8Seen* seen) {
+    const float2 a = pair_floats(pair), b = pair_floats(pair_of_next_8);
+    return fp8_two_codes(a.x, a.y, scale, largest, e5m2, seen) | fp8_two_codes(b.x, b.y, scale, largest, e5m2, seen)
+                                                                     << 16;
+}
+#endif
