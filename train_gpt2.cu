@@ -80,7 +80,7 @@ static const Option OPTIONS[] = {
      "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
     {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
     {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
-     "share of a single file that is kept for validation"},
+     "share of a single file kept for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
@@ -147,8 +147,7 @@ static const Option OPTIONS[] = {
     {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
     {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
      "precision of the matrix products; sums are fp32. fp8: in training; on the CPU the same codes, slowly"},
-    {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "",
-     "with --matmul fp8: precision of the output matrix's products"},
+    {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
     {"fp8-grads", CHOICE, AT(fp8_grads), "e5m2", 0, 0, "e5m2|e4m3", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "",
      "what the backward pass computes again instead of keeping it"},
@@ -170,14 +169,12 @@ static const Option OPTIONS[] = {
     {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
     {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
     {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts instead, one a line"},
-    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "",
-     "a sample ends at the end-of-text token, or at its length"},
+    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "a sample ends at the end-of-text token or at its length"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
     {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "",
      "tasks such as hellaswag,lambada (data/eval/NAME.eval) or paths: with --eval-every in a run, else of --model DIR"},
-    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "",
-     "steps between evaluations, and one at the end; 0: none"},
+    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "", "steps between evaluations and one at the end; 0: none"},
     {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
     {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "",
@@ -950,12 +947,11 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, error), error);
     reader.run = &run->folder;
     const OptimStream magnitudes = magnitudes_of(m);
-    const int own = safetensors_find(&reader.optimizer, magnitudes.name) ? 1 : 0;
-    OptimStored stored = {
-        run->config, reader.optimizer.count - own, checkpoint_array, checkpoint_weights, checkpoint_notice, &reader};
+    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
+                          checkpoint_weights, checkpoint_notice,      &reader};
     stored.read = checkpoint_array_read;
-    const bool loaded = optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev,
-                                         m->uses_fp8 ? &magnitudes : nullptr, &found, error);
+    const bool loaded =
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &magnitudes, &found, error);
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/%s", folder, error);
     if (found) m->fp8.current = false;
@@ -1073,19 +1069,11 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
     return rows < N ? rows : N;
 }
 
-// A model whose plan data/plan.h asks for.
-struct Planned {
-    const Options* options;
-    const Model* model;
-    const OptimConfig* config;
-};
-
-static MemoryPlan plan_of(const void* planned, int64_t batch, bool block) {
-    const Planned* p = (const Planned*)planned;
-    Model m = *p->model;
+static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
+    Model m = *(const Model*)p->model;
     if (block) m.recompute = RECOMPUTE_BLOCK;
-    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(p->options, &m);
-    return memory_plan(&m, p->config);
+    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for((const Options*)p->options, &m);
+    return memory_plan(&m, (const OptimConfig*)p->config);
 }
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
@@ -1096,8 +1084,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     // The whole memory counts, not what happens to be free, so that the same command takes the same batch.
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
-    const Planned planned = {o, m, optim};
-    const Planner planner = {plan_of, &planned};
+    const Planner planner = {plan_of, m, optim, o};
     int64_t fits = o->batch == AUTO ? plan_largest_batch(&planner, max, false, usable) : 0;
     fits = shard_least(m->arena.shard, fits);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
@@ -1206,16 +1193,6 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-// Refuses a run whose checkpoints the disk cannot hold.
-static void require_disk(const Run* run) {
-    const Options* o = run->options;
-    const bool states = run_saves_states(&run->folder);
-    const int64_t each = arena_saved_bytes(&run->model->arena, &run->config, states);
-    const int64_t saves = run->resume.state || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
-    char error[DATA_ERROR_BYTES];
-    require(o->profile || checkpoint_room(o->run, each, saves, o->keep, states, error), error);
-}
-
 // --fit: a line for each preset and --recompute, for --data's vocabulary or GPT-2's. Gradients are fp32 unless --grads
 // says otherwise, as they are in a step of several micro-batches.
 static int fit_main(const Options* asked, bool preset_typed, bool recompute_typed) {
@@ -1241,8 +1218,7 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
         m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
-        const Planned planned = {&o, &m, &config};
-        const Planner planner = {plan_of, &planned};
+        const Planner planner = {plan_of, &m, &config, &o};
         const int64_t fits = plan_largest_batch(&planner, 512, false, dev.memory - memory_plan(&m, &config).taken);
         if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);
         const MemoryPlan plan = memory_plan(&m, &config);
@@ -1453,17 +1429,6 @@ static void open_device(Run* run) {
     m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard, o->comm);
 }
 
-// Ends the run if ranks have other options or other data than rank 0.
-static void require_same(Run* run) {
-    Options same = *run->options;
-    same.run = same.resume = same.data = same.val = same.formats = "";
-    same.join_timeout = 0;
-    char* text = run_identity(&TABLE, &same, &run->train_data, &run->val_data, run->folder.error);
-    if (!text) user_error("--data: %s", run->folder.error);
-    comm_require_same(run->launch, text);
-    free(text);
-}
-
 // Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.
 static void model_begin(Run* run) {
     Model* m = run->model;
@@ -1538,7 +1503,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     require(run.model_folder != nullptr, run.folder.error);
     open_device(&run);
     resolve(&run);
-    require_same(&run);
+    comm_require_same(launch, run_identity(&run.folder, &run.train_data, &run.val_data), run.folder.error);
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
@@ -1548,14 +1513,15 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
                 (long long)run.folder.state.step, (long long)o->steps);
         return 0;
     }
-    const Planned planned = {o, run.model, &run.config};
-    const Planner planner = {plan_of, &planned};
+    const Planner planner = {plan_of, run.model, &run.config, o};
     const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
     const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
                                    available_to(run.model), run.dev.name);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    if (!run.dev.imagined && launch->rank == 0) require_disk(&run);
+    const int64_t bytes = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
+    const bool saves = !run.dev.imagined && launch->rank == 0 && !o->profile;
+    require(!saves || checkpoint_possible(&run.folder, bytes, run.resume.state), run.folder.error);
     if (o->dry_run) {
         require_stdout();
         return 0;
@@ -1585,9 +1551,8 @@ int main(int argc, char** argv) {
     Options options = {};
     bool given[OPTION_COUNT] = {};
     char error[DATA_ERROR_BYTES];
-    if (!options_defaults(&TABLE, &options, error) || !options_parse(&TABLE, &options, given, argc, argv, error)) {
-        user_error("%s", error);
-    }
+    require(options_defaults(&TABLE, &options, error), error);
+    require(options_parse(&TABLE, &options, given, argc, argv, error), error);
     if (options.help) options_help(&TABLE, stdout);
     if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
@@ -1603,16 +1568,10 @@ int main(int argc, char** argv) {
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;
-    if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
+    require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
     if (samples) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
-    if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
-        user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave --gpus out, or --device cpu",
-                   (long long)options.gpus);
-    }
-    if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
-    if (launch.rank > 0) signals_quiet();
-    if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
+    comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = typed("eval") && options.eval_every == 0;
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);

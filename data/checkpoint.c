@@ -620,6 +620,13 @@ bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64
                       states ? ", or type --save weights" : "");
 }
 
+bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state) {
+    const int64_t every = run_whole(run, "save-every");
+    const int64_t saves = state || every == 0 ? 1 : run_whole(run, "steps") / every + 1;
+    return checkpoint_room(run_text(run, "run"), bytes, saves, run_whole(run, "keep"), run_saves_states(run),
+                           run->error);
+}
+
 // Completes the sentence in run->error about a checkpoint that could not be written.
 static bool save_failed(RunFolder* run, bool nonfinite) {
     char* error = run->error;

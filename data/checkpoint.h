@@ -119,6 +119,9 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
 // there at a time? `keep` of them stay, and one more is being written.
 bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);
 
+// The same for a run with these options, which may go on from the checkpoint `state` (NULL: it begins anew).
+bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state);
+
 #ifdef __cplusplus
 }
 #endif

@@ -16,9 +16,9 @@ typedef struct {
 } MemoryPlan;
 
 // Plans a model for micro-batches of `batch` sequences, or 0: as many as it has; with `block`, as --recompute block.
-typedef struct {
-    MemoryPlan (*plan)(const void* model, int64_t batch, bool block);
-    const void* model;
+typedef struct Planner {
+    MemoryPlan (*plan)(const struct Planner* planner, int64_t batch, bool block);
+    const void *model, *config, *options;  // the caller's
 } Planner;
 
 // The largest batch up to `max` whose plan fits into `available` bytes beside what is taken, 0 when not even one

@@ -111,13 +111,22 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
            (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
 }
 
-char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error) {
-    char* text = NULL;
+const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
+    static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout"};
+    char *text = NULL, reason[DATA_ERROR_BYTES], number[OPTION_TEXT_BYTES];
     size_t length = 0;
-    if (!dataset_fingerprint(train, error) || !dataset_fingerprint(val, error)) return NULL;
+    if (!dataset_fingerprint(train, reason) || !dataset_fingerprint(val, reason)) {
+        return data_error(run->error, "--data: %s", reason), NULL;
+    }
     FILE* file = text_stream(&text, &length);
-    options_json(table, fields, false, file);
-    fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
+    for (int i = 0; i < run->table->count; i++) {
+        const Option* option = &run->table->option[i];
+        bool left = option->type == OPTION_FLAG;
+        for (size_t k = 0; k < sizeof(own) / sizeof(own[0]); k++) left = left || strcmp(option->name, own[k]) == 0;
+        const char* value = option_text(option, run->fields, number, sizeof(number));
+        if (!left) fprintf(file, "--%s %s ", option->name, shell_word(value));
+    }
+    fprintf(file, "and %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
             (long long)val->tokens, train->crc, val->crc);
     fclose(file);
     return text;

@@ -28,9 +28,9 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
 // bytes by kind; a title before the first.
 void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
                 const MemoryPlan* plan, bool first);
-// What must be the same on all ranks: the options, and the data by its size and checksums, which are made here. The
-// caller frees the text; NULL with a sentence where the data cannot be read.
-char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error);
+// What must be the same on all ranks: the options, but for names of files, and the data by its size and checksums,
+// which are made here. The text lives as long as the program; NULL with a sentence where the data cannot be read.
+const char* run_identity(RunFolder* run, Dataset* train, Dataset* val);
 // A notice where new weights begin a built-in shape although a model lies in a folder of the same name.
 void report_new_weights(RunFolder* run, const char* model);
 

@@ -228,8 +228,8 @@ bool optim_saved_equal(const Optim* optim, struct Shard* shard, const void* weig
 // Rule, formats and overrides as a JSON object, which the caller frees.
 char* optim_saved_formats(const Optim* optim, const OptimConfig* config);
 // optim_load from a checkpoint with these formats; `stored` has `read`, and in its config the run's numbers. Also reads
-// `extra`, an array of the caller's (NULL: none), if it is there, which *found says. The sentence in `error` begins
-// with the name of the file at fault.
+// `extra`, an array of the caller's, if it is there and its `data` is not NULL, which *found says. The sentence in
+// `error` begins with the name of the file at fault.
 bool optim_saved_load(Optim* optim, OptimStored* stored, const struct Json* formats, const Device* dev,
                       const OptimStream* extra, bool* found, char* error);
 

@@ -135,11 +135,12 @@ static bool stored_config(OptimStored* stored, const Json* formats, char* error,
     return optim_resolve(config, error, error_bytes);
 }
 
-// Reads the caller's own array; false if there is none.
-static bool stored_extra(const OptimStored* stored, const Device* dev, const OptimStream* extra) {
+// Reads the caller's own array, and no longer counts it among the optimizer's; false if there is none.
+static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStream* extra) {
     const int64_t bytes = extra->elements * extra->element_bytes;
     const void* array = stored->array(stored->context, extra->name, extra->dtype, bytes);
-    if (!array) return false;
+    if (array) stored->arrays--;
+    if (!array || !extra->data) return false;
     void* values = memory_take((size_t)bytes);
     stored->read(stored->context, array, 0, bytes, values);
     copy_to_device(dev, extra->data, values, bytes);
@@ -151,11 +152,8 @@ bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, co
                       const OptimStream* extra, bool* found, char* error) {
     char reason[DATA_ERROR_BYTES];
     if (!stored_config(stored, formats, reason, sizeof(reason))) return data_error(error, "state.json: %s", reason);
-    if (!optim_load(optim, stored, reason, sizeof(reason))) {
-        return data_error(error, "optimizer.safetensors: %s", reason);
-    }
-    *found = extra && stored_extra(stored, dev, extra);
-    return true;
+    *found = stored_extra(stored, dev, extra);
+    return optim_load(optim, stored, reason, sizeof(reason)) || data_error(error, "optimizer.safetensors: %s", reason);
 }
 
 // Resuming.
