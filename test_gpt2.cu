@@ -58,6 +58,44 @@ static void model_open(Model* m, const Device* dev, const Setup* s) {
     model_allocate(m, &config);
 }
 
+// A folder of the test's own, with room for a name behind it.
+constexpr int PATH_BYTES = 4096;
+static void temporary_folder(char (&path)[PATH_BYTES]) {
+    const char* base = getenv("TMPDIR");
+    snprintf(path, PATH_BYTES, "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
+    if (!mkdtemp(path)) user_error("%s: %s", path, strerror(errno));
+}
+
+static void path_join(char (&path)[PATH_BYTES], const char* folder, const char* name) {
+    snprintf(path, PATH_BYTES, "%.4000s/%s", folder, name);
+}
+
+static void remove_folder(const char* path) {
+    char error[DATA_ERROR_BYTES];
+    if (!folder_remove(path, error)) printf("    %s\n", error);
+}
+
+// A run of the model in `folder`, whose checkpoints it writes. There is one at a time.
+static Run* run_of(Model* m, const Setup* setup, const char* folder) {
+    static Options options;
+    static Run run;
+    char error[DATA_ERROR_BYTES];
+    require(options_defaults(&TABLE, &options, error), error);
+    options.rule = "adamw", options.weights = setup->weights, options.m = setup->m, options.v = setup->v;
+    run = {};
+    run.options = &options, run.asked = options, run.config = setup_optim(setup), run.model = m;
+    run.folder.quiet = true, run.folder.table = &TABLE, run.folder.fields = &options,
+    run.folder.state.best_val = INFINITY;
+    snprintf(run.folder.path, sizeof(run.folder.path), "%s", folder);
+    return &run;
+}
+
+// Removes the folder of such a run with its checkpoint.
+static void remove_run(const Run* run) {
+    remove_folder(run->folder.last_checkpoint);
+    remove_folder(run->folder.path);
+}
+
 // One micro-batch from host memory, (B, T) each; order and buckets as data/loader.h describes them.
 static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
     int n = m->B * m->T, buckets = 0, used = 0;
@@ -165,23 +203,6 @@ static void expect_gradients(Test* test, const char* what, const Model* m, const
         padding += fabs(got[wte->offset + i]);
     }
     expect(padding == 0, "%s: the padding of the vocabulary has a gradient", what);
-}
-
-// A folder of the test's own, with room for a name behind it.
-constexpr int PATH_BYTES = 4096;
-static void temporary_folder(char (&path)[PATH_BYTES]) {
-    const char* base = getenv("TMPDIR");
-    snprintf(path, PATH_BYTES, "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
-    if (!mkdtemp(path)) user_error("%s: %s", path, strerror(errno));
-}
-
-static void path_join(char (&path)[PATH_BYTES], const char* folder, const char* name) {
-    snprintf(path, PATH_BYTES, "%.4000s/%s", folder, name);
-}
-
-static void remove_folder(const char* path) {
-    char error[DATA_ERROR_BYTES];
-    if (!folder_remove(path, error)) printf("    %s\n", error);
 }
 
 // The golden file: a small GPT-2 with loss, gradients and five AdamW steps as PyTorch computes them in float64.
@@ -859,223 +880,4 @@ TEST_ALONE(memory_plan_gpu) {
     device_close(&dev);
 }
 
-// Checkpoints in this process.
-
-// Saves a trained model, loads it into a fresh one; every stream must be equal.
-static void check_round_trip(Test* test, const Device* dev, const Setup* setup, const char* folder) {
-    float losses[3];
-    char error[DATA_ERROR_BYTES], checkpoint[PATH_BYTES];
-    Model saved, loaded;
-    train_small(&saved, dev, setup, 3, losses);
-    Options options = {};
-    options_defaults(&TABLE, &options, error);
-    options.rule = "adamw", options.weights = setup->weights, options.m = setup->m, options.v = setup->v;
-    static Run run;
-    run.options = &options;
-    run.asked = options;
-    run.config = setup_optim(setup);
-    run.model = &saved;
-    run.state.step = 3, run.state.sequences = 24, run.state.best_val = INFINITY;
-    path_join(checkpoint, folder, setup->weights);
-    bool fine = checkpoint_write(&run, checkpoint, error);
-    expect(fine, "%s", error);
-    Json* state = fine ? checkpoint_verify(checkpoint, error) : nullptr;
-    expect(state, "%s", error);
-    if (state) {
-        expect(json_int(state, "step", 0) == 3 && json_int(state, "sequences", 0) == 24, "state.json");
-        expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
-        model_open(&loaded, dev, setup);
-        run.model = &loaded;
-        checkpoint_read(&run, state, checkpoint);
-        int64_t bytes, loaded_bytes;
-        char *want = streams(&saved, &bytes), *got = streams(&loaded, &loaded_bytes);
-        expect(bytes == loaded_bytes && memcmp(want, got, bytes) == 0, "%s: streams differ", setup->weights);
-        // The weights that the matmuls read, too.
-        int64_t size = saved.arena.elements * (saved.arena.type == OPTIM_FP32 ? 4 : 2);
-        char *a = (char*)malloc(size), *b = (char*)malloc(size);
-        copy_to_host(dev, a, saved.arena.weights, size);
-        copy_to_host(dev, b, loaded.arena.weights, size);
-        expect(memcmp(a, b, size) == 0, "%s: the decoded weights differ", setup->weights);
-        free(want), free(got), free(a), free(b);
-        model_free(&loaded);
-    }
-    json_free(state);
-    model_free(&saved);
-}
-
-static void check_round_trips(Test* test, const Device* dev, OptimType type) {
-    char folder[PATH_BYTES];
-    temporary_folder(folder);
-    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
-        Setup setup = TRAINED;
-        setup.weights = weights;
-        setup.type = type;
-        setup.keeps_copy = true;
-        check_round_trip(test, dev, &setup, folder);
-    }
-    remove_folder(folder);
-}
-
-TEST(checkpoint_round_trip) {
-    Device dev;
-    device_open(&dev, false, 0);
-    check_round_trips(test, &dev, OPTIM_FP32);
-}
-
-TEST(checkpoint_round_trip_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
-    check_round_trips(test, &dev, OPTIM_BF16);
-    device_close(&dev);
-}
-
-// A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.
-TEST(model_file_orientation) {
-    Device dev;
-    device_open(&dev, false, 0);
-    Setup setup = INITIAL;
-    setup.config.V = 250, setup.config.Vp = 256;
-    char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    temporary_folder(folder);
-    path_join(path, folder, "model.safetensors");
-    Model m;
-    float* values = initial_weights(&m, &dev, &setup, 4);
-    CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
-    bool written = arrays_write(&m, folder, true, files, error);
-    expect(written, "%s", error);
-    Safetensors file;
-    bool opened = written && safetensors_open(&file, path, error);
-    expect(opened, "%s", error);
-    struct {
-        const char* name;
-        int64_t in, out;
-    } matrices[] = {
-        {"attn.c_attn", 128, 384}, {"attn.c_proj", 128, 128}, {"mlp.c_fc", 128, 512}, {"mlp.c_proj", 512, 128}};
-    for (int k = 0; k < 4 && opened; k++) {
-        char name[128];
-        snprintf(name, sizeof(name), "transformer.h.1.%s.weight", matrices[k].name);
-        const SafetensorsTensor* tensor = safetensors_find(&file, name);
-        int64_t in = matrices[k].in, out = matrices[k].out, wrong = 0;
-        bool shaped = tensor && tensor->dims == 2 && tensor->shape[0] == in && tensor->shape[1] == out;
-        expect(shaped, "%s is not of shape (in, out) = (%lld, %lld)", name, (long long)in, (long long)out);
-        const float* ours =
-            values + m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset;
-        const float* data = shaped ? (const float*)tensor_data(&file, tensor) : nullptr;
-        for (int64_t i = 0; shaped && i < in * out; i++) {
-            wrong += data[i] != ours[i % out * in + i / out];
-        }
-        expect(wrong == 0, "%s: %lld elements at the wrong place", name, (long long)wrong);
-    }
-    const SafetensorsTensor* wte = opened ? safetensors_find(&file, "transformer.wte.weight") : nullptr;
-    expect(wte && wte->shape[0] == 250 && wte->shape[1] == 128, "wte is stored without its padding");
-    expect(wte && memcmp(tensor_data(&file, wte), values + m.arena.tensors[WTE].offset, 250 * 128 * 4) == 0, "wte");
-    if (opened) safetensors_close(&file);
-    free(values);
-    model_free(&m);
-    remove_folder(folder);
-}
-
-// Names as OpenAI's own upload has them, without "transformer.", and values in another type.
-TEST(model_file_names) {
-    Device dev;
-    device_open(&dev, false, 0);
-    char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    temporary_folder(folder);
-    path_join(path, folder, "model.safetensors");
-    Model m;
-    model_open(&m, &dev, &INITIAL);
-    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m.arena.count, sizeof(SafetensorsEntry));
-    for (int t = 0; t < m.arena.count; t++) {
-        int64_t rows = t == WTE ? m.config.V : m.arena.tensors[t].rows, cols = m.arena.tensors[t].cols;
-        bool transposed = m.stored[t].transposed;
-        entries[t] = {m.arena.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols}, 2};
-        if (m.arena.tensors[t].rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
-    }
-    SafetensorsWriter* writer = safetensors_begin(path, entries, m.arena.count, nullptr, error);
-    bool fine = writer != nullptr;
-    for (int t = 0; t < m.arena.count && fine; t++) {
-        int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
-        uint16_t* half = (uint16_t*)malloc(n * 2);
-        for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)(0x3C00 + t);  // 1 + t / 1024
-        half[0] = 0xC000, half[1] = 0x0001;                                // -2 and 2^-24
-        fine = safetensors_write(writer, half, n * 2, error);
-        free(half);
-    }
-    fine = fine && safetensors_finish(writer, nullptr, nullptr, error);
-    expect(fine, "%s", error);
-    if (fine) model_read(&m, folder);
-    float* values = weights_of(&m);
-    for (int t = 0; t < m.arena.count; t++) {
-        const float* w = values + m.arena.tensors[t].offset;
-        bool transposed = m.stored[t].transposed;
-        expect(w[0] == -2.0f && w[transposed ? m.arena.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g",
-               m.arena.tensors[t].name, w[0], w[1]);
-        expect(w[2] == 1.0f + (float)t / 1024, "%s: %g", m.arena.tensors[t].name, w[2]);
-    }
-    free(values), free(entries);
-    model_free(&m);
-    remove_folder(folder);
-}
-
-// For `make sanitize`, whose race checker is slow: attention alone, several tiles, a ragged last one, on a GPU that is
-// said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again. The
-// second run takes the bias gradient along, which is the sum of dqkv's rows but for the rounding of each.
-template <typename X>
-static void attention_twice(Test* test, const Device* dev, int T, int C, int NH) {
-    int64_t n = (int64_t)2 * T * C;
-    X* host = (X*)malloc(3 * n * sizeof(X));
-    for (int64_t i = 0; i < 3 * n; i++) host[i] = from_float<X>(test_uniform(6, i));
-    X *qkv = (X*)device_alloc(dev, 3 * n * sizeof(X)), *dqkv = (X*)device_alloc(dev, 3 * n * sizeof(X));
-    X *out = (X*)device_alloc(dev, n * sizeof(X)), *dout = (X*)device_alloc(dev, n * sizeof(X));
-    X* dbias = (X*)device_alloc(dev, 3 * C * sizeof(X));
-    float* lse = (float*)device_alloc(dev, (int64_t)2 * NH * T * 4);
-    int64_t bytes = attention_backward_scratch_bytes(dev, 2, T, C, NH);
-    const int64_t other = matmul_backward_bias_scratch_bytes(dev, 3 * C);
-    void* scratch = device_alloc(dev, bytes > other ? bytes : other);
-    copy_to_device(dev, qkv, host, 3 * n * sizeof(X));
-    copy_to_device(dev, dout, host, n * sizeof(X));
-    X* result[2];
-    for (int run = 0; run < 2; run++) {
-        attention_forward<X>(dev, out, lse, qkv, 2, T, C, NH);
-        if (run == 0) attention_backward<X>(dev, dqkv, scratch, dout, qkv, out, lse, 2, T, C, NH);
-        if (run == 1) attention_backward_bias(dev, dqkv, dbias, scratch, dout, qkv, out, lse, 2, T, C, NH, false);
-        result[run] = (X*)malloc(4 * n * sizeof(X));
-        copy_to_host(dev, result[run], dqkv, 3 * n * sizeof(X));
-        copy_to_host(dev, result[run] + 3 * n, out, n * sizeof(X));
-    }
-    X* bias = (X*)malloc(3 * C * sizeof(X));
-    copy_to_host(dev, bias, dbias, 3 * C * sizeof(X));
-    for (int64_t c = 0; c < 3 * C; c++) {
-        double sum = 0.0, size = 0.0, unit = sizeof(X) == 2 ? 0x1p-8 : 0x1p-16;
-        for (int64_t t = 0; t < 2 * T; t++) {
-            sum += to_float(result[1][t * 3 * C + c]);
-            size += fabs(to_float(result[1][t * 3 * C + c]));
-        }
-        // The key's bias has no gradient: all that is left of it is rounding, and the bound is of the terms.
-        expect(fabs(to_float(bias[c]) - sum) <= unit * size, "T %d: bias %lld is %g, not %g", T, (long long)c,
-               to_float(bias[c]), sum);
-    }
-    expect(memcmp(result[0], result[1], 4 * n * sizeof(X)) == 0, "T %d, heads of %d: other bits", T, C / NH);
-    for (int64_t i = 0; i < 4 * n; i++) {
-        if (!isfinite(to_float(result[0][i]))) {
-            expect(false, "T %d: element %lld is not finite", T, (long long)i);
-            break;
-        }
-    }
-    for (void* block : {(void*)qkv, (void*)dqkv, (void*)out, (void*)dout, (void*)dbias, (void*)lse, scratch})
-        device_free(dev, block);
-    free(host), free(bias), free(result[0]), free(result[1]);
-}
-
-TEST(attention_race_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
-    dev.sm_count = 2;
-    const int computes[] = {dev.compute, 80};  // the kernels of this GPU, and those of older ones
-    for (int compute : computes) {
-        dev.compute = compute;
-        for (int HS = 64; HS <= 128; HS *= 2) attention_twice<bf16>(test, &dev, 200, 2 * HS, 2);
-    }
-    for (int HS = 64; HS <= 128; HS *= 2) attention_twice<float>(test, &dev, 70, 2 * HS, 2);
-    device_close(&dev);
-}
+#include "dev/unit/checkpoints.h"

@@ -80,7 +80,7 @@ static const Option OPTIONS[] = {
      "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
     {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
     {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
-     "share of a single file that is kept for validation"},
+     "share of a single file kept for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
@@ -147,8 +147,7 @@ static const Option OPTIONS[] = {
     {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
     {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
      "precision of the matrix products; sums are fp32. fp8: in training; on the CPU the same codes, slowly"},
-    {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "",
-     "with --matmul fp8: precision of the output matrix's products"},
+    {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
     {"fp8-grads", CHOICE, AT(fp8_grads), "e5m2", 0, 0, "e5m2|e4m3", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "",
      "what the backward pass computes again instead of keeping it"},
@@ -170,14 +169,12 @@ static const Option OPTIONS[] = {
     {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
     {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
     {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts instead, one a line"},
-    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "",
-     "a sample ends at the end-of-text token, or at its length"},
+    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "a sample ends at the end-of-text token or at its length"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
     {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "",
      "tasks such as hellaswag,lambada (data/eval/NAME.eval) or paths: with --eval-every in a run, else of --model DIR"},
-    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "",
-     "steps between evaluations, and one at the end; 0: none"},
+    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "", "steps between evaluations and one at the end; 0: none"},
     {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
     {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "",
@@ -915,8 +912,8 @@ static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenize
 }
 
 // Checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as stored) and
-// state.json beside the model. data/checkpoint.h makes sure that they are whole; this part gives and takes their
-// arrays.
+// state.json beside the model. data/checkpoint.h writes them and makes sure that they are whole; this part gives and
+// takes their arrays.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
@@ -924,9 +921,7 @@ struct Run {
     Options asked;  // as typed or resumed, before resolve(): what a checkpoint says of some of them
     Resume resume;
     const Launch* launch;
-    Json* loaded;               // state.json of the checkpoint that it goes on from; NULL: it begins anew
-    char from[RUN_PATH_BYTES];  // that checkpoint, "" without
-    const char* model_folder;   // with the weights that the run begins with; "": they are drawn, or a checkpoint's
+    const char* model_folder;  // with the weights that the run begins with; "": they are drawn, or a checkpoint's
     Device dev;
     Shard shard;
     Model own_model;
@@ -934,159 +929,103 @@ struct Run {
     OptimConfig config;
     Dataset train_data, val_data;
     RunFolder folder;
-    RunTokenizer tokenizer;
-    bool samples;  // the tokenizer fits the model
-    Prompts prompts;
-    RunState state;
     int64_t memory;                     // bytes of the plan
-    bool nonfinite;                     // the checkpoint that could not be written held a value that is not finite
     double last_val;                    // loss of the last validation; 0 before the first
     double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
-    char error[DATA_ERROR_BYTES];       // the sentence about what has failed
 };
 
-constexpr int64_t COPY_BYTES = 64 << 20;  // host memory in which streams pass between device and file
-
-static void read_weights(void* model, int t, void* to) {
-    const Model* m = (const Model*)model;
-    optim_saved_weights(m->arena.optim, m->arena.shard, m->dev, m->arena.tensors, t, to);
+// What a checkpoint has beside the optimizer's arrays: the magnitudes that fp8's scales come from.
+static OptimStream magnitudes_of(const Model* m) {
+    return {"fp8.magnitudes", "F32", m->fp8.history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
 }
 
-// The arrays beside the weights: the optimizer's, then, with fp8, the magnitudes that its scales come from.
-struct SavedArrays {
-    const Model* model;
-    OptimSaved* optim;
-    int count;  // of the optimizer's
-};
-constexpr const char* FP8_ARRAY = "fp8.magnitudes";
-
-static void read_array(void* context, int i, int64_t at, int64_t bytes, void* to) {
-    const SavedArrays* saved = (const SavedArrays*)context;
-    if (i < saved->count) return optim_saved_read(saved->optim, i, at, bytes, to);
-    copy_to_host(saved->model->dev, to, (const char*)saved->model->fp8.history + at, bytes);
-}
-
-// Writes the weights into FOLDER/files[0].name, and every stream of the optimizer that is not there into files[1].name.
-// All ranks call it; rank 0 writes.
-static bool arrays_write(const Model* m, const char* folder, bool states, CheckpointFile files[2], char* error) {
-    const char* to = rank_of(m) == 0 ? folder : nullptr;
-    const Arena* a = &m->arena;
-    for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
-    if (!checkpoint_model_write(to, m->stored, a->count, read_weights, (void*)m, &files[0], error)) return false;
-    if (!states) return true;
-    SavedArrays saved = {m, optim_saved_open(a->optim, a->shard, m->dev), 0};
-    SafetensorsEntry entries[OPTIM_STREAMS + 1] = {};
-    int count = saved.count = optim_saved_count(saved.optim);
-    for (int i = 0; i < count; i++) {
-        const OptimStream array = optim_saved_array(saved.optim, i);
-        entries[i] = {array.name, array.dtype, {array.elements}, 1};
-    }
-    if (m->uses_fp8) entries[count++] = {FP8_ARRAY, "F32", {fp8_slots(m), FP8_HISTORY}, 2};
-    const CheckpointSource source = {entries, count, COPY_BYTES, nullptr, read_array, &saved};
-    const bool ok = checkpoint_file_write(to, &source, &files[1], error);
-    optim_saved_close(saved.optim);
-    return ok;
+static void take_weights(void* model, int t, const float* values) {
+    arena_set(&((Model*)model)->arena, t, values);
 }
 
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
-    ModelFolder folder;
     char error[DATA_ERROR_BYTES];
-    require(model_folder_open(&folder, path, error), error);
-    require(model_folder_used(&folder, m->stored, m->arena.count, m->config.L, error), error);
-    for (int t = 0; t < m->arena.count; t++) {
-        float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
-        require(model_folder_read(&folder, &m->stored[t], values, error), error);
-        arena_set(&m->arena, t, values);
-        free(values);
-    }
-    model_folder_close(&folder);
+    require(model_folder_read_all(path, m->stored, m->arena.count, m->config.L, take_weights, m, error), error);
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-// Reads the magnitudes that fp8's scales come from. Without them the first step finds its own.
-static void checkpoint_read_fp8(Model* m, CheckpointReader* reader) {
-    const int64_t bytes = (int64_t)fp8_slots(m) * FP8_HISTORY * (int64_t)sizeof(float);
-    const void* array = checkpoint_array(reader, FP8_ARRAY, "F32", bytes);
-    if (!array) return;
-    float* history = (float*)memory_take(bytes);
-    checkpoint_array_read(reader, array, 0, bytes, history);
-    copy_to_device(m->dev, m->fp8.history, history, bytes);
-    for (int64_t i = 0; i < bytes / (int64_t)sizeof(float); i++) m->fp8.current = m->fp8.current && history[i] == 0.0f;
-    free(history);
-}
-
-// Reads weights and states of the checkpoint that the run goes on from, in whatever formats it has them.
+// Reads weights and states of the checkpoint that the run goes on from, in whatever formats it has them. Without fp8's
+// magnitudes the first step finds its own.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
+    char error[DATA_ERROR_BYTES];
+    bool found = false;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, run->error), run->error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, error), error);
     reader.run = &run->folder;
-    const int own = safetensors_find(&reader.optimizer, FP8_ARRAY) ? 1 : 0;
-    OptimStored stored = {
-        run->config, reader.optimizer.count - own, checkpoint_array, checkpoint_weights, checkpoint_notice, &reader};
+    const OptimStream magnitudes = magnitudes_of(m);
+    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
+                          checkpoint_weights, checkpoint_notice,      &reader};
     stored.read = checkpoint_array_read;
-    if (!optim_saved_config(&stored, json_get(state, "formats"), run->error, sizeof(run->error))) {
-        user_error("%s/state.json: %s", folder, run->error);
-    }
-    bool loaded = optim_load(m->arena.optim, &stored, run->error, sizeof(run->error));
-    if (loaded && m->uses_fp8) checkpoint_read_fp8(m, &reader);
+    const bool loaded =
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &magnitudes, &found, error);
     require(!*reader.error, reader.error);
-    if (!loaded) user_error("%s/optimizer.safetensors: %s", folder, run->error);
+    if (!loaded) user_error("%s/%s", folder, error);
+    if (found) m->fp8.current = !fp8_has_history(m->dev, &m->fp8);
     checkpoint_close(&reader);
 }
 
-// Writes a checkpoint into a new folder. All ranks call it; those other than 0 send what rank 0 lacks.
-static bool checkpoint_write(Run* run, const char* folder, char* error) {
-    const Model* m = run->model;
-    const Config* c = &m->config;
-    CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
-    const bool first = rank_of(m) == 0;
-    if (!first && !shard_splits(m->arena.shard, SHARD_STATES)) return true;
-    if (first && !folder_new(folder, error)) return false;
-    bool written = arrays_write(m, folder, strcmp(run->options->save, "all") == 0, files, error);
-    run->nonfinite = files[0].nonfinite || files[1].nonfinite;
-    if (!written || !first) return written;
+// The options that a checkpoint keeps: some of them as they were asked for, since they depend on the run.
+static Options options_saved(const Run* run) {
     Options saved = *run->options;
     saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
-    char* formats = optim_saved_formats(m->arena.optim, &run->config);
+    return saved;
+}
+
+// Writes a checkpoint, whose save began at `begin`; with `prune` older ones go. All ranks call it; those other than 0
+// send what rank 0 lacks. False with a sentence in run->folder.error.
+static bool checkpoint_write(Run* run, double begin, bool prune) {
+    const Model* m = run->model;
+    const Arena* a = &m->arena;
+    const Config* c = &m->config;
+    for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
+    const OptimStream magnitudes = magnitudes_of(m);
+    OptimSaved* arrays = optim_saved_open(a->optim, a->shard, m->dev, a->tensors, m->uses_fp8 ? &magnitudes : nullptr);
+    SafetensorsEntry entries[OPTIM_STREAMS + 1] = {};
+    const int count = optim_saved_count(arrays);
+    for (int i = 0; i < count; i++) {
+        const OptimStream array = optim_saved_array(arrays, i);
+        entries[i] = {array.name, array.dtype, {array.elements}, 1};
+    }
+    if (m->uses_fp8) entries[count - 1] = {magnitudes.name, magnitudes.dtype, {fp8_slots(m), FP8_HISTORY}, 2};
+    char* formats = optim_saved_formats(a->optim, &run->config);
+    const Options options = options_saved(run);
     Checkpoint checkpoint = {};
     checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    checkpoint.tensors = m->stored, checkpoint.count = m->arena.count, checkpoint.tokenizer = &run->tokenizer;
-    checkpoint.run_folder = run->folder.path, checkpoint.state = &run->state, checkpoint.formats = formats;
-    checkpoint.table = &TABLE, checkpoint.options = &saved;
-    written = checkpoint_finish(folder, &checkpoint, files, error);
+    checkpoint.tensors = m->stored, checkpoint.count = a->count, checkpoint.entry = entries, checkpoint.arrays = count;
+    checkpoint.writes = rank_of(m) == 0;
+    checkpoint.sends = checkpoint.writes || shard_splits(a->shard, SHARD_STATES);
+    checkpoint.weights = optim_saved_weights, checkpoint.array = optim_saved_read, checkpoint.context = arrays;
+    checkpoint.formats = formats, checkpoint.options = &options, checkpoint.begin = begin, checkpoint.prune = prune;
+    const bool ok = checkpoint_folder_write(&run->folder, &checkpoint);
+    optim_saved_close(arrays);
     free(formats);
-    return written;
+    return ok;
 }
 
 // Saves a checkpoint, then removes older ones beyond --keep; without `prune` they all stay, since this one may be of no
 // use. A save that fails leaves them alone. All ranks call it.
 static void checkpoint_save(Run* run, bool prune = true) {
-    char path[RUN_PATH_BYTES], temporary[RUN_PATH_BYTES + 8];
-    double begin = seconds_now();
+    const double begin = seconds_now();
+    const Arena* a = &run->model->arena;
     signals_doing("this save", run->save_seconds);
-    checkpoint_name(run->folder.path, run->state.step, path, sizeof(path));
-    snprintf(temporary, sizeof(temporary), "%s.tmp", path);
-    const Model* m = run->model;
-    if (m->arena.shard && !optim_saved_equal(m->arena.optim, m->arena.shard, m->arena.weights, m->arena.elements)) {
+    if (a->shard && !optim_saved_equal(a->optim, a->shard, a->weights, a->elements)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
             "go on elsewhere with --resume %s",
-            (long long)run->state.step, run_resume_words(&run->folder));
+            (long long)run->folder.state.step, run_resume_words(&run->folder));
     }
-    run->state.last_norm = m->arena.release ? release_last(m->arena.release) : 0;
-    const bool written = checkpoint_write(run, temporary, run->error);
-    if (rank_of(m) == 0) {
-        const CheckpointSave save = {run->state.step, begin, prune ? run->options->keep : 0, run->nonfinite,
-                                     run->options->lr};
-        require(checkpoint_saved(&run->folder, path, written, &save, run->error), run->error);
-        run->save_seconds = seconds_now() - begin;
-    } else {
-        memcpy(run->folder.last_checkpoint, path, sizeof(path));
-    }
+    run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
+    require(checkpoint_write(run, begin, prune), run->folder.error);
+    run->save_seconds = seconds_now() - begin;
 }
 
 // Resolving: resolve() gives each option that is `auto` its value, in an order in which each depends only on those
@@ -1143,17 +1082,11 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
     return rows < N ? rows : N;
 }
 
-// The largest B up to `max` whose plan fits, 0 when not even one sequence does.
-static int64_t largest_batch(const Options* o, Model m, const OptimConfig* config, int64_t max, int64_t available) {
-    int64_t fits = 0;
-    while (fits < max) {
-        m.B = (int)((fits + max + 1) / 2);
-        m.logit_rows = logit_rows_for(o, &m);
-        const MemoryPlan plan = memory_plan(&m, config);
-        if (plan.total - plan.taken <= available) fits = m.B;
-        if (fits < m.B) max = m.B - 1;
-    }
-    return fits;
+static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
+    Model m = *(const Model*)p->model;
+    if (block) m.recompute = RECOMPUTE_BLOCK;
+    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for((const Options*)p->options, &m);
+    return memory_plan(&m, (const OptimConfig*)p->config);
 }
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
@@ -1164,20 +1097,16 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     // The whole memory counts, not what happens to be free, so that the same command takes the same batch.
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
-    int64_t fits = shard_least(m->arena.shard, o->batch == AUTO ? largest_batch(o, *m, optim, max, usable) : 0);
-    BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m)};
+    const Planner planner = {plan_of, m, optim, o};
+    int64_t fits = o->batch == AUTO ? plan_largest_batch(&planner, max, false, usable) : 0;
+    fits = shard_least(m->arena.shard, fits);
+    BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
     // A step has half a million tokens, as GPT-2's and llm.c's have, or one micro-batch a rank with bytes or on the
     // CPU.
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
-    if (m->uses_fp8 && o->batch * o->seq % 16 != 0) {
-        user_error(
-            "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
-            (long long)o->batch, (long long)o->seq, (long long)(o->batch * o->seq),
-            (long long)(o->seq / 16 * 16 > 0 ? o->seq / 16 * 16 : 16));
-    }
 }
 
 // --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
@@ -1225,26 +1154,13 @@ static int64_t available_to(const Model* m) {
 // Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
 // --release auto does so where the plan does not fit otherwise.
 static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
-    const int64_t one = o->batch * o->seq;
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
-    char why[1024] = "";
+    char why[1024];
     m->arena.clip_by = clip_by_from(o->clip_by);
-    if (m->arena.shard) {
-        snprintf(why, sizeof(why), "several GPUs sum whole gradients");
-    } else if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why)) && !why[0]) {
-        snprintf(why, sizeof(why), "the optimizer needs all gradients");
-    }
-    if (why[0]) strcat(why, m->arena.clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
-    if (m->arena.clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
-    if (!why[0] && o->clip > 0 && m->arena.clip_by == CLIP_STEP) {
-        snprintf(why, sizeof(why), "--clip %g by the norm of the step needs all gradients; type --clip-by last",
-                 o->clip);
-    } else if (!why[0] && o->tokens_per_step != one) {
-        snprintf(why, sizeof(why),
-                 "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld", (long long)one);
-    }
-    if (on && why[0]) user_error("--release on: %s", why);
-    m->arena.releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
+    const bool may =
+        arena_may_release(&m->arena, config, o->clip, o->tokens_per_step, o->batch * o->seq, why, sizeof(why));
+    if (on && !may) user_error("--release on: %s", why);
+    m->arena.releases = on || (!off && may && memory_plan(m, config).total > available_to(m));
     o->release = m->arena.releases ? "on" : "off";
 }
 
@@ -1259,9 +1175,10 @@ static void resolve(Run* run) {
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, run->error), run->error);
-    resolve_model(o, m, vocabulary, bytes, run->from, run->model_folder);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->error), run->error);
+    require(dataset_look(&source, &vocabulary, &bytes, run->folder.error), run->folder.error);
+    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->model_folder);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->folder.error),
+            run->folder.error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
     resolve_batch(o, m, config, bytes, windows);
@@ -1286,44 +1203,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
     report.usual_lr = optim_usual_lr(o->rule, o->channels), report.usual_lr_of_any = optim_usual_lr("", o->channels);
     report.trained = *run->model_folder != 0;
-    report_plan(&run->folder, &TABLE, o, &report, &run->train_data, &run->val_data, m->config.V);
-}
-
-// NULL if the plan fits; otherwise what is missing and what to type, a text that lives as long as the program.
-static const char* memory_lacks(const Options* o, const Model* m, const OptimConfig* config, const MemoryPlan* plan) {
-    int64_t available = available_to(m);
-    if (plan->total <= available) return nullptr;
-    int64_t fits = largest_batch(o, *m, config, m->B, available - plan->taken);
-    int64_t sequences = o->tokens_per_step / o->seq / ranks_of(m);
-    while (fits > 0 && sequences % fits != 0) fits--;
-    double need = (double)plan->total / (1 << 30), have = (double)available / (1 << 30);
-    Model block = *m;
-    block.recompute = RECOMPUTE_BLOCK;
-    // --recompute block is advice only where it is enough.
-    bool whole = memory_plan(&block, config).total <= available;
-    bool one = m->recompute != RECOMPUTE_BLOCK && largest_batch(o, block, config, 1, available - plan->taken) > 0;
-    if (fits > 0) {
-        return text_format("--batch %d needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s", m->B,
-                           need, have, m->dev->name, (long long)fits, whole ? ", or --recompute block" : "");
-    }
-    return text_format(
-        "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
-        "a smaller --preset",
-        have, m->dev->name, one ? "type --recompute block --batch 1, or take" : "take");
-}
-
-// Refuses a run whose checkpoints the disk cannot hold.
-static void require_disk(const Run* run) {
-    const Options* o = run->options;
-    const Arena* a = &run->model->arena;
-    OptimConfig whole = run->config;
-    whole.begin = whole.end = 0, whole.keeps_copy = false;
-    const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
-    const bool states = strcmp(o->save, "all") == 0;
-    const int64_t each = bytes.weights + (states ? bytes.states : 0);
-    const int64_t saves = run->loaded || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
-    char error[DATA_ERROR_BYTES];
-    require(o->profile || checkpoint_room(o->run, each, saves, o->keep, states, error), error);
+    report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
 // --fit: a line for each preset and --recompute, for --data's vocabulary or GPT-2's. Gradients are fp32 unless --grads
@@ -1351,7 +1231,8 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
         m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
-        const int64_t fits = largest_batch(&o, m, &config, 512, dev.memory - memory_plan(&m, &config).taken);
+        const Planner planner = {plan_of, &m, &config, &o};
+        const int64_t fits = plan_largest_batch(&planner, 512, false, dev.memory - memory_plan(&m, &config).taken);
         if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);
         const MemoryPlan plan = memory_plan(&m, &config);
         report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, fits, &plan, rows++ == 0);
@@ -1363,12 +1244,12 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
 // Resuming.
 
 // Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
-static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
+static const char* resume_optim(Options* o, Resume* merge) {
     OptimResume r = {};
     r.config = optim_config_of(o), r.lr = o->lr, r.channels = o->channels;
     r.v_typed = resume_given(merge, "v"), r.lr_typed = resume_given(merge, "lr");
     r.overrides_typed = resume_given(merge, "override");
-    r.options = json_get(state, "options"), r.formats = json_get(state, "formats");
+    r.options = merge->saved, r.formats = json_get(merge->state, "formats");
     r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
     optim_resume(&r);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
@@ -1379,39 +1260,16 @@ static const char* resume_optim(Options* o, Resume* merge, const Json* state) {
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
-    const Launch* launch = run->launch;
-    const bool first = launch->rank == 0;
-    char* error = run->error;
-    bool named_itself = false;
+    const bool first = run->launch->rank == 0;
+    char* error = run->folder.error;
     require(resume_words(merge, error), error);
-    run->asked = *o;
-    if (first) {
-        require(run_folder_begin(&run->folder, o->run, o->resume, o->dry_run, error), error);
-        require(checkpoint_locate(o->resume, o->run, run->from, sizeof(run->from), &named_itself, &run->loaded, error),
-                error);
-        if (!run->loaded) run->from[0] = 0;
-    }
-    launch_share(launch, 0, run->from, sizeof(run->from));
-    run->from[sizeof(run->from) - 1] = 0;
-    if (!run->from[0]) return;
-    if (!first) run->loaded = checkpoint_state(run->from, error);
-    require(run->loaded != nullptr, error);
-    merge->saved = json_get(run->loaded, "options");
-    require(resume_options(merge, error), error);
-    require(resume_formats(merge, run->from, first, error), error);
-    const char* overrides = resume_optim(o, merge, run->loaded);
+    if (first) require(resume_find(merge, &run->folder, error), error);
+    launch_share(run->launch, 0, merge->from, sizeof(merge->from));
+    require(resume_take(merge, first, error), error);
+    const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
-    if (first) require(checkpoint_continue(&run->folder, &o->run, run->from, named_itself, o->dry_run, error), error);
-}
-
-// Sets where the run stands, and notes for the banner whether its data has changed.
-static void count_state(Run* run) {
-    run->state = {0, 0, run->train_data.tokens, run->train_data.crc, run->val_data.crc, 0, 0, INFINITY, 0, 0, 0, 0};
-    const char* changes[2];
-    if (!run->loaded) return;
-    const int count = run_state_resume(&run->state, run->loaded, changes);
-    for (int i = 0; i < count; i++) resume_changed(&run->resume, " %s", changes[i]);
-    run->state.tokens = run->state.sequences * run->options->seq;
+    if (!first || !merge->state) return;
+    require(checkpoint_continue(&run->folder, &o->run, merge->from, merge->named_itself, o->dry_run, error), error);
 }
 
 // The step loop.
@@ -1421,40 +1279,32 @@ static void run_validation(Run* run) {
     double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
     if (stops(run->model)) return;
     run->last_val = loss;
-    require(report_validation(&run->folder, &run->state, loss, run->val_data.bytes_per_token, seconds_now() - begin,
-                              run->error),
-            run->error);
-}
-
-static void sample_say(void* context, int index, const char* prompt, const char* text, size_t bytes) {
-    Run* run = (Run*)context;
-    require(report_sample(&run->folder, &run->state, index, run->prompts.count * (int)run->options->samples, prompt,
-                          text, bytes, run->error),
-            run->error);
+    require(report_validation(&run->folder, loss, run->val_data.bytes_per_token, seconds_now() - begin),
+            run->folder.error);
 }
 
 static void run_sample(Run* run) {
     signals_doing("this token of the sample", run->step_seconds);
-    if (!sample(run->model, run->options, &run->prompts, run->tokenizer.tokenizer, nullptr, sample_say, run)) {
-        run_say(&run->folder, "sample   none: the model's output is not finite\n");
+    RunFolder* folder = &run->folder;
+    folder->error[0] = 0;
+    if (!sample(run->model, run->options, &folder->prompts, folder->tokenizer, nullptr, report_sample, folder)) {
+        run_say(folder, "sample   none: the model's output is not finite\n");
     }
-}
-
-static void evaluation_say(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
-    Run* run = (Run*)context;
-    require(report_evaluation(&run->folder, &run->state, e, result, seconds, run->error), run->error);
+    require(!folder->error[0], folder->error);
 }
 
 static void run_evaluation(Run* run) {
     signals_doing("this batch of the evaluation", run->step_seconds);
-    evaluate(run->model, run->options, run->tokenizer.tokenizer, evaluation_say, run);
+    run->folder.error[0] = 0;
+    evaluate(run->model, run->options, run->folder.tokenizer, report_evaluation, &run->folder);
+    require(!run->folder.error[0], run->folder.error);
 }
 
 // True if the weights at the end of a run are of no use: no step changed them, or their loss is not finite. That is the
 // loss of the last validation; without validations, of one window if the last step was skipped. All ranks call it.
 static bool ends_useless(const Run* run) {
     const Model* m = run->model;
-    const RunState* state = &run->state;
+    const RunState* state = &run->folder.state;
     if (stops(m) || (run->options->val_every == 0 && state->skipped_last == 0)) return false;
     if (state->skipped > 0 && state->skipped == state->step) return true;
     const double loss = run->options->val_every > 0 ? run->last_val : validate(m, &run->val_data, m->T);
@@ -1473,30 +1323,27 @@ static bool ends_useless(const Run* run) {
 static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
     const Options* o = run->options;
     const Model* m = run->model;
-    const int64_t number = run->state.step + 1;
-    const bool first = number == timer->first + 1, last = number == o->steps;
+    const int64_t number = run->folder.state.step + 1;
     const double now = seconds_now(), takes = step_timed(timer, number, begin, now);
     StepReport step = {};
-    step.steps = o->steps, step.tokens = o->tokens_per_step, step.sequences = o->tokens_per_step / o->seq;
-    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM];
-    step.lr = lr, step.max_lr = o->lr, step.seconds = now - begin;
+    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.seconds = now - begin;
+    step.first = number == timer->first + 1, step.last = number == o->steps;
     // The first step on a GPU is slower than those to come, so it gives no estimate.
-    step.eta = m->dev->gpu && first && !last ? -1 : takes * (double)(o->steps - number);
+    step.eta = m->dev->gpu && step.first && !step.last ? -1 : takes * (double)(o->steps - number);
     step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
     step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
     step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
     step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
-    step.skipped = !isfinite(scalars[SCALAR_FACTOR]), step.stops = strcmp(o->on_nonfinite, "stop") == 0;
-    step.shown = number % o->print_every == 0 || first || last;
-    require(report_step_done(&run->folder, &run->state, &step, run->error), run->error);
+    step.skipped = !isfinite(scalars[SCALAR_FACTOR]);
+    require(report_step_done(&run->folder, &step), run->folder.error);
 }
 
-// Trains from run->state.step to the end, or until a signal comes.
+// Trains from the step where the run stands to the end, or until a signal comes.
 static void train(Run* run) {
     const Options* o = run->options;
     const Schedule schedule = schedule_of(o);
     Model* m = run->model;
-    RunState* state = &run->state;
+    const RunState* state = &run->folder.state;
     int64_t sequences = o->tokens_per_step / o->seq;
     LoaderSlice slice = {sequences / ranks_of(m), sequences};
     Feeder feeder;
@@ -1537,9 +1384,8 @@ static void train(Run* run) {
     }
     // A signal came before the first step, or while sampling.
     if (saved_at != state->step && !o->profile) checkpoint_save(run);
-    require(report_end(&run->folder, state, stops(m), (double)(state->step - timer.from), (double)o->tokens_per_step,
-                       timer.seconds, useless, o->lr, run->error),
-            run->error);
+    require(report_end(&run->folder, stops(m), (double)(state->step - timer.from), timer.seconds, useless),
+            run->folder.error);
     signals_doing(nullptr, 0);
     feeder_close(&feeder);
     (m->dev->gpu ? pinned_free : free)(scalars);
@@ -1585,53 +1431,24 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
 // Opens the device, and what this rank shares with the others.
 static void open_device(Run* run) {
     const Options* o = run->options;
-    Shard* shard = &run->shard;
+    Model* m = run->model;
+    const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && run->launch->world == 1;
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
-    if (o->memory > 0) {
-        if (!o->dry_run || strcmp(o->device, "cpu") == 0 || run->launch->world > 1) {
-            user_error(
-                "--memory plans for one GPU that need not be here; type --dry-run with it, and neither "
-                "--device cpu nor --gpus");
-        }
-        device_imagine(&run->dev, o->memory);
-    } else {
-        device_choose(&run->dev, o->device, run->launch, o->gpus);
-    }
-    run->model->dev = &run->dev, run->model->launch = run->launch;
-    if (!run->dev.gpu && o->formats[0]) {
-        user_error(
-            "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '', "
-            "with a built-in one for --m and --v (--list-formats names them), or run on a GPU",
-            o->formats);
-    }
-    if (run->launch->world == 1) return;
-    if (run->dev.gpu) comm_require_own_gpu(run->launch);
-    comm_open(&shard->comm, run->launch, &run->dev);
-    shard_choose(shard, o->shard, o->comm);
-    run->model->arena.shard = shard;
-}
-
-// Ends the run if ranks have other options or other data than rank 0.
-static void require_same(Run* run) {
-    Options same = *run->options;
-    same.run = same.resume = same.data = same.val = same.formats = "";
-    same.join_timeout = 0;
-    char* text = run_identity(&TABLE, &same, &run->train_data, &run->val_data, run->error);
-    if (!text) user_error("--data: %s", run->error);
-    uint32_t self = crc32c(0, text, (int64_t)strlen(text)), first = self;
-    launch_share(run->launch, 0, &first, sizeof(first));
-    if (first != self) user_error("it has other options or other data than rank 0: %s; start all alike", text);
-    free(text);
+    if (o->memory > 0) device_plan(&run->dev, o->memory, plans);
+    if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
+    optim_formats_possible(&run->dev, o->formats);
+    m->dev = &run->dev, m->launch = run->launch;
+    m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard, o->comm);
 }
 
 // Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.
 static void model_begin(Run* run) {
     Model* m = run->model;
-    if (run->loaded) {
-        checkpoint_read(run, run->loaded, run->from);
-        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->from);
-        run_say(&run->folder, " resume   %s, step %lld\n", run->from, (long long)run->state.step);
+    if (run->resume.state) {
+        checkpoint_read(run, run->resume.state, run->resume.from);
+        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
+        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
     } else if (*run->model_folder) {
         model_read(m, run->model_folder);
     } else {
@@ -1646,22 +1463,14 @@ static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder
     if (run->launch->rank == 0) {
-        const char* const folders[] = {run->from, run->model_folder, run->train_data.tokenizer};
-        const bool again = run->loaded || strcmp(o->resume, "auto") == 0;
-        require(run_folder_make(&run->folder, &o->run, o->model, again, &TABLE, o, run->error), run->error);
-        run->samples = run_tokenizer_open(&run->folder, folders, run->loaded, run->train_data.bytes,
-                                          run->model->config.V, &run->tokenizer, run->error);
-        require(!run->error[0], run->error);
-        if (!run->samples) o->sample_every = 0;
-        const Tokenizer* tokenizer = run->samples ? run->tokenizer.tokenizer : nullptr;
-        if (o->eval_every > 0) require(evaluation_check(o->eval, tokenizer, run->error), run->error);
-        require(prompts_open(&run->prompts, o->prompt, o->prompt_file, tokenizer, run->model->config.V, run->error),
-                run->error);
+        const char* const folders[] = {run->resume.from, run->model_folder, run->train_data.tokenizer};
+        require(run_folder_make(&run->folder, folders, run->resume.state, run->train_data.bytes, run->model->config.V),
+                run->folder.error);
     }
     launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_share(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
-    prompts_share(&run->prompts, share_bytes, run->model);
+    prompts_share(&run->folder.prompts, share_bytes, run->model);
 }
 
 // Allocates and fills everything. The weights come before the run folder, so that a bad model file leaves none behind.
@@ -1673,31 +1482,25 @@ static void begin(Run* run) {
     rehearse(m, &run->dev);
     model_begin(run);
     arena_changed(&m->arena);
-    if (m->arena.release) release_set_last(m->arena.release, (float)run->state.last_norm);
+    if (m->arena.release) release_set_last(m->arena.release, (float)run->folder.state.last_norm);
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
-    if (o->eval_every > 0) {
-        Tokenizer* bytes = run->train_data.bytes ? tokenizer_open(nullptr, run->error) : nullptr;
-        require(evaluation_check(o->eval, bytes, run->error), run->error);
-        if (bytes) tokenizer_close(bytes);
-        if (*o->eval_out && !output_possible(o->eval_out, run->error)) user_error("--eval-out: %s", run->error);
-    }
-    require(prompts_check(o->prompt_file, run->error), run->error);
+    const bool bytes = run->train_data.bytes;
+    require(o->eval_every == 0 || evaluation_possible(o->eval, bytes, o->eval_out, run->folder.error),
+            run->folder.error);
+    require(prompts_check(o->prompt_file, run->folder.error), run->folder.error);
     folder_begin(run);
     run->folder.started = seconds_now();
-    run_log_config(&run->folder, &TABLE, o, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
-    if (!run->loaded) return;
-    require(run_log(&run->folder, "resume", run->state.step, run->state.tokens, 0, nullptr, nullptr, run->error),
-            run->error);
+    run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
+    if (!run->resume.state) return;
+    require(run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
 static void end(Run* run) {
-    if (!run->options->profile) run_say_next(&run->folder, stops(run->model), run->samples);
+    if (!run->options->profile) run_say_next(&run->folder, stops(run->model));
     run_folder_close(&run->folder);
-    prompts_close(&run->prompts);
-    run_tokenizer_close(&run->tokenizer);
-    json_free(run->loaded);
+    json_free(run->resume.state);
     dataset_close(&run->train_data), dataset_close(&run->val_data);
     model_free(run->model);
     device_close(&run->dev);
@@ -1706,26 +1509,32 @@ static void end(Run* run) {
 static int train_main(Options* o, const bool* given, const Launch* launch) {
     static Run run;
     run.options = o, run.launch = launch, run.model = &run.own_model;
-    run.resume.table = &TABLE, run.resume.fields = o, run.resume.given = given;
+    run.folder.table = run.resume.table = &TABLE, run.folder.fields = run.resume.fields = o;
+    run.resume.given = given;
     resume(&run);
-    run.model_folder = run.loaded ? "" : checkpoint_model(&o->model, false, run.error);
-    require(run.model_folder != nullptr, run.error);
+    run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
+    require(run.model_folder != nullptr, run.folder.error);
     open_device(&run);
     resolve(&run);
-    require_same(&run);
-    count_state(&run);
+    comm_require_same(launch, run_identity(&run.folder, &run.train_data, &run.val_data), run.folder.error);
+    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
     print_plan(&run, &plan);
-    if (run.loaded && run.state.step >= o->steps) {
-        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.from,
-                (long long)run.state.step, (long long)o->steps);
+    if (run.resume.state && run.folder.state.step >= o->steps) {
+        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
+                (long long)run.folder.state.step, (long long)o->steps);
         return 0;
     }
-    const char* lacks = memory_lacks(o, run.model, &run.config, &plan);
+    const Planner planner = {plan_of, run.model, &run.config, o};
+    const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
+    const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
+                                   available_to(run.model), run.dev.name);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    if (!run.dev.imagined && launch->rank == 0) require_disk(&run);
+    const int64_t bytes = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
+    const bool saves = !run.dev.imagined && launch->rank == 0 && !o->profile;
+    require(!saves || checkpoint_possible(&run.folder, bytes, run.resume.state), run.folder.error);
     if (o->dry_run) {
         require_stdout();
         return 0;
@@ -1755,9 +1564,8 @@ int main(int argc, char** argv) {
     Options options = {};
     bool given[OPTION_COUNT] = {};
     char error[DATA_ERROR_BYTES];
-    if (!options_defaults(&TABLE, &options, error) || !options_parse(&TABLE, &options, given, argc, argv, error)) {
-        user_error("%s", error);
-    }
+    require(options_defaults(&TABLE, &options, error), error);
+    require(options_parse(&TABLE, &options, given, argc, argv, error), error);
     if (options.help) options_help(&TABLE, stdout);
     if (options.list_formats) optim_list_formats(stdout, options.formats);
     if (options.list_presets) optim_list_presets(stdout);
@@ -1769,23 +1577,14 @@ int main(int argc, char** argv) {
         return 0;
     }
     const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
-    for (const auto& pair : APART) {
-        if (!typed(pair[0]) || !typed(pair[1])) continue;
-        user_error("--%s does one thing, to which --%s does not belong; leave one of them out", pair[0], pair[1]);
-    }
+    for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;
-    if (!launch_environment(&launch, options.gpus, error)) user_error("%s", error);
+    require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
     if (samples) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
-    if (options.gpus > 1 && !stand_in_asked() && strcmp(options.device, "cpu") == 0) {
-        user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave --gpus out, or --device cpu",
-                   (long long)options.gpus);
-    }
-    if (options.gpus > 1 && !launch_fork(&launch, (int)options.gpus, error)) user_error("%s", error);
-    if (launch.rank > 0) signals_quiet();
-    if (!launch_join(&launch, options.join_timeout, error)) user_error("%s", error);
+    comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = typed("eval") && options.eval_every == 0;
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);

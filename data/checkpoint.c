@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #define PATH_BYTES 4500
+#define PIECE_BYTES (64 << 20)  // of memory in which arrays pass between device and file
 
 char* path_absolute(const char* path) {
     char folder[PATH_BYTES], whole[2 * PATH_BYTES];
@@ -109,7 +110,21 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
     return count;
 }
 
-bool checkpoint_file_write(const char* folder, const CheckpointSource* source, CheckpointFile* file, char* error) {
+// The tensors of a safetensors file, whose bytes are asked for in the file's order: read(context, i, at, bytes, to)
+// puts `bytes` bytes of tensor i from byte `at` on into `to`; at most `piece` at a time, or, where it is 0, all at
+// once.
+typedef struct {
+    const SafetensorsEntry* entries;
+    int count;
+    int64_t piece;
+    const char* format;  // of the metadata, or NULL
+    void (*read)(void* context, int tensor, int64_t at, int64_t bytes, void* to);
+    void* context;
+} Source;
+
+// Writes FOLDER/FILE->name and sums it into `file`. With folder NULL the bytes are asked for and dropped. A value that
+// is not finite is an error.
+static bool source_write(const char* folder, const Source* source, CheckpointFile* file, char* error) {
     char path[PATH_BYTES];
     if (folder) snprintf(path, sizeof(path), "%s/%s", folder, file->name);
     SafetensorsWriter* writer =
@@ -139,17 +154,15 @@ bool checkpoint_file_write(const char* folder, const CheckpointSource* source, C
 }
 
 typedef struct {
-    const ModelTensor* tensors;
-    void (*read)(void* context, int tensor, void* to);
-    void* context;
+    const Checkpoint* checkpoint;
     void* values;  // a tensor as the program has it
 } ModelSource;
 
 static void model_source_read(void* context, int t, int64_t at, int64_t bytes, void* to) {
     const ModelSource* source = context;
-    const ModelTensor* tensor = &source->tensors[t];
+    const ModelTensor* tensor = &source->checkpoint->tensors[t];
     (void)at;  // a tensor is read at once
-    source->read(source->context, t, source->values);
+    source->checkpoint->weights(source->checkpoint->context, t, source->values);
     if (tensor->transposed) {
         transpose(to, source->values, tensor->stored_rows, tensor->cols, safetensors_dtype_bytes(tensor->dtype));
     } else {
@@ -157,13 +170,13 @@ static void model_source_read(void* context, int t, int64_t at, int64_t bytes, v
     }
 }
 
-bool checkpoint_model_write(const char* folder, const ModelTensor* tensors, int count,
-                            void (*read)(void* context, int tensor, void* to), void* context, CheckpointFile* file,
-                            char* error) {
+// Writes model.safetensors: transformers' names and orientation, no padding of the vocabulary.
+static bool model_write(const char* folder, const Checkpoint* checkpoint, CheckpointFile* file, char* error) {
+    const int count = checkpoint->count;
     SafetensorsEntry* entries = memory_zero((size_t)count, sizeof(*entries));
     int64_t largest = 0;
     for (int t = 0; t < count; t++) {
-        const ModelTensor* tensor = &tensors[t];
+        const ModelTensor* tensor = &checkpoint->tensors[t];
         const int64_t rows = tensor->stored_rows, cols = tensor->cols;
         const bool swap = tensor->transposed || tensor->rows == 1;
         entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name),
@@ -172,9 +185,9 @@ bool checkpoint_model_write(const char* folder, const ModelTensor* tensors, int 
                                         tensor->rows == 1 ? 1 : 2};
         if (tensor->rows * cols > largest) largest = tensor->rows * cols;
     }
-    ModelSource tensor = {tensors, read, context, memory_zero((size_t)largest, sizeof(float))};
-    const CheckpointSource source = {entries, count, 0, "pt", model_source_read, &tensor};
-    const bool ok = checkpoint_file_write(folder, &source, file, error);
+    ModelSource tensor = {checkpoint, memory_zero((size_t)largest, sizeof(float))};
+    const Source source = {entries, count, 0, "pt", model_source_read, &tensor};
+    const bool ok = source_write(folder, &source, file, error);
     for (int t = 0; t < count; t++) free((void*)entries[t].name);
     free(entries);
     free(tensor.values);
@@ -209,22 +222,22 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
 }
 
 // state.json: where the run stands, formats and options; its files and the seal follow.
-static bool state_write(const char* folder, const Checkpoint* checkpoint, const CheckpointFile* files, int count,
-                        char* error) {
+static bool state_write(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
+                        const CheckpointFile* files, int count, char* error) {
     char* text = NULL;
     size_t length = 0;
     FILE* state = text_stream(&text, &length);
     fprintf(state, "{\n\"version\": %d,\n", CHECKPOINT_VERSION);
     for (int i = 0; i < STATE_FIELDS; i++) {
-        int64_t value = *(const int64_t*)((const char*)checkpoint->state + STATE[i].offset);
+        int64_t value = *(const int64_t*)((const char*)&run->state + STATE[i].offset);
         fprintf(state, "\"%s\": %lld,\n", STATE[i].name, (long long)value);
     }
     fprintf(state, "\"best_val\": ");
-    json_write_number(state, checkpoint->state->best_val);
+    json_write_number(state, run->state.best_val);
     fprintf(state, ",\n\"last_norm\": ");
-    json_write_number(state, checkpoint->state->last_norm);
+    json_write_number(state, run->state.last_norm);
     fprintf(state, ",\n\"formats\": %s,\n\"options\": ", checkpoint->formats);
-    options_json(checkpoint->table, checkpoint->options, false, state);
+    options_json(run->table, checkpoint->options, false, state);
     fprintf(state, ",\n");
     fclose(state);
     const bool ok = checkpoint_seal(folder, text, files, count, error);
@@ -232,22 +245,23 @@ static bool state_write(const char* folder, const Checkpoint* checkpoint, const 
     return ok;
 }
 
-bool checkpoint_finish(const char* folder, const Checkpoint* checkpoint, const CheckpointFile arrays[2], char* error) {
+// Completes a folder of RUN in which model.safetensors and optimizer.safetensors are written already, as `arrays` says.
+static bool folder_finish(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
+                          const CheckpointFile arrays[2], char* error) {
     CheckpointFile files[16] = {arrays[0], arrays[1], {"config.json", 0, -1, false}};
     char path[PATH_BYTES];
     int count = 3;
     snprintf(path, sizeof(path), "%s/config.json", folder);
-    const RunTokenizer* tokenizer = checkpoint->tokenizer;
     const char* dtype = "bfloat16";
     for (int t = 0; t < checkpoint->count; t++) {
         if (strcmp(checkpoint->tensors[t].dtype, "BF16") != 0) dtype = "float32";
     }
-    bool ok = gpt2_config_write(path, &checkpoint->shape, dtype, tokenizer->config, &tokenizer->special, error);
+    bool ok = gpt2_config_write(path, &checkpoint->shape, dtype, run->config, &run->special, error);
     for (int i = 0; MODEL_FOLDER_FILES[i] && ok; i++) {
         files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
-        ok = file_copy(checkpoint->run_folder, MODEL_FOLDER_FILES[i], folder, error);
+        ok = file_copy(run->path, MODEL_FOLDER_FILES[i], folder, error);
     }
-    return ok && state_write(folder, checkpoint, files, count, error);
+    return ok && state_write(run, folder, checkpoint, files, count, error);
 }
 
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
@@ -606,37 +620,59 @@ bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64
                       states ? ", or type --save weights" : "");
 }
 
-// Completes the sentence in `error` about a checkpoint that could not be written.
-static bool save_failed(const RunFolder* run, const CheckpointSave* save, char* error) {
-    const long long number = (long long)save->step;
+bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state) {
+    const int64_t every = run_whole(run, "save-every");
+    const int64_t saves = state || every == 0 ? 1 : run_whole(run, "steps") / every + 1;
+    return checkpoint_room(run_text(run, "run"), bytes, saves, run_whole(run, "keep"), run_saves_states(run),
+                           run->error);
+}
+
+// Completes the sentence in run->error about a checkpoint that could not be written.
+static bool save_failed(RunFolder* run, bool nonfinite) {
+    char* error = run->error;
+    const long long number = (long long)run->state.step;
     char* why = text_copy(error);
-    if (!save->nonfinite) {
+    if (!nonfinite) {
         data_error(error, "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
                    number, why, run_resume_words(run));
     } else if (run->last_checkpoint[0]) {
         data_error(error, "step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)", number,
-                   why, run_resume_words(run), save->lr);
+                   why, run_resume_words(run), run_real(run, "lr"));
     } else {
         data_error(error,
                    "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a smaller "
                    "--lr (now %g)",
-                   number, why, save->lr);
+                   number, why, run_real(run, "lr"));
     }
     free(why);
     return false;
 }
 
-bool checkpoint_saved(RunFolder* run, const char* path, bool written, const CheckpointSave* save, char* error) {
-    char temporary[PATH_BYTES], ignored[DATA_ERROR_BYTES];
-    if (!written || !checkpoint_commit(path, error)) {
-        snprintf(temporary, sizeof(temporary), "%s.tmp", path);
-        folder_remove(temporary, ignored);
-        return save_failed(run, save, error);
+bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint) {
+    char* error = run->error;
+    CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
+    char path[RUN_PATH_BYTES + 32], temporary[RUN_PATH_BYTES + 40], ignored[DATA_ERROR_BYTES];
+    const long long step = run->state.step, keep = checkpoint->prune ? run_whole(run, "keep") : 0;
+    checkpoint_name(run->path, step, path, sizeof(path));
+    snprintf(temporary, sizeof(temporary), "%s.tmp", path);
+    const char* folder = checkpoint->writes ? temporary : NULL;
+    const Source optimizer = {checkpoint->entry, checkpoint->arrays, PIECE_BYTES, NULL,
+                              checkpoint->array, checkpoint->context};
+    bool ok = !folder || folder_new(folder, error);
+    if (checkpoint->sends) {
+        ok = ok && model_write(folder, checkpoint, &files[0], error);
+        ok = ok && (!run_saves_states(run) || source_write(folder, &optimizer, &files[1], error));
+    }
+    if (folder) ok = ok && folder_finish(run, folder, checkpoint, files, error) && checkpoint_commit(path, error);
+    if (!ok) {
+        if (folder) folder_remove(folder, ignored);
+        return save_failed(run, files[0].nonfinite || files[1].nonfinite);
     }
     // Before anything else can fail: the advice of every error names it.
-    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", path);
-    run_say(run, "save %6lld  %s  %.1f s\n", (long long)save->step, path, seconds_now() - save->begin);
-    if (save->keep > 0 && !checkpoint_prune(run->path, save->keep, save->step, ignored)) {
+    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);
+    if (!folder) return true;
+    run_say(run, "save %6lld  %s  %.1f s\n", step, path, seconds_now() - checkpoint->begin);
+    if (keep > 0 && !checkpoint_prune(run->path, keep, step, ignored)) {
         fprintf(stderr, "train: notice: %s\n", ignored);
     }
     return true;

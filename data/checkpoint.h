@@ -26,33 +26,10 @@ void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t by
 
 enum { CHECKPOINT_VERSION = 1 };  // of state.json
 
-// Where a run stands: what it goes on with beside weights and optimizer states.
-typedef struct {
-    int64_t step, sequences;        // optimizer steps done; sequences consumed, which is the data position
-    int64_t data_tokens;            // of the training data: their number decides the order
-    int64_t data_crc, val_crc;      // checksums of training and validation data
-    int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
-    double best_val;                // infinite before the first validation
-    double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
-    int64_t tokens;                 // of those sequences; not stored
-    int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
-    int64_t saturated;              // elements that were too large for their fp8 codes
-} RunState;
 // Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
 // sentences about other data are in `changes`; with other validation data the best loss begins anew.
 int run_state_resume(RunState* state, const Json* json, const char* changes[2]);
 
-// The tensors of a safetensors file, whose bytes are asked for in the file's order: read(context, i, at, bytes, to)
-// puts `bytes` bytes of tensor i from byte `at` on into `to`; at most `piece` at a time, or, where it is 0, all at
-// once.
-typedef struct {
-    const SafetensorsEntry* entries;
-    int count;
-    int64_t piece;
-    const char* format;  // of the metadata, or NULL
-    void (*read)(void* context, int tensor, int64_t at, int64_t bytes, void* to);
-    void* context;
-} CheckpointSource;
 // A file of a checkpoint as it was written.
 typedef struct {
     const char* name;
@@ -60,33 +37,32 @@ typedef struct {
     int64_t bytes;   // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
     bool nonfinite;  // it was not written to the end, because a value is not finite
 } CheckpointFile;
-// Writes FOLDER/FILE->name and sums it into `file`. With folder NULL the bytes are asked for and dropped, which is all
-// that ranks other than 0 do. A value that is not finite is an error.
-bool checkpoint_file_write(const char* folder, const CheckpointSource* source, CheckpointFile* file, char* error);
-
-// Writes model.safetensors like this: transformers' names and orientation, no padding of the vocabulary. read(context,
-// t, to) puts tensor t as the program has it, of its dtype, into `to`.
-bool checkpoint_model_write(const char* folder, const ModelTensor* tensors, int count,
-                            void (*read)(void* context, int tensor, void* to), void* context, CheckpointFile* file,
-                            char* error);
 // Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
 // follow.
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
 
-// What a checkpoint holds beside its arrays.
+// A checkpoint to be written. The bytes of its arrays are asked for in the order of the files.
 typedef struct {
     Gpt2Shape shape;
-    const ModelTensor* tensors;  // (count) as they were written
+    const ModelTensor* tensors;  // (count) of the model, each of the type that it has in the file
     int count;
-    const RunTokenizer* tokenizer;  // and the config.json that the run began with
-    const char* run_folder;         // the tokenizer's files in it are copied
-    const RunState* state;
+    const SafetensorsEntry* entry;  // (arrays) of the optimizer
+    int arrays;
+    bool writes;  // false: the process only gives its arrays to the one that writes
+    bool sends;   // false: not even these, since the one that writes has them all
+    // Puts tensor t as the program has it, of its dtype, into `to`; and `bytes` bytes of array i from byte `at` on.
+    void (*weights)(void* context, int t, void* to);
+    void (*array)(void* context, int i, int64_t at, int64_t bytes, void* to);
+    void* context;
     const char* formats;  // JSON: how the optimizer stores weights and states
-    const OptionTable* table;
-    const void* options;  // the fields of `table`
+    const void* options;  // as they are stored
+    double begin;         // seconds_now() when the save began
+    bool prune;           // older checkpoints beyond --keep go
 } Checkpoint;
-// Completes a new folder in which model.safetensors and optimizer.safetensors are written already, as `files` says.
-bool checkpoint_finish(const char* folder, const Checkpoint* checkpoint, const CheckpointFile files[2], char* error);
+// Writes a checkpoint of where the run stands into RUN/step_NUMBER.tmp, which then takes its name's place; older
+// checkpoints go, and a line says so. Nothing stays of one that cannot be written. Processes whose folder is `quiet`
+// only give their arrays and note the name.
+bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint);
 
 // The arrays of a checkpoint that is read. The first failure stays in `error`, which is "" while all is well.
 typedef struct {
@@ -143,16 +119,8 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
 // there at a time? `keep` of them stay, and one more is being written.
 bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);
 
-typedef struct {
-    int64_t step;
-    double begin;    // seconds_now() when the save began
-    int64_t keep;    // checkpoints that stay; 0: all
-    bool nonfinite;  // it could not be written because a value is not finite
-    double lr;       // --lr
-} CheckpointSave;
-// Ends a save of PATH.tmp. One that was `written` takes its place, older ones go, and a line says so; of another
-// nothing stays, and the sentence in `error` is completed.
-bool checkpoint_saved(RunFolder* run, const char* path, bool written, const CheckpointSave* save, char* error);
+// The same for a run with these options, which may go on from the checkpoint `state` (NULL: it begins anew).
+bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state);
 
 #ifdef __cplusplus
 }

@@ -150,6 +150,15 @@ bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error
     return ok;
 }
 
+bool evaluation_possible(const char* names, bool bytes, const char* out, char* error) {
+    char reason[DATA_ERROR_BYTES];
+    Tokenizer* tokenizer = bytes ? tokenizer_open(NULL, error) : NULL;
+    const bool ok = evaluation_check(names, tokenizer, error);
+    if (tokenizer) tokenizer_close(tokenizer);
+    if (!ok || !*out || output_possible(out, reason)) return ok;
+    return data_error(error, "--eval-out: %s", reason);
+}
+
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
 static int row_length(const EvaluationRow* row, int T) {
     const int64_t length = (int64_t)row->context + row->continuation - 1;

@@ -38,6 +38,8 @@ bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* 
 void evaluation_close(Evaluation* evaluation);
 // Can all these tasks be opened, names with commas between them?
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
+// Before a run on bytes or other tokens: the same, and can --eval-out ("": none) be written?
+bool evaluation_possible(const char* names, bool bytes, const char* out, char* error);
 
 // Rows [first, first + count) of `order` in a batch of B sequences of T tokens; count is at most B.
 typedef struct {

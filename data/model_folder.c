@@ -280,3 +280,17 @@ void model_folder_close(ModelFolder* folder) {
     free((void*)folder->path);
     *folder = (ModelFolder){NULL, NULL, 0};
 }
+
+bool model_folder_read_all(const char* path, const ModelTensor* tensors, int count, int layers,
+                           void (*take)(void* context, int t, const float* values), void* context, char* error) {
+    ModelFolder folder;
+    bool ok = model_folder_open(&folder, path, error) && model_folder_used(&folder, tensors, count, layers, error);
+    for (int t = 0; t < count && ok; t++) {
+        float* values = memory_take((size_t)(tensors[t].rows * tensors[t].cols) * sizeof(float));
+        ok = model_folder_read(&folder, &tensors[t], values, error);
+        if (ok) take(context, t, values);
+        free(values);
+    }
+    model_folder_close(&folder);
+    return ok;
+}

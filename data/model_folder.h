@@ -47,6 +47,10 @@ bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, in
 // of another type or shape than the model's, or holds a value that is not finite.
 bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error);
 void model_folder_close(ModelFolder* folder);
+// Reads all tensors of a model of `layers` layers, which must be all that the folder holds: take(context, t, values)
+// gets them one after another.
+bool model_folder_read_all(const char* path, const ModelTensor* tensors, int count, int layers,
+                           void (*take)(void* context, int t, const float* values), void* context, char* error);
 
 #ifdef __cplusplus
 }

@@ -20,6 +20,10 @@ const Option* option_find(const OptionTable* table, const char* name) {
     return NULL;
 }
 
+void* option_value(const OptionTable* table, const void* fields, const char* name) {
+    return (char*)fields + option_find(table, name)->offset;
+}
+
 const char* option_group(const OptionTable* table, const Option* option) {
     while (!*option->group && option > table->option) option--;
     return option->group;
@@ -257,6 +261,12 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
         if (!option_set(option, fields, value, error)) return false;
     }
     return true;
+}
+
+bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error) {
+    const Option* option = table->option;
+    if (!given[option_find(table, one) - option] || !given[option_find(table, other) - option]) return true;
+    return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one, other);
 }
 
 void options_help(const OptionTable* table, FILE* file) {

@@ -41,6 +41,8 @@ typedef struct {
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
+// The value of an option that is in the table, of its type.
+void* option_value(const OptionTable* table, const void* fields, const char* name);
 const char* option_group(const OptionTable* table, const Option* option);
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);
@@ -49,6 +51,8 @@ const char* option_text(const Option* option, const void* fields, char* text, si
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
+// False with a sentence if both options were typed, of which one is done instead of the other.
+bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
 void options_help(const OptionTable* table, FILE* file);
 // {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
 // numbers are numbers.

@@ -31,73 +31,54 @@ static void report_data(RunFolder* run, const Dataset* train, const Dataset* val
     }
 }
 
-// The values of options by name.
-typedef struct {
-    const OptionTable* table;
-    const void* fields;
-} Values;
-
-static const void* value_of(const Values* values, const char* name) {
-    return (const char*)values->fields + option_find(values->table, name)->offset;
+static long long whole(const RunFolder* run, const char* option) {
+    return run_whole(run, option);
 }
 
-static const char* text(const Values* values, const char* name) {
-    return *(const char* const*)value_of(values, name);
-}
-
-static long long whole(const Values* values, const char* name) {
-    return *(const int64_t*)value_of(values, name);
-}
-
-static double real(const Values* values, const char* name) {
-    return *(const double*)value_of(values, name);
-}
-
-void report_plan(RunFolder* run, const OptionTable* table, const void* fields, const PlanReport* plan,
-                 const Dataset* train, const Dataset* val, int V) {
-    const Values o = {table, fields};
+void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V) {
     const MemoryPlan* memory = &plan->memory;
-    const bool several = *plan->ranks, constant = strcmp(text(&o, "schedule"), "constant") == 0;
-    const long long sequences = whole(&o, "tokens-per-step") / whole(&o, "seq"),
-                    micro = sequences / whole(&o, "batch") / plan->world;
+    const bool several = *plan->ranks, constant = strcmp(run_text(run, "schedule"), "constant") == 0;
+    const long long sequences = whole(run, "tokens-per-step") / whole(run, "seq"),
+                    micro = sequences / whole(run, "batch") / plan->world;
     char ranks[32] = "";
-    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", text(&o, "model"),
-            whole(&o, "layers"), whole(&o, "channels"), whole(&o, "heads"), (long long)plan->parameters);
+    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", run_text(run, "model"),
+            whole(run, "layers"), whole(run, "channels"), whole(run, "heads"), (long long)plan->parameters);
     run_say(run, " device   %s\n", plan->device);
     if (several) {
         run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
-                plan->ranks, text(&o, "shard"), text(&o, strcmp(text(&o, "comm"), "grads") == 0 ? "grads" : "comm"));
+                plan->ranks, run_text(run, "shard"),
+                run_text(run, strcmp(run_text(run, "comm"), "grads") == 0 ? "grads" : "comm"));
         snprintf(ranks, sizeof(ranks), "%d ranks x ", plan->world);
     }
-    report_data(run, train, val, (int)whole(&o, "seq"), whole(&o, "val-tokens"), V);
-    const double epochs = (double)whole(&o, "steps") * (double)sequences / (double)plan->windows;
+    report_data(run, train, val, (int)whole(run, "seq"), whole(run, "val-tokens"), V);
+    const double epochs = (double)whole(run, "steps") * (double)sequences / (double)plan->windows;
     run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
-            whole(&o, "batch"), whole(&o, "seq"), ranks, micro, micro == 1 ? "" : "es", whole(&o, "tokens-per-step"),
-            whole(&o, "steps"), epochs);
+            whole(run, "batch"), whole(run, "seq"), ranks, micro, micro == 1 ? "" : "es", whole(run, "tokens-per-step"),
+            whole(run, "steps"), epochs);
     if (epochs >= 1000) {
         run_say(run,
                 " notice   each text is read %.0f times, so the model will learn it by heart; give more --data or "
                 "fewer --steps\n",
                 epochs);
     }
-    if (V == 256 && strncmp(text(&o, "model"), "gpt2", 4) == 0 && !*text(&o, "data")) {
+    if (V == 256 && strncmp(run_text(run, "model"), "gpt2", 4) == 0 && !*run_text(run, "data")) {
         run_say(run,
                 " notice   %s has a vocabulary of 256 here, since the built-in text is read as bytes; its own 50257 "
                 "tokens come with --data of data/prepare.py\n",
-                text(&o, "model"));
+                run_text(run, "model"));
     }
     run_say(run, " optim    %s\n", plan->optim);
-    if (strcmp(text(&o, "override"), "none") != 0) run_say(run, " override %s\n", text(&o, "override"));
-    const double lr = real(&o, "lr"), usual = plan->usual_lr;
+    if (strcmp(run_text(run, "override"), "none") != 0) run_say(run, " override %s\n", run_text(run, "override"));
+    const double lr = run_real(run, "lr"), usual = plan->usual_lr;
     const char* rate = "";
     if (plan->trained && lr == usual / 10) {
         rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
     } else if (lr == usual && lr != plan->usual_lr_of_any) {
-        rate = text_format(", usual for %s", text(&o, "rule"));
+        rate = text_format(", usual for %s", run_text(run, "rule"));
     }
     run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", lr, rate,
-            text(&o, "schedule"), constant ? 1.0 : real(&o, "final-lr"), whole(&o, "warmup"), real(&o, "clip"),
-            real(&o, "weight-decay"));
+            run_text(run, "schedule"), constant ? 1.0 : run_real(run, "final-lr"), whole(run, "warmup"),
+            run_real(run, "clip"), run_real(run, "weight-decay"));
     const bool large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
@@ -108,8 +89,8 @@ void report_plan(RunFolder* run, const OptionTable* table, const void* fields, c
     // What a parameter costs while it trains, the room for decoded weights and the gradients included.
     const double each = (double)(memory->weights + memory->states + memory->grads) / (double)plan->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
-            large ? "GiB" : "MiB", (double)plan->available / (1 << 30), text(&o, "matmul"), text(&o, "recompute"),
-            each);
+            large ? "GiB" : "MiB", (double)plan->available / (1 << 30), run_text(run, "matmul"),
+            run_text(run, "recompute"), each);
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
 }
 
@@ -130,13 +111,22 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
            (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
 }
 
-char* run_identity(const OptionTable* table, const void* fields, Dataset* train, Dataset* val, char* error) {
-    char* text = NULL;
+const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
+    static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout"};
+    char *text = NULL, reason[DATA_ERROR_BYTES], number[OPTION_TEXT_BYTES];
     size_t length = 0;
-    if (!dataset_fingerprint(train, error) || !dataset_fingerprint(val, error)) return NULL;
+    if (!dataset_fingerprint(train, reason) || !dataset_fingerprint(val, reason)) {
+        return data_error(run->error, "--data: %s", reason), NULL;
+    }
     FILE* file = text_stream(&text, &length);
-    options_json(table, fields, false, file);
-    fprintf(file, ", %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
+    for (int i = 0; i < run->table->count; i++) {
+        const Option* option = &run->table->option[i];
+        bool left = option->type == OPTION_FLAG;
+        for (size_t k = 0; k < sizeof(own) / sizeof(own[0]); k++) left = left || strcmp(option->name, own[k]) == 0;
+        const char* value = option_text(option, run->fields, number, sizeof(number));
+        if (!left) fprintf(file, "--%s %s ", option->name, shell_word(value));
+    }
+    fprintf(file, "and %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
             (long long)val->tokens, train->crc, val->crc);
     fclose(file);
     return text;
@@ -151,22 +141,25 @@ void report_new_weights(RunFolder* run, const char* model) {
     free(path);
 }
 
-static bool step_log(RunFolder* run, const RunState* state, const StepReport* step, char* error) {
+static bool step_log(RunFolder* run, const StepReport* step) {
+    const RunState* state = &run->state;
     const char* names[8] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped"};
-    const double rate = (double)step->tokens / step->seconds, loss = state->skipped_last > 0 ? NAN : step->loss;
+    const double rate = (double)whole(run, "tokens-per-step") / step->seconds;
+    const double loss = state->skipped_last > 0 ? NAN : step->loss;
     double values[8] = {loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped};
     int count = 6;
     if (step->peak > 0) names[count] = "mfu", values[count++] = rate * step->flops / step->peak;
     if (step->saturated >= 0) names[count] = "saturated", values[count++] = step->saturated;
     static const char* const bytes[] = {"planned_bytes", "used_bytes"};
     const double memory[] = {(double)step->memory, (double)step->used};  // used by all processes
-    return run_log(run, "train", state->step, state->tokens, count, names, values, error) &&
-           (step->used == 0 || run_log(run, "memory", state->step, state->tokens, 2, bytes, memory, error));
+    return run_log(run, "train", count, names, values) && (step->used == 0 || run_log(run, "memory", 2, bytes, memory));
 }
 
-static void step_say(RunFolder* run, const RunState* state, const StepReport* step) {
+static void step_say(RunFolder* run, const StepReport* step) {
+    const RunState* state = &run->state;
+    const long long steps = whole(run, "steps");
     char rate[32], left[32] = "-", size[32], mfu[32] = "-";
-    const double tokens_per_second = (double)step->tokens / step->seconds;
+    const double tokens_per_second = (double)whole(run, "tokens-per-step") / step->seconds;
     if (step->peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * step->flops / step->peak);
     format_count(tokens_per_second, rate, sizeof(rate));
     if (step->eta >= 0) format_duration(step->eta, left, sizeof(left));
@@ -174,32 +167,36 @@ static void step_say(RunFolder* run, const RunState* state, const StepReport* st
     snprintf(size, sizeof(size), small ? "%.0f MiB" : "%.1f GiB",
              (double)step->memory / (double)(small ? 1 << 20 : 1 << 30));
     run_say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %s  eta %s",
-            (long long)state->step, (long long)step->steps, 100.0 * (double)state->step / (double)step->steps,
-            step->loss, step->norm, step->lr, 1e3 * step->seconds, rate, mfu, size, left);
+            (long long)state->step, steps, 100.0 * (double)state->step / (double)steps, step->loss, step->norm,
+            step->lr, 1e3 * step->seconds, rate, mfu, size, left);
     if (state->skipped > 0) run_say(run, "  skipped %lld", (long long)state->skipped);
     run_say(run, "\n");
 }
 
-static bool step_skipped(RunFolder* run, const RunState* state, const StepReport* step, char* error) {
+static bool step_skipped(RunFolder* run, const StepReport* step) {
+    const RunState* state = &run->state;
+    const bool stops = strcmp(run_text(run, "on-nonfinite"), "stop") == 0;
     enum { MAX_IN_A_ROW = 10 };  // a bad batch is one; after as many, the weights are beyond help
-    if (!step->stops) {
+    if (!stops) {
         run_say(run, "skip %6lld  loss %g  norm %g: weights and states stay as they were (%lld skipped so far)\n",
                 (long long)state->step, step->loss, step->norm, (long long)state->skipped);
     }
-    if (!step->stops && state->skipped_last < MAX_IN_A_ROW) return true;
+    if (!stops && state->skipped_last < MAX_IN_A_ROW) return true;
     char row[64] = "";
-    if (!step->stops) snprintf(row, sizeof(row), "%lld steps in a row were skipped; ", (long long)state->skipped_last);
-    return data_error(error,
+    if (!stops) snprintf(row, sizeof(row), "%lld steps in a row were skipped; ", (long long)state->skipped_last);
+    return data_error(run->error,
                       "step %lld: the loss is %g and the norm of the gradient %g; %sthe last good checkpoint is %s; "
                       "type a smaller --lr (now %g), a longer --warmup or a smaller --clip",
                       (long long)state->step, step->loss, step->norm, row,
-                      run->last_checkpoint[0] ? run->last_checkpoint : "none", step->max_lr);
+                      run->last_checkpoint[0] ? run->last_checkpoint : "none", run_real(run, "lr"));
 }
 
-bool report_step_done(RunFolder* run, RunState* state, const StepReport* done, char* error) {
+bool report_step_done(RunFolder* run, const StepReport* done) {
     StepReport step = *done;
+    RunState* state = &run->state;
+    const int64_t tokens = whole(run, "tokens-per-step");
     state->step++;
-    state->sequences += step.sequences, state->tokens += step.tokens;
+    state->sequences += tokens / whole(run, "seq"), state->tokens += tokens;
     state->skipped += step.skipped;
     if (step.saturated > 0) state->saturated += (int64_t)step.saturated;
     state->skipped_last = step.skipped ? state->skipped_last + 1 : 0;
@@ -210,14 +207,14 @@ bool report_step_done(RunFolder* run, RunState* state, const StepReport* done, c
         run_say(run, "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
                 (long long)state->step, step.parts_left, (long long)state->parts_left);
     }
-    if (!step_log(run, state, &step, error)) return false;
-    if (step.skipped) return step_skipped(run, state, &step, error);
-    if (step.shown) step_say(run, state, &step);
+    if (!step_log(run, &step)) return false;
+    if (step.skipped) return step_skipped(run, &step);
+    if (step.first || step.last || state->step % whole(run, "print-every") == 0) step_say(run, &step);
     return true;
 }
 
-bool report_validation(RunFolder* run, RunState* state, double loss, double bytes_per_token, double seconds,
-                       char* error) {
+bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds) {
+    RunState* state = &run->state;
     static const char* const names[] = {"loss", "bpb"};
     const bool known = bytes_per_token > 0;
     if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
@@ -226,11 +223,12 @@ bool report_validation(RunFolder* run, RunState* state, double loss, double byte
     run_say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)state->step, loss, state->best_val);
     if (known) run_say(run, "  %.4f bits per byte", values[1]);
     run_say(run, "  %.1f s\n", seconds);
-    return run_log(run, "val", state->step, state->tokens, known ? 2 : 1, names, values, error);
+    return run_log(run, "val", known ? 2 : 1, names, values);
 }
 
-bool report_sample(RunFolder* run, const RunState* state, int index, int count, const char* prompt, const char* text,
-                   size_t bytes, char* error) {
+void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
+    RunFolder* run = context;
+    const int count = run->prompts.count * (int)whole(run, "samples");
     char* whole = NULL;
     size_t length = 0;
     FILE* memory = text_stream(&whole, &length);
@@ -240,29 +238,28 @@ bool report_sample(RunFolder* run, const RunState* state, int index, int count, 
     run_say_text(run, whole, length);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
     free(whole);
-    return run_log_sample(run, state->step, state->tokens, index, prompt, text, error);
+    run_log_sample(run, index, prompt, text);
 }
 
-bool report_evaluation(RunFolder* run, const RunState* state, const Evaluation* evaluation,
-                       const EvaluationResult* result, double seconds, char* error) {
+void report_evaluation(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
+    RunFolder* run = context;
     char line[512], *members = NULL;
     size_t bytes = 0;
     evaluation_describe(evaluation, result, seconds, line, sizeof(line));
-    run_say(run, "eval %6lld  %s\n", (long long)state->step, line);
+    run_say(run, "eval %6lld  %s\n", (long long)run->state.step, line);
     FILE* memory = text_stream(&members, &bytes);
     evaluation_log(memory, evaluation, result);
     fclose(memory);
-    const bool ok = run_log_members(run, "eval", state->step, state->tokens, members, error);
+    run_log_members(run, "eval", members);
     free(members);
-    return ok;
 }
 
-bool report_end(RunFolder* run, const RunState* state, bool stopped, double steps, double tokens, double seconds,
-                bool useless, double lr, char* error) {
+bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {
+    const RunState* state = &run->state;
     char rate[32];
     const char* how = stopped ? "stopped" : "done   ";
     if (steps > 0) {
-        format_count(steps * tokens / seconds, rate, sizeof(rate));
+        format_count(steps * (double)whole(run, "tokens-per-step") / seconds, rate, sizeof(rate));
         run_say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", how, 1e3 * seconds / steps, rate);
     } else {
         run_say(run, "%s  at step %lld\n", how, (long long)state->step);
@@ -275,10 +272,10 @@ bool report_end(RunFolder* run, const RunState* state, bool stopped, double step
         run_say(run, "skipped  the last %lld of them in a row, so the weights are those of step %lld\n",
                 (long long)state->skipped_last, (long long)(state->step - state->skipped_last));
     }
-    return !useless || data_error(error,
+    return !useless || data_error(run->error,
                                   "the run ended without a finite loss and gradient, so the weights of %s are of no "
                                   "use; type a smaller --lr (now %g)",
-                                  run->last_checkpoint, lr);
+                                  run->last_checkpoint, run_real(run, "lr"));
 }
 
 double step_timed(StepTimer* timer, int64_t step, double begin, double now) {

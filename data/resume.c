@@ -1,6 +1,7 @@
 // See resume.h. The names are those of the trainer's options.
 #define _GNU_SOURCE
 #include "resume.h"
+#include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +22,7 @@ static bool is_one_of(const char* name, const char* const* names) {
 
 // The value of a text option.
 static const char* text_of(const Resume* resume, const char* name) {
-    return *(const char* const*)((const char*)resume->fields + option_find(resume->table, name)->offset);
+    return *(const char* const*)option_value(resume->table, resume->fields, name);
 }
 
 bool resume_given(const Resume* resume, const char* name) {
@@ -89,6 +90,18 @@ bool resume_options(Resume* resume, char* error) {
     return true;
 }
 
+bool resume_find(Resume* resume, RunFolder* run, char* error) {
+    const char *named = text_of(resume, "run"), *how = text_of(resume, "resume");
+    const bool dry = *(const bool*)option_value(resume->table, resume->fields, "dry-run");
+    if (!run_folder_begin(run, named, how, dry, error)) return false;
+    char* from = resume->from;
+    if (!checkpoint_locate(how, named, from, sizeof(resume->from), &resume->named_itself, &resume->state, error)) {
+        return false;
+    }
+    if (!resume->state) from[0] = 0;
+    return true;
+}
+
 // Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
 // program writes paths that name a file in one way, so that a path which can mean another file in another place, such
 // as a downloaded one, is not its own.
@@ -130,4 +143,22 @@ bool resume_formats(const Resume* resume, const char* folder, bool print, char* 
     }
     free(list), free(shown);
     return !reason;
+}
+
+bool resume_take(Resume* resume, bool print, char* error) {
+    resume->from[sizeof(resume->from) - 1] = 0;
+    if (!resume->from[0]) return true;
+    if (!resume->state) resume->state = checkpoint_state(resume->from, error);
+    if (!resume->state) return false;
+    resume->saved = json_get(resume->state, "options");
+    return resume_options(resume, error) && resume_formats(resume, resume->from, print, error);
+}
+
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val) {
+    const char* changes[2];
+    run->state = (RunState){.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
+    run->state.best_val = INFINITY;
+    const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
+    for (int i = 0; i < count; i++) resume_changed(resume, " %s", changes[i]);
+    run->state.tokens = run->state.sequences * run_whole(run, "seq");
 }

@@ -1,8 +1,8 @@
 // Resuming a run: which of the checkpoint's options go on beside those that were typed, and whether the code of
 // --format files that a checkpoint names may run. Functions that return false have written a sentence into `error`.
 #pragma once
-#include "json.h"
-#include "options.h"
+#include "checkpoint.h"
+#include "loader.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -14,6 +14,9 @@ typedef struct {
     const OptionTable* table;
     void* fields;                        // the options
     const bool* given;                   // (table->count) which of them were typed
+    char from[RUN_PATH_BYTES];           // the checkpoint that the run goes on from; "": it begins anew
+    bool named_itself;                   // the user named that checkpoint, not only its run
+    Json* state;                         // its state.json; NULL: none. The caller frees it
     const Json* saved;                   // "options" of state.json
     char changed[RESUME_CHANGED_BYTES];  // what is not as it was, for the banner: " --lr 0.1 (was 0.2)"
 } Resume;
@@ -22,6 +25,15 @@ typedef struct {
 bool resume_given(const Resume* resume, const char* name);
 // Adds to `changed`, which is cut where it is full.
 __attribute__((format(printf, 2, 3))) void resume_changed(Resume* resume, const char* format, ...);
+// Chooses the checkpoint that --resume means, into `from`, and holds the run folder. One process calls it, and gives
+// `from` to the others.
+bool resume_find(Resume* resume, RunFolder* run, char* error);
+// Opens `state` where resume_find has not done it, and takes the checkpoint's options (--override aside, which is the
+// optimizer's). `print`: notes on stderr come from this process.
+bool resume_take(Resume* resume, bool print, char* error);
+// Sets where the run stands: at its beginning, or where the checkpoint was; notes for the banner if its data has
+// changed.
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val);
 // Refuses options for a path or name that were typed empty, as a shell's variable that is not set is. A run that goes
 // on may do so without the data that it had.
 bool resume_words(const Resume* resume, char* error);

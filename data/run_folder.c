@@ -13,11 +13,28 @@
 #include <unistd.h>
 #include "checkpoint.h"
 #include "clock.h"
+#include "evaluation.h"
 #include "signals.h"
 #include "text.h"
 #include "version.h"
 
 #define PATH_BYTES 4500
+
+const char* run_text(const RunFolder* run, const char* option) {
+    return *(const char* const*)option_value(run->table, run->fields, option);
+}
+
+int64_t run_whole(const RunFolder* run, const char* option) {
+    return *(const int64_t*)option_value(run->table, run->fields, option);
+}
+
+double run_real(const RunFolder* run, const char* option) {
+    return *(const double*)option_value(run->table, run->fields, option);
+}
+
+bool run_saves_states(const RunFolder* run) {
+    return strcmp(run_text(run, "save"), "all") == 0;
+}
 
 bool run_folder_free(const char* folder, bool again, char* error) {
     static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
@@ -89,12 +106,12 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
     return true;
 }
 
-static bool config_write(const RunFolder* run, const OptionTable* table, const void* fields, char* error) {
+static bool config_write(const RunFolder* run, char* error) {
     char path[PATH_BYTES];
     char* text = NULL;
     size_t length = 0;
     FILE* config = text_stream(&text, &length);
-    options_json(table, fields, false, config);
+    options_json(run->table, run->fields, false, config);
     fputc('\n', config);
     fclose(config);
     snprintf(path, sizeof(path), "%s/config.json", run->path);
@@ -103,11 +120,12 @@ static bool config_write(const RunFolder* run, const OptionTable* table, const v
     return ok;
 }
 
-bool run_folder_make(RunFolder* run, const char** name, const char* model, bool again, const OptionTable* table,
-                     const void* fields, char* error) {
-    char path[PATH_BYTES], reason[DATA_ERROR_BYTES];
+// Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
+static bool files_make(RunFolder* run, bool again) {
+    char path[PATH_BYTES], reason[DATA_ERROR_BYTES], *error = run->error;
+    const char** name = option_value(run->table, run->fields, "run");
     if (!**name) {
-        if (!folder_name(run, model, error)) return false;
+        if (!folder_name(run, run_text(run, "model"), error)) return false;
         *name = text_copy(run->path);
     }
     if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
@@ -120,7 +138,7 @@ bool run_folder_make(RunFolder* run, const char** name, const char* model, bool 
     FILE* text = log_open(path, reason);
     snprintf(path, sizeof(path), "%s/log.jsonl", run->path);
     if (text) run->log = log_open(path, reason);
-    if (!run->log || !config_write(run, table, fields, reason)) {
+    if (!run->log || !config_write(run, reason)) {
         return data_error(error, "--run %s: %s", run->path, reason);
     }
     fclose(run->text);  // completes run->banner
@@ -134,6 +152,9 @@ bool run_folder_make(RunFolder* run, const char** name, const char* model, bool 
 void run_folder_close(RunFolder* run) {
     if (run->log) fclose(run->log);
     fclose(run->text);
+    json_free(run->config);
+    if (run->tokenizer) tokenizer_close(run->tokenizer);
+    prompts_close(&run->prompts);
 }
 
 void run_say(RunFolder* run, const char* format, ...) {
@@ -156,10 +177,10 @@ void run_say_text(RunFolder* run, const char* text, size_t bytes) {
     }
 }
 
-void run_say_next(RunFolder* run, bool stopped, bool samples) {
+void run_say_next(RunFolder* run, bool stopped) {
     const char* self = shell_word(program_invocation_name);
     if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
-    samples = samples && !stopped;
+    const bool samples = run->samples && !stopped;
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
     char here[PATH_BYTES], python[PATH_BYTES] = "", plot[PATH_BYTES];
     ssize_t length = readlink("/proc/self/exe", plot, sizeof(plot) - 64);
@@ -189,21 +210,20 @@ bool run_folder_asks_save(RunFolder* run) {
     return asked;
 }
 
-static void log_begin(RunFolder* run, const char* type, int64_t step, int64_t tokens) {
-    fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type, (long long)step,
-            (long long)tokens, seconds_now() - run->started);
+static void log_begin(RunFolder* run, const char* type) {
+    fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
+            (long long)run->state.step, (long long)run->state.tokens, seconds_now() - run->started);
 }
 
-static bool log_end(RunFolder* run, char* error) {
+static bool log_end(RunFolder* run) {
     return fflush(run->log) == 0 ||
-           data_error(error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
+           data_error(run->error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
                       strerror(errno), run->last_checkpoint[0] ? run->last_checkpoint : "none");
 }
 
-bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int count, const char* const* names,
-             const double* values, char* error) {
+bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values) {
     if (run->quiet) return true;
-    log_begin(run, type, step, tokens);
+    log_begin(run, type);
     bool finite = true;
     for (int i = 0; i < count; i++) {
         fprintf(run->log, ", \"%s\": ", names[i]);
@@ -211,26 +231,25 @@ bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int
         finite = finite && isfinite(values[i]);
     }
     fputs(finite ? "}\n" : ", \"nonfinite\": true}\n", run->log);
-    return log_end(run, error);
+    return log_end(run);
 }
 
-bool run_log_members(RunFolder* run, const char* type, int64_t step, int64_t tokens, const char* members, char* error) {
+bool run_log_members(RunFolder* run, const char* type, const char* members) {
     if (run->quiet) return true;
-    log_begin(run, type, step, tokens);
+    log_begin(run, type);
     fprintf(run->log, ", %s}\n", members);
-    return log_end(run, error);
+    return log_end(run);
 }
 
-bool run_log_sample(RunFolder* run, int64_t step, int64_t tokens, int index, const char* prompt, const char* text,
-                    char* error) {
+bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text) {
     if (run->quiet) return true;
-    log_begin(run, "sample", step, tokens);
+    log_begin(run, "sample");
     fprintf(run->log, ", \"index\": %d, \"prompt\": ", index);
     json_write_string(run->log, prompt);
     fputs(", \"text\": ", run->log);
     json_write_string(run->log, text);
     fputs("}\n", run->log);
-    return log_end(run, error);
+    return log_end(run);
 }
 
 // The first `bytes` bytes of a file of the system, 0 where there is none.
@@ -267,8 +286,7 @@ static void write_driver(FILE* file) {
     if (!*version) fputs("null", file);
 }
 
-void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device, int ranks,
-                    int64_t parameters, double bytes_per_token) {
+void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token) {
     if (run->quiet) return;
     char host[256] = "", date[32];
     const time_t now = time(NULL);
@@ -293,7 +311,7 @@ void run_log_config(RunFolder* run, const OptionTable* table, const void* fields
     fputs(", \"command\": ", run->log);
     write_command(run->log);
     fputs(", \"options\": ", run->log);
-    options_json(table, fields, true, run->log);
+    options_json(run->table, run->fields, true, run->log);
     fprintf(run->log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld, \"bytes_per_token\": ", (long long)now,
             ranks, (long long)parameters);
     json_write_number(run->log, bytes_per_token > 0 ? bytes_per_token : NAN);
@@ -303,9 +321,8 @@ void run_log_config(RunFolder* run, const OptionTable* table, const void* fields
 
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
 // takes nothing from the folder of its first weights.
-static bool tokenizer_take(RunFolder* run, const char* const folders[3], const Json* state, RunTokenizer* tokenizer,
-                           char* error) {
-    char path[PATH_BYTES], reason[DATA_ERROR_BYTES];
+static bool tokenizer_take(RunFolder* run, const char* const folders[3], const Json* state) {
+    char path[PATH_BYTES], reason[DATA_ERROR_BYTES], *error = run->error;
     const char *checkpoint = folders[0], *model = *checkpoint ? "" : folders[1];
     const char* const sources[3] = {checkpoint, model, folders[2]};
     if (state && !checkpoint_has_copies(checkpoint, state, run->path, reason)) {
@@ -319,33 +336,37 @@ static bool tokenizer_take(RunFolder* run, const char* const folders[3], const J
     }
     if (!*checkpoint && !*model) return true;
     snprintf(path, sizeof(path), "%s/config.json", *checkpoint ? checkpoint : model);
-    tokenizer->config = json_read(path, error);
-    return tokenizer->config != NULL;
+    run->config = json_read(path, error);
+    return run->config != NULL;
 }
 
-bool run_tokenizer_open(RunFolder* run, const char* const folders[3], const Json* state, bool bytes, int vocabulary,
-                        RunTokenizer* tokenizer, char* error) {
+// Opens the tokenizer, and says why there are no samples where it does not fit.
+static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
     int token;
-    *error = 0;
-    if (!tokenizer_take(run, folders, state, tokenizer, error)) return false;
     bool there = bytes || tokenizer_exists(run->path);
     Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : run->path, reason) : NULL;
-    tokenizer->tokenizer = opened;
+    run->tokenizer = opened;
     if (there && !opened) run_say(run, " notice   %s: no samples\n", reason);
-    for (int i = 0; i < SPECIAL_TOKENS; i++) tokenizer->special.id[i] = -1;
-    if (opened && !tokenizer_special(opened, run->path, &tokenizer->special, reason)) {
+    for (int i = 0; i < SPECIAL_TOKENS; i++) run->special.id[i] = -1;
+    if (opened && !tokenizer_special(opened, run->path, &run->special, reason)) {
         run_say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", reason);
     }
-    const bool fits =
+    run->samples =
         opened && tokenizer_encode(opened, "a", 1, &token, 1) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
-    if (!fits && (opened || !there)) {
+    if (!run->samples && (opened || !there)) {
         run_say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", vocabulary);
     }
-    return fits;
 }
 
-void run_tokenizer_close(RunTokenizer* tokenizer) {
-    json_free(tokenizer->config);
-    if (tokenizer->tokenizer) tokenizer_close(tokenizer->tokenizer);
+bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary) {
+    char* error = run->error;
+    const bool again = checkpoint || strcmp(run_text(run, "resume"), "auto") == 0;
+    if (!files_make(run, again) || !tokenizer_take(run, folders, checkpoint)) return false;
+    tokenizer_begin(run, bytes, vocabulary);
+    const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
+    if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;
+    if (run_whole(run, "eval-every") > 0 && !evaluation_check(run_text(run, "eval"), tokenizer, error)) return false;
+    return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), tokenizer, vocabulary,
+                        error);
 }

@@ -4,12 +4,25 @@
 #pragma once
 #include "json.h"
 #include "options.h"
-#include "tokenizer.h"
+#include "sampling.h"
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 enum { RUN_PATH_BYTES = 4096 };
+
+// Where a run stands: what it goes on with beside weights and optimizer states.
+typedef struct {
+    int64_t step, sequences;        // optimizer steps done; sequences consumed, which is the data position
+    int64_t data_tokens;            // of the training data: their number decides the order
+    int64_t data_crc, val_crc;      // checksums of training and validation data
+    int64_t skipped, skipped_last;  // steps that changed nothing, see --on-nonfinite; the last ones among them in a row
+    double best_val;                // infinite before the first validation
+    double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
+    int64_t tokens;                 // of those sequences; not stored
+    int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
+    int64_t saturated;              // elements that were too large for their fp8 codes
+} RunState;
 
 typedef struct {
     char path[RUN_PATH_BYTES];  // "" until run_folder_make
@@ -21,7 +34,22 @@ typedef struct {
     size_t banner_bytes;
     FILE* log;                             // log.jsonl
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
+    const OptionTable* table;              // the options of the run, which are read by name, and their values
+    void* fields;
+    RunState state;
+    Tokenizer* tokenizer;  // NULL where there is none
+    SpecialTokens special;
+    Json* config;  // config.json of the model or checkpoint that the run began with, or NULL
+    bool samples;  // the tokenizer fits the model
+    Prompts prompts;
+    char error[DATA_ERROR_BYTES];  // the sentence about what has failed
 } RunFolder;
+
+// Options by name.
+const char* run_text(const RunFolder* run, const char* option);
+int64_t run_whole(const RunFolder* run, const char* option);
+double run_real(const RunFolder* run, const char* option);
+bool run_saves_states(const RunFolder* run);  // --save
 
 // May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
 bool run_folder_free(const char* folder, bool again, char* error);
@@ -31,10 +59,13 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Before a checkpoint is chosen: is the folder `run` ("": none is named) free for what --resume says, and held where
 // the run goes on in it, or in the folder that `resume` names?
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
-// Makes the folder `asked`, or, where that is "", runs/DATE_TIME_MODEL (_2, _3, ... where that is taken), with
-// config.json out of `fields`, log.txt and log.jsonl. `*name`, one of these fields, becomes its path.
-bool run_folder_make(RunFolder* run, const char** name, const char* model, bool again, const OptionTable* table,
-                     const void* fields, char* error);
+// Makes the folder that --run names, or, where that is "", runs/DATE_TIME_MODEL (_2, _3, ... where that is taken), with
+// config.json, log.txt and log.jsonl; --run becomes its path. Then keeps in it what comes with the tokenizer and the
+// model, whatever becomes of where they came from, and opens the tokenizer, the prompts and the tasks of --eval.
+// `folders` may have a tokenizer, the first one before the others: the checkpoint's, the model's and the data's, or "".
+// `checkpoint` is the state.json that the run goes on from, or NULL. Where the tokenizer does not fit a model of
+// `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
+bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary);
 void run_folder_close(RunFolder* run);
 
 // Prints on the terminal and into log.txt.
@@ -43,7 +74,7 @@ __attribute__((format(printf, 2, 3))) void run_say(RunFolder* run, const char* f
 void run_say_text(RunFolder* run, const char* text, size_t bytes);
 // Prints the commands that go on after a run, as a shell takes them: resume, or sample, and the plot where it can be
 // drawn.
-void run_say_next(RunFolder* run, bool stopped, bool samples);
+void run_say_next(RunFolder* run, bool stopped);
 
 // What is typed after --resume to go on from the last checkpoint.
 const char* run_resume_words(const RunFolder* run);
@@ -52,31 +83,14 @@ bool run_folder_asks_save(RunFolder* run);
 
 // A line of log.jsonl: {"type": ..., "step": ..., "tokens": ..., "time_s": ..., NAME: value, ...}. Values that are not
 // finite are null, and "nonfinite" is then true. False when the disk is full.
-bool run_log(RunFolder* run, const char* type, int64_t step, int64_t tokens, int count, const char* const* names,
-             const double* values, char* error);
+bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values);
 // The first line: which program this is, where, when and how it was started, all options, and the size of the model
 // and of its tokens. `device` is the name of one of `ranks`.
-void run_log_config(RunFolder* run, const OptionTable* table, const void* fields, const char* device, int ranks,
-                    int64_t parameters, double bytes_per_token);
+void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token);
 // A line of this type whose other members are `members`, as JSON.
-bool run_log_members(RunFolder* run, const char* type, int64_t step, int64_t tokens, const char* members, char* error);
+bool run_log_members(RunFolder* run, const char* type, const char* members);
 // A sample, the `index`th of its step: what follows the prompt.
-bool run_log_sample(RunFolder* run, int64_t step, int64_t tokens, int index, const char* prompt, const char* text,
-                    char* error);
-
-// What a run has of a tokenizer, and of the model that it began with. `tokenizer` is NULL where there is none.
-typedef struct {
-    Tokenizer* tokenizer;
-    SpecialTokens special;
-    Json* config;  // config.json of the model or checkpoint that the run began with, or NULL
-} RunTokenizer;
-// Keeps in the run folder what comes with the tokenizer and the model, whatever becomes of where they came from, and
-// opens the tokenizer. `folders` may have it, the first one before the others: the checkpoint's, the model's and the
-// data's, or "". `state` is the checkpoint's, or NULL. True: a model of `vocabulary` tokens, or bytes, has samples;
-// false: the tokenizer does not fit, and a line says so, or there is a sentence in `error`, which is "" otherwise.
-bool run_tokenizer_open(RunFolder* run, const char* const folders[3], const Json* state, bool bytes, int vocabulary,
-                        RunTokenizer* tokenizer, char* error);
-void run_tokenizer_close(RunTokenizer* tokenizer);
+bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text);
 
 #ifdef __cplusplus
 }

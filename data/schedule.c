@@ -27,7 +27,14 @@ bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
         sizes->tokens_per_step = micro * ranks * (micro_batches > 0 ? micro_batches : 1);
         sequences = sizes->tokens_per_step / unit;
     }
-    if (sequences % sizes->batch == 0) return true;
+    if (sequences % sizes->batch == 0 && micro % sizes->unit == 0) return true;
+    if (sequences % sizes->batch == 0) {
+        return data_error(
+            error,
+            "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
+            (long long)sizes->batch, T, micro,
+            T / sizes->unit > 0 ? T / (long long)sizes->unit * sizes->unit : sizes->unit);
+    }
     int64_t batch = sizes->batch < sequences ? sizes->batch : sequences;
     while (sequences % batch != 0) batch--;
     return data_error(

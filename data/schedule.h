@@ -10,6 +10,7 @@ extern "C" {
 typedef struct {
     int64_t batch, tokens_per_step;  // -1: left to the program
     int64_t seq, ranks;
+    int64_t unit;  // the rows of a micro-batch, batch x seq, must be a multiple of it, as --matmul fp8 wants
 } BatchSizes;
 // Gives the ones that are left a value: the batch is a power of two, at most `fits`; a step has about `usual` tokens,
 // or, where that is 0, one micro-batch.

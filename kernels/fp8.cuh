@@ -485,6 +485,17 @@ inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* satur
 #endif
 }
 
+// Whether a step before this one has left magnitudes; one that was skipped has not.
+inline bool fp8_has_history(const Device* dev, const Fp8* f) {
+    const int64_t count = (int64_t)f->slots * FP8_HISTORY;
+    float* history = (float*)memory_take(count * (int64_t)sizeof(float));
+    copy_to_host(dev, history, f->history, count * (int64_t)sizeof(float));
+    bool has = false;
+    for (int64_t i = 0; i < count; i++) has = has || history[i] > 0.0f;
+    free(history);
+    return has;
+}
+
 // `memory`: fp8_bytes of device memory, set to zero.
 inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
     float *at = (float*)memory, *history = at + (int64_t)slots * 4, *scale = history + (int64_t)slots * FP8_HISTORY;

@@ -27,6 +27,29 @@ void arena_spread(Arena* a, OptimConfig* config) {
     free(tensors);
 }
 
+bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro, char* why,
+                       size_t why_bytes) {
+    const bool by_parts = a->clip_by != CLIP_STEP;
+    char reason[512] = "";
+    if (a->shard) {
+        snprintf(reason, sizeof(reason), "several GPUs sum whole gradients");
+    } else if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason)) && !reason[0]) {
+        snprintf(reason, sizeof(reason), "the optimizer needs all gradients");
+    }
+    if (reason[0]) {
+        snprintf(why, why_bytes, "%s; leave %s out", reason, by_parts ? "--clip-by" : "--release");
+        if (by_parts) user_error("--clip-by %s: %s", a->clip_by == CLIP_TENSOR ? "tensor" : "last", why);
+    } else if (clip > 0 && !by_parts) {
+        snprintf(why, why_bytes, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
+    } else if (tokens != micro) {
+        snprintf(why, why_bytes, "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld",
+                 (long long)micro);
+    } else {
+        return true;
+    }
+    return false;
+}
+
 // True if steps are taken part by part.
 static bool takes_parts(const Arena* a) {
     return a->releases || a->clip_by != CLIP_STEP;
@@ -46,6 +69,13 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     if (!config->keeps_copy) weights += decoded_bytes(config, a->tensors, a->part, a->count, a->layers, a->type);
     return {weights, optim.states + optim.tables, arena_grads_bytes(a),
             (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, a->layers) : 0)};
+}
+
+int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
+    OptimConfig whole = *config;
+    whole.begin = whole.end = 0, whole.keeps_copy = false;
+    const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
+    return bytes.weights + (states ? bytes.states : 0);
 }
 
 void arena_open(Arena* a, const OptimConfig* config) {

@@ -42,12 +42,19 @@ struct Arena {
 // tiles of weights. Alone: does nothing.
 void arena_spread(Arena* arena, OptimConfig* config);
 
+// Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
+// and what to type, for steps of `tokens` of which a micro-batch has `micro`. Exits where clip_by needs what cannot be.
+bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
+                       char* why, size_t why_bytes);
+
 // Device memory in bytes, known before anything is allocated. `other`: what exchange and release take for themselves.
 struct ArenaBytes {
     int64_t weights, states, grads, other;
 };
 ArenaBytes arena_bytes(const Arena* arena, const OptimConfig* config);
 int64_t arena_grads_bytes(const Arena* arena);
+// Bytes of a checkpoint, with or without the optimizer's states.
+int64_t arena_saved_bytes(const Arena* arena, const OptimConfig* config, bool states);
 
 // Allocates weights, states and gradients, all zero; without a configuration weights alone.
 void arena_open(Arena* arena, const OptimConfig* config);

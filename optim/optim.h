@@ -113,6 +113,9 @@ bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
 // that need smaller ones. A rule that is not known, such as "", gets adamw's.
 double optim_usual_lr(const char* rule, int64_t channels);
 
+// Exits with a sentence where `formats`, the files of --format, cannot be used on this device.
+void optim_formats_possible(const Device* dev, const char* formats);
+
 // Bytes of the combination (a resolved configuration) for an arena of `elements`.
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
 
@@ -207,23 +210,28 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t err
 
 // The safetensors type of a tensor's weights in a model file: F32 or BF16 if they are stored so, otherwise F32.
 const char* optim_saved_dtype(const Optim* optim, int tensor);
-// The weights of tensors[t] in this type, rows x cols.
-void optim_saved_weights(const Optim* optim, struct Shard* shard, const Device* dev, const OptimTensor* tensors, int t,
-                         void* to);
-// All arrays but those weights, and `bytes` bytes of array i from byte `at` on. The data of optim_saved_array is NULL.
+// All arrays but those weights; behind them `extra`, an array of the caller's that every rank has whole (NULL: none).
+// `tensors` are the optimizer's. The data of optim_saved_array is not to be used.
 typedef struct OptimSaved OptimSaved;
-OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const Device* dev);
+OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const Device* dev, const OptimTensor* tensors,
+                             const OptimStream* extra);
 int optim_saved_count(const OptimSaved* saved);
 OptimStream optim_saved_array(const OptimSaved* saved, int i);
-void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to);
+// The weights of tensors[t] in their type, rows x cols; `bytes` bytes of array i from byte `at` on. `saved` is an
+// OptimSaved: these are callbacks.
+void optim_saved_weights(void* saved, int t, void* to);
+void optim_saved_read(void* saved, int i, int64_t at, int64_t bytes, void* to);
 void optim_saved_close(OptimSaved* saved);
 // Do all ranks that keep whole weights have the same bytes of them? `weights` is the arena of `elements` that the
 // matmuls read, or NULL: what is stored is compared.
 bool optim_saved_equal(const Optim* optim, struct Shard* shard, const void* weights, int64_t elements);
-// Rule, formats and overrides as a JSON object, which the caller frees; and from it into `stored`, whose config has the
-// run's numbers already.
+// Rule, formats and overrides as a JSON object, which the caller frees.
 char* optim_saved_formats(const Optim* optim, const OptimConfig* config);
-bool optim_saved_config(OptimStored* stored, const struct Json* formats, char* error, size_t error_bytes);
+// optim_load from a checkpoint with these formats; `stored` has `read`, and in its config the run's numbers. Also reads
+// `extra`, an array of the caller's, if it is there and its `data` is not NULL, which *found says. The sentence in
+// `error` begins with the name of the file at fault.
+bool optim_saved_load(Optim* optim, OptimStored* stored, const struct Json* formats, const Device* dev,
+                      const OptimStream* extra, bool* found, char* error);
 
 // A run that goes on with other options than its checkpoint's.
 struct OptimResume {

@@ -19,27 +19,33 @@ const char* optim_saved_dtype(const Optim* optim, int tensor) {
     return is_in_model_file(&stream) ? stream.dtype : "F32";
 }
 
-void optim_saved_weights(const Optim* optim, Shard* shard, const Device* dev, const OptimTensor* tensors, int t,
-                         void* to) {
-    const OptimStream stream = optim_weights_stream(optim, t);
-    const bool stored = is_in_model_file(&stream);
-    const int64_t offset = tensors[t].offset, n = tensors[t].rows * tensors[t].cols;
-    const int size = stored ? stream.element_bytes : 4;
-    if (!stored) optim_get_weights(optim, t, (float*)to);
-    if (shard_splits(shard, SHARD_STATES)) {
-        shard_collect(shard, to, offset, n, size, stored ? stream.data : nullptr);
-    } else if (stored) {
-        copy_to_host(dev, to, (const char*)stream.data + offset * size, n * size);
-    }
-}
-
 struct OptimSaved {
+    const Optim* optim;
     Shard* shard;
     const Device* dev;
+    const OptimTensor* tensors;
+    OptimStream extra;  // behind the optimizer's, `name` NULL: none
     ShardArrays arrays;
 };
 
-OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const Device* dev) {
+void optim_saved_weights(void* context, int t, void* to) {
+    const OptimSaved* saved = (const OptimSaved*)context;
+    Shard* shard = saved->shard;
+    const OptimTensor* tensors = saved->tensors;
+    const OptimStream stream = optim_weights_stream(saved->optim, t);
+    const bool stored = is_in_model_file(&stream);
+    const int64_t offset = tensors[t].offset, n = tensors[t].rows * tensors[t].cols;
+    const int size = stored ? stream.element_bytes : 4;
+    if (!stored) optim_get_weights(saved->optim, t, (float*)to);
+    if (shard_splits(shard, SHARD_STATES)) {
+        shard_collect(shard, to, offset, n, size, stored ? stream.data : nullptr);
+    } else if (stored) {
+        copy_to_host(saved->dev, to, (const char*)stream.data + offset * size, n * size);
+    }
+}
+
+OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const Device* dev, const OptimTensor* tensors,
+                             const OptimStream* extra) {
     const int streams = optim_stream_count(optim);
     int count = 0;
     ShardArray* kept = (ShardArray*)memory_zero(streams, sizeof(*kept));
@@ -52,22 +58,26 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const Device* dev
         snprintf(array->dtype, sizeof(array->dtype), "%s", stream.dtype);
     }
     OptimSaved* saved = (OptimSaved*)memory_zero(1, sizeof(*saved));
-    *saved = {shard, dev, shard_arrays(shard, kept, count)};
+    *saved = {optim, shard, dev, tensors, extra ? *extra : OptimStream{}, shard_arrays(shard, kept, count)};
     free(kept);
     return saved;
 }
 
 int optim_saved_count(const OptimSaved* saved) {
-    return saved->arrays.count;
+    return saved->arrays.count + (saved->extra.name ? 1 : 0);
 }
 
 OptimStream optim_saved_array(const OptimSaved* saved, int i) {
+    if (i == saved->arrays.count) return saved->extra;
     const ShardArray* array = &saved->arrays.whole[i];
     return {array->name, array->dtype, nullptr, array->elements, array->element_bytes, false};
 }
 
-void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to) {
-    if (saved->arrays.ranks > 1) {
+void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
+    const OptimSaved* saved = (const OptimSaved*)context;
+    if (i == saved->arrays.count) {
+        copy_to_host(saved->dev, to, (const char*)saved->extra.data + at, bytes);
+    } else if (saved->arrays.ranks > 1) {
         shard_arrays_read(saved->shard, &saved->arrays, i, at, bytes, to);
     } else if (!saved->shard || saved->shard->comm.rank == 0) {
         copy_to_host(saved->dev, to, (const char*)saved->arrays.own[i] + at, bytes);
@@ -111,7 +121,7 @@ char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
     return text;
 }
 
-bool optim_saved_config(OptimStored* stored, const Json* formats, char* error, size_t error_bytes) {
+static bool stored_config(OptimStored* stored, const Json* formats, char* error, size_t error_bytes) {
     OptimConfig* config = &stored->config;
     stored->own_formats = json_string(formats, "own", "");
     config->rule = json_string(formats, "rule", "");
@@ -123,6 +133,27 @@ bool optim_saved_config(OptimStored* stored, const Json* formats, char* error, s
     config->decay_mode = "coupled";  // whatever it was: nothing is stored of it
     config->stored = true;
     return optim_resolve(config, error, error_bytes);
+}
+
+// Reads the caller's own array, and no longer counts it among the optimizer's; false if there is none.
+static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStream* extra) {
+    const int64_t bytes = extra->elements * extra->element_bytes;
+    const void* array = stored->array(stored->context, extra->name, extra->dtype, bytes);
+    if (array) stored->arrays--;
+    if (!array || !extra->data) return false;
+    void* values = memory_take((size_t)bytes);
+    stored->read(stored->context, array, 0, bytes, values);
+    copy_to_device(dev, extra->data, values, bytes);
+    free(values);
+    return true;
+}
+
+bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, const Device* dev,
+                      const OptimStream* extra, bool* found, char* error) {
+    char reason[DATA_ERROR_BYTES];
+    if (!stored_config(stored, formats, reason, sizeof(reason))) return data_error(error, "state.json: %s", reason);
+    *found = stored_extra(stored, dev, extra);
+    return optim_load(optim, stored, reason, sizeof(reason)) || data_error(error, "optimizer.safetensors: %s", reason);
 }
 
 // Resuming.

@@ -280,3 +280,11 @@ void user_table_fill(const Device* dev, const char* type, const char* source, vo
     jit_free(&image);
     free(error);
 }
+
+void optim_formats_possible(const Device* dev, const char* formats) {
+    if (dev->gpu || !*formats) return;
+    user_error(
+        "--format %s: a format of your own is compiled for a GPU, and this run is on the CPU; type --format '', with a "
+        "built-in one for --m and --v (--list-formats names them), or run on a GPU",
+        formats);
+}

@@ -562,3 +562,66 @@ TEST(attention_hopper_uneven_blocks_gpu) {
     if (!hopper) skip("needs a GPU of compute capability 9.0 and a build for sm_90a");
 }
 #endif
+
+// For `make sanitize`, whose race checker is slow: attention alone, several tiles, a ragged last one, on a GPU that is
+// said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again. The
+// second run takes the bias gradient along, which is the sum of dqkv's rows but for the rounding of each.
+template <typename X>
+static void attention_twice(Test* test, const Device* dev, int T, int C, int NH) {
+    int64_t n = (int64_t)2 * T * C;
+    X* host = (X*)malloc(3 * n * sizeof(X));
+    for (int64_t i = 0; i < 3 * n; i++) host[i] = from_float<X>(test_uniform(6, i));
+    X *qkv = (X*)device_alloc(dev, 3 * n * sizeof(X)), *dqkv = (X*)device_alloc(dev, 3 * n * sizeof(X));
+    X *out = (X*)device_alloc(dev, n * sizeof(X)), *dout = (X*)device_alloc(dev, n * sizeof(X));
+    X* dbias = (X*)device_alloc(dev, 3 * C * sizeof(X));
+    float* lse = (float*)device_alloc(dev, (int64_t)2 * NH * T * 4);
+    int64_t bytes = attention_backward_scratch_bytes(dev, 2, T, C, NH);
+    const int64_t other = matmul_backward_bias_scratch_bytes(dev, 3 * C);
+    void* scratch = device_alloc(dev, bytes > other ? bytes : other);
+    copy_to_device(dev, qkv, host, 3 * n * sizeof(X));
+    copy_to_device(dev, dout, host, n * sizeof(X));
+    X* result[2];
+    for (int run = 0; run < 2; run++) {
+        attention_forward<X>(dev, out, lse, qkv, 2, T, C, NH);
+        if (run == 0) attention_backward<X>(dev, dqkv, scratch, dout, qkv, out, lse, 2, T, C, NH);
+        if (run == 1) attention_backward_bias(dev, dqkv, dbias, scratch, dout, qkv, out, lse, 2, T, C, NH, false);
+        result[run] = (X*)malloc(4 * n * sizeof(X));
+        copy_to_host(dev, result[run], dqkv, 3 * n * sizeof(X));
+        copy_to_host(dev, result[run] + 3 * n, out, n * sizeof(X));
+    }
+    X* bias = (X*)malloc(3 * C * sizeof(X));
+    copy_to_host(dev, bias, dbias, 3 * C * sizeof(X));
+    for (int64_t c = 0; c < 3 * C; c++) {
+        double sum = 0.0, size = 0.0, unit = sizeof(X) == 2 ? 0x1p-8 : 0x1p-16;
+        for (int64_t t = 0; t < 2 * T; t++) {
+            sum += to_float(result[1][t * 3 * C + c]);
+            size += fabs(to_float(result[1][t * 3 * C + c]));
+        }
+        // The key's bias has no gradient: all that is left of it is rounding, and the bound is of the terms.
+        expect(fabs(to_float(bias[c]) - sum) <= unit * size, "T %d: bias %lld is %g, not %g", T, (long long)c,
+               to_float(bias[c]), sum);
+    }
+    expect(memcmp(result[0], result[1], 4 * n * sizeof(X)) == 0, "T %d, heads of %d: other bits", T, C / NH);
+    for (int64_t i = 0; i < 4 * n; i++) {
+        if (!isfinite(to_float(result[0][i]))) {
+            expect(false, "T %d: element %lld is not finite", T, (long long)i);
+            break;
+        }
+    }
+    for (void* block : {(void*)qkv, (void*)dqkv, (void*)out, (void*)dout, (void*)dbias, (void*)lse, scratch})
+        device_free(dev, block);
+    free(host), free(bias), free(result[0]), free(result[1]);
+}
+
+TEST(attention_race_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    dev.sm_count = 2;
+    const int computes[] = {dev.compute, 80};  // the kernels of this GPU, and those of older ones
+    for (int compute : computes) {
+        dev.compute = compute;
+        for (int HS = 64; HS <= 128; HS *= 2) attention_twice<bf16>(test, &dev, 200, 2 * HS, 2);
+    }
+    for (int HS = 64; HS <= 128; HS *= 2) attention_twice<float>(test, &dev, 70, 2 * HS, 2);
+    device_close(&dev);
+}

@@ -78,14 +78,15 @@ TEST(model_skips_nonfinite_steps_gpu) {
     device_close(&dev);
 }
 
-// One value of each stored array in turn is no longer finite: the checkpoint's files are refused, each with its array's
-// name, and are written once it is mended.
+// One value of each stored array in turn is no longer finite: the checkpoint is refused with its array's name, and is
+// written once it is mended.
 static void check_refuses_to_save(Test* test, const Device* dev, const Setup* setup) {
-    char folder[PATH_BYTES], error[DATA_ERROR_BYTES];
+    char folder[PATH_BYTES];
     temporary_folder(folder);
     Model m;
     model_open(&m, dev, setup);
     model_init(&m, 5);
+    Run* run = run_of(&m, setup, folder);
     for (int i = -1; i < optim_stream_count(m.arena.optim); i++) {
         OptimStream stream = i < 0 ? OptimStream{} : optim_stream(m.arena.optim, i);
         const bool fp32 = i >= 0 && strcmp(stream.dtype, "F32") == 0;
@@ -96,16 +97,14 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
         const int64_t bytes = fp32 ? 4 : 2;
         char* at = (char*)stream.data + 7 * bytes;
         if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
-        CheckpointFile files[2] = {{"model", 0, -1, false}, {"states", 0, -1, false}};
-        bool written = arrays_write(&m, folder, true, files, error);
-        expect(written == (i < 0), "%s: %s", i < 0 ? "finite" : stream.name, written ? "written" : error);
-        expect((files[0].nonfinite || files[1].nonfinite) == (i >= 0), "%s is not reported",
-               i < 0 ? "finite" : stream.name);
-        if (i >= 0) expect(strstr(error, "holds nan at element 7"), "%s: %s", stream.name, error);
+        const bool written = checkpoint_write(run, seconds_now(), true);
+        const char *error = run->folder.error, *name = i < 0 ? "finite" : stream.name;
+        expect(written == (i < 0), "%s: %s", name, written ? "written" : error);
+        if (i >= 0) expect(strstr(error, "holds nan at element 7, so it was not saved"), "%s: %s", name, error);
         if (i >= 0) copy_to_device(dev, at, before, bytes);
     }
     model_free(&m);
-    remove_folder(folder);
+    remove_run(run);
 }
 
 TEST(model_refuses_to_save_nonfinite) {

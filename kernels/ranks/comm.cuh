@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include "../../data/files.h"
 #include "../common.cuh"
 #include "launch.h"
 #include "peer.cuh"
@@ -512,4 +513,34 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
         user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
                    dev->compute / 10, dev->compute % 10);
     }
+}
+
+// Plans for a GPU with `memory` bytes that need not be here, as --memory asks; `possible`: nothing else contradicts it.
+inline void device_plan(Device* dev, int64_t memory, bool possible) {
+    if (!possible) {
+        user_error(
+            "--memory plans for one GPU that need not be here; type --dry-run with it, and neither --device cpu nor "
+            "--gpus");
+    }
+    device_imagine(dev, memory);
+}
+
+// Ends the run if `text`, which says how a rank was started, is not rank 0's, or NULL: there is a sentence in `error`.
+inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
+    require(text, error);
+    uint32_t self = crc32c(0, text, (int64_t)strlen(text)), first = self;
+    launch_share(launch, 0, &first, sizeof(first));
+    if (first != self) user_error("it has other options or other data than rank 0: %s; start all alike", text);
+}
+
+// Makes the ranks that --gpus asks for and connects all; `launch` has what the environment says.
+inline void comm_launch(Launch* launch, int64_t gpus, bool cpu, int64_t timeout) {
+    char error[DATA_ERROR_BYTES];
+    if (gpus > 1 && cpu && !stand_in_asked()) {
+        user_error("--gpus %lld goes with GPUs and --device cpu was typed; leave --gpus out, or --device cpu",
+                   (long long)gpus);
+    }
+    require(gpus <= 1 || launch_fork(launch, (int)gpus, error), error);
+    if (launch->rank > 0) signals_quiet();
+    require(launch_join(launch, timeout, error), error);
 }

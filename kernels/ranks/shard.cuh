@@ -112,11 +112,15 @@ struct Shard {
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
 };
 
-// What is spread, and what gradients are sent as, by the names of --shard and --comm; the ranks are connected.
-inline void shard_choose(Shard* s, const char* shard, const char* comm) {
+// Connects the ranks; --shard and --comm name what is spread, and what gradients are sent as. NULL: there is one rank.
+inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard, const char* comm) {
+    if (launch->world == 1) return nullptr;
+    if (dev->gpu) comm_require_own_gpu(launch);
+    comm_open(&s->comm, launch, dev);
     s->mode = shard_mode_from(shard);
     s->late = !s->comm.peers && s->comm.rate > SHARD_LATE_RATE;
     s->format = comm_format_from(comm);
+    return s;
 }
 
 inline bool shard_splits(const Shard* s, ShardMode mode) {

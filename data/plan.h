@@ -1,0 +1,35 @@
+// Plans of memory: how large a micro-batch fits, and what to type where a plan does not fit. The plan itself is the
+// caller's, who knows the model.
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Bytes of device memory; on the CPU of this machine's.
+typedef struct {
+    int64_t weights, states, grads, activations, other;
+    int64_t
+        taken;  // before any of these: the driver's context, NCCL, and kernels that are loaded on the way; 0 on a CPU
+    int64_t total;
+} MemoryPlan;
+
+// Plans a model for micro-batches of `batch` sequences, or 0: as many as it has; with `block`, as --recompute block.
+typedef struct Planner {
+    MemoryPlan (*plan)(const struct Planner* planner, int64_t batch, bool block);
+    const void *model, *config, *options;  // the caller's
+} Planner;
+
+// The largest batch up to `max` whose plan fits into `available` bytes beside what is taken, 0 when not even one
+// sequence does.
+int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int64_t available);
+// NULL if the plan of a model with this batch, of which a rank takes `sequences` sequences a step, fits into
+// `available` bytes of `device`; otherwise what is missing and what to type, a text that lives as long as the program.
+// `block`: the model recomputes blocks already.
+const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
+                       const char* device);
+
+#ifdef __cplusplus
+}
+#endif
