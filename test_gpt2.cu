@@ -713,39 +713,50 @@ TEST(model_decoded_parts_gpu) {
 }
 
 // Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
-// over the whole arena.
+// over the whole arena; states in host memory change none of them.
 static void check_release(Test* test, const Device* dev, const Setup* setup, ClipBy by, float clip) {
     constexpr int STEPS = 3;
-    char* state[3];
-    int64_t bytes[3], grads[3];
-    float norm[3];
-    for (int k = 0; k < 3; k++) {  // one step over the arena; parts after the backward pass; parts inside it
+    // One step over the arena; parts after the backward pass; parts inside it; the same with states in host memory.
+    constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
+    char* state[2 * KINDS];
+    int64_t bytes[2 * KINDS], grads[2 * KINDS];
+    float norm[2 * KINDS];
+    for (int k = 0; k < 2 * KINDS; k++) {
+        const int kind = k % KINDS;
         Model m;
         OptimConfig config = setup_optim(setup);
+        config.offload = k >= KINDS;
         model_shape(&m, dev, setup);
         m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
-        m.arena.clip_by = k == 0 ? CLIP_STEP : by;
-        m.arena.releases = k == 2;
+        m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
+        m.arena.releases = kind == INSIDE;
         model_allocate(&m, &config);
         model_init(&m, 5);
         Dataset data;
         Feeder feeder;
         open_words(&data, setup->T);
         feeder_open(&feeder, dev, &data, m.B, m.T, 3, true, 0);
-        for (int step = 1; step <= STEPS; step++) train_step(&m, &feeder, 1, 1e-2f, k == 0 ? 0 : clip, step);
+        for (int step = 1; step <= STEPS; step++) train_step(&m, &feeder, 1, 1e-2f, kind == WHOLE ? 0 : clip, step);
         feeder_close(&feeder);
         dataset_close(&data);
         norm[k] = scalar(&m, SCALAR_NORM);
         grads[k] = arena_grads_bytes(&m.arena);
-        expect(k == 0 || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
+        expect(kind == WHOLE || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
+        arena_settle(&m.arena);
         state[k] = streams(&m, &bytes[k]);
         model_free(&m);
     }
-    expect(grads[2] < grads[1], "released gradients take %lld of %lld bytes", (long long)grads[2], (long long)grads[1]);
-    expect(norm[1] == norm[2], "norms %.9g and %.9g", norm[1], norm[2]);
-    expect(bytes[1] == bytes[2] && memcmp(state[1], state[2], bytes[1]) == 0, "inside the backward pass: other bits");
-    const bool same = memcmp(state[0], state[1], bytes[0]) == 0;
-    expect(same == (clip == 0), "clip %g: %s the bits without", clip, same ? "" : "not");
+    expect(grads[INSIDE] < grads[AFTER], "released gradients take %lld of %lld bytes", (long long)grads[INSIDE],
+           (long long)grads[AFTER]);
+    expect(norm[AFTER] == norm[INSIDE], "norms %.9g and %.9g", norm[AFTER], norm[INSIDE]);
+    const auto same = [&](int a, int b) {
+        return bytes[a] == bytes[b] && memcmp(state[a], state[b], (size_t)bytes[a]) == 0;
+    };
+    expect(same(AFTER, INSIDE), "inside the backward pass: other bits");
+    expect(same(WHOLE, AFTER) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
+    for (int k = 0; k < KINDS; k++) {
+        expect(same(k, KINDS + k) && norm[k] == norm[KINDS + k], "states on the host, kind %d: other bits", k);
+    }
     for (char* each : state) free(each);
 }
 

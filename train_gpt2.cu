@@ -59,8 +59,8 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 struct Options {
     const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
         *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head, *fp8_grads,
-        *recompute, *release, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device,
-        *save, *sample, *completion;
+        *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume,
+        *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
         print_every, save_every, keep, seed, memory, fit;
@@ -154,6 +154,8 @@ static const Option OPTIONS[] = {
      "what the backward pass computes again instead of keeping it"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "",
      "update each layer in the backward pass and reuse its gradients' memory; auto: where the plan does not fit"},
+    {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states", "",
+     "what is kept in this machine's memory and brought to the GPU a layer at a time, with the same bits"},
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs",
      "of this machine, a process each; torchrun, srun and mpirun give their own number"},
@@ -701,13 +703,14 @@ static int64_t wte_sum_bytes(const Model* m) {
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     const ArenaBytes arena = arena_bytes(&m->arena, config);
     MemoryPlan plan;
-    plan.weights = arena.weights, plan.states = arena.states;
+    plan.weights = arena.weights, plan.states = arena.states, plan.host = arena.host;
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
                  (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
+    if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
     return plan;
 }
 
@@ -1064,6 +1067,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
             "go on elsewhere with --resume %s",
             (long long)run->state.step, run_resume_words(&run->folder));
     }
+    arena_settle(&m->arena);
     run->state.last_norm = m->arena.release ? release_last(m->arena.release) : 0;
     const bool written = checkpoint_write(run, temporary, run->error);
     if (rank_of(m) == 0) {
@@ -1121,6 +1125,7 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
+    config->offload = strcmp(o->offload, "states") == 0;
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -1235,6 +1240,24 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     o->release = m->arena.releases ? "on" : "off";
 }
 
+// Refuses --offload where a step needs all states at once, or this machine's memory does not hold them.
+static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
+    char why[1024];
+    if (!config->offload) return;
+    if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why))) {
+        user_error("--offload %s brings states a layer at a time: %s; leave --offload out", o->offload, why);
+    }
+    if (!m->dev->gpu || m->dev->imagined) return;
+    const Device host = {};
+    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1,
+                  free = memory_available(&host) / (local > 0 ? local : 1);
+    if (need <= free) return;
+    user_error(
+        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; take a smaller --preset, or "
+        "leave --offload out",
+        o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
+}
+
 static DataSource data_source(const Options* o) {
     return {o->data, o->val, o->data_format, o->val_fraction, corpus_begin, corpus_end - corpus_begin};
 }
@@ -1253,6 +1276,7 @@ static void resolve(Run* run) {
     resolve_optim(o, m, config);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
+    resolve_offload(o, m, config);
     resolve_release(o, m, config);
     if (o->lr == AUTO && *run->model_folder) o->lr = optim_usual_lr(o->rule, o->channels) / 10;
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
@@ -1307,7 +1331,7 @@ static void require_disk(const Run* run) {
     whole.begin = whole.end = 0, whole.keeps_copy = false;
     const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
     const bool states = strcmp(o->save, "all") == 0;
-    const int64_t each = bytes.weights + (states ? bytes.states : 0);
+    const int64_t each = bytes.weights + (states ? bytes.states + bytes.host : 0);
     const int64_t saves = run->loaded || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
     char error[DATA_ERROR_BYTES];
     require(o->profile || checkpoint_room(o->run, each, saves, o->keep, states, error), error);
@@ -1337,6 +1361,8 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         m.dev = &dev, o.model = model;
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
+        char why[1024];
+        if (config.offload && !optim_releases(&config, m.arena.tensors, m.arena.count, why, sizeof(why))) continue;
         m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
         const int64_t fits = largest_batch(&o, m, &config, 512, dev.memory - memory_plan(&m, &config).taken);
         if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);

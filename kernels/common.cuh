@@ -286,11 +286,12 @@ inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
 }
 
-// Host <-> device, ordered on the stream and complete on return.
+// Host <-> device, ordered on the stream and complete on return. "Device memory" may be pinned host memory, where an
+// optimizer's states are (optim/offload.h), so the addresses decide which way it goes.
 inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
-        check(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
+        check(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyDefault, dev->stream));
         device_sync(dev);
     } else {
         memcpy(device, host, (size_t)bytes);
@@ -300,7 +301,7 @@ inline void copy_to_device(const Device* dev, void* device, const void* host, in
 inline void copy_to_host(const Device* dev, void* host, const void* device, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
-        check(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDeviceToHost, dev->stream));
+        check(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDefault, dev->stream));
         device_sync(dev);
     } else {
         memcpy(host, device, (size_t)bytes);

@@ -120,5 +120,17 @@ struct OptimParts {
 };
 OptimParts optim_parts(const Optim* optim);
 
+// The states of a launch that its step reads and writes: m, v, and the slow average of rules that keep one. Formats are
+// none_row() where there is no such state.
+constexpr int OPTIM_KEPT = 3;
+struct OptimKept {
+    const FormatRow* format[OPTIM_KEPT];
+    Streams streams[OPTIM_KEPT];  // from the first element of the launch's run on
+};
+void optim_kept_formats(const OptimConfig* launch, const FormatRow* (&format)[OPTIM_KEPT]);
+OptimKept optim_kept(const Optim* optim, int launch);
+// Where the next steps of a launch find these states: arrays as if they began at the arena's first element.
+void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT]);
+
 // The arrays of weights that contain a tensor's, in device memory.
 Streams weights_arrays(const Optim* optim, int tensor);
