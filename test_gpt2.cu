@@ -574,11 +574,15 @@ TEST(model_init_gpu) {
     Device cpu, gpu;
     device_open(&cpu, false, 0);
     device_open(&gpu, true, 0);
-    Model on_cpu, on_gpu;
-    float *want = initial_weights(&on_cpu, &cpu, &INITIAL, 1), *got = initial_weights(&on_gpu, &gpu, &INITIAL, 1);
-    expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "CPU and GPU begin with other bits");
-    free(want), free(got);
-    model_free(&on_cpu), model_free(&on_gpu);
+    for (const char* weights : {"fp32", "lin8:sr", "bf16+16", "e4m3/tensor+fp32"}) {
+        Setup setup = INITIAL;
+        setup.weights = weights;
+        Model on_cpu, on_gpu;
+        float *want = initial_weights(&on_cpu, &cpu, &setup, 1), *got = initial_weights(&on_gpu, &gpu, &setup, 1);
+        expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "%s: CPU and GPU begin with other bits", weights);
+        free(want), free(got);
+        model_free(&on_cpu), model_free(&on_gpu);
+    }
     device_close(&gpu);
 }
 

@@ -38,10 +38,10 @@
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
 #include "kernels/global_norm.cuh"  // global_norm
+#include "kernels/initial.cuh"      // initial_normals
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/linear.cuh"       // linear_forward, linear_backward_input, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
-#include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "kernels/score.cuh"        // score_places: losses of given tokens
@@ -756,20 +756,46 @@ static void rehearse(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
+constexpr int64_t INIT_PIECE = 1 << 24;  // elements of a matrix that are drawn at a time, at most
+
+// A matrix of normal numbers; rows that only pad the vocabulary are 0. The device draws them into the memory of the
+// activations, which hold nothing yet, and from there they go where they are stored. Only formats with scales of whole
+// tensors need the host's memory.
+static void init_matrix(Model* m, int t, uint64_t seed, float deviation) {
+    const ModelTensor* tensor = &m->stored[t];
+    const int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
+    const int64_t room = activations_bytes(m, m->arena.optim != nullptr) - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
+    void* own = room < few ? device_alloc(m->dev, NORMAL_LIST_BYTES + few) : nullptr;
+    uint32_t* list = (uint32_t*)(own ? own : m->activations);
+    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
+    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < INIT_PIECE ? fit : INIT_PIECE;
+    for (int64_t start = 0; start < n; start += piece) {
+        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
+        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
+        initial_normals(m->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
+        device_zero(m->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
+        if (arena_set_part(&m->arena, t, start, count, drawn)) continue;
+        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
+        copy_to_host(m->dev, whole + start, drawn, count * (int64_t)sizeof(float));
+    }
+    if (whole) arena_set(&m->arena, t, whole);
+    device_sync(m->dev);
+    device_free(m->dev, own);
+    free(whole);
+}
+
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
-// biases 0, layernorms 1 and 0, padding of the vocabulary 0. The host computes them, whatever the device.
+// biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are the same on every device.
 static void model_init(Model* m, uint64_t seed) {
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
-        int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
-        float deviation = tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
-        bool layernorm_weight = tensor->rows == 1 && strcmp(strrchr(tensor->name, '.'), ".weight") == 0;
-        float* values = (float*)memory_zero(n, sizeof(float));
         if (tensor->rows > 1) {
-#pragma omp parallel for
-            for (int64_t i = 0; i < used; i++) values[i] = deviation * random_normal(seed, t, i);
+            init_matrix(m, t, seed, tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f);
+            continue;
         }
-        for (int64_t i = 0; layernorm_weight && i < n; i++) values[i] = 1.0f;
+        const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
+        float* values = (float*)memory_zero(tensor->cols, sizeof(float));
+        for (int64_t i = 0; ones && i < tensor->cols; i++) values[i] = 1.0f;
         arena_set(&m->arena, t, values);
         free(values);
     }

@@ -119,6 +119,11 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
+bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
+    if (a->decoded) decoded_forget(a->decoded);
+    return a->optim && optim_set_part(a->optim, t, start, n, values);
+}
+
 void arena_need(const Arena* a, int part, int next) {
     if (a->decoded) decoded_need(a->decoded, part);
     if (part <= a->layers) shard_need(a->shard, part, next);

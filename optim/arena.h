@@ -60,6 +60,9 @@ void arena_close(Arena* arena);
 void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);
+// The same for elements `start` to start + n, from values in device memory (optim_set_part). False, and nothing is set,
+// where only whole tensors can be.
+bool arena_set_part(Arena* arena, int t, int64_t start, int64_t n, const float* values);
 
 // The weights of a part are there from here on in the device's stream; where ranks keep them, those of layer `next` are
 // on their way meanwhile.

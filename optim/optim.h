@@ -133,6 +133,11 @@ void optim_free(Optim* optim);
 // takes the part that lies in it. Call optim_decode after the last tensor.
 void optim_set_weights(Optim* optim, int tensor, const float* values);
 
+// The same for elements `start`, a multiple of TILE_ELEMENTS, to start + n of a tensor, from values in device memory,
+// on dev->stream. The call for its last elements sets the padding behind it, too. Returns false, and sets nothing, for
+// formats whose scales reach over a tensor.
+bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values);
+
 // Reads the weights of one tensor into host values, as the model sees them (the bf16 copy of bf16+fp32; not rounded to
 // the compute type). A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);

@@ -23,6 +23,7 @@ struct FormatRow : StorageDefaults {
     bool has_sign;
     bool feeds_back;        // the rounding error of these weights goes into m
     const void* decode[2];  // of weights: optim_decode_kernel into each OptimType
+    const void* set_tiles;  // of weights: optim_set_kernel; null with spans
     const char* source;     // of the user's own formats: their text for NVRTC; such a row has no functions
 };
 
