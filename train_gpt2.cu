@@ -57,7 +57,7 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 
 // The values, by type; the table says what each means.
 struct Options {
-    const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
+    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
         *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head, *fp8_grads,
         *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume,
         *device, *save, *sample, *completion;
@@ -82,7 +82,9 @@ static const Option OPTIONS[] = {
     {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
      "share of a single file that is kept for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
-     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
+     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84|d96|d120, or a Hugging Face folder"},
+    {"size", TEXT, AT(size), "", 0, 0, "N", "",
+     "instead: a shape of about N parameters with GPT-2's vocabulary, near GPT-3's; 124M is gpt2's, 30B has 54 layers"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
     {"channels", INT, AT(channels), "auto", 64, 12288, "C", "", "a multiple of the heads times 64 or 128"},
     {"heads", INT, AT(heads), "auto", 1, 1024, "NH", "", "channels / heads is 64 or 128"},
@@ -1775,6 +1777,22 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     return 0;
 }
 
+// --size becomes the name of a model. Refuses it beside what it chooses.
+static void take_size(Options* o, bool* given) {
+    char error[DATA_ERROR_BYTES];
+    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    if (!typed("size")) return;
+    require(gpt2_size_check(o->size, error), error);
+    if (typed("model")) {
+        user_error("--size %s and --model %s both choose a shape; leave one of them out", o->size, o->model);
+    }
+    for (const char* name : {"layers", "channels", "heads"}) {
+        if (typed(name)) user_error("--size %s chooses the %s, too; leave --%s or --size out", o->size, name, name);
+    }
+    o->model = o->size, o->size = "";
+    given[option_find(&TABLE, "model") - OPTIONS] = true;
+}
+
 // Pairs of an option that replaces training and another option, which it would ignore.
 static const char* const APART[][2] = {{"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},
                                        {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}};
@@ -1812,6 +1830,7 @@ int main(int argc, char** argv) {
         if (!typed(pair[0]) || !typed(pair[1])) continue;
         user_error("--%s does one thing, to which --%s does not belong; leave one of them out", pair[0], pair[1]);
     }
+    take_size(&options, given);
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;
