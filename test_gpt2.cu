@@ -28,6 +28,7 @@ struct Setup {
     int64_t logit_rows;  // 0: all
     const char *weights, *m, *v;
     bool keeps_copy = false;  // of the weights in the compute type, instead of decoding them a part at a time
+    bool spills = false;      // the residual stream is in host memory
 };
 
 static OptimConfig setup_optim(const Setup* s) {
@@ -48,6 +49,7 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->arena.type = s->type;
     m->arena.grads_bf16 = s->grads_bf16;
     m->recompute = s->recompute;
+    m->spills = s->spills;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
     config_tensors(m);
 }
@@ -787,6 +789,49 @@ TEST(model_release_gpu) {
     Device dev;
     device_open(&dev, true, 0);
     check_releases(test, &dev, OPTIM_BF16);
+    device_close(&dev);
+}
+
+// A residual stream that goes through host memory has the bits of one that stays, for any number of layers.
+static void check_spills(Test* test, const Device* dev, OptimType type) {
+    for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
+        for (int layers : {1, 2, 3, 4, 7}) {
+            Setup setup = {
+                {layers, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, "bf16:sr", "fp32", "fp32"};
+            float losses[2][4];
+            char* state[2];
+            int64_t bytes[2], kept[2];
+            for (int k = 0; k < 2; k++) {
+                Model m;
+                setup.spills = k == 1;
+                train_small(&m, dev, &setup, 4, losses[k]);
+                state[k] = streams(&m, &bytes[k]);
+                kept[k] = activations_bytes(&m, true);
+                model_free(&m);
+            }
+            expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%d layers: losses differ", layers);
+            expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], (size_t)bytes[0]) == 0, "%d layers: other bits",
+                   layers);
+            // All but three leave; scratch may be what is largest.
+            const int64_t leave = spill_bytes(layers, 2 * 64 * 128 * (type == OPTIM_FP32 ? 4 : 2));
+            expect((leave > 0) == (layers > 2) && kept[0] - kept[1] <= leave, "%d layers: %lld bytes less", layers,
+                   (long long)(kept[0] - kept[1]));
+            if (layers == 7) expect(kept[0] - kept[1] == leave, "%lld bytes less", (long long)(kept[0] - kept[1]));
+            for (char* each : state) free(each);
+        }
+    }
+}
+
+TEST(model_spills) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_spills(test, &dev, OPTIM_FP32);
+}
+
+TEST(model_spills_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_spills(test, &dev, OPTIM_BF16);
     device_close(&dev);
 }
 

@@ -45,6 +45,7 @@
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "kernels/score.cuh"        // score_places: losses of given tokens
+#include "kernels/spill.cuh"        // Spill: the residual stream in host memory
 #include "optim/arena.h"            // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
@@ -156,8 +157,9 @@ static const Option OPTIONS[] = {
      "what the backward pass computes again instead of keeping it"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "",
      "update each layer in the backward pass and reuse its gradients' memory; auto: where the plan does not fit"},
-    {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states", "",
-     "what is kept in this machine's memory and brought to the GPU a layer at a time, with the same bits"},
+    {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
+     "what is in this machine's memory and comes to the GPU a layer at a time, with the same bits: the optimizer's "
+     "states; the residual stream, all that --recompute block keeps"},
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs",
      "of this machine, a process each; torchrun, srun and mpirun give their own number"},
@@ -269,6 +271,9 @@ struct Model {
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
     Fp8 fp8;                  // their scales
 
+    bool spills;  // the residual stream is in host memory
+    Spill spill;
+
     Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
@@ -370,6 +375,7 @@ struct BlockActivations {
 template <typename X>
 struct Activations {
     X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
+    const Spill* spill;           // they take turns, and those that are not here are in host memory; NULL: all are here
     BlockActivations<X> block[MAX_LAYERS];
     float *lnf_mean, *lnf_rstd;  // (N)
     X* lnf;                      // (N, C)
@@ -417,11 +423,13 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
     bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
     const bool fp8 = backward && m->uses_fp8;
+    // Without backward the stream needs two places: a block's input and output.
+    const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
+    a.spill = backward && m->spills ? &m->spill : nullptr;
     a.residual[0] = values(N * C);
     for (int l = 0; l < m->config.L; l++) {
         BlockActivations<X>* b = &a.block[l];
-        // Without backward the stream needs two places: a block's input and output.
-        a.residual[l + 1] = backward || l == 0 ? values(N * C) : a.residual[l - 1];
+        a.residual[l + 1] = l + 1 < places ? values(N * C) : a.residual[l + 1 - places];
         if (l > 0 && !keep) {
             *b = a.block[0];
             continue;
@@ -500,6 +508,7 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     int L = m->config.L, C = m->config.C;
     arena_need(&m->arena, decoded_embeddings(L));
     embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0);
     BlockActivations<X>* first = &a->block[0];
     layernorm_forward<X>(named(dev, "residual + layernorm"), first->ln1, first->ln1_mean, first->ln1_rstd,
@@ -514,10 +523,12 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         arena_need(&m->arena, last ? decoded_final(L) : l + 1);
+        spill_room(a->spill, l + 1);
         residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
                                       last ? w.lnfb : w.block[l + 1].ln1b, N, C);
+        spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
 
@@ -621,15 +632,18 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
                              accumulate);
+    spill_done(a->spill, L, a->residual[L]);
     arena_done(&m->arena, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
         arena_need(&m->arena, l, l - 1);
+        spill_need(a->spill, l);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->arena.shard, l - 1);
         layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate);
+        spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l);
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
@@ -694,6 +708,11 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return bytes;
 }
 
+// Of the residual stream at one place.
+static int64_t residual_bytes(const Model* m) {
+    return (int64_t)m->B * m->T * m->config.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
+}
+
 static int fp8_slots(const Model* m) {
     return fp8_slot(m->config.L, QKV) + FP8_SLOTS;
 }
@@ -706,6 +725,7 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     const ArenaBytes arena = arena_bytes(&m->arena, config);
     MemoryPlan plan;
     plan.weights = arena.weights, plan.states = arena.states, plan.host = arena.host;
+    if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
@@ -729,6 +749,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
+    if (config && m->spills) spill_open(&m->spill, m->dev, m->config.L, residual_bytes(m));
     if (!config || !m->uses_fp8) return;
     void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
     device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
@@ -741,6 +762,7 @@ static void model_free(Model* m) {
     for (void* block : memory) device_free(m->dev, block);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
+    spill_close(&m->spill);
     arena_close(&m->arena);
 }
 
@@ -1153,7 +1175,8 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
-    config->offload = strcmp(o->offload, "states") == 0;
+    config->offload = strstr(o->offload, "states") != nullptr;
+    m->spills = strstr(o->offload, "residuals") != nullptr;
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -1271,8 +1294,7 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
 // Refuses --offload where a step needs all states at once, or this machine's memory does not hold them.
 static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
     char why[1024];
-    if (!config->offload) return;
-    if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why))) {
+    if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why))) {
         user_error("--offload %s brings states a layer at a time: %s; leave --offload out", o->offload, why);
     }
     if (!m->dev->gpu || m->dev->imagined) return;
@@ -1281,8 +1303,9 @@ static void resolve_offload(const Options* o, const Model* m, const OptimConfig*
                   free = memory_available(&host) / (local > 0 ? local : 1);
     if (need <= free) return;
     user_error(
-        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; take a smaller --preset, or "
-        "leave --offload out",
+        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; leave --offload out, or take "
+        "a "
+        "smaller --preset or --batch",
         o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
 }
 

@@ -273,6 +273,28 @@ inline void device_free(const Device* dev, void* pointer) {
     }
 }
 
+// Memory of the host for `what`, which the copy engines of a GPU stream from and to, 256-byte aligned, not initialised.
+// The caller frees it with host_free.
+inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
+    void* pointer = nullptr;
+    bytes = (bytes + 255) / 256 * 256;
+    if (bytes == 0) return nullptr;
+    if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
+    if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
+    user_error(
+        "--offload: the system does not pin %.2f GiB of memory for %s; free memory, raise ulimit -l, or leave "
+        "--offload out",
+        (double)bytes / (1 << 30), what);
+}
+
+inline void host_free(const Device* dev, void* pointer) {
+    if (dev->gpu) {
+        check(cudaFreeHost(pointer));
+    } else {
+        free(pointer);
+    }
+}
+
 inline void device_zero(const Device* dev, void* pointer, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {

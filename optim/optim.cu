@@ -223,30 +223,14 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
-// Memory of the host, zero, which the copy engines of a GPU stream from and to. Freed by host_free.
 static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
-    void* memory = nullptr;
-    bytes = allocated_bytes(bytes);
-    *total += bytes;
-    if (bytes == 0) return memory;
-    if (!dev->gpu) {
-        memory = memory_aligned(256, (size_t)bytes);
-    } else if (cudaMallocHost(&memory, (size_t)bytes) != cudaSuccess) {
-        user_error(
-            "--offload: the system does not pin %.2f GiB of memory for the optimizer's states; free memory, raise "
-            "ulimit -l, or leave --offload out",
-            (double)bytes / (1 << 30));
-    }
+    void* memory = host_alloc(dev, bytes, "the optimizer's states");
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < bytes; at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
     }
+    *total += allocated_bytes(bytes);
     return memory;
-}
-
-static void host_free(const Device* dev, void* memory) {
-    if (!dev->gpu) return free(memory);
-    check(cudaFreeHost(memory));
 }
 
 // Allocates an array that checkpoints write.

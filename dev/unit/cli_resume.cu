@@ -211,8 +211,10 @@ TEST(cli_resume_spans) {
 // of a run, which changes no bit.
 TEST(cli_resume_offload) {
     const char *work = work_folder(), *whole = joined(work, "whole");
-    const char* const goes_on[][2] = {
-        {"host", "--offload states"}, {"released", "--release on"}, {"both", "--offload states --release on"}};
+    const char* const goes_on[][2] = {{"host", "--offload states"},
+                                      {"released", "--release on"},
+                                      {"both", "--offload states --release on"},
+                                      {"all", "--offload states,residuals --recompute block"}};
     char again[PATH_MAX], back[PATH_MAX];
     train_well("%s %s --data %s/text.txt --run %s --steps 9 --save-every 3 --keep 9 --clip-by last --preset adamw4l",
                SHAPE, QUICK, work, whole);
