@@ -131,7 +131,7 @@ $(BUILD)/optim/%.o: optim/%.c
 # The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
 # export nothing but nibble_optim.h. Its kernels are compiled by NVRTC, so none is built in, and it needs no cuBLASLt.
 LIB := $(BUILD)/lib
-LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out $(foreach o,built_in matrix low_rank saved release decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out $(foreach o,built_in matrix low_rank saved release offload decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
                $(patsubst %,$(LIB)/data/%.o,errors files memory text)
 comma := ,
 LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)

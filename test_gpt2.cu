@@ -28,6 +28,7 @@ struct Setup {
     int64_t logit_rows;  // 0: all
     const char *weights, *m, *v;
     bool keeps_copy = false;  // of the weights in the compute type, instead of decoding them a part at a time
+    bool spills = false;      // the residual stream is in host memory
 };
 
 static OptimConfig setup_optim(const Setup* s) {
@@ -48,6 +49,7 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->arena.type = s->type;
     m->arena.grads_bf16 = s->grads_bf16;
     m->recompute = s->recompute;
+    m->spills = s->spills;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
     config_tensors(m);
 }
@@ -595,11 +597,15 @@ TEST(model_init_gpu) {
     Device cpu, gpu;
     device_open(&cpu, false, 0);
     device_open(&gpu, true, 0);
-    Model on_cpu, on_gpu;
-    float *want = initial_weights(&on_cpu, &cpu, &INITIAL, 1), *got = initial_weights(&on_gpu, &gpu, &INITIAL, 1);
-    expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "CPU and GPU begin with other bits");
-    free(want), free(got);
-    model_free(&on_cpu), model_free(&on_gpu);
+    for (const char* weights : {"fp32", "lin8:sr", "bf16+16", "e4m3/tensor+fp32"}) {
+        Setup setup = INITIAL;
+        setup.weights = weights;
+        Model on_cpu, on_gpu;
+        float *want = initial_weights(&on_cpu, &cpu, &setup, 1), *got = initial_weights(&on_gpu, &gpu, &setup, 1);
+        expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "%s: CPU and GPU begin with other bits", weights);
+        free(want), free(got);
+        model_free(&on_cpu), model_free(&on_gpu);
+    }
     device_close(&gpu);
 }
 
@@ -734,39 +740,50 @@ TEST(model_decoded_parts_gpu) {
 }
 
 // Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
-// over the whole arena.
+// over the whole arena; states in host memory change none of them.
 static void check_release(Test* test, const Device* dev, const Setup* setup, ClipBy by, float clip) {
     constexpr int STEPS = 3;
-    char* state[3];
-    int64_t bytes[3], grads[3];
-    float norm[3];
-    for (int k = 0; k < 3; k++) {  // one step over the arena; parts after the backward pass; parts inside it
+    // One step over the arena; parts after the backward pass; parts inside it; the same with states in host memory.
+    constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
+    char* state[2 * KINDS];
+    int64_t bytes[2 * KINDS], grads[2 * KINDS];
+    float norm[2 * KINDS];
+    for (int k = 0; k < 2 * KINDS; k++) {
+        const int kind = k % KINDS;
         Model m;
         OptimConfig config = setup_optim(setup);
+        config.offload = k >= KINDS;
         model_shape(&m, dev, setup);
         m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
-        m.arena.clip_by = k == 0 ? CLIP_STEP : by;
-        m.arena.releases = k == 2;
+        m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
+        m.arena.releases = kind == INSIDE;
         model_allocate(&m, &config);
         model_init(&m, 5);
         Dataset data;
         Feeder feeder;
         open_words(&data, setup->T);
         feeder_open(&feeder, dev, &data, m.B, m.T, 3, true, 0);
-        for (int step = 1; step <= STEPS; step++) train_step(&m, &feeder, 1, 1e-2f, k == 0 ? 0 : clip, step);
+        for (int step = 1; step <= STEPS; step++) train_step(&m, &feeder, 1, 1e-2f, kind == WHOLE ? 0 : clip, step);
         feeder_close(&feeder);
         dataset_close(&data);
         norm[k] = scalar(&m, SCALAR_NORM);
         grads[k] = arena_grads_bytes(&m.arena);
-        expect(k == 0 || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
+        expect(kind == WHOLE || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
+        arena_settle(&m.arena);
         state[k] = streams(&m, &bytes[k]);
         model_free(&m);
     }
-    expect(grads[2] < grads[1], "released gradients take %lld of %lld bytes", (long long)grads[2], (long long)grads[1]);
-    expect(norm[1] == norm[2], "norms %.9g and %.9g", norm[1], norm[2]);
-    expect(bytes[1] == bytes[2] && memcmp(state[1], state[2], bytes[1]) == 0, "inside the backward pass: other bits");
-    const bool same = memcmp(state[0], state[1], bytes[0]) == 0;
-    expect(same == (clip == 0), "clip %g: %s the bits without", clip, same ? "" : "not");
+    expect(grads[INSIDE] < grads[AFTER], "released gradients take %lld of %lld bytes", (long long)grads[INSIDE],
+           (long long)grads[AFTER]);
+    expect(norm[AFTER] == norm[INSIDE], "norms %.9g and %.9g", norm[AFTER], norm[INSIDE]);
+    const auto same = [&](int a, int b) {
+        return bytes[a] == bytes[b] && memcmp(state[a], state[b], (size_t)bytes[a]) == 0;
+    };
+    expect(same(AFTER, INSIDE), "inside the backward pass: other bits");
+    expect(same(WHOLE, AFTER) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
+    for (int k = 0; k < KINDS; k++) {
+        expect(same(k, KINDS + k) && norm[k] == norm[KINDS + k], "states on the host, kind %d: other bits", k);
+    }
     for (char* each : state) free(each);
 }
 
@@ -793,6 +810,49 @@ TEST(model_release_gpu) {
     Device dev;
     device_open(&dev, true, 0);
     check_releases(test, &dev, OPTIM_BF16);
+    device_close(&dev);
+}
+
+// A residual stream that goes through host memory has the bits of one that stays, for any number of layers.
+static void check_spills(Test* test, const Device* dev, OptimType type) {
+    for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
+        for (int layers : {1, 2, 3, 4, 7}) {
+            Setup setup = {
+                {layers, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, "bf16:sr", "fp32", "fp32"};
+            float losses[2][4];
+            char* state[2];
+            int64_t bytes[2], kept[2];
+            for (int k = 0; k < 2; k++) {
+                Model m;
+                setup.spills = k == 1;
+                train_small(&m, dev, &setup, 4, losses[k]);
+                state[k] = streams(&m, &bytes[k]);
+                kept[k] = activations_bytes(&m, true);
+                model_free(&m);
+            }
+            expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%d layers: losses differ", layers);
+            expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], (size_t)bytes[0]) == 0, "%d layers: other bits",
+                   layers);
+            // All but three leave; scratch may be what is largest.
+            const int64_t leave = spill_bytes(layers, 2 * 64 * 128 * (type == OPTIM_FP32 ? 4 : 2));
+            expect((leave > 0) == (layers > 2) && kept[0] - kept[1] <= leave, "%d layers: %lld bytes less", layers,
+                   (long long)(kept[0] - kept[1]));
+            if (layers == 7) expect(kept[0] - kept[1] == leave, "%lld bytes less", (long long)(kept[0] - kept[1]));
+            for (char* each : state) free(each);
+        }
+    }
+}
+
+TEST(model_spills) {
+    Device dev;
+    device_open(&dev, false, 0);
+    check_spills(test, &dev, OPTIM_FP32);
+}
+
+TEST(model_spills_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    check_spills(test, &dev, OPTIM_BF16);
     device_close(&dev);
 }
 

@@ -38,13 +38,14 @@
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
 #include "kernels/global_norm.cuh"  // global_norm
+#include "kernels/initial.cuh"      // initial_normals
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/linear.cuh"       // linear_forward, linear_backward_input, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
-#include "kernels/random.h"         // random_normal
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "kernels/score.cuh"        // score_places: losses of given tokens
+#include "kernels/spill.cuh"        // Spill: the residual stream in host memory
 #include "optim/arena.h"            // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
@@ -57,10 +58,10 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 
 // The values, by type; the table says what each means.
 struct Options {
-    const char *data, *data_format, *val, *model, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
+    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
         *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head, *fp8_grads,
-        *recompute, *release, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device,
-        *save, *sample, *completion;
+        *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume,
+        *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
         print_every, save_every, keep, seed, memory, fit;
@@ -82,7 +83,9 @@ static const Option OPTIONS[] = {
     {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "",
      "share of a single file kept for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
-     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84, or a Hugging Face GPT-2 folder"},
+     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84|d96|d120, or a Hugging Face folder"},
+    {"size", TEXT, AT(size), "", 0, 0, "N", "",
+     "instead: a shape of about N parameters with GPT-2's vocabulary, near GPT-3's; 124M is gpt2's, 30B has 54 layers"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
     {"channels", INT, AT(channels), "auto", 64, 12288, "C", "", "a multiple of the heads times 64 or 128"},
     {"heads", INT, AT(heads), "auto", 1, 1024, "NH", "", "channels / heads is 64 or 128"},
@@ -153,6 +156,9 @@ static const Option OPTIONS[] = {
      "what the backward pass computes again instead of keeping it"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "",
      "update each layer in the backward pass and reuse its gradients' memory; auto: where the plan does not fit"},
+    {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
+     "what is in this machine's memory and comes to the GPU a layer at a time, with the same bits: the optimizer's "
+     "states; the residual stream, all that --recompute block keeps"},
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs",
      "of this machine, a process each; torchrun, srun and mpirun give their own number"},
@@ -262,6 +268,9 @@ struct Model {
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
     Fp8 fp8;                  // their scales
 
+    bool spills;  // the residual stream is in host memory
+    Spill spill;
+
     Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
@@ -363,6 +372,7 @@ struct BlockActivations {
 template <typename X>
 struct Activations {
     X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
+    const Spill* spill;           // they take turns, and those that are not here are in host memory; NULL: all are here
     BlockActivations<X> block[MAX_LAYERS];
     float *lnf_mean, *lnf_rstd;  // (N)
     X* lnf;                      // (N, C)
@@ -410,11 +420,13 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
     bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
     const bool fp8 = backward && m->uses_fp8;
+    // Without backward the stream needs two places: a block's input and output.
+    const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
+    a.spill = backward && m->spills ? &m->spill : nullptr;
     a.residual[0] = values(N * C);
     for (int l = 0; l < m->config.L; l++) {
         BlockActivations<X>* b = &a.block[l];
-        // Without backward the stream needs two places: a block's input and output.
-        a.residual[l + 1] = backward || l == 0 ? values(N * C) : a.residual[l - 1];
+        a.residual[l + 1] = l + 1 < places ? values(N * C) : a.residual[l + 1 - places];
         if (l > 0 && !keep) {
             *b = a.block[0];
             continue;
@@ -499,6 +511,7 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     int L = m->config.L, C = m->config.C;
     arena_need(&m->arena, decoded_embeddings(L));
     embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0);
     BlockActivations<X>* first = &a->block[0];
     Fp8Codes codes = linear_input_codes(&a->fp8, fp8_slot(0, QKV));
@@ -515,10 +528,12 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         arena_need(&m->arena, last ? decoded_final(L) : l + 1);
         codes = last ? Fp8Codes{} : linear_input_codes(&a->fp8, fp8_slot(l + 1, QKV));
+        spill_room(a->spill, l + 1);
         residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
                                       last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
                                       b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
                                       last ? w.lnfb : w.block[l + 1].ln1b, N, C, &codes);
+        spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
 
@@ -627,9 +642,11 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
                              accumulate, &codes);
+    spill_done(a->spill, L, a->residual[L]);
     arena_done(&m->arena, decoded_final(L));
     for (int l = L - 1; l >= 0; l--) {
         arena_need(&m->arena, l, l - 1);
+        spill_need(a->spill, l);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) shard_grads_free(m->arena.shard, l - 1);
         codes = l > 0 ? linear_gradient_codes(&a->fp8, fp8_slot(l - 1, FC_PROJECTION), a->fp8.made) : Fp8Codes{};
@@ -637,6 +654,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
                                  accumulate, &codes);
+        spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l);
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
@@ -701,6 +719,11 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return bytes;
 }
 
+// Of the residual stream at one place.
+static int64_t residual_bytes(const Model* m) {
+    return (int64_t)m->B * m->T * m->config.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
+}
+
 static int fp8_slots(const Model* m) {
     return fp8_slot(m->config.L, QKV) + FP8_SLOTS;
 }
@@ -712,13 +735,15 @@ static int64_t wte_sum_bytes(const Model* m) {
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     const ArenaBytes arena = arena_bytes(&m->arena, config);
     MemoryPlan plan;
-    plan.weights = arena.weights, plan.states = arena.states;
+    plan.weights = arena.weights, plan.states = arena.states, plan.host = arena.host;
+    if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
                  (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
+    if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
     return plan;
 }
 
@@ -735,6 +760,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
+    if (config && m->spills) spill_open(&m->spill, m->dev, m->config.L, residual_bytes(m));
     if (!config || !m->uses_fp8) return;
     void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
     device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
@@ -747,6 +773,7 @@ static void model_free(Model* m) {
     for (void* block : memory) device_free(m->dev, block);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
+    spill_close(&m->spill);
     arena_close(&m->arena);
 }
 
@@ -764,20 +791,46 @@ static void rehearse(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
+constexpr int64_t INIT_PIECE = 1 << 24;  // elements of a matrix that are drawn at a time, at most
+
+// A matrix of normal numbers; rows that only pad the vocabulary are 0. The device draws them into the memory of the
+// activations, which hold nothing yet, and from there they go where they are stored. Only formats with scales of whole
+// tensors need the host's memory.
+static void init_matrix(Model* m, int t, uint64_t seed, float deviation) {
+    const ModelTensor* tensor = &m->stored[t];
+    const int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
+    const int64_t room = activations_bytes(m, m->arena.optim != nullptr) - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
+    void* own = room < few ? device_alloc(m->dev, NORMAL_LIST_BYTES + few) : nullptr;
+    uint32_t* list = (uint32_t*)(own ? own : m->activations);
+    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
+    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < INIT_PIECE ? fit : INIT_PIECE;
+    for (int64_t start = 0; start < n; start += piece) {
+        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
+        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
+        initial_normals(m->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
+        device_zero(m->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
+        if (arena_set_part(&m->arena, t, start, count, drawn)) continue;
+        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
+        copy_to_host(m->dev, whole + start, drawn, count * (int64_t)sizeof(float));
+    }
+    if (whole) arena_set(&m->arena, t, whole);
+    device_sync(m->dev);
+    device_free(m->dev, own);
+    free(whole);
+}
+
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
-// biases 0, layernorms 1 and 0, padding of the vocabulary 0. The host computes them, whatever the device.
+// biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are the same on every device.
 static void model_init(Model* m, uint64_t seed) {
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
-        int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
-        float deviation = tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f;
-        bool layernorm_weight = tensor->rows == 1 && strcmp(strrchr(tensor->name, '.'), ".weight") == 0;
-        float* values = (float*)memory_zero(n, sizeof(float));
         if (tensor->rows > 1) {
-#pragma omp parallel for
-            for (int64_t i = 0; i < used; i++) values[i] = deviation * random_normal(seed, t, i);
+            init_matrix(m, t, seed, tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f);
+            continue;
         }
-        for (int64_t i = 0; layernorm_weight && i < n; i++) values[i] = 1.0f;
+        const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
+        float* values = (float*)memory_zero(tensor->cols, sizeof(float));
+        for (int64_t i = 0; ones && i < tensor->cols; i++) values[i] = 1.0f;
         arena_set(&m->arena, t, values);
         free(values);
     }
@@ -1023,6 +1076,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
             "go on elsewhere with --resume %s",
             (long long)run->folder.state.step, run_resume_words(&run->folder));
     }
+    arena_settle(&m->arena);
     run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
     require(checkpoint_write(run, begin, prune), run->folder.error);
     run->save_seconds = seconds_now() - begin;
@@ -1073,6 +1127,8 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
+    config->offload = strstr(o->offload, "states") != nullptr;
+    m->spills = strstr(o->offload, "residuals") != nullptr;
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -1164,6 +1220,24 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     o->release = m->arena.releases ? "on" : "off";
 }
 
+// Refuses --offload where a step needs all states at once, or this machine's memory does not hold them.
+static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
+    char why[1024];
+    if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why))) {
+        user_error("--offload %s brings states a layer at a time: %s; leave --offload out", o->offload, why);
+    }
+    if (!m->dev->gpu || m->dev->imagined) return;
+    const Device host = {};
+    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1,
+                  free = memory_available(&host) / (local > 0 ? local : 1);
+    if (need <= free) return;
+    user_error(
+        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; leave --offload out, or take "
+        "a "
+        "smaller --preset or --batch",
+        o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
+}
+
 static DataSource data_source(const Options* o) {
     return {o->data, o->val, o->data_format, o->val_fraction, corpus_begin, corpus_end - corpus_begin};
 }
@@ -1183,6 +1257,7 @@ static void resolve(Run* run) {
     resolve_optim(o, m, config);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
+    resolve_offload(o, m, config);
     resolve_release(o, m, config);
     if (o->lr == AUTO && *run->model_folder) o->lr = optim_usual_lr(o->rule, o->channels) / 10;
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
@@ -1230,6 +1305,8 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         m.dev = &dev, o.model = model;
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
+        char why[1024];
+        if (config.offload && !optim_releases(&config, m.arena.tensors, m.arena.count, why, sizeof(why))) continue;
         m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
         const Planner planner = {plan_of, &m, &config, &o};
         const int64_t fits = plan_largest_batch(&planner, 512, false, dev.memory - memory_plan(&m, &config).taken);
@@ -1545,6 +1622,22 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     return 0;
 }
 
+// --size becomes the name of a model. Refuses it beside what it chooses.
+static void take_size(Options* o, bool* given) {
+    char error[DATA_ERROR_BYTES];
+    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    if (!typed("size")) return;
+    require(gpt2_size_check(o->size, error), error);
+    if (typed("model")) {
+        user_error("--size %s and --model %s both choose a shape; leave one of them out", o->size, o->model);
+    }
+    for (const char* name : {"layers", "channels", "heads"}) {
+        if (typed(name)) user_error("--size %s chooses the %s, too; leave --%s or --size out", o->size, name, name);
+    }
+    o->model = o->size, o->size = "";
+    given[option_find(&TABLE, "model") - OPTIONS] = true;
+}
+
 // Pairs of an option that replaces training and another option, which it would ignore.
 static const char* const APART[][2] = {{"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},
                                        {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}};
@@ -1578,6 +1671,7 @@ int main(int argc, char** argv) {
     }
     const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
+    take_size(&options, given);
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;

@@ -21,14 +21,79 @@ static const Gpt2Name names[] = {
     {"d60", 60, 1920, 30, 1024},
     {"d72", 72, 2880, 45, 1024},
     {"d84", 84, 3456, 54, 1024},
+    {"d96", 96, 5120, 40, 1024},
+    {"d120", 120, 6400, 50, 1024},
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
+// Depth over width as GPT-3's models have it, below which a model has a layer for each 64 channels; where the widths
+// lie between two of them, so does the logarithm of the depth.
+static double usual_layers(int channels) {
+    static const double known[][2] = {{64, 1},    {768, 12},  {1024, 24}, {2048, 24},
+                                      {2560, 32}, {4096, 32}, {5120, 40}, {12288, 96}};
+    int i = 1;
+    while (channels > known[i][0]) i++;
+    const double share = log(channels / known[i - 1][0]) / log(known[i][0] / known[i - 1][0]);
+    return known[i - 1][1] * pow(known[i][1] / known[i - 1][1], share);
+}
+
+enum { SIZE_LAYERS = 256, SIZE_CHANNELS = 12288, SIZE_POSITIONS = 1024, SIZE_VOCABULARY = 50257, SIZE_WIDE = 2048 };
+
+static double size_of(int layers, int channels) {
+    const double C = channels, embeddings = (SIZE_VOCABULARY + SIZE_POSITIONS + 2) * C;
+    return layers * (12 * C * C + 13 * C) + embeddings;
+}
+
+// The shape whose size is near `wanted` and whose depth is near the usual one: a third of the depth's deviation counts
+// as much as the size's. A head has 128 channels from SIZE_WIDE channels on, 64 below. False if none is within a tenth.
+static bool size_choose(double wanted, Gpt2Name* shape) {
+    double least = INFINITY;
+    for (int C = 64; C <= SIZE_CHANNELS; C += C < SIZE_WIDE ? 64 : 128) {
+        const double exact = (wanted - size_of(0, C)) / (size_of(1, C) - size_of(0, C)), usual = usual_layers(C);
+        const double depths[] = {floor(exact + 0.5), floor(usual + 0.5)};
+        for (int i = 0; i < 2; i++) {
+            if (!(depths[i] >= 1 && depths[i] <= SIZE_LAYERS)) continue;
+            const int layers = (int)depths[i];
+            const double off = fabs(log(size_of(layers, C) / wanted)), cost = 3 * off + fabs(log(layers / usual));
+            if (off > 0.1 || cost >= least) continue;
+            least = cost;
+            *shape = (Gpt2Name){"", layers, C, C / (C < SIZE_WIDE ? 64 : 128), SIZE_POSITIONS};
+        }
+    }
+    return least < INFINITY;
+}
+
+// A number of parameters such as 124M or 1.5B; 0: the text is none.
+static double size_number(const char* text) {
+    char* end;
+    if (*text < '0' || *text > '9') return 0;
+    const double number = strtod(text, &end);
+    const double unit = *end == 'K' || *end == 'k'   ? 1e3
+                        : *end == 'M' || *end == 'm' ? 1e6
+                        : *end == 'B' || *end == 'b' ? 1e9
+                                                     : 0;
+    return unit > 0 && end[1] == 0 && strcspn(text, "xXeE") == strlen(text) ? number * unit : 0;
+}
+
+bool gpt2_size_check(const char* size, char* error) {
+    Gpt2Name shape;
+    const double wanted = size_number(size);
+    if (wanted == 0) {
+        return data_error(error, "--size takes a number of parameters such as 350M or 30B, not '%s'; type --size 30B",
+                          size);
+    }
+    return size_choose(wanted, &shape) ||
+           data_error(error, "--size %s: shapes have from %.2gM to %.3gB parameters; type --size %s", size,
+                      size_of(1, 64) / 1e6, size_of(SIZE_LAYERS, SIZE_CHANNELS) / 1e9, wanted < 1e9 ? "4M" : "400B");
+}
+
 const Gpt2Name* gpt2_named(const char* name) {
+    static Gpt2Name sized;
     for (int i = 0; i < NAMES; i++) {
         if (strcmp(name, names[i].name) == 0) return &names[i];
     }
-    return NULL;
+    const double wanted = size_number(name);
+    return wanted > 0 && size_choose(wanted, &sized) ? &sized : NULL;
 }
 
 const char* gpt2_names(char* text, size_t bytes) {

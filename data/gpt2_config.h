@@ -18,8 +18,11 @@ typedef struct {
     const char* name;
     int layers, channels, heads, positions;
 } Gpt2Name;
-const Gpt2Name* gpt2_named(const char* name);      // NULL when there is none
-const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
+// The shape of a name, or of a size such as 30B: about so many parameters with GPT-2's vocabulary and 1024 positions,
+// in GPT-3's proportions; 124M is gpt2's. NULL when there is none; a size's is valid until the next call.
+const Gpt2Name* gpt2_named(const char* name);
+bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
+const char* gpt2_names(char* text, size_t bytes);     // all of them, with | between; 256 bytes are enough; returns text
 
 // The shape in FOLDER/config.json, each number from 1 to that of `max`. False and a sentence when it is no GPT-2, or a
 // variant of it.

@@ -13,6 +13,7 @@ typedef struct {
     int64_t
         taken;  // before any of these: the driver's context, NCCL, and kernels that are loaded on the way; 0 on a CPU
     int64_t total;
+    int64_t host;  // of this machine's memory, beside the total unless it is on a CPU
 } MemoryPlan;
 
 // Plans a model for micro-batches of `batch` sequences, or 0: as many as it has; with `block`, as --recompute block.

@@ -86,6 +86,7 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
             (double)memory->grads * unit, (double)memory->activations * unit, (double)memory->other * unit);
     if (memory->taken > 0)
         run_say(run, "  driver%s %.2f", several ? " and exchange" : "", (double)memory->taken * unit);
+    if (memory->host > 0) run_say(run, "  host %.2f", (double)memory->host * unit);
     // What a parameter costs while it trains, the room for decoded weights and the gradients included.
     const double each = (double)(memory->weights + memory->states + memory->grads) / (double)plan->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
@@ -102,13 +103,15 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
     if (first) {
         printf(
             "%s, %lld parameters, sequences of %d tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
-            "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s\n",
+            "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s",
             model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
             "activations", "other", "total");
+        plan->host > 0 ? printf(" %8s\n", "host") : printf("\n");
     }
-    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f\n", preset, recompute, most,
+    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, most,
            (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
            (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
+    plan->host > 0 ? printf(" %8.2f\n", (double)plan->host * unit) : printf("\n");
 }
 
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {

@@ -273,6 +273,28 @@ inline void device_free(const Device* dev, void* pointer) {
     }
 }
 
+// Memory of the host for `what`, which the copy engines of a GPU stream from and to, 256-byte aligned, not initialised.
+// The caller frees it with host_free.
+inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
+    void* pointer = nullptr;
+    bytes = (bytes + 255) / 256 * 256;
+    if (bytes == 0) return nullptr;
+    if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
+    if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
+    user_error(
+        "--offload: the system does not pin %.2f GiB of memory for %s; free memory, raise ulimit -l, or leave "
+        "--offload out",
+        (double)bytes / (1 << 30), what);
+}
+
+inline void host_free(const Device* dev, void* pointer) {
+    if (dev->gpu) {
+        check(cudaFreeHost(pointer));
+    } else {
+        free(pointer);
+    }
+}
+
 inline void device_zero(const Device* dev, void* pointer, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
@@ -286,11 +308,12 @@ inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
 }
 
-// Host <-> device, ordered on the stream and complete on return.
+// Host <-> device, ordered on the stream and complete on return. "Device memory" may be pinned host memory, where an
+// optimizer's states are (optim/offload.h), so the addresses decide which way it goes.
 inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
-        check(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
+        check(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyDefault, dev->stream));
         device_sync(dev);
     } else {
         memcpy(device, host, (size_t)bytes);
@@ -300,7 +323,7 @@ inline void copy_to_device(const Device* dev, void* device, const void* host, in
 inline void copy_to_host(const Device* dev, void* host, const void* device, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
-        check(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDeviceToHost, dev->stream));
+        check(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDefault, dev->stream));
         device_sync(dev);
     } else {
         memcpy(host, device, (size_t)bytes);

@@ -42,7 +42,8 @@ struct cudaDeviceProp {
 };
 
 constexpr int cudaStreamNonBlocking = 0, cudaEventDisableTiming = 0, cudaLimitStackSize = 0, cudaEnableDefault = 0;
-constexpr int cudaMemcpyHostToDevice = 0, cudaMemcpyDeviceToHost = 0, cudaMemcpyDeviceToDevice = 0;
+constexpr int cudaMemcpyHostToDevice = 0, cudaMemcpyDeviceToHost = 0, cudaMemcpyDeviceToDevice = 0,
+              cudaMemcpyDefault = 0;
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 0;
 constexpr int cudaDevAttrCanFlushRemoteWrites = 0, cudaIpcMemLazyEnablePeerAccess = 0;
 constexpr unsigned CU_STREAM_WAIT_VALUE_GEQ = 0, CU_STREAM_WAIT_VALUE_FLUSH = 1u << 30;

@@ -1,7 +1,6 @@
-// Random numbers, each a function of where it is used: initial weights and the draws of samples. (The noise of
-// stochastic rounding is the optimizer's own.)
+// Random bits, each a function of where it is used: initial weights (initial.cuh) and the draws of samples. (The noise
+// of stochastic rounding is the optimizer's own.)
 #pragma once
-#include <math.h>
 #include <stdint.h>
 
 // 64 random bits of (seed, tensor, element): two rounds of splitmix64's mixer. constexpr lets kernels call it.
@@ -14,12 +13,4 @@ constexpr uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element)
         z ^= z >> 31;
     }
     return z;
-}
-
-// Box-Muller: element 2k takes the cosine, 2k+1 the sine.
-inline float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
-    uint64_t bits = random_bits(seed, tensor, element / 2);
-    double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
-    double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
-    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
 }

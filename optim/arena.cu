@@ -67,15 +67,30 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     const OptimBytes optim = optim_bytes(config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
     if (!config->keeps_copy) weights += decoded_bytes(config, a->tensors, a->part, a->count, a->layers, a->type);
-    return {weights, optim.states + optim.tables, arena_grads_bytes(a),
-            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, a->layers) : 0)};
+    int64_t states = optim.states + optim.tables;
+    if (config->offload) states += offload_bytes(config, a->tensors, a->part, a->count, a->layers);
+    return {weights, states, arena_grads_bytes(a),
+            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, a->layers) : 0),
+            optim.host};
+}
+
+// Where states are in host memory: the order in which a step takes the parts, which is that of the backward pass if it
+// takes the step, else of the arena.
+static Offload* arena_offload(const Arena* a) {
+    const int final = decoded_final(a->layers), embeddings = decoded_embeddings(a->layers);
+    int* order = (int*)memory_take((size_t)(a->layers + 2) * sizeof(int));
+    for (int p = 0; p < a->layers + 2; p++) order[p] = a->releases ? a->layers - p : p;
+    if (a->releases) order[0] = final, order[a->layers + 1] = embeddings;
+    Offload* offload = offload_open(a->dev, a->optim, a->tensors, a->part, a->count, a->layers, order);
+    free(order);
+    return offload;
 }
 
 int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
     OptimConfig whole = *config;
     whole.begin = whole.end = 0, whole.keeps_copy = false;
     const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
-    return bytes.weights + (states ? bytes.states : 0);
+    return bytes.weights + (states ? bytes.states + bytes.host : 0);
 }
 
 void arena_open(Arena* a, const OptimConfig* config) {
@@ -91,15 +106,18 @@ void arena_open(Arena* a, const OptimConfig* config) {
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
     if (a->shard) a->weights = shard_open(a->shard, a->grads, a->weights);
+    if (config->offload) a->offload = arena_offload(a);
     if (!takes_parts(a)) return;
     for (int t = 0; t < a->count && !a->releases; t++) a->place[t] = a->tensors[t].offset;
-    a->release = release_open(a->dev, a->optim, a->tensors, a->part, a->count, a->layers, a->clip_by, a->grads_bf16);
+    a->release =
+        release_open(a->dev, a->optim, a->offload, a->tensors, a->part, a->count, a->layers, a->clip_by, a->grads_bf16);
 }
 
 void arena_close(Arena* a) {
     if (!a->optim || shard_splits(a->shard, SHARD_STATES)) device_free(a->dev, a->weights);
     decoded_close(a->decoded);
     release_close(a->release);
+    offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
     device_free(a->dev, a->grads);
@@ -131,9 +149,18 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
+bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
+    if (a->decoded) decoded_forget(a->decoded);
+    return a->optim && optim_set_part(a->optim, t, start, n, values);
+}
+
 void arena_need(const Arena* a, int part, int next) {
     if (a->decoded) decoded_need(a->decoded, part);
     if (part <= a->layers) shard_need(a->shard, part, next);
+}
+
+void arena_settle(const Arena* a) {
+    offload_settle(a->offload);
 }
 
 void arena_changed(const Arena* a) {
@@ -171,7 +198,9 @@ void arena_step(Arena* a, float* scalars, void* scratch) {
         a->grads_bf16 ? arena_norm<bf16>(a, scalars, scratch) : arena_norm<float>(a, scalars, scratch);
         named(a->dev, "optimizer");
         const void* grads = shard_splits(a->shard, SHARD_STATES) ? a->shard->kept_grads : a->grads;
-        optim_step(a->optim, grads, scalars + SCALAR_FACTOR, a->step.lr, a->step.step);
+        const float* factor = scalars + SCALAR_FACTOR;
+        if (a->offload) offload_step(a->offload, grads, factor, a->step.lr, a->step.step);
+        if (!a->offload) optim_step(a->optim, grads, factor, a->step.lr, a->step.step);
     }
     a->stepping = false;
     arena_changed(a);

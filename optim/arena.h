@@ -5,6 +5,7 @@
 //     decoded     weights are stored otherwise than the matmuls read them, and decoded a part at a time (decoded.h)
 //     spread      ranks keep parts of them and exchange weights and gradients (kernels/ranks/shard.cuh)
 //     released    parts are stepped inside the backward pass, where their gradients take turns (release.h)
+//     offloaded   states are in host memory and come a part at a time (offload.h)
 //
 // A part is a layer, or the embeddings, or the last layernorm (decoded_embeddings, decoded_final). An arena holds all
 // tensors of a model at the offsets of optim_layout; gradients that are packed or take turns lie elsewhere, which
@@ -33,7 +34,8 @@ struct Arena {
     void* weights;     // X; NULL: `decoded` has them
     void* grads;       // G; NULL without optim
     Decoded* decoded;  // NULL: weights are whole or spread
-    Release* release;  // NULL: a step is taken over the whole arena at once
+    Release* release;  // NULL: a step has one norm and one factor
+    Offload* offload;  // NULL: states are in device memory
     ReleaseStep step;  // the step that arena_begin began
     bool stepping;     // the backward pass takes it
 };
@@ -47,9 +49,10 @@ void arena_spread(Arena* arena, OptimConfig* config);
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why, size_t why_bytes);
 
-// Device memory in bytes, known before anything is allocated. `other`: what exchange and release take for themselves.
+// Device memory in bytes, and host memory, known before anything is allocated. `other`: what exchange and release take
+// for themselves.
 struct ArenaBytes {
-    int64_t weights, states, grads, other;
+    int64_t weights, states, grads, other, host;
 };
 ArenaBytes arena_bytes(const Arena* arena, const OptimConfig* config);
 int64_t arena_grads_bytes(const Arena* arena);
@@ -64,10 +67,16 @@ void arena_close(Arena* arena);
 void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);
+// The same for elements `start` to start + n, from values in device memory (optim_set_part). False, and nothing is set,
+// where only whole tensors can be.
+bool arena_set_part(Arena* arena, int t, int64_t start, int64_t n, const float* values);
 
 // The weights of a part are there from here on in the device's stream; where ranks keep them, those of layer `next` are
 // on their way meanwhile.
 void arena_need(const Arena* arena, int part, int next = -1);
+// Before the states are read: what is queued on the device's stream from here on finds them up to date.
+void arena_settle(const Arena* arena);
+
 // The weights have changed, for all ranks.
 void arena_changed(const Arena* arena);
 

@@ -95,7 +95,7 @@ static int64_t factors_bytes(const Plan* plan) {
 
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Plan* plan = plan_ranges(config, tensors, count);
-    OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS))};
+    OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
     for (int i = 0; i < plan->weights_count; i++) {
         const FormatRow* weights = find_row(weights_table(), plan->weights[i].format);
         const ArenaRun* run = &plan->weights[i].run;
@@ -109,7 +109,7 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         for (int slot = SLOT_M; slot < SLOTS; slot++) {
             const FormatRow* format = slot_format(&plan->launch[i].config, &rows, (Slot)slot);
             const ArenaRun* run = &plan->launch[i].kept[slot];
-            bytes.states += format_bytes(format, run);
+            (config->offload ? bytes.host : bytes.states) += format_bytes(format, run);
             bytes.tables += format_table_bytes(format, run);
         }
         bytes.tables += rows_bytes(plan, i, tensors, count);
@@ -149,7 +149,8 @@ struct Launch {
     Rows rows;
     const Weights* weights;
     Streams m, v, slow, basis, norms;
-    const Tile* tiles;  // (plan->tiles)
+    Streams at[OPTIM_KEPT];  // of m, v and slow, as if they began at the arena's first element: where steps find them
+    const Tile* tiles;       // (plan->tiles)
     uint32_t* next_tile;
     StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
     StepKernel apply;   // and from the updates to the weights
@@ -222,9 +223,20 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
 }
 
+static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
+    void* memory = host_alloc(dev, bytes, "the optimizer's states");
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < bytes; at += 1 << 20) {
+        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
+    }
+    *total += allocated_bytes(bytes);
+    return memory;
+}
+
 // Allocates an array that checkpoints write.
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
+    if (total == &optim->allocated.host) return host_allocate_zero(optim->dev, bytes, total);
     if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
     void* memory = config->allocate(config->allocator, allocated_bytes(bytes));
     device_zero(optim->dev, memory, bytes);
@@ -258,11 +270,12 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
     }
 }
 
-static void free_streams(const Optim* optim, Streams* streams) {
+static void free_streams(const Optim* optim, Streams* streams, bool on_host) {
     const Device* dev = optim->dev;
     device_free(dev, (void*)streams->table);
     for (void* data : {streams->codes, streams->extra, streams->more}) {
-        if (!optim->config.allocate) device_free(dev, data);
+        if (on_host) host_free(dev, data);
+        if (!on_host && !optim->config.allocate) device_free(dev, data);
     }
     device_free(dev, streams->next);
     device_free(dev, (void*)streams->span);
@@ -495,6 +508,16 @@ static void matrix_free(const Device* dev, MatrixWork* work) {
     matrix_plan_free(&work->plan);
 }
 
+// The arrays of a tile, among arrays that begin at the arena's first element.
+static Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {
+    return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
+}
+
+// The address of arrays that begin at element `begin` of the arena, as if they began at its first.
+static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
+    return row_tile(format, streams, -begin / TILE_ELEMENTS);
+}
+
 // Allocates and names the moments of launch `index`, and gets its kernel.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
@@ -503,15 +526,19 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
+    int64_t* total = optim->config.offload ? &optim->allocated.host : &optim->allocated.states;
     Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         const FormatRow* format = slot_format(&planned->config, &launch->rows, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, (Slot)slot, array);
-        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, &optim->allocated.states);
+        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, total);
         list_streams(optim, array, format, kept[slot], run, false);
     }
+    launch->at[0] = from_begin(launch->rows.m, launch->m, planned->run.begin);
+    launch->at[1] = from_begin(launch->rows.v, launch->v, planned->run.begin);
+    launch->at[2] = from_begin(launch->rows.m, launch->slow, planned->run.begin);
     const Rows first = first_rows(&planned->config);
     kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
     rows_create(optim, index);
@@ -555,13 +582,13 @@ void optim_free(Optim* optim) {
     if (!optim) return;
     for (int i = 0; i < optim->plan->weights_count; i++) {
         if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
-        free_streams(optim, &optim->weights[i].streams);
+        free_streams(optim, &optim->weights[i].streams, false);
     }
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < optim->plan->launches; i++) {
         Launch* launch = &optim->launch[i];
         for (Streams* kept : {&launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms}) {
-            free_streams(optim, kept);
+            free_streams(optim, kept, optim->config.offload);
         }
         rows_free(optim->dev, &launch->passes);
         matrix_free(optim->dev, &optim->launch[i].matrix);
@@ -576,6 +603,22 @@ void optim_free(Optim* optim) {
 
 OptimParts optim_parts(const Optim* optim) {
     return {optim->dev, &optim->config, optim->plan, optim->tensors, optim->count};
+}
+
+void optim_kept_formats(const OptimConfig* launch, const FormatRow* (&format)[OPTIM_KEPT]) {
+    const Rows rows = config_rows(launch);
+    for (int k = 0; k < OPTIM_KEPT; k++) format[k] = slot_format(launch, &rows, (Slot)(SLOT_M + k));
+}
+
+OptimKept optim_kept(const Optim* optim, int index) {
+    const Launch* launch = &optim->launch[index];
+    OptimKept kept = {{}, {launch->m, launch->v, launch->slow}};
+    optim_kept_formats(&launch->plan->config, kept.format);
+    return kept;
+}
+
+void optim_kept_at(Optim* optim, int index, const Streams (&at)[OPTIM_KEPT]) {
+    for (int k = 0; k < OPTIM_KEPT; k++) optim->launch[index].at[k] = at[k];
 }
 
 static const Weights* weights_of(const Optim* optim, int tensor) {
@@ -598,18 +641,8 @@ OptimBytes optim_allocated(const Optim* optim) {
     return optim->allocated;
 }
 
-// The arrays of a tile, among arrays that begin at the arena's first element.
-static Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {
-    return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
-}
-
 void* optim_weights(const Optim* optim) {
     return optim->seen;
-}
-
-// The address of arrays that begin at element `begin` of the arena, as if they began at its first.
-static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
-    return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
 static Streams seen_streams(const Optim* optim) {
@@ -655,6 +688,32 @@ void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
     const OptimTensor* its = &optim->tensors[tensor];
     const int64_t first = (its->offset - weights->run->begin) / TILE_ELEMENTS;
     decode_tiles(optim, weights, first, tensor_padded(its) / TILE_ELEMENTS, to);
+}
+
+bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values) {
+    const Weights* weights = weights_of(optim, tensor);
+    const FormatRow* format = weights->row;
+    if (format_span(format) != SPAN_RUN) return false;
+    const int64_t from = optim->tensors[tensor].offset + start, begin = plan_clamp(optim->plan, from),
+                  end = plan_clamp(optim->plan, from + ceil_div(n, TILE_ELEMENTS) * TILE_ELEMENTS);
+    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
+    if (tiles == 0) return true;
+    const Streams to = row_tile(format, weights->streams, (begin - weights->run->begin) / TILE_ELEMENTS);
+    values += begin - from, n -= begin - from;
+    if (optim->dev->gpu) {
+        void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
+        dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
+        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, optim->dev->stream));
+        return true;
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        float x[TILE_ELEMENTS] = {};
+        const int64_t first = tile * TILE_ELEMENTS, given = n - first < TILE_ELEMENTS ? n - first : TILE_ELEMENTS;
+        if (given > 0) memcpy(x, values + first, (size_t)given * sizeof(float));
+        format->set(row_tile(format, to, tile), 0, x, TILE_ELEMENTS);
+    }
+    return true;
 }
 
 // The step.
@@ -811,14 +870,11 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
 
 // Sets the arrays of a launch's step besides the gradients.
 static void launch_arrays(const Optim* optim, const Launch* launch, StepArguments* arguments) {
-    const int64_t begin = launch->plan->run.begin;
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
     if (optim->config.placed && !weights->are_seen) arguments->copy = weights->streams;  // some: the places say where
-    arguments->m = from_begin(launch->rows.m, launch->m, begin);
-    arguments->v = from_begin(launch->rows.v, launch->v, begin);
-    arguments->slow = from_begin(launch->rows.m, launch->slow, begin);
+    arguments->m = launch->at[0], arguments->v = launch->at[1], arguments->slow = launch->at[2];
     const bool scaled = config_scaled(&launch->plan->config);
     arguments->factor = scaled ? optim->factors - optim->plan->begin / TILE_ELEMENTS : nullptr;
     arguments->next_tile = launch->next_tile;
@@ -884,6 +940,10 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         launch_step(optim, launch, 0, launch->plan->tiles, &arguments, step);
     }
     optim_settle(optim, grad_scale);  // last, since tensors of several launches share the weights' array
+    optim_step_end(optim);
+}
+
+void optim_step_end(Optim* optim) {
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
@@ -928,7 +988,8 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
         }
         StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
         arguments.grads = {(void*)base, nullptr};
-        launch_step(optim, launch, (begin - launch->plan->run.begin) / TILE_ELEMENTS, (end - begin) / TILE_ELEMENTS,
+        const int64_t kept = plan_clamp(optim->plan, begin), kept_end = plan_clamp(optim->plan, end);
+        launch_step(optim, launch, (kept - launch->plan->run.begin) / TILE_ELEMENTS, (kept_end - kept) / TILE_ELEMENTS,
                     &arguments, step);
     }
 }

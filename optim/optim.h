@@ -60,6 +60,7 @@ struct OptimConfig {
     float clip_update = 1.0f;     // adafactor, came: the largest RMS of a tensor's update; 0: no limit
     bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
+    bool offload = false;         // the states lie in host memory, from where the caller brings them (offload.h)
     bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
     // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
     // memory stays the caller's. Null: the optimizer allocates and frees.
@@ -71,10 +72,11 @@ struct OptimConfig {
 struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
     int64_t compute;  // a decoded copy for the matmul of those tensors whose stored weights do not serve
-    int64_t states;   // m, v, what else the rule keeps, and their scales
+    int64_t states;   // m, v, what else the rule keeps, and their scales, unless they are in host memory
     int64_t tables;  // the tile table (8 bytes for each 2048 elements) and the formats' constants; formats with a scale
                      // for each tensor, or by row and column, add 32 bytes for each 2048 elements and their scales;
                      // rules that read matrices the buffers of their products (matrix/matrix.h)
+    int64_t host;    // the states, with OptimConfig.offload
 };
 
 enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with
@@ -83,8 +85,9 @@ enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer co
 struct OptimStream {
     const char* name;   // "weights", "master", "m", "v", "m.scales", ...; for overrides "m.1[wpe|ln*]"
     const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
-    void* data;  // device memory, `elements` of `element_bytes` each, in the arena's layout, from config.begin or the
-                 // first tensor of its formats on; scales of tensors, rows and columns: one tensor's after another
+    void* data;  // device memory, or with OptimConfig.offload host memory for states, `elements` of `element_bytes`
+                 // each, in the arena's layout, from config.begin or the first tensor of its formats on; scales of
+                 // tensors, rows and columns: one tensor's after another
     int64_t elements;
     int element_bytes;
     bool is_weights;  // the primary weights; model.safetensors holds them when dtype is F32 or BF16
@@ -133,6 +136,11 @@ void optim_free(Optim* optim);
 // takes the part that lies in it. Call optim_decode after the last tensor.
 void optim_set_weights(Optim* optim, int tensor, const float* values);
 
+// The same for elements `start`, a multiple of TILE_ELEMENTS, to start + n of a tensor, from values in device memory,
+// on dev->stream. The call for its last elements sets the padding behind it, too. Returns false, and sets nothing, for
+// formats whose scales reach over a tensor.
+bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values);
+
 // Reads the weights of one tensor into host values, as the model sees them (the bf16 copy of bf16+fp32; not rounded to
 // the compute type). A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
@@ -159,10 +167,14 @@ void optim_decode(Optim* optim);
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
 
 // The same step for some tensors alone, so that a backward pass can update what it has finished: `tensor` has `count`
-// tensors, and the gradients of tensor[i] begin at grads[i], with zeros behind them up to a whole tile. After one call
-// for each tensor of a step, all bits are those of optim_step. Only where optim_releases says so.
+// tensors, and the gradients of tensor[i] begin at grads[i], with zeros behind them up to a whole tile; a shard
+// steps the part that lies in it. After one call for each tensor of a step, all bits are those of optim_step. Only
+// where optim_releases says so.
 void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         float lr, int64_t step);
+
+// Ends a step whose tensors have been stepped one by one, where the matmuls read a copy of the weights.
+void optim_step_end(Optim* optim);
 
 // Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read rows and for
 // formats whose scales reach over a tensor, which take a pass over everything first.

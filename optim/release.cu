@@ -9,6 +9,7 @@
 struct Release {
     const Device* dev;
     Optim* optim;
+    Offload* offload;      // NULL: states are in device memory
     OptimTensor* tensors;  // (count)
     int *order, *first;    // (count) tensors by part, in the arena's order; (parts + 1) where a part's begin
     int parts;
@@ -71,10 +72,10 @@ int64_t release_bytes(const Device* dev, int layers) {
     return ceil_div(numbers_bytes(layers + 2), 256) * 256 + ceil_div(part_norm_scratch_bytes(dev), 256) * 256;
 }
 
-Release* release_open(const Device* dev, Optim* optim, const OptimTensor* tensors, const int* part, int count,
-                      int layers, ClipBy by, bool grads_bf16) {
+Release* release_open(const Device* dev, Optim* optim, Offload* offload, const OptimTensor* tensors, const int* part,
+                      int count, int layers, ClipBy by, bool grads_bf16) {
     Release* r = (Release*)memory_zero(1, sizeof(Release));
-    r->dev = dev, r->optim = optim, r->parts = layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
+    r->dev = dev, r->optim = optim, r->offload = offload, r->parts = layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
     r->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
     memcpy(r->tensors, tensors, (size_t)count * sizeof(OptimTensor));
     r->order = (int*)memory_take((size_t)count * sizeof(int) + 1);
@@ -111,11 +112,13 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
     }
     const PartClip clip = {r->by, step->clip, step->loss, r->last, r->square + part, r->factor};
     r->grads_bf16 ? part_norm<bf16>(r->dev, clip, its, r->scratch) : part_norm<float>(r->dev, clip, its, r->scratch);
+    offload_take(r->offload, part);
     // One factor for the part, or one for each tensor.
     const int each = r->by == CLIP_TENSOR ? 1 : its.count;
     for (int i = 0; i < its.count; i += each) {
         optim_step_tensors(r->optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);
     }
+    offload_give(r->offload, part);
 }
 
 void release_end(Release* r, float* scalars, int left_alone) {

@@ -10,7 +10,7 @@
 // step for each part and launch of the optimizer.
 #pragma once
 #include "../kernels/part_norm.cuh"
-#include "optim.h"
+#include "offload.h"
 
 typedef struct Release Release;
 
@@ -22,9 +22,10 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
 // Device memory that release_open takes.
 int64_t release_bytes(const Device* dev, int layers);
 
-// `optim` must outlive it, and optim_releases hold. The arrays are copied.
-Release* release_open(const Device* dev, Optim* optim, const OptimTensor* tensors, const int* part, int count,
-                      int layers, ClipBy by, bool grads_bf16);
+// `optim` and `offload`, which has the states where they are in host memory, must outlive it, and optim_releases hold.
+// The arrays are copied.
+Release* release_open(const Device* dev, Optim* optim, Offload* offload, const OptimTensor* tensors, const int* part,
+                      int count, int layers, ClipBy by, bool grads_bf16);
 void release_close(Release* release);
 
 // What a step clips with and how large it is.

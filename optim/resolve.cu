@@ -276,11 +276,18 @@ static bool resolve_matrix(const OptimConfig* config, char* error, size_t bytes)
 
 double optim_usual_lr(const char* rule, int64_t channels) {
     const RuleRow* row = find_row(rule_table(), rule);
-    double adamw = channels <= 256    ? 3e-3
-                   : channels <= 512  ? 1e-3
-                   : channels <= 768  ? 6e-4
-                   : channels <= 1024 ? 3e-4
-                                      : 2e-4;
+    // Small models' by trial, GPT-3's from 768 channels on, whose table has 2560, 4096, 5140 and 12288.
+    constexpr struct {
+        int64_t channels;
+        double lr;
+    } usual[] = {{256, 3e-3},    {512, 1e-3},    {768, 6e-4},  {1024, 3e-4}, {2048, 2e-4},
+                 {2560, 1.6e-4}, {4096, 1.2e-4}, {5376, 1e-4}, {8192, 8e-5}};
+    double adamw = 6e-5;
+    for (const auto& each : usual) {
+        if (channels > each.channels) continue;
+        adamw = each.lr;
+        break;
+    }
     return row ? adamw / row->slower : adamw;
 }
 

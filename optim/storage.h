@@ -23,6 +23,7 @@ struct FormatRow : StorageDefaults {
     bool has_sign;
     bool feeds_back;        // the rounding error of these weights goes into m
     const void* decode[2];  // of weights: optim_decode_kernel into each OptimType
+    const void* set_tiles;  // of weights: optim_set_kernel; null with spans
     const char* source;     // of the user's own formats: their text for NVRTC; such a row has no functions
 };
 
@@ -119,6 +120,18 @@ struct OptimParts {
     int count;
 };
 OptimParts optim_parts(const Optim* optim);
+
+// The states of a launch that its step reads and writes: m, v, and the slow average of rules that keep one. Formats are
+// none_row() where there is no such state.
+constexpr int OPTIM_KEPT = 3;
+struct OptimKept {
+    const FormatRow* format[OPTIM_KEPT];
+    Streams streams[OPTIM_KEPT];  // from the first element of the launch's run on
+};
+void optim_kept_formats(const OptimConfig* launch, const FormatRow* (&format)[OPTIM_KEPT]);
+OptimKept optim_kept(const Optim* optim, int launch);
+// Where the next steps of a launch find these states: arrays as if they began at the arena's first element.
+void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT]);
 
 // The arrays of weights that contain a tensor's, in device memory.
 Streams weights_arrays(const Optim* optim, int tensor);

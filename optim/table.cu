@@ -28,6 +28,7 @@ static FormatRow weights_row(const char* name, const char* note, const char* typ
 #ifdef __CUDACC__
     row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
     row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
+    if constexpr (!T::HAS_SPANS) row.set_tiles = (const void*)optim_set_kernel<T>;
 #endif
     return row;
 }

@@ -207,6 +207,28 @@ TEST(cli_resume_spans) {
     }
 }
 
+// States may move to host memory and back, and steps into the backward pass and out, between a checkpoint and the rest
+// of a run, which changes no bit.
+TEST(cli_resume_offload) {
+    const char *work = work_folder(), *whole = joined(work, "whole");
+    const char* const goes_on[][2] = {{"host", "--offload states"},
+                                      {"released", "--release on"},
+                                      {"both", "--offload states --release on"},
+                                      {"all", "--offload states,residuals --recompute block"}};
+    char again[PATH_MAX], back[PATH_MAX];
+    train_well("%s %s --data %s/text.txt --run %s --steps 9 --save-every 3 --keep 9 --clip-by last --preset adamw4l",
+               SHAPE, QUICK, work, whole);
+    for (const auto& options : goes_on) {
+        snprintf(again, sizeof(again), "%s/%s", work, options[0]);
+        snprintf(back, sizeof(back), "%s/%s_back", work, options[0]);
+        train_well("--resume %s/step_00000003 --run %s --device cpu %s", whole, again, options[1]);
+        expect_equal_checkpoints(test, whole, again, 6);
+        expect_equal_checkpoints(test, whole, again, 9);
+        train_well("--resume %s/step_00000006 --run %s --device cpu --offload none --release off", again, back);
+        expect_equal_checkpoints(test, whole, back, 9);
+    }
+}
+
 // adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
 // the new formats.
 TEST(cli_resume_converts) {

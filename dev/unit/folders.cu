@@ -661,3 +661,34 @@ TEST(folders_loaded_model_is_kept) {
         }
     }
 }
+
+// Sizes give GPT-3's shapes where its table has them, and elsewhere nearly as many parameters as asked for in heads
+// that attention has.
+TEST(folders_sizes) {
+    const struct {
+        const char* size;
+        int layers, channels, heads;
+    } known[] = {{"124M", 12, 768, 12},    {"350m", 24, 1024, 16}, {"0.76B", 24, 1536, 24}, {"1.3B", 24, 2048, 16},
+                 {"2.7B", 32, 2560, 20},   {"6.7b", 32, 4096, 32}, {"13B", 40, 5120, 40},   {"175B", 96, 12288, 96},
+                 {"30000M", 54, 6784, 53}, {"gpt2", 12, 768, 12},  {"d96", 96, 5120, 40}};
+    for (const auto& want : known) {
+        const Gpt2Name* got = gpt2_named(want.size);
+        expect(got && got->layers == want.layers && got->channels == want.channels && got->heads == want.heads &&
+                   got->positions == 1024,
+               "%s: %d layers, %d channels, %d heads", want.size, got ? got->layers : 0, got ? got->channels : 0,
+               got ? got->heads : 0);
+    }
+    char text[32], error[DATA_ERROR_BYTES];
+    for (double wanted = 4e6; wanted < 4e11; wanted *= 1.07) {
+        snprintf(text, sizeof(text), "%.4fM", wanted / 1e6);
+        const Gpt2Name* got = gpt2_named(text);
+        expect(got && gpt2_size_check(text, error), "%s: none", text);
+        if (!got) continue;
+        const double C = got->channels, size = 12 * got->layers * C * C + 51281 * C, head = C / got->heads;
+        expect(fabs(size / wanted - 1) < 0.1 && head == (C < 2048 ? 64 : 128), "%s: %g parameters, heads of %g", text,
+               size, head);
+    }
+    for (const char* none : {"", "B", "124", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"}) {
+        expect(!gpt2_named(none) && !gpt2_size_check(none, error), "%s is a size", none);
+    }
+}

@@ -332,6 +332,8 @@ static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, c
 TEST(multi_goes_on) {
     check_goes_on(test, false, 3, "none", "weights");
     check_goes_on(test, false, 4, "grads", "states");
+    check_goes_on(test, false, 3, "states", "none --offload states");
+    check_goes_on(test, false, 2, "grads --offload states", "weights");
 }
 
 TEST(multi_goes_on_gpu) {
@@ -340,6 +342,8 @@ TEST(multi_goes_on_gpu) {
     int ranks = gpu_count() < 4 ? 2 : 4;
     check_goes_on(test, true, ranks, "none", "weights");
     check_goes_on(test, true, ranks, "grads", "states");
+    check_goes_on(test, true, ranks, "states", "none --offload states");
+    check_goes_on(test, true, ranks, "grads --offload states", "weights");
     note(test, "%d GPUs", ranks);
 }
 

@@ -198,6 +198,16 @@ TEST(rules_usual_learning_rates) {
         expect(optim_usual_lr("lion", channels) == adamw / 5, "%g", optim_usual_lr("lion", channels));
     }
     expect(optim_usual_lr("adamw", 768) == 6e-4 && optim_usual_lr("adamw", 256) == 3e-3, "not as README says");
+    // GPT-3's table, but for 1536 channels.
+    const double gpt3[][2] = {{1024, 3e-4}, {2048, 2e-4}, {2560, 1.6e-4}, {4096, 1.2e-4}, {5140, 1e-4}, {12288, 6e-5}};
+    for (const auto& row : gpt3) {
+        const double lr = optim_usual_lr("adamw", (int64_t)row[0]);
+        expect(lr == row[1], "%g channels: %g", row[0], lr);
+    }
+    for (int64_t channels = 64; channels < 12288; channels += 64) {
+        expect(optim_usual_lr("adamw", channels) >= optim_usual_lr("adamw", channels + 64), "%lld",
+               (long long)channels);
+    }
 }
 
 TEST(rules_refuse_what_does_not_fit) {

@@ -1,0 +1,134 @@
+// Tests of kernels/initial.cuh and of optim_set_part: initial weights have the host's bits on every device, and weights
+// that are set from the device, in pieces, have those that are set from the host.
+#include "../../kernels/initial.cuh"
+#include "rules.h"
+
+// The definition, apart from the shared functions.
+static float want_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
+    const uint64_t bits = random_bits(seed, tensor, element / 2);
+    const double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
+    const double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
+    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
+}
+
+// Draws n elements on a device and compares them with the definition; returns how many were doubtful.
+static int64_t check_normals(Test* test, bool gpu, int64_t n, int64_t first, uint64_t tensor) {
+    constexpr float deviation = 0.02f;
+    Device dev;
+    device_open(&dev, gpu, 0);
+    float *to = (float*)device_alloc(&dev, n * 4), *got = (float*)malloc((size_t)n * 4);
+    uint32_t* list = (uint32_t*)device_alloc(&dev, NORMAL_LIST_BYTES);
+    initial_normals(&dev, to, n, 5, tensor, first, deviation, list);
+    copy_to_host(&dev, got, to, n * 4);
+    int64_t wrong = 0, doubtful = 0;
+#pragma omp parallel for reduction(+ : wrong, doubtful)
+    for (int64_t i = 0; i < n; i++) {
+        const float want = deviation * want_normal(5, tensor, (uint64_t)(first + i));
+        wrong += memcmp(&want, &got[i], 4) != 0;
+        doubtful += normal_is_doubtful(normal_double(5, tensor, (uint64_t)(first + i)));
+    }
+    expect(wrong == 0, "%lld of %lld elements from %lld on", (long long)wrong, (long long)n, (long long)first);
+    device_free(&dev, to);
+    device_free(&dev, list);
+    device_close(&dev);
+    free(got);
+    return doubtful;
+}
+
+TEST(initial_normals) {
+    check_normals(test, false, 100003, 0, 3);
+    check_normals(test, false, 4096, ((int64_t)1 << 33) + 1, 7);
+}
+
+TEST(initial_normals_gpu) {
+    const int64_t n = 1 << 24, doubtful = check_normals(test, true, n, 0, 3) + check_normals(test, true, n, n + 1, 7);
+    expect(doubtful > 0, "no element was doubtful");
+    note(test, "%lld of %lld doubtful", (long long)doubtful, (long long)(2 * n));
+}
+
+// A number that is not doubtful rounds to the same fp32 number wherever it is moved by up to NORMAL_UNITS units, and
+// one in the middle of two is doubtful on either side of it.
+TEST(initial_doubts) {
+    int64_t doubtful = 0, alike = 0;
+    const int64_t n = 400000;
+    for (int64_t i = 0; i < n; i++) {
+        double x = normal_double(9, 1, (uint64_t)i);
+        int64_t bits;
+        memcpy(&bits, &x, 8);
+        if (i % 4 == 0) bits = (bits & ~(int64_t)0x1fffffff) + 0x10000000 + i / 4 % 200 - 100, memcpy(&x, &bits, 8);
+        bool same = true;
+        for (int64_t move : {-NORMAL_UNITS, (int64_t)-1, (int64_t)1, NORMAL_UNITS}) {
+            const int64_t there = bits + move;
+            double y;
+            memcpy(&y, &there, 8);
+            same = same && (float)x == (float)y;
+        }
+        doubtful += normal_is_doubtful(x), alike += same;
+        expect(same || normal_is_doubtful(x), "%a may round to another number", x);
+    }
+    // Of the constructed ones 129 in 200 are within reach of the middle; of the others one in four million.
+    const int64_t built = n / 4 / 200 * (2 * NORMAL_UNITS + 1);
+    expect(doubtful >= built && doubtful <= built + 5, "%lld doubtful, want %lld", (long long)doubtful,
+           (long long)built);
+    expect(alike >= n - doubtful && alike < n, "%lld alike", (long long)alike);
+}
+
+// Pieces of a tensor on the device against the whole of it from the host, for a tail that is no whole tile.
+static void check_set(Test* test, const char* weights, int64_t begin, int64_t end, bool gpu) {
+    constexpr int64_t ROWS = 61, COLS = 203, N = ROWS * COLS, PIECE = 2 * TILE_ELEMENTS;
+    static float values[N];
+    OptimConfig config = make_config("adamw", weights, "fp32");
+    OptimTensor tensor[2] = {{"wte.weight", 30, 100, true, 0}, {"h.0.mlp.c_fc.weight", ROWS, COLS, true, 0}};
+    Device dev;
+    Optim* optim[2];
+    device_open(&dev, gpu, 0);
+    optim_layout(tensor, 2, &config);
+    config.begin = begin, config.end = end;
+    for (int64_t i = 0; i < N; i++) values[i] = start(i);
+    float* on_device = (float*)device_alloc(&dev, sizeof(values));
+    copy_to_device(&dev, on_device, values, sizeof(values));
+    bool set = true;
+    for (int k = 0; k < 2; k++) {
+        optim[k] = optim_create(&dev, &config, tensor, 2, OPTIM_BF16);
+        if (k == 0) optim_set_weights(optim[0], 1, values);
+        for (int64_t at = 0; k == 1 && at < N; at += PIECE) {
+            set = optim_set_part(optim[1], 1, at, N - at < PIECE ? N - at : PIECE, on_device + at);
+        }
+    }
+    expect(set == !in_spans(weights), "%s: %s", weights, set ? "set" : "refused");
+    for (int i = 0; set && i < optim_stream_count(optim[0]); i++) {
+        const OptimStream a = optim_stream(optim[0], i), b = optim_stream(optim[1], i);
+        const int64_t bytes = a.elements * a.element_bytes;
+        char *want = (char*)malloc((size_t)bytes + 1), *got = (char*)malloc((size_t)bytes + 1);
+        copy_to_host(&dev, want, a.data, bytes);
+        copy_to_host(&dev, got, b.data, bytes);
+        expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s, shard from %lld on", weights, a.name, (long long)begin);
+        free(want), free(got);
+    }
+    for (Optim* each : optim) optim_free(each);
+    device_free(&dev, on_device);
+    device_close(&dev);
+}
+
+static void check_sets(Test* test, bool gpu) {
+    const Table<FormatRow>& table = weights_table();
+    for (int i = 0; i < table.count; i++) {
+        if (table.row[i].feeds_back) continue;
+        check_set(test, table.row[i].name, 0, 0, gpu);
+        if (in_spans(table.row[i].name)) continue;
+        check_set(test, table.row[i].name, 0, 4 * TILE_ELEMENTS, gpu);
+        check_set(test, table.row[i].name, 4 * TILE_ELEMENTS, 9 * TILE_ELEMENTS, gpu);
+    }
+}
+
+TEST(initial_set_part) {
+    check_sets(test, false);
+}
+
+static void check_sets_on_gpu(Test* test) {
+    check_sets(test, true);
+}
+
+TEST(initial_set_part_gpu) {
+    with_empty_cache(test, check_sets_on_gpu);
+}
