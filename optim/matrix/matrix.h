@@ -42,6 +42,7 @@ struct Matrix {
     // Of rules that project the gradient (low_rank.h): the first element of its moments in work->low, the first number
     // of its basis in the launch's, and its own first element in the whole arena.
     int64_t low, basis, element;
+    int group;  // of its tensor's constants
 };
 
 // Matrices of one shape.
