@@ -1076,7 +1076,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
             "go on elsewhere with --resume %s",
             (long long)run->folder.state.step, run_resume_words(&run->folder));
     }
-    arena_settle(&m->arena);
+    arena_settle(a);
     run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
     require(checkpoint_write(run, begin, prune), run->folder.error);
     run->save_seconds = seconds_now() - begin;

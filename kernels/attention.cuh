@@ -17,6 +17,7 @@
 #include <math.h>
 
 #include "common.cuh"
+#include "fp8_codes.cuh"
 #include "matmul.cuh"
 
 // Sum of a[i] * b[i] in 16 interleaved partial sums (one vector register's worth), added pairwise: a fixed order.

@@ -10,6 +10,7 @@
 #include <cublasLt.h>
 #include <cuda.h>  // types; the driver's functions are found at run time, so that nothing links with it
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #else
 #include "no_cuda.h"

@@ -221,9 +221,9 @@ __device__ __forceinline__ uint64_t uniform_operand(uint64_t operand) {
 // t = lane % 4, c[n][0..1] are row 16 w + g, columns 8 n + 2 t and the next, c[n][2..3] the same of row 16 w + g + 8
 // (same chapter: Register Fragments). That is mma.sync's layout, so c in bf16 is the next product's a in registers:
 // a[0] = c[2k][0..1], a[1] = c[2k][2..3], a[2] = c[2k+1][0..1], a[3] = c[2k+1][2..3] for its step k.
-// A_MN, B_MN: that operand is mn_major. shared_fp8: a (64 x 32) and b (32 x N) are codes, both k_major: a step has as
-// many bytes. a is e4m3 or e5m2, b e4m3; the tensor cores keep 14 bits of a sum.
-template <int N>
+// A_MN, B_MN: that operand is mn_major. T: bf16 or __half. shared_fp8: a (64 x 32) and b (32 x N) are codes, both
+// k_major: a step has as many bytes. a is e4m3 or e5m2, b e4m3; the tensor cores keep 14 bits of a sum.
+template <int N, typename T = bf16>
 struct Wgmma;
 
 // An asm statement spells out each register, so each N needs a text of its own.
@@ -243,42 +243,45 @@ struct Wgmma;
 #define OPERANDS_64(n) OPERANDS_32(n), OPERANDS_32(n + 8)
 #define OPERANDS_128(n) OPERANDS_64(n), OPERANDS_64(n + 16)
 // R = N / 2 registers, followed by the numbers R to R + 6 of the operands after them.
-#define WGMMA(N, R, r0, r1, r2, r3, r4, r5, r6)                                                                     \
-    template <>                                                                                                     \
-    struct Wgmma<N> {                                                                                               \
-        template <int A_MN, int B_MN>                                                                               \
-        static __device__ __forceinline__ void shared(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {      \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N          \
-                         "k16.f32.bf16.bf16 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4 ";}" \
-                         : OPERANDS_##R(0)                                                                          \
-                         : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN));                                         \
-        }                                                                                                           \
-        template <bool A_E5M2>                                                                                      \
-        static __device__ __forceinline__ void shared_fp8(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {  \
-            if constexpr (A_E5M2)                                                                                   \
-                asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N      \
-                             "k32.f32.e5m2.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                 \
-                             : OPERANDS_##R(0)                                                                      \
-                             : "l"(a), "l"(b), "r"(add));                                                           \
-            else                                                                                                    \
-                asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N      \
-                             "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                 \
-                             : OPERANDS_##R(0)                                                                      \
-                             : "l"(a), "l"(b), "r"(add));                                                           \
-        }                                                                                                           \
-        template <int B_MN>                                                                                         \
-        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b,  \
-                                                         int add) {                                                 \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N          \
-                         "k16.f32.bf16.bf16 {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4      \
-                                                             ", p, 1, 1, %" #r6 ";}"                                \
-                         : OPERANDS_##R(0)                                                                          \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN));                \
-        }                                                                                                           \
+#define WGMMA(T, TYPE, N, R, r0, r1, r2, r3, r4, r5, r6)                                                               \
+    template <>                                                                                                        \
+    struct Wgmma<N, T> {                                                                                               \
+        template <int A_MN, int B_MN>                                                                                  \
+        static __device__ __forceinline__ void shared(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {         \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N             \
+                         "k16.f32." TYPE "." TYPE " {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4 \
+                                                                     ";}"                                              \
+                         : OPERANDS_##R(0)                                                                             \
+                         : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN));                                            \
+        }                                                                                                              \
+        template <bool A_E5M2>                                                                                         \
+        static __device__ __forceinline__ void shared_fp8(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {     \
+            if constexpr (A_E5M2)                                                                                      \
+                asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                             "k32.f32.e5m2.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                    \
+                             : OPERANDS_##R(0)                                                                         \
+                             : "l"(a), "l"(b), "r"(add));                                                              \
+            else                                                                                                       \
+                asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                             "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                    \
+                             : OPERANDS_##R(0)                                                                         \
+                             : "l"(a), "l"(b), "r"(add));                                                              \
+        }                                                                                                              \
+        template <int B_MN>                                                                                            \
+        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b,     \
+                                                         int add) {                                                    \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N             \
+                         "k16.f32." TYPE "." TYPE " {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4 \
+                                                                     ", p, 1, 1, %" #r6 ";}"                           \
+                         : OPERANDS_##R(0)                                                                             \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN));                   \
+        }                                                                                                              \
     };
-WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
+WGMMA(bf16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(bf16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
 #undef OPERANDS_128
 #undef OPERANDS_64

@@ -47,7 +47,7 @@ inline bool matmul_is_fp8(const MatmulShape* s) {
 
 template <typename T>
 constexpr cudaDataType_t matmul_type() {
-    return std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
+    return std::is_same_v<T, float> ? CUDA_R_32F : std::is_same_v<T, __half> ? CUDA_R_16F : CUDA_R_16BF;
 }
 
 template <typename Value>

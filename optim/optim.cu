@@ -819,12 +819,14 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
     float* basis = (float*)launch->basis.codes;
+    const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
+                                arguments->grad_scale};
+    const bool fused = low_rank_fuses(dev, &plan->config, work);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;
-        low_rank_gradients(dev, work, i, arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
-                           arguments->grad_scale);
-        low_rank_project(dev, &plan->config, work, i, basis, arguments->step);
+        if (!fused || low_rank_refreshes(&plan->config, arguments->step)) low_rank_gradients(dev, work, i, &grads);
+        low_rank_project(dev, &plan->config, work, i, basis, arguments->step, &grads, fused);
         moment.tiles = work->low_tiles + chunk->low_tile;
         moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
         moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
@@ -836,6 +838,10 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
         for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
         kernel_run(optim, &launch->kernel, &moment);
+        if (fused) {
+            low_rank_apply(dev, &plan->config, work, i, basis, arguments, grads.is_bf16);
+            continue;
+        }
         low_rank_update(dev, &plan->config, work, i, basis);
         apply.tiles = launch->tiles + chunk->tile;
         apply.tile_count = chunk->tiles;

@@ -370,6 +370,7 @@ TEST(fp8_product_gpu) {
     device_close(&dev);
 }
 
+#ifdef __CUDACC__
 // The products next to GELU: what they are given, and what a step would compute of it by other means.
 struct GeluProducts {
     Array<bf16> left, weight, bias, pre, want;
@@ -504,6 +505,8 @@ TEST(fp8_gelu_products_gpu) {
     note_worst(test, worst);
     device_close(&dev);
 }
+
+#endif
 
 // Runs of ./train.
 

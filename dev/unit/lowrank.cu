@@ -29,15 +29,15 @@ struct LowRun {
     float p[MOST_LOW], q[MOST_LOW];  // weights and basis after the steps
 };
 
-static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu) {
-    run->config = {"", rule, "fp32", "fp32", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
-    run->config.rank_gap = 100;
+// Five steps with run->config, whose gradients are fp32 or bf16.
+static void low_steps(LowRun* run, const Shape& s, bool gpu) {
     char error[1024];
     if (!optim_resolve(&run->config, error, sizeof(error))) printf("    %s\n", error), exit(1);
     device_open(&run->dev, gpu, 0);
     run->tensor = {"h.0.w", s.rows, s.cols, true, 0};
     const int64_t elements = optim_layout(&run->tensor, 1, &run->config);
     run->optim = optim_create(&run->dev, &run->config, &run->tensor, 1, OPTIM_FP32);
+    const bool is_bf16 = is(run->config.grads, "bf16");
     float *values = (float*)calloc((size_t)elements, sizeof(float)), half = 0.5f;
     float *grads = (float*)device_alloc(&run->dev, elements * 4), *scale = (float*)device_alloc(&run->dev, 4);
     for (int i = 0; i < s.rows * s.cols; i++) values[i] = start(i);
@@ -45,7 +45,8 @@ static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu) {
     copy_to_device(&run->dev, scale, &half, 4);
     for (int step = 1; step <= STEPS; step++) {
         for (int i = 0; i < s.rows * s.cols; i++) values[i] = (float)low_gradient(step, s, i);
-        copy_to_device(&run->dev, grads, values, elements * 4);
+        for (int64_t i = 0; i < elements && is_bf16; i++) ((uint16_t*)values)[i] = Bf16::encode(values[i]);
+        copy_to_device(&run->dev, grads, values, elements * (is_bf16 ? 2 : 4));
         optim_step(run->optim, grads, scale, LR, step);
     }
     optim_get_weights(run->optim, 0, run->p);
@@ -61,6 +62,12 @@ static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu) {
     device_free(&run->dev, scale);
     optim_free(run->optim);
     device_close(&run->dev);
+}
+
+static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu) {
+    run->config = {"", rule, "fp32", "fp32", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    run->config.rank_gap = 100;
+    low_steps(run, s, gpu);
 }
 
 // Element (i, j) of the random directions, as low_rank.h describes them.
@@ -159,6 +166,43 @@ TEST(lowrank_against_double) {
 
 TEST(lowrank_against_double_gpu) {
     check_low(test, true);
+}
+
+// The fused way, which a GPU takes where sizes and rank allow it, against the CPU, with a refresh in between. Weights
+// of fp32 are within the bound above. Those of bf16 are the same codes but where the two updates lie on both sides of a
+// rounding, whose share is about the bound times the steps' size in codes, and one code apart there. Gradients of bf16
+// have Q and N in bf16: 2^-8 each, and Adam's division passes that on.
+static void check_fused(Test* test, const char* weights, const char* grads) {
+    static LowRun run[2];
+    for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}}) {
+        for (LowRun& each : run) {
+            each.config = {"", "galore", weights, grads, "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+            each.config.rank = 16, each.config.rank_gap = 3;
+            low_steps(&each, s, &each == &run[1]);
+        }
+        double error = 0.0, moved = 0.0;
+        int differ = 0;
+        const int n = s.rows * s.cols;
+        for (int i = 0; i < n; i++) {
+            error += pow((double)run[1].p[i] - (double)run[0].p[i], 2);
+            moved += pow((double)run[0].p[i] - (double)start(i), 2);
+            differ += run[1].p[i] != run[0].p[i];
+        }
+        const bool coarse = is(grads, "bf16"), rounds = !is(weights, "fp32");
+        expect(sqrt(error / moved) <= (coarse   ? 1.0 / 32
+                                       : rounds ? 1.0 / 64
+                                                : 1.0 / 1024),
+               "%s, %s, %d x %d: %g off", weights, grads, s.rows, s.cols, sqrt(error / moved));
+        expect(coarse || !rounds || differ <= n / 50, "%s, %d x %d: %d of %d codes differ", weights, s.rows, s.cols,
+               differ, n);
+        expect(differ > 0 || rounds, "%s, %d x %d: to the bit, so that way was not taken", weights, s.rows, s.cols);
+    }
+}
+
+TEST(lowrank_fused_gpu) {
+    for (const char* weights : {"fp32", "bf16", "bf16:sr"}) {
+        for (const char* grads : {"fp32", "bf16"}) check_fused(test, weights, grads);
+    }
 }
 
 // Rows of the basis are orthonormal, and hold the 4 leading directions of the first step's gradient: what it leaves of

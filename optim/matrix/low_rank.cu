@@ -2,9 +2,11 @@
 // thread or a warp each, and the CPU in order.
 #include "low_rank.h"
 
+#include "../../kernels/low_rank.cuh"
 #include "../../kernels/matmul_product.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
+#include "../rules/muon.cuh"
 
 constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise beside those of noise.cuh
 constexpr int POWER_ITERATIONS = 2;
@@ -97,13 +99,13 @@ struct Gradients {
     OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(Format::decode(grads[i]), *scale); }
 };
 
-void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const void* grads, bool is_bf16,
-                        const float* grad_scale) {
+void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const LowGradients* g) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const int64_t count = taken->end - taken->begin;
-    if (is_bf16)
-        for_each(dev, Gradients<Bf16>{(const uint16_t*)grads + taken->begin, grad_scale, work->scratch}, count);
-    if (!is_bf16) for_each(dev, Gradients<Fp32>{(const float*)grads + taken->begin, grad_scale, work->scratch}, count);
+    if (g->is_bf16)
+        for_each(dev, Gradients<Bf16>{(const uint16_t*)g->grads + taken->begin, g->scale, work->scratch}, count);
+    if (!g->is_bf16)
+        for_each(dev, Gradients<Fp32>{(const float*)g->grads + taken->begin, g->scale, work->scratch}, count);
 }
 
 // The basis.
@@ -316,8 +318,165 @@ static void basis_refresh(const Device* dev, const OptimConfig* config, const Ma
     for_each(dev, KeepBasis{l->basis, l->y, work->unit}, l->rank * l->side);
 }
 
+// The fused way.
+
+#ifdef __CUDACC__
+struct RoundToBf16 {
+    const float* from;
+    uint16_t* to;
+
+    OPTIM_INLINE void at(int64_t i) const { to[i] = Bf16::encode(from[i]); }
+};
+
+// Leaves `count` numbers in bf16 in `to`, and returns that.
+static const bf16* in_bf16(const Device* dev, const float* from, float* to, int64_t count) {
+    for_each(dev, RoundToBf16{from, (uint16_t*)to}, count);
+    return (const bf16*)to;
+}
+
+static void project_fused(const Device* dev, const LowMatrix* l, const LowGradients* grads) {
+    const Matrix* m = l->shape;
+    const LowStore sink = {l->low, grads->scale, l->right ? l->rank : l->length};
+    if (grads->is_bf16) {
+        const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
+        low_project<bf16, 1>(dev, (const bf16*)grads->grads + m->element, q, m->rows, m->cols, l->rank, sink);
+    } else {
+        low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
+    }
+}
+
+enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
+
+// Applies four elements of U as MatrixApply (rules/muon.cuh) and the storage of the weights do.
+template <LowWeights KIND>
+struct ApplySink {
+    typedef std::conditional_t<KIND == LOW_FP32, float, uint16_t> Code;
+    Code* weights;   // of the arena
+    uint16_t* copy;  // what the matmuls read, or null
+    Hyper hyper;
+    uint64_t seed;
+    uint32_t step;
+    float scale;
+    const float* unit;
+    int64_t element, rows, cols;  // the matrix's first element in the arena
+
+    // The tile's weights come to the L2 cache while the product is made.
+    __device__ void begin(int row, int column, int down, int across) const {
+        const int lines = across * (int)sizeof(Code) / 128;
+        for (int i = threadIdx.x; i < down * lines; i += blockDim.x) {
+            const int64_t r = row + i / lines, c = column + i % lines * (128 / (int)sizeof(Code));
+            if (r < rows && c < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + element + r * cols + c));
+        }
+    }
+
+    __device__ void take(int row, int column, float4 x) const {
+        if (!is_finite(*unit)) return;
+        const int64_t at = element + row * cols + column;
+        const float u[4] = {x.x, x.y, x.z, x.w};
+        Code code[4];
+        float p[4];
+        if (KIND == LOW_FP32) *(uint4*)code = *(const uint4*)(weights + at);
+        if (KIND != LOW_FP32) *(uint2*)code = *(const uint2*)(weights + at);
+        Noise noise = {};
+        if (KIND == LOW_BF16_SR) {
+            noise = noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
+            const int word = (int)(at % NOISE_ELEMENTS) / 4;
+            noise.word[0] = word == 0   ? noise.word[0]
+                            : word == 1 ? noise.word[1]
+                            : word == 2 ? noise.word[2]
+                                        : noise.word[3];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if constexpr (KIND == LOW_FP32) p[i] = code[i];
+            if constexpr (KIND != LOW_FP32) p[i] = Bf16::decode(code[i]);
+            MatrixApply::update(hyper, exact_mul(scale, u[i]), &p[i], nullptr, nullptr, nullptr);
+            if constexpr (KIND == LOW_FP32) code[i] = p[i];
+            if constexpr (KIND == LOW_BF16) code[i] = Bf16::encode(p[i]);
+            if constexpr (KIND == LOW_BF16_SR) code[i] = Bf16::encode(p[i], noise_lane(noise, i));
+        }
+        if (KIND == LOW_FP32) *(uint4*)(weights + at) = *(const uint4*)code;
+        if (KIND != LOW_FP32) *(uint2*)(weights + at) = *(const uint2*)code;
+        if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
+    }
+};
+
+static LowWeights low_weights(const OptimConfig* config) {
+    const char* const names[] = {"fp32", "bf16", "bf16:sr"};
+    int kind = 0;
+    while (kind < LOW_OTHER && strcmp(config->weights, names[kind]) != 0) kind++;
+    return (LowWeights)kind;
+}
+
+template <LowWeights KIND>
+static void apply_fused(const Device* dev, const LowMatrix* l, const StepArguments* apply, float scale,
+                        const float* unit, bool is_bf16) {
+    const Matrix* m = l->shape;
+    typedef typename ApplySink<KIND>::Code Code;
+    const ApplySink<KIND> sink = {(Code*)apply->weights.codes,
+                                  (uint16_t*)apply->copy.codes,
+                                  apply->group[m->group],
+                                  apply->seed.seed,
+                                  apply->step,
+                                  scale,
+                                  unit,
+                                  m->element,
+                                  m->rows,
+                                  m->cols};
+    if (is_bf16) {
+        const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
+        const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
+        low_back<bf16, 1>(dev, n, q, m->rows, m->cols, l->rank, sink);
+    } else {
+        low_back<float, 3>(dev, l->direction, l->q, m->rows, m->cols, l->rank, sink);
+    }
+}
+#endif
+
+bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work) {
+#ifdef __CUDACC__
+    // The one place that chooses: our products read less and are as good as the library's (dev/galore.cu has the
+    // times).
+    bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE && low_weights(config) != LOW_OTHER;
+    for (int i = 0; i < work->plan.matrices && fuses; i++) {
+        const Matrix* m = &work->plan.matrix[i];
+        fuses = m->rows % 8 == 0 && m->cols % 8 == 0 && low_shape(config, m->rows, m->cols).rank % 8 == 0;
+    }
+    return fuses;
+#else
+    (void)dev, (void)config, (void)work;
+    return false;
+#endif
+}
+
+bool low_rank_refreshes(const OptimConfig* config, int64_t step) {
+    return stores_basis(rule_of(config)) && (step - 1) % config->rank_gap == 0;
+}
+
+static float rank_scale(const OptimConfig* config) {
+    const MatrixRule rule = rule_of(config);
+    const float usual = stores_basis(rule) ? 0.25f : rule == MATRIX_APOLLO_MINI ? 128.0f : 1.0f;
+    return config->rank_scale > 0.0f ? config->rank_scale : usual;
+}
+
+void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
+                    const StepArguments* apply, bool is_bf16) {
+#ifdef __CUDACC__
+    const MatrixChunk* taken = &work->plan.chunk[chunk];
+    const auto run = low_weights(config) == LOW_FP32   ? apply_fused<LOW_FP32>
+                     : low_weights(config) == LOW_BF16 ? apply_fused<LOW_BF16>
+                                                       : apply_fused<LOW_BF16_SR>;
+    for (int i = 0; i < taken->matrices; i++) {
+        const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
+        run(dev, &l, apply, rank_scale(config), work->unit, is_bf16);
+    }
+#else
+    (void)dev, (void)config, (void)work, (void)chunk, (void)basis, (void)apply, (void)is_bf16;
+#endif
+}
+
 void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
-                      int64_t step) {
+                      int64_t step, [[maybe_unused]] const LowGradients* grads, [[maybe_unused]] bool fused) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const uint32_t refresh = (uint32_t)((step - 1) / config->rank_gap);
     for (int i = 0; i < taken->matrices; i++) {
@@ -325,9 +484,15 @@ void low_rank_project(const Device* dev, const OptimConfig* config, const Matrix
         if (!stores_basis(l.rule)) {
             const float scale = (float)(1.0 / sqrt((double)l.rank));
             for_each(dev, RandomBasis{l.q, config->seed, (uint64_t)l.shape->element, refresh, scale}, l.rank * l.side);
-        } else if ((step - 1) % config->rank_gap == 0) {
+        } else if (low_rank_refreshes(config, step)) {
             basis_refresh(dev, config, work, &l, refresh);
         }
+#ifdef __CUDACC__
+        if (fused) {
+            project_fused(dev, &l, grads);
+            continue;
+        }
+#endif
         project(dev, &l, l.q, l.low);
     }
 }
@@ -476,8 +641,7 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
 void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const MatrixRule rule = rule_of(config);
-    const float usual = stores_basis(rule) ? 0.25f : rule == MATRIX_APOLLO_MINI ? 128.0f : 1.0f;
-    const float scale = config->rank_scale > 0.0f ? config->rank_scale : usual;
+    const float scale = rank_scale(config);
     for (int i = 0; i < taken->matrices; i++) {
         const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
         if (rule == MATRIX_GALORE) {

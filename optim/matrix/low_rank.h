@@ -22,8 +22,17 @@
 // Arithmetic: all fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so that CPU and GPU differ in
 // the products' sums alone, of K terms: by at most about K 2^-24 of their norms, times 1 / (1 - share of the rest) for
 // Q. Memory: the moments, 4 r m bytes of Q; buffers of a chunk as matrix.h says. Cost: 4 R C r flop, and at each
-// refresh 8 R C r; G is read three times and written twice. A launch for each matrix: simple, and not tuned.
+// refresh 8 R C r.
+//
+// Two ways of a step. Apart, the definition: G is copied to the scratch, products go through the library, the updates
+// lie in the scratch, and the step's kernel applies them: G is read twice and written once, U written and read. Fused,
+// on GPUs, for galore with weights of fp32, bf16 or bf16:sr and sizes and ranks that are multiples of 8: our products
+// (kernels/low_rank.cuh) read G where it is, and the second one updates the weights, with the bits that the step's
+// kernel would give them for this U; G is read once, U is never in memory. Gradients of fp32 have products as good as
+// fp32's there (2^-21); with gradients of bf16, Q and N are rounded to bf16, as in the paper's code. low_rank_fuses
+// chooses. A launch for each matrix.
 #pragma once
+#include "../kernel.cuh"
 #include "matrix.h"
 
 // What tensors of a rule keep, for one matrix of rows x cols: the directions, the moments' shape, numbers of the basis.
@@ -33,13 +42,31 @@ struct LowShape {
 };
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols);
 
-// Sets Q where it is due, and projects the gradients of a chunk, in work->scratch, into work->low.
+// The gradients of the whole arena, and the factor that they take.
+struct LowGradients {
+    const void* grads;
+    bool is_bf16;
+    const float* scale;
+};
+
+// True if Q is made anew in this step, for which the gradients must lie in the scratch.
+bool low_rank_refreshes(const OptimConfig* config, int64_t step);
+
+// Whether the steps of these matrices go the fused way.
+bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work);
+
+// Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
+// those in work->scratch.
 void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
-                      int64_t step);
+                      int64_t step, const LowGradients* grads, bool fused);
+
+// The second half of a fused step: updates the weights that `apply` names from work->direction. `is_bf16`: the
+// gradients are.
+void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
+                    const StepArguments* apply, bool is_bf16);
 
 // Turns work->direction, N, and the gradients into the updates, in work->scratch.
 void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis);
 
 // work->scratch = the gradients of a chunk, from the arena's first element on, times the factor.
-void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const void* grads, bool is_bf16,
-                        const float* grad_scale);
+void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const LowGradients* grads);

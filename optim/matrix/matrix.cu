@@ -2,15 +2,15 @@
 #include "matrix.h"
 
 #include "low_rank.h"
+#include "newton_schulz.cuh"
 
-#include "../../kernels/matmul_product.cuh"
 #include "../rules/muon.cuh"
 
 constexpr int64_t CHUNK_ELEMENTS = 1 << 25;
 constexpr int SLICES = 16;  // of a matrix, whose sums of squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
-// Dimensions are padded with zeros, which stay zero, to what bf16 products want.
+// Dimensions are padded with zeros, which stay zero, to what products in fp16 want.
 static int64_t padded(int64_t n) {
     return ceil_div(n, 8) * 8;
 }
@@ -46,9 +46,10 @@ static void chunk_close(MatrixPlan* plan, int first) {
         batch->count++;
         const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
         if (plan->low > 0) continue;  // low_place has counted
-        const int64_t bf16s = 2 * (padded(rows) * padded(cols) + padded(side) * padded(side)) * batch->count;
+        const int64_t of_sides = polar_squares(padded(rows), padded(cols)) * padded(side) * padded(side);
+        const int64_t halves = (2 * padded(rows) * padded(cols) + of_sides) * batch->count;
         const int64_t floats = 2 * (rows * cols + side * side);  // the CPU takes one matrix at a time
-        plan->work = larger(plan->work, larger(bf16s * 2, floats * 4));
+        plan->work = larger(plan->work, larger(halves * 2, floats * 4));
         plan->sums = larger(plan->sums, batch->count * (SLICES + 2 * rows + 1) * (int64_t)sizeof(float));
     }
     chunk->batches = plan->batches - chunk->batch;
@@ -110,6 +111,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
             matrix->row = row + part * rows;
             matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
             matrix->element = begin + part * rows * tensor->cols;
+            matrix->group = plan->group_of[t];
             if (low) low_place(plan, index, t, part, chunk, matrix, &its);
         }
         const OptimTensor* moments = &plan->kept[t][SLOT_M];
@@ -143,29 +145,6 @@ bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coeffi
     return express || strcmp(name, "jordan") == 0;
 }
 
-// `count` matrices of `rows` x `cols`, one after another, in x; y has room for as many, and `a` and `b` for as many of
-// the shorter side squared. Returns where the result is: x or y.
-template <class T>
-static T* newton_schulz(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t rows,
-                        int64_t cols, int64_t count) {
-    const bool tall = rows > cols;
-    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
-    for (int step = 0; step < config->ns_steps; step++) {
-        NewtonSchulz c;
-        newton_schulz_coefficients(config->ns_coefficients, step, &c);
-        const MatmulProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, count, size, size, square};
-        matmul_product<T, T>(dev, &gram, a, x, x, nullptr);
-        const MatmulProduct square_of = {side, side, side, false, false, c.c, c.b, count, square, square, square};
-        matmul_product<T, T>(dev, &square_of, b, a, a, a);
-        const MatmulProduct next = {
-            rows, cols, side, false, false, 1.0f, c.a, count, tall ? size : square, tall ? square : size, size};
-        matmul_product<T, T>(dev, &next, y, tall ? x : b, tall ? b : x, x);
-        T* other = x;
-        x = y, y = other;
-    }
-    return x;
-}
-
 static bool by_rows(const OptimConfig* config) {
     return find_row(rule_table(), config->rule)->matrix == MATRIX_NORMUON;
 }
@@ -196,7 +175,7 @@ static void update_cpu(const Device* dev, const OptimConfig* config, const Matri
     float *u = work->scratch + m->at, *x = (float*)work->work, *y = x + size, *a = y + size, *b = a + side * side;
     const float inverse = 1.0f / ((float)sqrt(sum_of_squares(u, size)) + NORM_EPS);
     for (int64_t i = 0; i < size; i++) x[i] = u[i] * inverse;
-    x = newton_schulz<float>(dev, config, x, y, a, b, m->rows, m->cols, 1);
+    x = newton_schulz_plain<float>(dev, config, x, y, a, b, m->rows, m->cols, 1);
     float factor = 0.2f * sqrtf((float)(m->rows > m->cols ? m->rows : m->cols));
     if (by_rows(config)) {
         rows_cpu(config, m, x, now, next);
@@ -227,29 +206,32 @@ __global__ void __launch_bounds__(256) matrix_norm_kernel(BatchArguments batch) 
     if (threadIdx.x == 0) batch.slices[blockIdx.y * SLICES + blockIdx.x] = sum;
 }
 
-// Writes X, padded. grid (any, count), block 256; deterministic.
-__global__ void __launch_bounds__(256) matrix_pack_kernel(BatchArguments batch, bf16* x) {
+// Writes POLAR_SCALE X, padded. grid (any, count), block 256; deterministic.
+__global__ void __launch_bounds__(256) matrix_pack_kernel(BatchArguments batch, __half* x) {
     const float* u = batch.scratch + batch.matrix[blockIdx.y].at;
     const int64_t size = (int64_t)batch.padded_rows * batch.padded_cols;
     float sum = 0.0f;
     for (int s = 0; s < SLICES; s++) sum += batch.slices[blockIdx.y * SLICES + s];
-    const float inverse = 1.0f / (exact_sqrt(sum) + NORM_EPS);
+    const float inverse = POLAR_SCALE / (exact_sqrt(sum) + NORM_EPS);
     x += blockIdx.y * size;
     for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * (int64_t)gridDim.x) {
         const int row = (int)(i / batch.padded_cols), col = (int)(i % batch.padded_cols);
         const bool inside = row < batch.rows && col < batch.cols;
-        x[i] = __float2bfloat16(inside ? u[(int64_t)row * batch.cols + col] * inverse : 0.0f);
+        x[i] = __float2half_rn(inside ? u[(int64_t)row * batch.cols + col] * inverse : 0.0f);
     }
 }
 
 // NorMuon's v. grid (ceil(rows / 8), count), block 256, a warp a row; deterministic.
 __global__ void __launch_bounds__(256)
-    matrix_rows_kernel(BatchArguments batch, const bf16* x, const float* now, float* next, float rest2, float eps) {
+    matrix_rows_kernel(BatchArguments batch, const __half* x, const float* now, float* next, float rest2, float eps) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= batch.rows) return;
     x += ((int64_t)blockIdx.y * batch.padded_rows + row) * batch.padded_cols;
     float sum = 0.0f;
-    for (int i = lane; i < batch.cols; i += 32) sum = exact_fma(to_float(x[i]), to_float(x[i]), sum);
+    for (int i = lane; i < batch.cols; i += 32) {
+        const float value = __half2float(x[i]) / POLAR_SCALE;
+        sum = exact_fma(value, value, sum);
+    }
     sum = warp_sum(sum);
     if (lane != 0) return;
     const int64_t i = batch.matrix[blockIdx.y].row + row;
@@ -270,7 +252,7 @@ __global__ void __launch_bounds__(256) matrix_rows_norm_kernel(BatchArguments ba
 }
 
 // Writes U; `factor` is 0 where each row has its own. grid (any, count), block 256; deterministic.
-__global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch, const bf16* x, float factor) {
+__global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch, const __half* x, float factor) {
     float* u = batch.scratch + batch.matrix[blockIdx.y].at;
     const int64_t size = (int64_t)batch.rows * batch.cols;
     x += (int64_t)blockIdx.y * batch.padded_rows * batch.padded_cols;
@@ -278,7 +260,7 @@ __global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch
         const int row = (int)(i / batch.cols), col = (int)(i % batch.cols);
         float of_row = factor;
         if (factor == 0.0f) of_row = batch.norms[blockIdx.y] * batch.factors[blockIdx.y * batch.rows + row];
-        u[i] = to_float(x[(int64_t)row * batch.padded_cols + col]) * of_row;
+        u[i] = __half2float(x[(int64_t)row * batch.padded_cols + col]) / POLAR_SCALE * of_row;
     }
 }
 
@@ -290,7 +272,7 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
                        const float* now, float* next) {
     const Matrix* first = &work->plan.matrix[batch->first];
     const int rows = first->rows, cols = first->cols, count = batch->count;
-    const int64_t r = padded(rows), c = padded(cols), size = r * c, side = r < c ? r : c;
+    const int64_t r = padded(rows), c = padded(cols), size = r * c;
     float* factors = work->sums + count * SLICES;
     const BatchArguments arguments = {work->matrix + batch->first,
                                       work->scratch,
@@ -302,14 +284,14 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
                                       factors,
                                       factors + (int64_t)count * rows,
                                       factors + 2 * (int64_t)count * rows};
-    bf16 *x = (bf16*)work->work, *y = x + size * count, *a = y + size * count, *b = a + side * side * count;
+    __half *x = (__half*)work->work, *y = x + size * count, *squares = y + size * count;
     const int64_t blocks = ceil_div(size, 256 * 8);
     const dim3 grid((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
     matrix_norm_kernel<<<dim3(SLICES, (unsigned)count), 256, 0, dev->stream>>>(arguments);
     check_launch();
     matrix_pack_kernel<<<grid, 256, 0, dev->stream>>>(arguments, x);
     check_launch();
-    x = newton_schulz<bf16>(dev, config, x, y, a, b, r, c, count);
+    x = newton_schulz_symmetric<__half>(dev, config, symmetric_product, x, y, squares, r, c, count, POLAR_SCALE);
     float factor = 0.2f * sqrtf((float)(rows > cols ? rows : cols));
     if (by_rows(config)) {
         matrix_rows_kernel<<<dim3((unsigned)ceil_div(rows, 8), (unsigned)count), 256, 0, dev->stream>>>(

@@ -15,20 +15,22 @@
 // A tensor of several stacked matrices (GPT-2's queries, keys and values) is that many matrices, as in the papers'
 // runs.
 //
-// Arithmetic. Plain C, in fp32, is the definition. On a GPU X, A and B are rounded to bf16 where they are stored
-// (unit = 2^-9 in place of 2^-24), with fp32 sums. To first order, and in the norm of Frobenius, an error e of X
-// becomes
+// Arithmetic. Plain C, in fp32 and in the order above, is the definition. A GPU takes the symmetric form of the same
+// polynomial (newton_schulz.cuh), in fp16 with fp32 sums. For the plain form, to first order and in the norm of
+// Frobenius, with what is stored rounded by `unit` of itself (2^-24 for fp32), an error e of X becomes
 //     e' = L e + s e_B + unit ||X'|| + sums (a + ||B||) ||X||
 //     e_B = (|b| + 2 |c| s^2) e_A + unit ||B|| + sums (|b| + |c| ||A||) ||A||;   e_A = unit ||A|| + sums ||X||^2
 // where s is the largest singular value, L the steepest slope of a x + b x^3 + c x^5 up to it, and sums = sqrt(K) 2^-24
-// for sums of K terms. CPU and GPU agree within the sum of their bounds. dev/unit/matrix.cu carries the bound along
-// with a reference in double; rounding to bf16 took 0.12 of it. Small singular values of u are what grows, by a factor
-// of up to |a| a step, so that 2^-9 becomes some per cent of U. The same device gives the same bits for any number of
-// ranks and chunks: a matrix belongs to one rank (optim_cuts), and its bits do not depend on those beside it.
+// for sums of K terms. CPU and GPU agree within the sum of their bounds. dev/unit/newton_schulz.h carries both forms'
+// bounds along with references in double; a reference that rounds to fp16 where a GPU does takes 0.03 of its bound.
+// Small singular values of u are what grows, by a factor of up to |a| a step, so that 2^-11 becomes up to 3 per cent of
+// U. The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
+// and its bits do not depend on those beside it.
 //
 // Memory. The launch's tensors are taken in chunks of about 2^25 elements, so the scratch (4 bytes an element of a
 // chunk) and the products' buffers (up to 8) do not grow with the model: at most 384 MB, or what one tensor needs.
-// Cost: 5 (4 m^2 n + 2 m^3) flop a matrix, m its shorter side; one batch for all matrices of a shape in a chunk.
+// Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
+// tiles; one batch for all matrices of a shape in a chunk.
 #pragma once
 #include "../plan.h"
 #include "../storage.h"
@@ -40,6 +42,7 @@ struct Matrix {
     // Of rules that project the gradient (low_rank.h): the first element of its moments in work->low, the first number
     // of its basis in the launch's, and its own first element in the whole arena.
     int64_t low, basis, element;
+    int group;  // of its tensor's constants
 };
 
 // Matrices of one shape.

@@ -1,0 +1,398 @@
+// GaLore's step of one matrix (optim/matrix/low_rank.h): project the gradient onto r directions, Adam there, project
+// back, and update the weights:
+//     low = G Q^T;  m, v, N = Adam of low;  W = keep W - rate N Q         (a wide matrix: low = Q G, W = ... Q^T N)
+//     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
+//     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
+//     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
+// in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
+// and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
+// written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
+//   make build/dev/galore && ./build/dev/galore [parts]
+// With "parts", both halves of the step by themselves.
+#include "../kernels/low_rank.cuh"
+#include "double.h"
+#include "timing.h"
+
+enum Precision { FP32, TF32, BF16, PRECISIONS };
+static const char* const NAMES[] = {"fp32", "tf32", "bf16"};
+
+// Adam of the projected gradient.
+struct Adam {
+    float *m, *v;
+    float rest1, rest2, bias1, root2, eps;  // 1 - beta, 1 - beta1^t, sqrt(1 - beta2^t)
+
+    __device__ __forceinline__ float direction(float g, float& m, float& v) const {
+        m = fmaf(rest1, g - m, m), v = fmaf(rest2, fmaf(g, g, -v), v);
+        return m / bias1 / (sqrtf(v) / root2 + eps);
+    }
+    __device__ __forceinline__ float4 directions(int64_t at, float4 g) const {
+        float4 first = *(float4*)(m + at), second = *(float4*)(v + at);
+        const float4 n = {direction(g.x, first.x, second.x), direction(g.y, first.y, second.y),
+                          direction(g.z, first.z, second.z), direction(g.w, first.w, second.w)};
+        *(float4*)(m + at) = first, *(float4*)(v + at) = second;
+        return n;
+    }
+};
+
+__device__ __forceinline__ void store_four(float* to, float4 x) {
+    *(float4*)to = x;
+}
+__device__ __forceinline__ void store_four(bf16* to, float4 x) {
+    *(uint2*)to = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+}
+__device__ __forceinline__ float4 load_four(const float* from) {
+    return *(const float4*)from;
+}
+__device__ __forceinline__ float4 load_four(const bf16* from) {
+    const uint2 x = *(const uint2*)from;
+    const float2 low = pair_floats(x.x), high = pair_floats(x.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+
+struct Update {
+    float keep, rate;
+
+    __device__ __forceinline__ float4 of(float4 w, float4 u) const {
+        return make_float4(fmaf(-rate, u.x, keep * w.x), fmaf(-rate, u.y, keep * w.y), fmaf(-rate, u.z, keep * w.z),
+                           fmaf(-rate, u.w, keep * w.w));
+    }
+};
+
+// Sinks of our products.
+
+template <typename E>
+struct AdamSink {
+    Adam adam;
+    E* n;
+    int64_t cols;
+
+    __device__ void begin(int, int, int, int) const {}
+    __device__ void take(int row, int column, float4 x) const {
+        const int64_t at = row * cols + column;
+        store_four(n + at, adam.directions(at, x));
+    }
+};
+
+template <typename E>
+struct UpdateSink {
+    Update update;
+    E* w;
+    int64_t rows, cols;
+
+    // The tile's weights come to the L2 cache while the product is made.
+    __device__ void begin(int row, int column, int down, int across) const {
+        const int lines = across * (int)sizeof(E) / 128;
+        for (int i = threadIdx.x; i < down * lines; i += blockDim.x) {
+            const int64_t r = row + i / lines, c = column + i % lines * (128 / (int)sizeof(E));
+            if (r < rows && c < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(w + r * cols + c));
+        }
+    }
+    __device__ void take(int row, int column, float4 x) const {
+        E* at = w + row * cols + column;
+        store_four(at, update.of(load_four(at), x));
+    }
+};
+
+// Kernels of the other variants. Grid any, block 256; n is a multiple of 4.
+template <typename E>
+__global__ void adam_kernel(Adam adam, E* n, const float* low, int64_t count) {
+    const int64_t stride = 1024ll * gridDim.x;
+    for (int64_t i = blockIdx.x * 1024ll + threadIdx.x * 4; i < count; i += stride)
+        store_four(n + i, adam.directions(i, load_four(low + i)));
+}
+
+template <typename E>
+__global__ void update_kernel(Update update, E* w, const E* u, int64_t count) {
+    const int64_t stride = 1024ll * gridDim.x;
+    for (int64_t i = blockIdx.x * 1024ll + threadIdx.x * 4; i < count; i += stride)
+        store_four(w + i, update.of(load_four(w + i), load_four(u + i)));
+}
+
+// The library's products: d = alpha op(a) op(b) + beta d, row-major.
+
+struct Library {
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, d;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+static void library_run(const Device* dev, const Library* l, void* d, const void* a, const void* b, float alpha,
+                        float beta) {
+    check(cublasLtMatmul(dev->cublaslt, l->desc, &alpha, b, l->a, a, l->b, &beta, d, l->d, d, l->d, &l->algorithm,
+                         dev->workspace, WORKSPACE_BYTES, dev->stream));
+}
+
+// The algorithm is chosen on the arrays of the product, whose output it overwrites.
+static Library library_open(const Device* dev, Precision precision, cudaDataType_t output, bool at, bool bt,
+                            int64_t rows, int64_t cols, int64_t depth, void* d, const void* a, const void* b) {
+    Library l = {};
+    const cudaDataType_t input = precision == BF16 ? CUDA_R_16BF : CUDA_R_32F;
+    check(cublasLtMatmulDescCreate(&l.desc, precision == TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                   CUDA_R_32F));
+    matmul_set(l.desc, CUBLASLT_MATMUL_DESC_TRANSA, bt ? CUBLAS_OP_T : CUBLAS_OP_N);
+    matmul_set(l.desc, CUBLASLT_MATMUL_DESC_TRANSB, at ? CUBLAS_OP_T : CUBLAS_OP_N);
+    check(cublasLtMatrixLayoutCreate(&l.a, input, bt ? depth : cols, bt ? cols : depth, bt ? depth : cols));
+    check(cublasLtMatrixLayoutCreate(&l.b, input, at ? rows : depth, at ? depth : rows, at ? rows : depth));
+    check(cublasLtMatrixLayoutCreate(&l.d, output, cols, rows, cols));
+    cublasLtMatmulPreference_t preference;
+    check(cublasLtMatmulPreferenceCreate(&preference));
+    const size_t workspace = WORKSPACE_BYTES;
+    check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                               sizeof(workspace)));
+    cublasLtMatmulHeuristicResult_t result[8];
+    int found = 0;
+    check(cublasLtMatmulAlgoGetHeuristic(dev->cublaslt, l.desc, l.a, l.b, l.d, l.d, preference, 8, result, &found));
+    check(cublasLtMatmulPreferenceDestroy(preference));
+    double least = INFINITY;
+    Library tried = l;
+    for (int i = 0; i < found; i++) {
+        tried.algorithm = result[i].algo;
+        const double ms = median_ms(dev, 5, [&] { library_run(dev, &tried, d, a, b, 1.0f, 0.0f); });
+        if (ms < least) least = ms, l.algorithm = tried.algorithm;
+    }
+    if (found == 0)
+        user_error("galore: cuBLASLt has no algorithm for %lld x %lld x %lld", (long long)rows, (long long)cols,
+                   (long long)depth);
+    return l;
+}
+
+static void library_close(Library* l) {
+    check(cublasLtMatmulDescDestroy(l->desc));
+    for (cublasLtMatrixLayout_t layout : {l->a, l->b, l->d}) check(cublasLtMatrixLayoutDestroy(layout));
+}
+
+// A matrix and its arrays; E is float or bf16 by precision.
+
+struct Step {
+    Precision precision;
+    int64_t rows, cols, rank, length;  // of channels
+    int64_t size, small;               // elements of G and of low
+    void *g, *w, *u, *q, *n;
+    float *low, *m, *v;
+    Adam adam;
+    Update update;
+    Library project, back;
+};
+
+template <typename E>
+__global__ void fill_kernel(E* to, int64_t n, float middle, float scale, uint64_t seed) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) {
+        uint64_t z = (seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull, z ^= z >> 27;
+        to[i] = (E)(middle + scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
+    }
+}
+
+static void* new_array(const Device* dev, const Step* s, int64_t n, float scale, uint64_t seed) {
+    void* x = device_alloc(dev, n * (s->precision == BF16 ? 2 : 4));
+    if (s->precision == BF16) fill_kernel<bf16><<<4096, 256, 0, dev->stream>>>((bf16*)x, n, 0.0f, scale, seed);
+    if (s->precision != BF16) fill_kernel<float><<<4096, 256, 0, dev->stream>>>((float*)x, n, 0.0f, scale, seed);
+    check_launch();
+    return x;
+}
+
+// m and v as they are before a step: v is not near 0, so that N is not a sign.
+static void set_moments(const Device* dev, const Step* s) {
+    fill_kernel<float><<<4096, 256, 0, dev->stream>>>(s->m, s->small, 0.0f, 1.0f, 5);
+    check_launch();
+    fill_kernel<float><<<4096, 256, 0, dev->stream>>>(s->v, s->small, 1.5f, 1.0f, 6);
+    check_launch();
+}
+
+static Step step_open(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
+    Step s = {};
+    const bool left = rows < cols;
+    const int64_t side = left ? rows : cols;
+    s.precision = precision, s.rows = rows, s.cols = cols, s.rank = rank, s.length = left ? cols : rows;
+    s.size = rows * cols, s.small = s.length * rank;
+    s.g = new_array(dev, &s, s.size, 1.0f, 1), s.w = new_array(dev, &s, s.size, 1.0f, 2);
+    s.u = new_array(dev, &s, s.size, 1.0f, 3), s.n = new_array(dev, &s, s.small, 1.0f, 4);
+    s.q = new_array(dev, &s, rank * side, 1.7f / sqrtf((float)side), 7);
+    s.low = (float*)device_alloc(dev, s.small * 4);
+    s.m = (float*)device_alloc(dev, s.small * 4), s.v = (float*)device_alloc(dev, s.small * 4);
+    set_moments(dev, &s);
+    s.adam = {s.m, s.v, 0.1f, 0.001f, 0.5f, 0.07f, 1e-8f};
+    s.update = {0.999f, 1e-3f};
+    const cudaDataType_t type = precision == BF16 ? CUDA_R_16BF : CUDA_R_32F;
+    if (left) {
+        s.project = library_open(dev, precision, CUDA_R_32F, false, false, rank, cols, rows, s.low, s.q, s.g);
+        s.back = library_open(dev, precision, type, true, false, rows, cols, rank, s.u, s.q, s.n);
+    } else {
+        s.project = library_open(dev, precision, CUDA_R_32F, false, true, rows, rank, cols, s.low, s.g, s.q);
+        s.back = library_open(dev, precision, type, false, false, rows, cols, rank, s.u, s.n, s.q);
+    }
+    return s;
+}
+
+static void step_close(const Device* dev, Step* s) {
+    for (void* array : {s->g, s->w, s->u, s->q, s->n, (void*)s->low, (void*)s->m, (void*)s->v}) device_free(dev, array);
+    library_close(&s->project), library_close(&s->back);
+}
+
+// Halves of a step: up to N, and from there.
+
+template <typename E>
+static void library_first(const Device* dev, const Step* s) {
+    const bool left = s->rows < s->cols;
+    library_run(dev, &s->project, s->low, left ? s->q : s->g, left ? s->g : s->q, 1.0f, 0.0f);
+    adam_kernel<E><<<4 * dev->sm_count, 256, 0, dev->stream>>>(s->adam, (E*)s->n, s->low, s->small);
+    check_launch();
+}
+
+template <typename E>
+static void plain_second(const Device* dev, const Step* s) {
+    const bool left = s->rows < s->cols;
+    library_run(dev, &s->back, s->u, left ? s->q : s->n, left ? s->n : s->q, 1.0f, 0.0f);
+    update_kernel<E><<<8 * dev->sm_count, 256, 0, dev->stream>>>(s->update, (E*)s->w, (const E*)s->u, s->size);
+    check_launch();
+}
+
+static void hybrid_second(const Device* dev, const Step* s) {
+    const bool left = s->rows < s->cols;
+    library_run(dev, &s->back, s->w, left ? s->q : s->n, left ? s->n : s->q, -s->update.rate, s->update.keep);
+}
+
+template <typename E, int PARTS>
+static void our_first(const Device* dev, const Step* s) {
+    const AdamSink<E> sink = {s->adam, (E*)s->n, s->rows < s->cols ? s->cols : s->rank};
+    low_project<E, PARTS>(dev, (const E*)s->g, (const E*)s->q, s->rows, s->cols, s->rank, sink);
+}
+
+template <typename E, int PARTS>
+static void our_second(const Device* dev, const Step* s) {
+    const UpdateSink<E> sink = {s->update, (E*)s->w, s->rows, s->cols};
+    low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
+}
+
+typedef void (*Half)(const Device* dev, const Step* s);
+
+struct Variant {
+    const char* name;
+    Half first[PRECISIONS], second[PRECISIONS];
+};
+static const Variant VARIANTS[] = {
+    {"plain",
+     {library_first<float>, library_first<float>, library_first<bf16>},
+     {plain_second<float>, plain_second<float>, plain_second<bf16>}},
+    {"hybrid",
+     {library_first<float>, library_first<float>, library_first<bf16>},
+     {hybrid_second, hybrid_second, hybrid_second}},
+    {"ours",
+     {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
+     {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
+};
+
+// The check: the first moments, which hold low, and the weights' change, from weights of 0.
+
+template <typename E>
+__global__ void to_double_kernel(double* to, const E* from, int64_t n) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) to[i] = (double)(float)from[i];
+}
+
+static double* doubles_of(const Device* dev, const Step* s, const void* x, int64_t n) {
+    double* d = (double*)device_alloc(dev, n * 8);
+    if (s->precision == BF16) to_double_kernel<bf16><<<4096, 256, 0, dev->stream>>>(d, (const bf16*)x, n);
+    if (s->precision != BF16) to_double_kernel<float><<<4096, 256, 0, dev->stream>>>(d, (const float*)x, n);
+    check_launch();
+    return d;
+}
+
+__global__ void double_adam_kernel(Adam adam, double* low, double* m, int64_t n) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) {
+        const double g = low[i], first = adam.m[i] + (double)adam.rest1 * (g - adam.m[i]),
+                     second = adam.v[i] + (double)adam.rest2 * (g * g - adam.v[i]);
+        m[i] = first, low[i] = first / adam.bias1 / (sqrt(second) / adam.root2 + adam.eps);
+    }
+}
+
+// ||got - want|| / ||want||, both on the device. `factor` multiplies want.
+static double error_of(const Device* dev, const double* want, double* got, int64_t n, double factor) {
+    double *a = (double*)malloc((size_t)n * 8), *b = (double*)malloc((size_t)n * 8), error = 0.0, norm = 0.0;
+    copy_to_host(dev, a, want, n * 8);
+    copy_to_host(dev, b, got, n * 8);
+    for (int64_t i = 0; i < n; i++) error += pow(b[i] - factor * a[i], 2), norm += pow(factor * a[i], 2);
+    free(a), free(b);
+    return sqrt(error / norm);
+}
+
+// Bounds: low is a sum of products of operands rounded to TF32 (2^-11 each, half of it on average) or exact; N and the
+// weights are rounded to bf16 there. Sums of fp32 over K terms err by about sqrt(K) 2^-24.
+static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
+    Step s = step_open(dev, precision, rows, cols, rank);
+    const bool left = rows < cols;
+    double *g = doubles_of(dev, &s, s.g, s.size), *q = doubles_of(dev, &s, s.q, rank * (left ? rows : cols));
+    double* low = (double*)device_alloc(dev, s.small * 8);
+    double *m = (double*)device_alloc(dev, s.small * 8), *u = (double*)device_alloc(dev, s.size * 8);
+    if (left) double_product(dev, low, q, false, g, false, (int)rank, (int)cols, (int)rows);
+    if (!left) double_product(dev, low, g, false, q, true, (int)rows, (int)rank, (int)cols);
+    double_adam_kernel<<<1024, 256, 0, dev->stream>>>(s.adam, low, m, s.small);
+    check_launch();
+    if (left) double_product(dev, u, q, true, low, false, (int)rows, (int)cols, (int)rank);
+    if (!left) double_product(dev, u, low, false, q, false, (int)rows, (int)cols, (int)rank);
+    const double of_low[] = {4e-6, 1.0 / 2048, 4e-6}, of_u[] = {8e-6, 1.0 / 1024, 1.0 / 200};
+    bool right = true;
+    printf("%5lld x %5lld r %3lld %s, errors of m and U:", (long long)rows, (long long)cols, (long long)rank,
+           NAMES[precision]);
+    for (const Variant& variant : VARIANTS) {
+        set_moments(dev, &s);
+        check(cudaMemsetAsync(s.w, 0, (size_t)s.size * (precision == BF16 ? 2 : 4), dev->stream));
+        check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
+        variant.first[precision](dev, &s);
+        variant.second[precision](dev, &s);
+        double* change = doubles_of(dev, &s, s.w, s.size);
+        double* moments = (double*)device_alloc(dev, s.small * 8);
+        to_double_kernel<float><<<1024, 256, 0, dev->stream>>>(moments, s.m, s.small);
+        check_launch();
+        const double e_m = error_of(dev, m, moments, s.small, 1.0);
+        const double e_u = error_of(dev, u, change, s.size, -(double)s.update.rate);
+        const bool good = e_m < of_low[precision] && e_u < of_u[precision];
+        printf("  %s %.1e %.1e%s", variant.name, e_m, e_u, good ? "" : " WRONG");
+        right = right && good;
+        device_free(dev, change), device_free(dev, moments);
+    }
+    printf("\n");
+    for (double* array : {g, q, low, m, u}) device_free(dev, array);
+    step_close(dev, &s);
+    return right;
+}
+
+static void time_step(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank, double rate,
+                      bool parts) {
+    Step s = step_open(dev, precision, rows, cols, rank);
+    const double element = precision == BF16 ? 2.0 : 4.0;
+    const double floor = 1e3 * (3.0 * (double)s.size * element + 16.0 * (double)s.small) / rate;
+    printf("%5lld x %5lld r %3lld %s: floor %.4f ms;", (long long)rows, (long long)cols, (long long)rank,
+           NAMES[precision], floor);
+    for (const Variant& variant : VARIANTS) {
+        auto first = [&] { variant.first[precision](dev, &s); };
+        auto second = [&] { variant.second[precision](dev, &s); };
+        auto both = [&] { first(), second(); };
+        for (double warm = 0.0; warm < 50.0;) warm += 20.0 * median_ms(dev, 20, both);
+        printf("  %s %.4f", variant.name, median_ms(dev, 50, both));
+        if (parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
+    }
+    printf("\n");
+    fflush(stdout);
+    step_close(dev, &s);
+}
+
+int main(int argc, char** argv) {
+    Device dev;
+    device_open(&dev, true, 0);
+    const double rate = print_copy_rate(&dev, 1ll << 30);
+    const int64_t small[][3] = {{1024, 768, 128}, {520, 1288, 72}, {1288, 520, 32}, {512, 1024, 256}, {640, 640, 64}};
+    bool right = true;
+    for (const auto& shape : small) {
+        for (int p = 0; p < PRECISIONS; p++)
+            right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+    }
+    if (!right) return 1;
+    const bool parts = argc > 1 && strcmp(argv[1], "parts") == 0;
+    for (int64_t cols : {4096, 11008}) {
+        for (int p = PRECISIONS - 1; p >= 0; p--) {
+            for (int64_t rank : {32, 64, 128, 256, 512}) time_step(&dev, (Precision)p, 4096, cols, rank, rate, parts);
+        }
+    }
+    device_close(&dev);
+    return 0;
+}

@@ -1,0 +1,384 @@
+// Muon's Newton-Schulz of all hidden matrices of GPT-2 124M and 1558M, five steps, batched over the matrices of a
+// shape: the plain form with cuBLASLt in bf16; the symmetric form (optim/matrix/newton_schulz.cuh) in fp16 with
+// cuBLASLt, and with the kernel of kernels/matmul_symmetric.cuh, which is what the optimizer runs. First the kernel's
+// products are checked against the plain C version, and each variant's result against float64. Then the variants take
+// turns, after half a second of products, since a card draws all its power then and its clock depends on what ran
+// before; the operands are renewed, untimed, before each run. flop: what the form needs, symmetric results by halves
+// where the variant takes them so; the ceiling is cuBLASLt's bf16 product of 8192^3 in the same run.
+//   make build/dev/newton_schulz && ./build/dev/newton_schulz [products]
+// With "products", the kernel's products one by one as well.
+#include "../optim/matrix/newton_schulz.cuh"
+#include "double.h"
+#include "timing.h"
+
+static OptimConfig config_of(const char* coefficients) {
+    OptimConfig config = {};
+    config.ns_steps = 5, config.ns_coefficients = coefficients;
+    return config;
+}
+
+static float half_float(__half x) {
+    return __half2float(x);
+}
+static float half_float(bf16 x) {
+    return __bfloat162float(x);
+}
+
+template <class T>
+static float* host_values(const Device* dev, const T* device, int64_t n) {
+    T* bits = (T*)malloc((size_t)n * sizeof(T));
+    float* values = (float*)malloc((size_t)n * sizeof(float));
+    copy_to_host(dev, bits, device, n * (int64_t)sizeof(T));
+    for (int64_t i = 0; i < n; i++) values[i] = half_float(bits[i]);
+    free(bits);
+    return values;
+}
+
+// to = scale x, in T. Grid any, block 256.
+template <class T>
+__global__ void scale_kernel(T* to, const float* x, int64_t n, float scale) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) to[i] = (T)(scale * x[i]);
+}
+
+template <class T>
+static void scaled(const Device* dev, T* to, const float* x, int64_t n, float scale) {
+    scale_kernel<T><<<4096, 256, 0, dev->stream>>>(to, x, n, scale);
+    check_launch();
+}
+
+// `count` matrices of norm 1: noise, and for odd ones two directions 20 times as strong, as a momentum has.
+static float* unit_matrices(const Device* dev, int64_t rows, int64_t cols, int64_t count) {
+    const int64_t size = rows * cols;
+    float* host = (float*)malloc((size_t)(size * count) * sizeof(float));
+#pragma omp parallel for schedule(static)
+    for (int64_t m = 0; m < count; m++) {
+        uint64_t z = 0x9E3779B97F4A7C15ull * (uint64_t)(m + 1);
+        double norm = 0.0;
+        float* x = host + m * size;
+        for (int64_t i = 0; i < size; i++) {
+            z ^= z << 13, z ^= z >> 7, z ^= z << 17;
+            const float noise = (float)(z >> 40) / 8388608.0f - 1.0f;
+            const float strong = m % 2 ? (i / cols % 7 - 3) * (i % cols % 5 - 2) * 0.1f : 0.0f;
+            x[i] = noise * (m % 2 ? 0.05f : 1.0f) + strong, norm += (double)x[i] * (double)x[i];
+        }
+        for (int64_t i = 0; i < size; i++) x[i] = (float)(x[i] / sqrt(norm));
+    }
+    float* device = (float*)device_alloc(dev, size * count * 4);
+    copy_to_device(dev, device, host, size * count * 4);
+    free(host);
+    return device;
+}
+
+// Checks of the kernel's products.
+
+static bool product_is_right(const Device* dev, const SymmetricProduct* p, const __half* a, const __half* b,
+                             const __half* c) {
+    const int64_t n = p->rows * p->cols * p->batch;
+    __half* d = (__half*)device_alloc(dev, n * 2);
+    check(cudaMemsetAsync(d, 0xff, (size_t)n * 2, dev->stream));
+    const bool fits = symmetric_product_fits(dev, p);
+    symmetric_product(dev, p, d, a, b, c);
+    check(cudaStreamSynchronize(dev->stream));
+    float *got = host_values(dev, d, n), *want = (float*)malloc((size_t)n * sizeof(float));
+    float *x = host_values(dev, a, p->rows * p->depth * p->batch),
+          *y = host_values(dev, b, p->depth * p->cols * p->batch);
+    float* z = p->beta != 0.0f ? host_values(dev, c, n) : nullptr;
+    symmetric_product_cpu(p, want, x, y, z);
+    const double error = relative_error(got, want, n), bound = 1.0 / 2048;
+    const bool right = error < bound;
+    printf("%4lld x %4lld x %4lld %s%s %s batch %lld: error %.2f of fp16's epsilon  %s%s\n", (long long)p->rows,
+           (long long)p->cols, (long long)p->depth, p->transpose_a ? "t" : "n", p->transpose_b ? "t" : "n",
+           p->symmetric ? "symmetric" : "whole", (long long)p->batch, error / bound, right ? "ok" : "WRONG",
+           fits ? "" : " (library)");
+    free(got), free(want), free(x), free(y), free(z);
+    device_free(dev, d);
+    return right;
+}
+
+// The four kinds of product of a matrix's steps.
+static bool products_are_right(const Device* dev, int64_t rows, int64_t cols, int64_t batch) {
+    const bool tall = rows > cols;
+    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
+    float* values = unit_matrices(dev, rows, cols, batch);
+    __half *x = (__half*)device_alloc(dev, size * batch * 2), *r = (__half*)device_alloc(dev, square * batch * 2);
+    scaled(dev, x, values, size * batch, 16.0f);
+    const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, batch};
+    const SymmetricProduct polynomial = {side, side, side, false, true, 0.3f, -0.7f, 1.5f, true, batch};
+    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, batch};
+    const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, batch};
+    bool right = product_is_right(dev, &gram, x, x, nullptr);
+    symmetric_product_library(dev, &gram, r, x, x, nullptr);
+    right = product_is_right(dev, &polynomial, r, r, r) && right;
+    right = product_is_right(dev, &multiply, r, r, nullptr) && right;
+    right = product_is_right(dev, &apply, tall ? x : r, tall ? r : x, nullptr) && right;
+    device_free(dev, values), device_free(dev, x), device_free(dev, r);
+    return right;
+}
+
+// Newton-Schulz in double, for the check.
+
+// y = p x + q y. Grid any, block 256.
+__global__ void double_add_kernel(double* y, const double* x, int64_t n, double p, double q) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) y[i] = p * x[i] + q * y[i];
+}
+
+static float* exact_polar(const Device* dev, const OptimConfig* config, const float* values, int rows, int cols) {
+    const bool tall = rows > cols;
+    const int side = tall ? cols : rows, depth = tall ? rows : cols;
+    const int64_t size = (int64_t)rows * cols, square = (int64_t)side * side;
+    double *x = (double*)device_alloc(dev, size * 8), *y = (double*)device_alloc(dev, size * 8);
+    double *r = (double*)device_alloc(dev, square * 8), *b = (double*)device_alloc(dev, square * 8);
+    scaled(dev, x, values, size, 1.0f);
+    for (int step = 0; step < config->ns_steps; step++) {
+        NewtonSchulz c;
+        newton_schulz_coefficients(config->ns_coefficients, step, &c);
+        double_product(dev, r, x, tall, x, !tall, side, side, depth);
+        double_product(dev, b, r, false, r, false, side, side, side);
+        double_add_kernel<<<4096, 256, 0, dev->stream>>>(b, r, square, c.b, c.c);
+        check_launch();
+        double_product(dev, y, tall ? x : b, false, tall ? b : x, false, rows, cols, side);
+        double_add_kernel<<<4096, 256, 0, dev->stream>>>(x, y, size, 1.0, c.a);
+        check_launch();
+    }
+    double* host = (double*)malloc((size_t)size * 8);
+    float* result = (float*)malloc((size_t)size * 4);
+    copy_to_host(dev, host, x, size * 8);
+    for (int64_t i = 0; i < size; i++) result[i] = (float)host[i];
+    free(host);
+    device_free(dev, x), device_free(dev, y), device_free(dev, r), device_free(dev, b);
+    return result;
+}
+
+// The variants, on matrices of one shape. Buffers hold elements of two bytes.
+
+struct Matrices {
+    int64_t rows, cols, count;
+    void *given, *x, *y, *squares;
+};
+
+static Matrices matrices_open(const Device* dev, int64_t rows, int64_t cols, int64_t count) {
+    const int64_t side = rows < cols ? rows : cols, bytes = rows * cols * count * 2;
+    return {rows,
+            cols,
+            count,
+            device_alloc(dev, bytes),
+            device_alloc(dev, bytes),
+            device_alloc(dev, bytes),
+            device_alloc(dev, polar_squares(rows, cols) * side * side * count * 2)};
+}
+
+static void matrices_close(const Device* dev, Matrices* m) {
+    device_free(dev, m->given), device_free(dev, m->x), device_free(dev, m->y), device_free(dev, m->squares);
+}
+
+static void* run_plain(const Device* dev, const OptimConfig* config, const Matrices* m) {
+    const int64_t side = m->rows < m->cols ? m->rows : m->cols;
+    bf16* squares = (bf16*)m->squares;
+    return newton_schulz_plain<bf16>(dev, config, (bf16*)m->x, (bf16*)m->y, squares, squares + side * side * m->count,
+                                     m->rows, m->cols, m->count);
+}
+static void* run_library(const Device* dev, const OptimConfig* config, const Matrices* m) {
+    return newton_schulz_symmetric<__half>(dev, config, symmetric_product_library, (__half*)m->x, (__half*)m->y,
+                                           (__half*)m->squares, m->rows, m->cols, m->count, POLAR_SCALE);
+}
+static void* run_ours(const Device* dev, const OptimConfig* config, const Matrices* m) {
+    return newton_schulz_symmetric<__half>(dev, config, symmetric_product, (__half*)m->x, (__half*)m->y,
+                                           (__half*)m->squares, m->rows, m->cols, m->count, POLAR_SCALE);
+}
+
+// flop of a matrix of sides m <= n.
+static double flop_plain(double m, double n) {
+    return 5.0 * (4.0 * m * m * n + 2.0 * m * m * m);
+}
+static double flop_library(double m, double n) {
+    return m == n ? 30.0 * m * m * m : 28.0 * m * m * m + 8.0 * m * m * n;
+}
+static double flop_ours(double m, double n) {
+    return m == n ? 20.0 * m * m * m : 14.0 * m * m * m + 6.0 * m * m * n;
+}
+
+struct Variant {
+    const char* name;
+    bool is_half;
+    void* (*run)(const Device* dev, const OptimConfig* config, const Matrices* m);
+    double (*flop)(double m, double n);
+};
+static const Variant VARIANTS[] = {
+    {"plain, cuBLASLt, bf16", false, run_plain, flop_plain},
+    {"symmetric form, cuBLASLt, fp16", true, run_library, flop_library},
+    {"prod: symmetric form, our kernel", true, run_ours, flop_ours},
+};
+constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
+
+static void give(const Device* dev, const Variant* v, const Matrices* m, const float* values, void* to) {
+    const int64_t n = m->rows * m->cols * m->count;
+    if (v->is_half) scaled(dev, (__half*)to, values, n, POLAR_SCALE);
+    if (!v->is_half) scaled(dev, (bf16*)to, values, n, 1.0f);
+}
+
+// Whether the fp16 variants are no further from float64 than the plain one in bf16 is, which trains.
+static bool polar_is_right(const Device* dev, const char* coefficients, int rows, int cols) {
+    const OptimConfig config = config_of(coefficients);
+    const int64_t size = (int64_t)rows * cols;
+    float* values = unit_matrices(dev, rows, cols, 2);
+    Matrices m = matrices_open(dev, rows, cols, 2);
+    double error[VARIANT_COUNT] = {};
+    for (int i = 0; i < VARIANT_COUNT; i++) {
+        give(dev, &VARIANTS[i], &m, values, m.x);
+        void* result = VARIANTS[i].run(dev, &config, &m);
+        check(cudaStreamSynchronize(dev->stream));
+        float* got = VARIANTS[i].is_half ? host_values(dev, (__half*)result, 2 * size)
+                                         : host_values(dev, (bf16*)result, 2 * size);
+        for (int64_t k = 0; k < 2 * size && VARIANTS[i].is_half; k++) got[k] /= POLAR_SCALE;
+        for (int k = 0; k < 2; k++) {
+            float* want = exact_polar(dev, &config, values + k * size, rows, cols);
+            const double e = relative_error(got + k * size, want, size);
+            error[i] = isnan(error[i]) || e <= error[i] ? error[i] : e;
+            free(want);
+        }
+        free(got);
+    }
+    const bool right = error[1] <= error[0] && error[2] <= error[0] && error[0] < 0.2;
+    printf("%4d x %4d, %-14s: off float64 by %.2g (plain, bf16), %.2g (library), %.2g (ours)  %s\n", rows, cols,
+           coefficients, error[0], error[1], error[2], right ? "ok" : "WRONG");
+    device_free(dev, values);
+    matrices_close(dev, &m);
+    return right;
+}
+
+// Times.
+
+struct Model {
+    const char* name;
+    int64_t layers, channels;
+};
+
+// A part of the matrices, as the optimizer takes them in chunks of so many layers.
+static Matrices part_of(const Matrices* m, int64_t first, int64_t count, int64_t layers) {
+    const int64_t each = m->count / layers, side = m->rows < m->cols ? m->rows : m->cols;
+    Matrices part = *m;
+    part.count = count * each;
+    part.x = (char*)m->x + first * each * m->rows * m->cols * 2;
+    part.y = (char*)m->y + first * each * m->rows * m->cols * 2;
+    part.squares = (char*)m->squares + first * each * polar_squares(m->rows, m->cols) * side * side * 2;
+    return part;
+}
+
+static void time_model(const Device* dev, const Model* model, double ceiling) {
+    const OptimConfig config = config_of("jordan");
+    const int64_t C = model->channels, L = model->layers;
+    Matrices m[] = {matrices_open(dev, C, C, 4 * L), matrices_open(dev, 4 * C, C, L), matrices_open(dev, C, 4 * C, L)};
+    float* values[3];
+    for (int i = 0; i < 3; i++) values[i] = unit_matrices(dev, m[i].rows, m[i].cols, m[i].count);
+    const int64_t chunks[] = {L, 1 << 27, 1 << 26, 1 << 25};
+    for (int v = 0; v < VARIANT_COUNT + 3; v++) {
+        const Variant* variant = &VARIANTS[v < VARIANT_COUNT ? v : VARIANT_COUNT - 1];
+        const int chunk = v < VARIANT_COUNT ? 0 : v - VARIANT_COUNT + 1;
+        int64_t layers = chunk == 0 ? L : chunks[chunk] / (12 * C * C);
+        layers = layers < 1 ? 1 : layers > L ? L : layers;
+        double flop = 0.0, spread;
+        for (int i = 0; i < 3; i++) {
+            give(dev, variant, &m[i], values[i], m[i].given);
+            flop += (double)m[i].count * variant->flop((double)C, m[i].rows == m[i].cols ? (double)C : 4.0 * C);
+        }
+        auto before = [&] {
+            for (int i = 0; i < 3; i++) {
+                check(cudaMemcpyAsync(m[i].x, m[i].given, (size_t)(m[i].rows * m[i].cols * m[i].count * 2),
+                                      cudaMemcpyDeviceToDevice, dev->stream));
+            }
+        };
+        auto run = [&] {
+            for (int64_t first = 0; first < L; first += layers) {
+                for (int i = 0; i < 3; i++) {
+                    const Matrices part = part_of(&m[i], first, first + layers < L ? layers : L - first, L);
+                    variant->run(dev, &config, &part);
+                }
+            }
+        };
+        for (double warm = 0.0; warm < 500.0;) warm += median_ms_after(dev, 3, before, run);
+        const double ms = median_ms_after(dev, 25, before, run, &spread);
+        char name[80];
+        snprintf(name, sizeof(name), "prod, in chunks of %lld layers", (long long)layers);
+        printf("%-6s %-34s %8.3f ms (+- %4.1f %%) %7.3f TFLOP %6.1f TFLOP/s %5.1f %% of the ceiling\n", model->name,
+               chunk ? name : variant->name, ms, 100.0 * spread, 1e-12 * flop, 1e-9 * flop / ms,
+               100.0 * 1e3 * flop / ms / ceiling);
+        fflush(stdout);
+    }
+    for (int i = 0; i < 3; i++) device_free(dev, values[i]), matrices_close(dev, &m[i]);
+}
+
+// Each of our kernel's products, by itself, beside the library's.
+static void time_products(const Device* dev, int64_t rows, int64_t cols, int64_t batch) {
+    const bool tall = rows > cols;
+    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols;
+    Matrices m = matrices_open(dev, rows, cols, batch);
+    float* values = unit_matrices(dev, rows, cols, batch);
+    scaled(dev, (__half*)m.x, values, rows * cols * batch, POLAR_SCALE);
+    __half *x = (__half*)m.x, *y = (__half*)m.y, *r = (__half*)m.squares, *z = r + side * side * batch;
+    const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, batch};
+    const SymmetricProduct polynomial = {side, side, side, false, true, 8e-6f, -0.02f, 3.0f, true, batch};
+    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, batch};
+    const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, batch};
+    const struct {
+        const char* name;
+        const SymmetricProduct* p;
+        __half *d, *a, *b, *c;
+    } rows_of[] = {{"X X^T", &gram, r, x, x, nullptr},
+                   {"a I + b R + c R R", &polynomial, z, r, r, r},
+                   {"R Z", &multiply, z, r, r, nullptr},
+                   {"Q X", &apply, y, tall ? x : z, tall ? z : x, nullptr}};
+    for (const auto& row : rows_of) {
+        const SymmetricProduct* p = row.p;
+        double ms[2];
+        for (int i = 0; i < 2; i++) {
+            auto run = [&] { (i ? symmetric_product : symmetric_product_library)(dev, p, row.d, row.a, row.b, row.c); };
+            for (double warm = 0.0; warm < 100.0;) warm += 20.0 * median_ms(dev, 20, run);
+            ms[i] = median_ms(dev, 64, run);
+        }
+        const SymmetricShape s = symmetric_shape(p);
+        const double all = 2.0 * (double)p->rows * (double)p->cols * (double)p->depth * (double)batch,
+                     tiles = (s.whole + 0.5 * s.half) * 2.0 * SP_ROWS * SP_COLUMNS * (double)p->depth * (double)batch;
+        printf(
+            "%4lld x %4lld, %2lld of them, %-18s library %.4f ms (%.0f TFLOP/s), ours %.4f ms (%.0f of its tiles')\n",
+            (long long)rows, (long long)cols, (long long)batch, row.name, ms[0], 1e-9 * all / ms[0], ms[1],
+            1e-9 * tiles / ms[1]);
+    }
+    fflush(stdout);
+    device_free(dev, values);
+    matrices_close(dev, &m);
+}
+
+static double ceiling_of(const Device* dev) {
+    constexpr int64_t n = 8192;
+    bf16 *a = filled(dev, n * n, 1.0f, 1), *b = filled(dev, n * n, 1.0f, 2), *d = filled(dev, n * n, 1.0f, 3);
+    const MatmulProduct p = {n, n, n, false, false, 1.0f, 0.0f, 1, 0, 0, 0};
+    auto run = [&] { matmul_product<bf16, bf16>(dev, &p, d, a, b, nullptr); };
+    median_ms(dev, 60, run);
+    const double rate = 2.0 * n * n * n / (1e-3 * median_ms(dev, 20, run));
+    device_free(dev, a), device_free(dev, b), device_free(dev, d);
+    return rate;
+}
+
+int main(int argc, char** argv) {
+    Device dev;
+    device_open(&dev, true, 0);
+    const double ceiling = ceiling_of(&dev);
+    printf("%s: bf16 product of 8192^3 %.0f TFLOP/s\n", dev.name, 1e-12 * ceiling);
+    bool right = true;
+    const int shapes[][2] = {{768, 768},   {768, 3072}, {3072, 768}, {1600, 1600},
+                             {1600, 6400}, {520, 1288}, {1288, 520}};
+    for (const auto& s : shapes) right = products_are_right(&dev, s[0], s[1], 3) && right;
+    for (const char* coefficients : {"jordan", "polar-express"}) {
+        for (const auto& s : shapes) right = polar_is_right(&dev, coefficients, s[0], s[1]) && right;
+    }
+    if (!right) return 1;
+    const Model models[] = {{"124M", 12, 768}, {"1558M", 48, 1600}};
+    for (const Model& model : models) {
+        time_model(&dev, &model, ceiling);
+        if (argc < 2 || strcmp(argv[1], "products")) continue;
+        const int64_t C = model.channels, L = model.layers;
+        time_products(&dev, C, C, 4 * L), time_products(&dev, C, 4 * C, L), time_products(&dev, 4 * C, C, L);
+    }
+    device_close(&dev);
+    return 0;
+}

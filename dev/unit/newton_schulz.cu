@@ -1,0 +1,194 @@
+// Tests of Newton-Schulz's symmetric form against the plain one, and of the products it is made of.
+#include "newton_schulz.h"
+#include "kernels.h"
+
+constexpr int FORMS = 6;
+static const int form_rows[FORMS] = {32, 17, 96, 24, 40, 12}, form_cols[FORMS] = {32, 75, 40, 96, 40, 13};
+
+// Noise; of shape 4 on a strong direction, so that small singular values grow most.
+static void form_fill(Dense* x, int shape) {
+    x->rows = form_rows[shape], x->cols = form_cols[shape];
+    for (int i = 0; i < x->rows * x->cols; i++) {
+        const double noise = test_uniform(9, shape * 10000 + i);
+        x->x[i] = shape == 4 ? 1.0 + 0.01 * noise : noise;
+    }
+}
+
+static OptimConfig form_config(const char* coefficients, int64_t steps) {
+    OptimConfig config = {};
+    config.ns_coefficients = coefficients, config.ns_steps = steps;
+    return config;
+}
+
+// Of x, divided by its norm, in fp32 by the plain form, or else by the symmetric one.
+static void form_fp32(const OptimConfig* config, const Dense* given, bool plain, Dense* result) {
+    static float x[MOST], y[MOST], squares[4 * 96 * 96];
+    const Device dev = {};
+    *result = *given;
+    normalise(result);
+    const int n = given->rows * given->cols, side = given->rows < given->cols ? given->rows : given->cols;
+    for (int i = 0; i < n; i++) x[i] = (float)result->x[i];
+    const float* got = plain ? newton_schulz_plain<float>(&dev, config, x, y, squares, squares + side * side,
+                                                          given->rows, given->cols, 1)
+                             : newton_schulz_symmetric<float>(&dev, config, symmetric_product_plain, x, y, squares,
+                                                              given->rows, given->cols, 1, 1.0f);
+    for (int i = 0; i < n; i++) result->x[i] = (double)got[i];
+}
+
+static double distance(const Dense* a, const Dense* b) {
+    double sum = 0.0;
+    for (int i = 0; i < a->rows * a->cols; i++) sum += pow(a->x[i] - b->x[i], 2);
+    return sqrt(sum);
+}
+
+// In fp32 both forms are within their bounds of each other; eight steps have three stretches.
+TEST(newton_schulz_forms_agree) {
+    static Dense given, plain, symmetric, exact;
+    double worst = 0.0, share = 0.0;
+    for (const char* coefficients : {"jordan", "polar-express"}) {
+        for (int64_t steps : {1, 2, 3, 5, 8}) {
+            const OptimConfig config = form_config(coefficients, steps);
+            for (int shape = 0; shape < FORMS; shape++) {
+                form_fill(&given, shape);
+                form_fp32(&config, &given, true, &plain);
+                form_fp32(&config, &given, false, &symmetric);
+                exact = given;
+                double bound = reference_polar(&config, &exact, ldexp(1.0, -24));
+                exact = given;
+                bound += reference_symmetric(&config, &exact, ldexp(1.0, -24), false);
+                const double off = distance(&plain, &symmetric) / bound;
+                expect(off <= 1.0 && off > 0.0, "%s, %d steps, %d x %d: %g of the bound", coefficients, (int)steps,
+                       given.rows, given.cols, off);
+                worst = fmax(worst, off), share = fmax(share, steps <= 5 ? bound / frobenius(&exact) : 0.0);
+            }
+        }
+    }
+    expect(share < 0.5, "the bound tells nothing: %g of the result", share);
+    snprintf(test->note, sizeof(test->note), "%.2g of the bound, which is at most %.2g of the result", worst, share);
+}
+
+// Rounding to fp16 where a GPU rounds: within the bound, and, in the root of the mean square, closer to the exact
+// result than an eighth of it.
+TEST(newton_schulz_in_fp16) {
+    static Dense exact, rounded;
+    double worst = 0.0, off = 0.0;
+    for (const char* coefficients : {"jordan", "polar-express"}) {
+        const OptimConfig config = form_config(coefficients, 5);
+        for (int shape = 0; shape < FORMS; shape++) {
+            form_fill(&exact, shape);
+            rounded = exact;
+            const double bound = reference_symmetric(&config, &exact, ldexp(1.0, -11), false);
+            reference_symmetric(&config, &rounded, 0.0, true);
+            worst = fmax(worst, distance(&exact, &rounded) / bound);
+            off = fmax(off, distance(&exact, &rounded) / frobenius(&exact));
+        }
+    }
+    expect(worst <= 1.0 && worst > 1e-4, "%g of the bound", worst);
+    expect(off <= 0.125, "%g of the result", off);
+    snprintf(test->note, sizeof(test->note), "%.2g of the bound, %.2g of the result", worst, off);
+}
+
+// A launch's tiles are each square of 128 that it must compute, once, and no other; what a block takes in its rounds
+// are all numbers.
+TEST(symmetric_tiles_are_each_square_once) {
+    static int seen[2][40][80];
+    const int64_t sizes[][3] = {{768, 768, 1},  {1600, 1600, 1}, {128, 128, 1},  {136, 136, 1}, {520, 520, 1},
+                                {768, 3072, 0}, {1600, 1600, 0}, {3072, 768, 0}, {8, 8, 0},     {648, 392, 0}};
+    for (const auto& size : sizes) {
+        const SymmetricProduct p = {size[0], size[1], 512, false, true, 1.0f, 0.0f, 0.0f, size[2] != 0, 2};
+        const SymmetricShape s = symmetric_shape(&p);
+        const int tiles = (s.whole + s.half) * 2, blocks = 7, down = (s.rows + 127) / 128,
+                  across = (s.columns + 127) / 128;
+        memset(seen, 0, sizeof(seen));
+        int taken = 0;
+        for (int block = 0; block < blocks; block++) {
+            for (int round = 0; symmetric_index(round, block, blocks) < tiles; round++, taken++) {
+                const SymmetricTile t = symmetric_tile(symmetric_index(round, block, blocks), s);
+                for (int i = 0; i < (t.half ? 1 : 2); i++) seen[t.matrix][t.row / 128][t.column / 128 + i]++;
+            }
+        }
+        expect(taken == tiles, "%lld x %lld: %d of %d tiles", (long long)size[0], (long long)size[1], taken, tiles);
+        for (int i = 0; i < 2 * down * across; i++) {
+            const int row = i / across % down, column = i % across;
+            const int times = seen[i / (down * across)][row][column];
+            expect(times == (!p.symmetric || column <= row), "%lld x %lld: square %d, %d is there %d times",
+                   (long long)size[0], (long long)size[1], row, column, times);
+        }
+    }
+}
+
+// Plain C: what is above the diagonal mirrors what is below, and gamma is on the diagonal.
+TEST(symmetric_product_mirrors) {
+    const float a[] = {1, 2, 3, 4}, b[] = {5, 6, 7, 8}, c[] = {1, 1, 1, 1};
+    float d[4];
+    const SymmetricProduct p = {2, 2, 2, false, true, 2.0f, 3.0f, 10.0f, true, 1};
+    symmetric_product_cpu(&p, d, a, b, c);  // a b^T = 17 23; 39 53
+    const float want[] = {47, 81, 81, 119};
+    expect(memcmp(d, want, sizeof(d)) == 0, "%g %g %g %g", (double)d[0], (double)d[1], (double)d[2], (double)d[3]);
+}
+
+#ifdef __CUDACC__
+constexpr int64_t BATCH = 3;
+
+static __half* halves_on(const Device* dev, float* host, int64_t n) {
+    __half* bits = (__half*)malloc((size_t)n * sizeof(__half));
+    for (int64_t i = 0; i < n; i++) bits[i] = __float2half_rn(host[i]), host[i] = __half2float(bits[i]);
+    __half* device = (__half*)device_alloc(dev, n * 2);
+    copy_to_device(dev, device, bits, n * 2);
+    free(bits);
+    return device;
+}
+
+// One product of random operands; those of a symmetric result are one matrix and itself, or two symmetric ones.
+static void check_symmetric_product(Test* test, const Device* dev, const SymmetricProduct* p, double* worst) {
+    const int64_t n = p->rows * p->cols * BATCH, na = p->rows * p->depth * BATCH, nb = p->depth * p->cols * BATCH;
+    float *a = random_floats(na, 1, 1.0f), *b = random_floats(nb, 2, 1.0f), *c = random_floats(n, 3, 1.0f);
+    float *want = floats(n), *got = floats(n), *one = floats(n);
+    for (int64_t i = 0; i < n && p->symmetric; i++) {
+        const int64_t row = i / p->cols % p->rows, col = i % p->cols;
+        if (col > row) c[i] = c[i + (col - row) * (p->cols - 1)];
+    }
+    __half *x = halves_on(dev, a, na), *y = p->symmetric ? x : halves_on(dev, b, nb), *z = halves_on(dev, c, n);
+    __half *d = (__half*)device_alloc(dev, n * 2), *bits = (__half*)malloc((size_t)n * 2);
+    symmetric_product_cpu(p, want, a, p->symmetric ? a : b, c);
+    SymmetricProduct alone = *p;
+    alone.batch = 1;
+    for (int run = 0; run < 2; run++) {
+        check(cudaMemset(d, 0xff, (size_t)n * 2));
+        symmetric_product(dev, run ? &alone : p, d, x, y, p->beta != 0.0f ? z : nullptr);
+        device_sync(dev);
+        copy_to_host(dev, bits, d, n * 2);
+        for (int64_t i = 0; i < n; i++) (run ? one : got)[i] = __half2float(bits[i]);
+    }
+    char what[80];
+    snprintf(what, sizeof(what), "%lld x %lld x %lld", (long long)p->rows, (long long)p->cols, (long long)p->depth);
+    const double sums = fabs((double)p->alpha) * product_bound(p->depth, 1.0) + 1e-6;
+    close_to(test, worst, what, got, want, n, sums, 1.0 / 1024);  // the library's way rounds twice
+    expect(memcmp(got, one, (size_t)(n / BATCH) * sizeof(float)) == 0, "%s: alone it has other bits", what);
+    for (float* each : {a, b, c, want, got, one}) free(each);
+    free(bits);
+    for (void* each : {(void*)x, (void*)z, (void*)d}) device_free(dev, each);
+    if (y != x) device_free(dev, y);
+}
+
+TEST(symmetric_product_gpu) {
+    Device dev;
+    device_open(&dev, true, 0);
+    double worst = 0.0;
+    const int64_t sizes[][2] = {{768, 768}, {520, 1288}, {1288, 520}, {456, 456}, {64, 512}, {776, 1024}};
+    for (const auto& size : sizes) {
+        const bool tall = size[0] > size[1];
+        const int64_t side = tall ? size[1] : size[0], depth = tall ? size[0] : size[1];
+        const SymmetricProduct products[] = {
+            {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, BATCH},
+            {side, side, depth, false, true, 0.3f, -0.7f, 1.5f, true, BATCH},
+            {side, depth, side, false, false, 1.0f, 0.0f, 0.0f, false, BATCH},
+            {depth, side, side, false, true, 1.0f, 0.0f, 0.0f, false, BATCH},
+            {side, depth, side, false, false, 0.5f, 2.0f, 0.25f, false, BATCH},
+        };
+        for (const SymmetricProduct& p : products) check_symmetric_product(test, &dev, &p, &worst);
+    }
+    note_worst(test, worst);
+    device_close(&dev);
+}
+#endif

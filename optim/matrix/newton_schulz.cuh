@@ -1,0 +1,101 @@
+// Newton-Schulz of matrices of one shape, which turns X, of norm 1, into nearly its orthogonal factor: each step takes
+// the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. m is the shorter side, n the longer
+// one; below, X has m rows. A tall matrix has X^T X for X X^T, and factors on its right.
+//
+// The plain form, the definition, in any type:
+//     A = X X^T;  B = b A + c A^2;  X = a X + B X                                  4 m^2 n + 2 m^3 flop a step
+// The symmetric form takes several steps on the small matrix R (the Gram form of Dao-AILab's gram-newton-schulz, 2026):
+//     R = X X^T;  Q = I;  each step:  Z = a I + b R + c R^2;  Q = Q Z;  R = Z R Z;   then X = Q X
+// R, Z, Q and R Z are polynomials of one symmetric matrix, so all of them are symmetric and the products of two of them
+// commute: their halves below the diagonal are enough (kernels/matmul_symmetric.cuh). In few bits R drifts away from
+// X X^T, so R is made anew from X after the first two steps and after every three from there on. With square matrices
+// R is made anew in each step, which costs no more. 5 steps, in flop, without what lies above diagonals:
+//     m = n: 20 m^3 of the plain form's 30       n = 4 m: 38 m^3 of 90
+//
+// Types. float on the CPU; on a GPU fp16 with fp32 sums, which has three more bits than bf16. X is stored 16 times as
+// large there and R 256 times: else the elements of X X^T beside its diagonal, about m^-1 n^-0.5, would be subnormal
+// from 1600 x 1600 on. Powers of two, so nothing else changes; X stays below 16 x 1.3 and R below 440.
+#pragma once
+#include "../../kernels/matmul_symmetric.cuh"
+#include "matrix.h"
+
+constexpr float POLAR_SCALE = 16.0f;  // of X in fp16
+constexpr int POLAR_FIRST = 2, POLAR_NEXT = 3;
+
+// `count` matrices of `rows` x `cols`, one after another, in x; y has room for as many, and `a` and `b` for as many of
+// the shorter side squared. Returns where the result is: x or y.
+template <class T>
+T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t rows, int64_t cols,
+                       int64_t count) {
+    const bool tall = rows > cols;
+    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
+    for (int step = 0; step < config->ns_steps; step++) {
+        NewtonSchulz c;
+        newton_schulz_coefficients(config->ns_coefficients, step, &c);
+        const MatmulProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, count, size, size, square};
+        matmul_product<T, T>(dev, &gram, a, x, x, nullptr);
+        const MatmulProduct square_of = {side, side, side, false, false, c.c, c.b, count, square, square, square};
+        matmul_product<T, T>(dev, &square_of, b, a, a, a);
+        const MatmulProduct next = {
+            rows, cols, side, false, false, 1.0f, c.a, count, tall ? size : square, tall ? square : size, size};
+        matmul_product<T, T>(dev, &next, y, tall ? x : b, tall ? b : x, x);
+        T* other = x;
+        x = y, y = other;
+    }
+    return x;
+}
+
+// What makes symmetric products: symmetric_product, its library version, or plain C.
+template <class T>
+using SymmetricFunction = void (*)(const Device* dev, const SymmetricProduct* p, T* d, const T* a, const T* b,
+                                   const T* c);
+
+// How many squares of the shorter side the symmetric form needs room for, a matrix.
+inline int64_t polar_squares(int64_t rows, int64_t cols) {
+    return rows == cols ? 2 : 4;
+}
+
+// The same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale` times
+// what it stands for.
+template <class T>
+T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, SymmetricFunction<T> product, T* x, T* y,
+                           T* squares, int64_t rows, int64_t cols, int64_t count, float scale) {
+    const bool tall = rows > cols;
+    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, steps = config->ns_steps;
+    const float scale2 = scale * scale;
+    const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, count};
+    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, count};
+    const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, count};
+    const int64_t square = side * side * count;
+    T* r = squares;
+    for (int64_t step = 0, until = 0; step < steps;) {
+        until += rows == cols ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
+        until = until < steps ? until : steps;
+        product(dev, &gram, r, x, x, nullptr);
+        T *z = r + square, *t = z + square, *q = t + square;  // of square matrices z alone is used
+        for (bool first = true; step < until; step++, first = false) {
+            NewtonSchulz c;
+            newton_schulz_coefficients(config->ns_coefficients, (int)step, &c);
+            SymmetricProduct polynomial = multiply;
+            polynomial.alpha = c.c / (scale2 * scale2), polynomial.beta = c.b / scale2, polynomial.gamma = c.a;
+            product(dev, &polynomial, z, r, r, r);
+            if (step + 1 < until) {
+                product(dev, &multiply, t, r, z, nullptr);
+                product(dev, &multiply, r, t, z, nullptr);
+            }
+            if (!first) product(dev, &multiply, t, q, z, nullptr);
+            T* old = q;
+            q = first ? z : t;
+            (first ? z : t) = old;
+        }
+        product(dev, &apply, y, tall ? x : q, tall ? q : x, nullptr);
+        T* other = x;
+        x = y, y = other;
+    }
+    return x;
+}
+
+inline void symmetric_product_plain(const Device*, const SymmetricProduct* p, float* d, const float* a, const float* b,
+                                    const float* c) {
+    symmetric_product_cpu(p, d, a, b, c);
+}
