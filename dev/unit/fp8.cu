@@ -241,6 +241,7 @@ void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Ty
 }
 
 void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) {
+    assert(N > 0);
     Array<bf16> logits = array_random<bf16>(dev, N * Vp, 1, 4.0f), again = array_random<bf16>(dev, N * Vp, 1, 4.0f);
     Array<float> losses = array_of<float>(dev, N, nullptr);
     int *targets = (int*)device_alloc(dev, N * 4), *host = (int*)calloc(N, 4);
