@@ -130,9 +130,10 @@ static void account_forward(Operands<G>* x, Account* a) {
     BlockParameters<bf16>* p = &w.block[0];
     account(a, "embedding forward", mb, 0, 2 * NC * 2,
             [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
-    account(a, "residual + layernorm", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
+    const Fp8Codes codes = linear_input_codes(&act.fp8, fp8_slot(0, FC));
+    account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC, [&] {
         residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
-                                         act.branch, p->ln2w, p->ln2b, N, C);
+                                         act.branch, p->ln2w, p->ln2b, N, C, &codes);
     });
     account(a, "attention forward", mb * L, 2.0 * T * NC, 0,
             [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
@@ -228,13 +229,16 @@ static void account_sums(Operands<G>* x, Account* a, int buckets) {
     BlockParameters<bf16>* p = &x->w.block[0];
     BlockParameters<G>* q = &x->d.block[0];
     float* scratch = (float*)act.scratch;
-    account(a, "layernorm backward", mb * (2 * L + 1), 0, 4 * NC * 2, [&] {
+    const Fp8Use* use = &act.fp8;
+    const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->made),
+                   wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_made);
+    account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
         layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
-                                    b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false);
+                                    b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &codes);
     });
     account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
         attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T,
-                                C, NH, false);
+                                C, NH, false, &wide);
     });
     account(a, "gradient norm", 1, 0, g * (double)m->arena.elements, [&] {
         global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements, 1.0f);
@@ -259,14 +263,50 @@ static void account_product(Account* a, const Fp8Use* use, const char* name, dou
     a->fp8 = false;
 }
 
-// A cast of (N, C); `bytes`: read and written an element.
+// A cast of (N, C): 2 bytes read an element, and one written by rows and one by columns.
 template <typename G>
-static void account_cast(Operands<G>* x, Account* a, const char* name, double calls, Fp8Op op, const bf16* inp,
-                         uint8_t* rows, uint8_t* columns, G* bias, int64_t N, int C, double bytes) {
+static void account_cast(Operands<G>* x, Account* a, const char* name, double calls, const bf16* inp, uint8_t* rows,
+                         uint8_t* columns, int64_t N, int C) {
     const Fp8Operand to = {rows, columns, 0, FP8_E4M3};
-    account(a, name, calls, 0, bytes * (double)N * C, [&] {
-        fp8_cast<bf16, G>(a->dev, x->act.fp8.scales, &to, op, inp, x->act.block[0].fc, bias, (float*)x->act.scratch, N,
-                          C, false);
+    account(a, name, calls, 0, (2.0 + (rows ? 1 : 0) + (columns ? 1 : 0)) * (double)N * C, [&] {
+        fp8_cast<bf16>(a->dev, x->act.fp8.scales, &to, FP8_COPY, inp, (const bf16*)nullptr, (float*)nullptr, nullptr, N,
+                       C, false);
+    });
+}
+
+// Codes by rows to codes by columns.
+static void account_transpose(Account* a, const char* name, double calls, uint8_t* columns, const uint8_t* rows,
+                              int64_t N, int C) {
+    account(a, name, calls, 0, 2.0 * (double)N * C, [&] { fp8_by_columns(a->dev, columns, rows, N, C); });
+}
+
+// The layers next to GELU, with GELU and its gradient: products of our own with what comes before them, casts of the
+// weights and one transposition; or the library's and casts.
+template <typename G>
+static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, double n) {
+    const Fp8Use* use = &x->act.fp8;
+    BlockActivations<bf16>* b = &x->act.block[0];
+    BlockParameters<bf16>* p = &x->w.block[0];
+    BlockParameters<G>* q = &x->d.block[0];
+    float* scratch = (float*)x->act.scratch;
+    const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
+    const Device* dev = a->dev;
+    a->fp8 = use->gelu_made;
+    account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
+        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, p->fcw, p->fcb, N, C,
+                                         4 * C);
+    });
+    account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
+        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual, p->fcprojw,
+                                      b->fc, N, 4 * C, C, false);
+    });
+    a->fp8 = false;
+    if (use->gelu_made) return account_transpose(a, "transposed, 4 C wide", 2 * n, use->dcolumns, use->rows, N, 4 * C);
+    account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
+        linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
+    });
+    account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
+        linear_gradient_gelu<bf16, G>(dev, use, fc, x->act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
     });
 }
 
@@ -281,12 +321,9 @@ static void account_fp8(Operands<G>* x, Account* a) {
     const int C = x->m->config.C;
     const int64_t N = (int64_t)x->m->B * x->m->T;
     const double n = x->mb * x->m->config.L;
-    bf16* none = nullptr;
     account_product(a, use, "qkv", n, b->qkv, use->rows, use->weight, N, 3 * C, C, false);
     account_product(a, use, "attention projection", n, act->branch, use->rows, use->weight, N, C, C, false);
-    account_product(a, use, "fc", n, b->fc, use->rows, use->weight, N, 4 * C, C, false);
     account_product(a, use, "fc projection", n, act->branch, use->rows, use->weight, N, C, 4 * C, false);
-    account_product(a, use, "d fc projection input", n, act->dwide, use->drows, use->weight, N, 4 * C, C, true);
     account_product(a, use, "d fc projection weight", n, q->fcprojw, use->dcolumns, b->gelu_codes, C, 4 * C, N, true);
     account_product(a, use, "d fc input", n, act->dbranch, use->drows, use->weight, N, C, 4 * C, true);
     account_product(a, use, "d fc weight", n, q->fcw, use->dcolumns, b->ln2_codes, 4 * C, C, N, true);
@@ -295,14 +332,13 @@ static void account_fp8(Operands<G>* x, Account* a) {
                     true);
     account_product(a, use, "d qkv input", n, act->dbranch, use->drows, use->weight, N, C, 3 * C, true);
     account_product(a, use, "d qkv weight", n, q->qkvw, use->dcolumns, b->ln1_codes, 3 * C, C, N, true);
-    account_cast(x, a, "cast, C wide", 5 * n, FP8_COPY, b->ln1, use->rows, b->ln1_codes, (G*)none, N, C, 4);
-    account_cast(x, a, "cast, gelu", n, FP8_GELU, b->fc, use->rows, b->gelu_codes, (G*)none, N, 4 * C, 4);
-    account_cast(x, a, "cast, gelu backward", n, FP8_GELU_BACKWARD, act->dwide, use->drows, use->dcolumns, q->fcb, N,
-                 4 * C, 6);
-    account_cast(x, a, "cast, qkv backward", n, FP8_COPY, act->dwide, use->drows, use->dcolumns, (G*)none, N, 3 * C, 4);
-    account_cast(x, a, "cast, weights by rows", 3 * n, FP8_COPY, p->fcw, use->weight, nullptr, (G*)none, 4 * C, C, 3);
-    account_cast(x, a, "cast, weights by columns", 3 * n, FP8_COPY, p->fcw, nullptr, use->weight, (G*)none, 4 * C, C,
-                 3);
+    account_gelu_fp8(x, a, N, C, n);
+    account_cast(x, a, "cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
+    account_transpose(a, "transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
+    if (use->attention_made) account_transpose(a, "transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
+    if (!use->attention_made) account_cast(x, a, "cast, qkv", n, act->dwide, use->drows, use->dcolumns, N, 3 * C);
+    account_cast(x, a, "cast, weights by rows", 2 * n, p->fcw, use->weight, nullptr, 4 * C, C);
+    account_cast(x, a, "cast, weights by columns", 2 * n, p->fcw, nullptr, use->weight, 4 * C, C);
 }
 
 // The head in fp8.
@@ -313,15 +349,15 @@ static void account_head_fp8(Operands<G>* x, Account* a) {
     const int C = m->config.C, Vp = m->config.Vp;
     const int64_t rows = m->logit_rows;
     const double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
-    G* none = nullptr;
-    account_cast(x, a, "cast, head", x->mb, FP8_COPY, x->w.wte, use->head[0], use->head[1], none, Vp, C, 4);
-    account_cast(x, a, "cast, lnf", chunks, FP8_COPY, x->act.lnf, use->rows, use->head_columns, none, rows, C, 4);
+    account_cast(x, a, "cast, head", x->mb, x->w.wte, use->head[0], use->head[1], Vp, C);
+    account_cast(x, a, "cast, lnf", chunks, x->act.lnf, use->rows, use->head_columns, rows, C);
     account_product(a, use, "head", chunks, x->act.logits, use->rows, use->head[0], rows, Vp, C, false);
-    account(a, "classifier", chunks, 0, 4.0 * rows * Vp, [&] {
-        classifier<bf16>(m->dev, m->losses, x->act.logits, x->input.targets, 1e-5f, true, rows, m->config.V, Vp);
+    const Fp8Codes codes = linear_logit_codes(use, fp8_slot(m->config.L, QKV));
+    account(a, "classifier", chunks, 0, 3.0 * rows * Vp, [&] {
+        classifier<bf16>(m->dev, m->losses, x->act.logits, x->input.targets, 1e-5f, true, rows, m->config.V, Vp,
+                         &codes);
     });
-    account_cast(x, a, "cast, logits", chunks, FP8_COPY, x->act.logits, use->dhead, use->dhead_columns, none, rows, Vp,
-                 4);
+    account_transpose(a, "transposed, logits", chunks, use->dhead_columns, use->dhead, rows, Vp);
     account_product(a, use, "d head input", chunks, x->act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
     account_product(a, use, "d head weight", chunks, m->dwte_sum, use->dhead_columns, use->head_columns, Vp, C, rows,
                     true);

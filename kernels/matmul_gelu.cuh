@@ -535,20 +535,20 @@ inline bool matmul_gelu_is_built() {
     return attributes.numRegs > 64;
 }
 
-// Whether these kernels run here, and the result has tiles for every multiprocessor.
-inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
+// Whether these kernels run here, and the result has tiles for every multiprocessor. depth in units of 2 bytes.
+inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth, int least = MG_LEAST_DEPTH) {
     int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
     if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
         return false;
     static const bool built = matmul_gelu_is_built();
-    return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 &&
-           depth >= MG_LEAST_DEPTH;
+    return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 && depth >= least;
 }
 
-// The same in fp8. depth is that of the codes.
+// The same in fp8, where a stage is two steps. depth is that of the codes.
 inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
-    return depth % 16 == 0 && matmul_gelu_fits(dev, rows, columns, depth / 2) && rows % MG_ROWS == 0 &&
-           columns % MG_COLUMNS == 0;
+    constexpr int LEAST = (MG_CHUNKS / 2 - 1) * MG_DEPTH + 1;
+    return depth % 16 == 0 && rows % MG_ROWS == 0 && columns % MG_COLUMNS == 0 &&
+           matmul_gelu_fits(dev, rows, columns, depth / 2, LEAST);
 }
 
 // depth in units of 2 bytes.
