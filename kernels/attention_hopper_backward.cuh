@@ -376,8 +376,8 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
             if constexpr (Shape::CODES) {
                 const bool e5m2 = a.codes.type == FP8_E5M2;
                 const float largest = fp8_largest(a.codes.type);
-                upper[k % 2] = fp8_word(word[0], word[2], out.scale, largest, e5m2, &out.seen);
-                lower[k % 2] = fp8_word(word[1], word[3], out.scale, largest, e5m2, &out.seen);
+                fp8_words(&upper[k % 2], &lower[k % 2], word[0], word[1], word[2], word[3], out.scale, largest, e5m2,
+                          &out.seen);
                 if (k % 2 == 1)
                     hopper_backward_store_codes<Shape>(upper, lower, a, column + panel * 64 + k / 2 * 32, row, batch);
             } else {

@@ -39,18 +39,28 @@ struct Fp8Seen {
     uint32_t saturated;
 };
 
-// Two values to codes: scaled, rounded, saturated. x - x is 0, or NaN for what is not finite.
-__device__ inline uint32_t fp8_two_codes(float a, float b, float scale, float largest, bool e5m2, Fp8Seen* seen) {
-    const float low = a * scale, high = b * scale;
-    seen->magnitude = fmaxf(seen->magnitude, fmaxf(fabsf(a), fabsf(b)));
-    seen->saturated += (fabsf(low) > largest) + (fabsf(high) > largest);
-    return fp8_pair(low + (a - a), high + (b - b), e5m2);
+// Eight values to four pairs of codes: scaled, rounded, saturated. Only where one of them is beyond the largest code
+// are they looked at one by one: counted, and made NaN if infinite (x - x is 0, or NaN for what is not finite).
+__device__ __forceinline__ void fp8_pairs(uint32_t (&pair)[4], const float (&value)[8], float scale, float largest,
+                                          bool e5m2, Fp8Seen* seen) {
+    float most = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(value[j]));
+    seen->magnitude = fmaxf(seen->magnitude, most);
+#pragma unroll
+    for (int j = 0; j < 4; j++) pair[j] = fp8_pair(value[2 * j] * scale, value[2 * j + 1] * scale, e5m2);
+    if (most * scale <= largest) return;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float a = value[2 * j], b = value[2 * j + 1], low = a * scale, high = b * scale;
+        seen->saturated += (fabsf(low) > largest) + (fabsf(high) > largest);
+        pair[j] = fp8_pair(low + (a - a), high + (b - b), e5m2);
+    }
 }
 
 __device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Seen* seen) {
     uint32_t pair[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) pair[j] = fp8_two_codes(value[2 * j], value[2 * j + 1], scale, largest, e5m2, seen);
+    fp8_pairs(pair, value, scale, largest, e5m2, seen);
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
@@ -90,11 +100,14 @@ __device__ __forceinline__ uint2 fp8_gather(uint32_t word0, uint32_t word1, int 
     return make_uint2(__byte_perm(even_lane, odd_lane, 0x5410), __byte_perm(even_lane, odd_lane, 0x7632));
 }
 
-// word[k] for fp8_gather from two pairs of bf16: columns 16 k + 2 t and 16 k + 2 t + 8 and the ones after them.
-__device__ inline uint32_t fp8_word(uint32_t pair, uint32_t pair_of_next_8, float scale, float largest, bool e5m2,
-                                    Fp8Seen* seen) {
-    const float2 a = pair_floats(pair), b = pair_floats(pair_of_next_8);
-    return fp8_two_codes(a.x, a.y, scale, largest, e5m2, seen) | fp8_two_codes(b.x, b.y, scale, largest, e5m2, seen)
-                                                                     << 16;
+// word[k] of the upper and of the lower row for fp8_gather, from pairs of bf16 as an accumulator has them: of columns
+// 16 k + 2 t and the next in the upper row, in the lower row, and the same 8 columns further on.
+__device__ __forceinline__ void fp8_words(uint32_t* upper, uint32_t* lower, uint32_t a, uint32_t b, uint32_t c,
+                                          uint32_t d, float scale, float largest, bool e5m2, Fp8Seen* seen) {
+    const float2 x = pair_floats(a), y = pair_floats(b), z = pair_floats(c), w = pair_floats(d);
+    const float value[8] = {x.x, x.y, y.x, y.y, z.x, z.y, w.x, w.y};
+    uint32_t pair[4];
+    fp8_pairs(pair, value, scale, largest, e5m2, seen);
+    *upper = pair[0] | pair[2] << 16, *lower = pair[1] | pair[3] << 16;
 }
 #endif

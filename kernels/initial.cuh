@@ -49,7 +49,7 @@ inline void initial_normals_cpu(float* to, int64_t n, uint64_t seed, uint64_t te
 #ifdef __CUDACC__
 // grid: ceil(n / 256), block: 256. The order of the list is left to chance; each element of it is corrected alone.
 __global__ static void initial_normals_kernel(float* to, int64_t n, uint64_t seed, uint64_t tensor, int64_t first,
-                                       float deviation, uint32_t* list) {
+                                              float deviation, uint32_t* list) {
     const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const double x = normal_double(seed, tensor, (uint64_t)(first + i));

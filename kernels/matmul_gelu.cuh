@@ -265,9 +265,8 @@ __device__ __forceinline__ void mg_deliver_forward_codes(MatmulGeluWork& w) {
         mg_sigmoids(s, x, word);
         uint32_t pair[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            pair[i] = fp8_two_codes(x[2 * i] * s[2 * i], x[2 * i + 1] * s[2 * i + 1], w.scale, fp8_largest(FP8_E4M3),
-                                    false, &w.seen);
+        for (int i = 0; i < 8; i++) x[i] *= s[i];
+        fp8_pairs(pair, x, w.scale, fp8_largest(FP8_E4M3), false, &w.seen);
         upper[k] = pair[0] | pair[2] << 16, lower[k] = pair[1] | pair[3] << 16;
     }
     mg_put_codes<C>(w, upper, lower);
@@ -308,8 +307,8 @@ __device__ __forceinline__ void mg_deliver_backward_codes(MatmulGeluWork& w) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         const int n = 4 * C + 2 * k;
-        upper[k] = fp8_word(w.held[n][0], w.held[n + 1][0], w.scale, LARGEST, E5M2, &w.seen);
-        lower[k] = fp8_word(w.held[n][1], w.held[n + 1][1], w.scale, LARGEST, E5M2, &w.seen);
+        fp8_words(&upper[k], &lower[k], w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1], w.scale,
+                  LARGEST, E5M2, &w.seen);
     }
     mg_put_codes<C>(w, upper, lower);
 }
