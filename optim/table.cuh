@@ -14,6 +14,7 @@
 #include "formats/log.cuh"
 #include "formats/master.cuh"
 #include "formats/minifloat.cuh"
+#include "formats/mulaw4.cuh"
 #include "formats/nf4.cuh"
 #include "formats/none.cuh"
 #include "formats/soft8.cuh"
@@ -150,6 +151,7 @@
     OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)         \
     OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                              \
     OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                     \
+    OPTIM_BLOCK(ROW, "mulaw4", "for m: levels by mu-law, each about twice the one before", MuLaw4, 32)                 \
     OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                  \
     OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)              \
     OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                     \
