@@ -31,6 +31,7 @@
 #include "rules/lion.cuh"
 #include "rules/lowrank.cuh"
 #include "rules/muon.cuh"
+#include "rules/nadamw.cuh"
 #include "rules/rmnp.cuh"
 #include "rules/sgd.cuh"
 
@@ -38,6 +39,7 @@
 #define OPTIM_RULES(ROW)                                                                                            \
     ROW("adamw", "Adam with decoupled weight decay", 1, AdamW)                                                      \
     ROW("adam", "the weight decay is added to the gradient (L2)", 1, Adam)                                          \
+    ROW("nadamw", "adamw whose momentum is Nesterov's: the gradient counts twice", 1, NAdamW)                       \
     ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", 5, Lion) \
     ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", 1, Sgd)                                             \
     ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
