@@ -44,9 +44,11 @@ WARNINGS := -Wall -Wextra
 CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) $(SANITIZERS) -MMD -MP
 # -ffp-contract=off and explicit fmaf: the plain C versions give the same bits whatever the compiler would like to fuse.
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
-NVCCFLAGS = -std=c++17 -O3 --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
-             -Xcompiler -O3,-march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
-CXXFLAGS := -std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
+# HOST_O is for the host's code alone: nvcc hands its -O to the C++ compiler behind all of -Xcompiler.
+HOST_O = -O3
+NVCCFLAGS = -std=c++17 $(HOST_O) --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
+             -Xcompiler -march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
+CXXFLAGS = -std=c++17 $(HOST_O) -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
             -Wno-unused-parameter -Wno-unused-function -Wno-uninitialized -Wno-pass-failed -include initializer_list -MMD -MP
 ifneq ($(NVCC),)
 COMPILE = $(NVCC) $(NVCCFLAGS)
@@ -60,10 +62,12 @@ endif
 
 DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
 RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
-OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(filter-out optim/nibble_optim.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
+# The two that take longest come first, so that nothing waits for them at the end.
+LONG := optim/table.cu optim/built_in.cu
+OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(LONG) $(filter-out $(LONG) optim/nibble_optim.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
                  $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
-SHARED_OBJECTS := $(DATA_OBJECTS) $(RANKS_OBJECTS) $(OPTIM_OBJECTS) $(BUILD)/corpus.o
+SHARED_OBJECTS := $(OPTIM_OBJECTS) $(DATA_OBJECTS) $(RANKS_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
                              optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cu optim/*/*.cuh optim/*/*.h data/*.c data/*.h dev/*.cu dev/*.h \
                              dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
@@ -98,13 +102,16 @@ $(BUILD)/unit/%.o: dev/unit/%.cu $(BUILD)/found
 $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 
 # Two thousand small functions, which -O3 makes no faster and takes three times as long for.
-$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: NVCCFLAGS += -Xcompiler -O2
-$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: CXXFLAGS += -O2
+$(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
+
+# These have no kernels, so one target is enough: the one that runs on every GPU.
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list optim override plan resolve user)
+$(HOST_ONLY): CUDA_ARCH :=
+$(HOST_ONLY): CUDA_PTX := 80
 
 # Benchmarks and tests run on the machine that builds them.
 $(BUILD)/dev/%.o $(BUILD)/unit/%.o $(BUILD)/test_gpt2.o: CUDA_PTX :=
-$(BUILD)/unit/%.o: NVCCFLAGS += -Xcompiler -O2
-$(BUILD)/unit/%.o: CXXFLAGS += -O2
+$(BUILD)/unit/%.o: HOST_O := -O2
 
 $(BUILD)/data/%.o: data/%.c
 	@mkdir -p $(@D)

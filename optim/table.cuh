@@ -14,6 +14,7 @@
 #include "formats/log.cuh"
 #include "formats/master.cuh"
 #include "formats/minifloat.cuh"
+#include "formats/mulaw4.cuh"
 #include "formats/nf4.cuh"
 #include "formats/none.cuh"
 #include "formats/soft8.cuh"
@@ -30,6 +31,7 @@
 #include "rules/lion.cuh"
 #include "rules/lowrank.cuh"
 #include "rules/muon.cuh"
+#include "rules/nadamw.cuh"
 #include "rules/rmnp.cuh"
 #include "rules/sgd.cuh"
 
@@ -37,6 +39,7 @@
 #define OPTIM_RULES(ROW)                                                                                            \
     ROW("adamw", "Adam with decoupled weight decay", 1, AdamW)                                                      \
     ROW("adam", "the weight decay is added to the gradient (L2)", 1, Adam)                                          \
+    ROW("nadamw", "adamw whose momentum is Nesterov's: the gradient counts twice", 1, NAdamW)                       \
     ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", 5, Lion) \
     ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", 1, Sgd)                                             \
     ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
@@ -150,6 +153,7 @@
     OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)         \
     OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                              \
     OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                     \
+    OPTIM_BLOCK(ROW, "mulaw4", "for m: levels by mu-law, each about twice the one before", MuLaw4, 32)                 \
     OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                  \
     OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)              \
     OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                     \
@@ -258,6 +262,12 @@ constexpr PresetRow PRESETS[] = {
      .v = "sqrt4/32@dq8",
      .note = "2 bytes a parameter in all; beta2 up to 0.95",
      .overrides = "ln*|*.bias: weights=bf16:sr"},
+    {.name = "lion8",
+     .rule = "lion",
+     .weights = "bf16:sr",
+     .m = "dyn8/256",
+     .v = "none",
+     .note = "8-bit momentum as bitsandbytes keeps it, no v"},
     {.name = "adafactor8",
      .rule = "adafactor",
      .weights = "bf16:sr",

@@ -4,19 +4,29 @@
 #include <float.h>
 
 #include "../../optim/kernel.cuh"
+#include "../../optim/table.cuh"
 #include "steps.h"
 
 // A format as function pointers, over a table of its own.
 struct FormatCase {
     const char* name;
     int bits, zero;
-    bool root, has_sign;
+    bool root, has_sign, even;  // even: codes are looked up in even cells
     float largest;
     float (*decode)(uint32_t code);  // in units of the scale; of the root where the root is stored
     uint32_t (*nearest)(float y, int lowest);
     uint32_t (*stochastic)(float y, uint32_t noise, int lowest);
     uint32_t (*written)(float y, int lowest);  // to nearest, with what stochastic has for a table
 };
+
+template <class Format>
+constexpr auto in_even_cells(int) -> decltype(Format::EVEN) {
+    return Format::EVEN;
+}
+template <class Format>
+constexpr bool in_even_cells(long) {
+    return false;
+}
 
 template <class Format>
 struct Case {
@@ -51,17 +61,45 @@ struct Case {
                ((1u << Format::BITS) - 1u);
     }
     static FormatCase get(const char* name, bool has_sign) {
-        return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, Format::LARGEST,
+        return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, in_even_cells<Format>(0), Format::LARGEST,
                 decode, nearest,      stochastic,   written};
     }
 };
 
-static const FormatCase cases[] = {
-    Case<Dyn8>::get("dyn8", true),  Case<Udyn8>::get("udyn8", false), Case<E4m3>::get("e4m3", true),
-    Case<E5m2>::get("e5m2", true),  Case<Soft8>::get("soft8", true),  Case<Sqrt8>::get("sqrt8", false),
-    Case<Lin8>::get("lin8", true),  Case<Ulin8>::get("ulin8", false), Case<De4>::get("de4", true),
-    Case<Lin4>::get("lin4", false), Case<Sqrt4>::get("sqrt4", false), Case<Nf4>::get("nf4", true),
-    Case<E2m1>::get("e2m1", true)};
+// Each format that the table has in blocks, once.
+struct Cases {
+    FormatCase list[64];
+    int count;
+    const FormatCase* begin() const { return list; }
+    const FormatCase* end() const { return list + count; }
+};
+
+template <class Storage>
+struct AddCase {
+    static void to(Cases*, const char*) {}
+};
+
+template <class Format>
+static void add_case(Cases* cases, const char* row) {
+    static char name[32];
+    if (name[0]) return;
+    snprintf(name, sizeof(name), "%.*s", (int)strcspn(row, "/"), row);
+    cases->list[cases->count++] = Case<Format>::get(name, Format::SIGNED);
+}
+
+template <class Format, int BLOCK>
+struct AddCase<Blocks<Format, BLOCK, ScaleFp32, NEAREST>> {
+    static void to(Cases* cases, const char* row) { add_case<Format>(cases, row); }
+};
+
+static Cases all_cases() {
+    Cases cases = {};
+#define ADD_CASE(NAME, NOTE, ...) AddCase<__VA_ARGS__>::to(&cases, NAME);
+    OPTIM_STATES(ADD_CASE)
+    return cases;
+}
+
+static const Cases cases = all_cases();
 
 // The levels that are written, in order, and their codes.
 struct LevelList {
@@ -154,7 +192,7 @@ static double nearest_slack(const FormatCase* format, double y) {
     // soft8's bounds are the middle in z, at most 1/500 of a step from the middle of the levels.
     if (strcmp(format->name, "soft8") == 0) return 2e-5 + 1e-4 * fabs(y);
     // In even cells y counts as the multiple of 2^-21 next to it; e2m1's y below 1 is rounded to 2^-23.
-    if (strcmp(format->name, "de4") == 0 || strcmp(format->name, "nf4") == 0) return 0x1p-21;
+    if (format->even) return 0x1p-21;
     if (strcmp(format->name, "e2m1") == 0) return 0x1p-22;
     return uniform ? ldexp((double)format->largest, -15) : 0.0;
 }

@@ -90,6 +90,14 @@ static void reference_adam(Element* e, const Given* c) {
     reference_adams(e, c, c->g + constant(c->wd) * e->p, e->p, false);
 }
 
+static void reference_nadamw(Element* e, const Given* c) {
+    const Bounded before = e->p;
+    reference_adamw(e, c);
+    Bounded numerator = constant(c->beta1) * e->m + constant(1.0 - c->beta1) * c->g;
+    Bounded denominator = root(e->v) * constant(c->root2) + constant(c->eps);
+    e->p = constant(c->keep) * before + constant(-c->lr / c->bias1) * (numerator / denominator);
+}
+
 static void reference_ademamix(Element* e, const Given* c) {
     reference_adams(e, c, c->g, constant(c->keep) * e->p, true);
 }
@@ -97,10 +105,11 @@ static void reference_ademamix(Element* e, const Given* c) {
 static const struct {
     const char* rule;
     void (*step)(Element* e, const Given* c);
-} reference_rules[] = {
-    {"adamw", reference_adamw},       {"adam", reference_adam}, {"lion", reference_lion}, {"sgd", reference_sgd},
-    {"ademamix", reference_ademamix}, {"adam-mini", nullptr},  // rows.cu, since these read more
-    {"adafactor", nullptr},           {"came", nullptr},        {"rmnp", nullptr},        {"normuon-lite", nullptr}};
+} reference_rules[] = {{"adamw", reference_adamw}, {"adam", reference_adam}, {"nadamw", reference_nadamw},
+                       {"lion", reference_lion},   {"sgd", reference_sgd},   {"ademamix", reference_ademamix},
+                       {"adam-mini", nullptr},  // rows.cu, since these read more
+                       {"adafactor", nullptr},     {"came", nullptr},        {"rmnp", nullptr},
+                       {"normuon-lite", nullptr}};
 static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == (size_t)name_count(SIMPLE_RULES),
               "a rule needs its formula here");
 
