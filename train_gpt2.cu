@@ -558,7 +558,7 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
         if (!backward) continue;
         linear_head_backward_input<X>(named(dev, "d head input"), &a->fp8, slot, a->dbranch + row * C, a->logits, w.wte,
                                       rows, C, Vp);
-        if (row == 0) shard_grads_free(m->arena.shard, m->config.L);
+        if (row == 0) arena_room(&m->arena, m->config.L);
         linear_head_backward_weight<X>(named(dev, "d head weight"), &a->fp8, slot, m->dwte_sum, a->logits, lnf, rows, C,
                                        Vp, accumulates(m, first) || row > 0);
     }
@@ -628,7 +628,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
-    shard_grads_free(m->arena.shard, L - 1);
+    arena_room(&m->arena, L - 1);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
                              accumulate);
@@ -638,7 +638,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
         arena_need(&m->arena, l, l - 1);
         spill_need(a->spill, l);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
-        if (l > 0) shard_grads_free(m->arena.shard, l - 1);
+        if (l > 0) arena_room(&m->arena, l - 1);
         layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
@@ -1268,16 +1268,13 @@ static int64_t available_to(const Model* m) {
 // Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
 // --release auto does so where the plan does not fit otherwise.
 static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
-    const int64_t one = o->batch * o->seq;
+    const int64_t one = o->batch * o->seq * ranks_of(m);
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     char why[1024] = "";
     m->arena.clip_by = clip_by_from(o->clip_by);
-    if (m->arena.shard) {
-        snprintf(why, sizeof(why), "several GPUs sum whole gradients");
-    } else if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why)) && !why[0]) {
-        snprintf(why, sizeof(why), "the optimizer needs all gradients");
+    if (!optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why))) {
+        strcat(why, m->arena.clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
     }
-    if (why[0]) strcat(why, m->arena.clip_by != CLIP_STEP ? "; leave --clip-by out" : "; leave --release out");
     if (m->arena.clip_by != CLIP_STEP && why[0]) user_error("--clip-by %s: %s", o->clip_by, why);
     if (!why[0] && o->clip > 0 && m->arena.clip_by == CLIP_STEP) {
         snprintf(why, sizeof(why), "--clip %g by the norm of the step needs all gradients; type --clip-by last",
@@ -1287,7 +1284,8 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
                  "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld", (long long)one);
     }
     if (on && why[0]) user_error("--release on: %s", why);
-    m->arena.releases = on || (!off && !why[0] && memory_plan(m, config).total > available_to(m));
+    const bool fits = off || why[0] || memory_plan(m, config).total <= available_to(m);
+    m->arena.releases = on || shard_least(m->arena.shard, fits) == 0;  // all ranks do the same
     o->release = m->arena.releases ? "on" : "off";
 }
 
