@@ -690,32 +690,6 @@ void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
     decode_tiles(optim, weights, first, tensor_padded(its) / TILE_ELEMENTS, to);
 }
 
-bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values) {
-    const Weights* weights = weights_of(optim, tensor);
-    const FormatRow* format = weights->row;
-    if (format_span(format) != SPAN_RUN) return false;
-    const int64_t from = optim->tensors[tensor].offset + start, begin = plan_clamp(optim->plan, from),
-                  end = plan_clamp(optim->plan, from + ceil_div(n, TILE_ELEMENTS) * TILE_ELEMENTS);
-    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    if (tiles == 0) return true;
-    const Streams to = row_tile(format, weights->streams, (begin - weights->run->begin) / TILE_ELEMENTS);
-    values += begin - from, n -= begin - from;
-    if (optim->dev->gpu) {
-        void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
-        dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
-        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, optim->dev->stream));
-        return true;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        float x[TILE_ELEMENTS] = {};
-        const int64_t first = tile * TILE_ELEMENTS, given = n - first < TILE_ELEMENTS ? n - first : TILE_ELEMENTS;
-        if (given > 0) memcpy(x, values + first, (size_t)given * sizeof(float));
-        format->set(row_tile(format, to, tile), 0, x, TILE_ELEMENTS);
-    }
-    return true;
-}
-
 // The step.
 
 template <Pass PASS>
