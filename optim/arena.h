@@ -78,7 +78,8 @@ void arena_changed(const Arena* arena);
 //
 // `scalars` is in device memory, as shard.cuh lists them; `lr` and `step` are optim_step's.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Before gradients of a part are written: what stood in their place is over. Part `layers` is all that is in no layer.
+// Before the first gradient of a part is written, which a layer's projection has from the layer above: what stood in
+// their place is over. Part `layers` is all that is in no layer.
 void arena_room(const Arena* arena, int part);
 // The gradients of a part are complete: takes its step, where they are released, or begins their sum over the ranks.
 void arena_done(const Arena* arena, int part);
