@@ -843,6 +843,36 @@ static void check_spills(Test* test, const Device* dev, OptimType type) {
     }
 }
 
+// What --offload keeps on the host is planned to the byte, and the device has as much less, but for two slots.
+TEST(memory_plan_offload) {
+    Device dev;
+    device_open(&dev, false, 0);
+    const Setup setup = {{5, 128, 2, 64, 128, 128}, 2, 64,        OPTIM_FP32, false,
+                         RECOMPUTE_BLOCK,           0, "bf16:sr", "fp32",     "dyn8/256"};
+    MemoryPlan plan[2];
+    for (int k = 0; k < 2; k++) {
+        Model m;
+        OptimConfig config = setup_optim(&setup);
+        config.offload = k == 1;
+        model_shape(&m, &dev, &setup);
+        m.spills = k == 1;
+        m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
+        plan[k] = memory_plan(&m, &config);
+        model_allocate(&m, &config);
+        const int64_t spilled = k == 1 ? spill_bytes(5, residual_bytes(&m)) : 0;
+        const int64_t slots = k == 1 ? offload_bytes(&config, m.arena.tensors, m.arena.part, m.arena.count, 5) : 0;
+        const OptimBytes real = optim_allocated(m.arena.optim);
+        expect(plan[k].host == real.host + spilled, "%lld bytes on the host", (long long)plan[k].host);
+        expect(plan[k].states == real.states + real.tables + slots, "%lld of states", (long long)plan[k].states);
+        if (spilled > 0) expect_allocated(test, "residuals", spilled, (void**)&m.spill.host, 1);
+        model_free(&m);
+    }
+    expect(plan[0].host == 0 && plan[1].host > 0 && plan[1].total - plan[1].host < plan[0].total,
+           "the device has less");
+    expect(plan[1].states < plan[0].states / 2, "%lld of %lld bytes of states stay", (long long)plan[1].states,
+           (long long)plan[0].states);
+}
+
 TEST(model_spills) {
     Device dev;
     device_open(&dev, false, 0);

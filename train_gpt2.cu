@@ -564,7 +564,7 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
         if (!backward) continue;
         linear_head_backward_input<X>(named(dev, "d head input"), &a->fp8, slot, a->dbranch + row * C, a->logits, w.wte,
                                       rows, C, Vp);
-        if (row == 0) shard_grads_free(m->arena.shard, m->config.L);
+        if (row == 0) arena_room(&m->arena, m->config.L);
         linear_head_backward_weight<X>(named(dev, "d head weight"), &a->fp8, slot, m->dwte_sum, a->logits, lnf, rows, C,
                                        Vp, accumulates(m, first) || row > 0);
     }
@@ -637,7 +637,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
-    shard_grads_free(m->arena.shard, L - 1);
+    arena_room(&m->arena, L - 1);
     Fp8Codes codes = linear_gradient_codes(&a->fp8, fp8_slot(L - 1, FC_PROJECTION), a->fp8.made);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
@@ -648,7 +648,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
         arena_need(&m->arena, l, l - 1);
         spill_need(a->spill, l);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
-        if (l > 0) shard_grads_free(m->arena.shard, l - 1);
+        if (l > 0) arena_room(&m->arena, l - 1);
         codes = l > 0 ? linear_gradient_codes(&a->fp8, fp8_slot(l - 1, FC_PROJECTION), a->fp8.made) : Fp8Codes{};
         layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
@@ -1213,10 +1213,11 @@ static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     char why[1024];
     m->arena.clip_by = clip_by_from(o->clip_by);
-    const bool may =
-        arena_may_release(&m->arena, config, o->clip, o->tokens_per_step, o->batch * o->seq, why, sizeof(why));
+    const bool may = arena_may_release(&m->arena, config, o->clip, o->tokens_per_step, o->batch * o->seq * ranks_of(m),
+                                       why, sizeof(why));
     if (on && !may) user_error("--release on: %s", why);
-    m->arena.releases = on || (!off && may && memory_plan(m, config).total > available_to(m));
+    const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
+    m->arena.releases = on || shard_least(m->arena.shard, fits) == 0;  // all ranks do the same
     o->release = m->arena.releases ? "on" : "off";
 }
 

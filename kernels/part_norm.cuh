@@ -100,6 +100,24 @@ __global__ static void part_norm_finish_kernel(PartClip c, const double* pieces,
     if (threadIdx.x == 0) part_norm_result(c, square, count);
 }
 
+// From the squares of tiles: those of tensor t are parts[first[t]] to parts[first[t + 1]]. Grid 1, block
+// GLOBAL_NORM_THREADS. Deterministic.
+struct PartTiles {
+    int64_t first[PART_TENSORS + 1];
+};
+__global__ static void __launch_bounds__(GLOBAL_NORM_THREADS)
+    part_norm_tiles_kernel(PartClip c, const double* parts, PartTiles tiles, int count) {
+    double square[PART_TENSORS];
+    for (int t = 0; t < count; t++) {
+        double sum = 0.0;
+        for (int64_t i = tiles.first[t] + threadIdx.x; i < tiles.first[t + 1]; i += GLOBAL_NORM_THREADS)
+            sum += parts[i];
+        square[t] = global_norm_block_sum(sum);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) part_norm_result(c, square, count);
+}
+
 // Grid 1, block 1.
 __global__ static void part_norm_end_kernel(float* scalars, float* left_alone, float* last, const double* square,
                                             int parts) {
@@ -128,6 +146,26 @@ void part_norm(const Device* dev, const PartClip& clip, const PartGrads& part, v
     part_norm_finish_kernel<<<1, 32, 0, dev->stream>>>(clip, pieces, part.count);
     check_launch();
 #endif
+}
+
+// The factors of a part from the squares of its tiles, where these are known; first: (count + 1), see above.
+inline void part_norm_of_tiles(const Device* dev, const PartClip& clip, int count, const double* parts,
+                               const int64_t* first) {
+    assert(count <= PART_TENSORS);
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        PartTiles tiles = {};
+        for (int t = 0; t <= count; t++) tiles.first[t] = first[t];
+        part_norm_tiles_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(clip, parts, tiles, count);
+        check_launch();
+        return;
+    }
+#endif
+    double square[PART_TENSORS] = {};
+    for (int t = 0; t < count; t++) {
+        for (int64_t i = first[t]; i < first[t + 1]; i++) square[t] += parts[i];
+    }
+    part_norm_result(clip, square, count);
 }
 
 inline void part_norm_finish(const Device* dev, float* scalars, float* left_alone, float* last, const double* square,

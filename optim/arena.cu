@@ -31,9 +31,7 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
                        size_t why_bytes) {
     const bool by_parts = a->clip_by != CLIP_STEP;
     char reason[512] = "";
-    if (a->shard) {
-        snprintf(reason, sizeof(reason), "several GPUs sum whole gradients");
-    } else if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason)) && !reason[0]) {
+    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason)) && !reason[0]) {
         snprintf(reason, sizeof(reason), "the optimizer needs all gradients");
     }
     if (reason[0]) {
@@ -59,28 +57,35 @@ static bool takes_parts(const Arena* a) {
 int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_kept(a->shard);
-    if (a->releases) elements = release_places(a->tensors, a->part, a->count, a->layers, a->place);
+    if (a->releases && a->shard) elements = a->shard->packed;
+    if (a->releases && !a->shard) elements = release_places(a->tensors, a->part, a->count, a->layers, a->place);
     return elements * (a->grads_bf16 ? 2 : 4);
 }
 
+static ReleaseModel release_model(const Arena* a) {
+    return {a->tensors, a->part, a->count, a->layers, a->optim, a->offload, a->shard};
+}
+
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
+    const ReleaseModel model = release_model(a);
     const OptimBytes optim = optim_bytes(config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
     if (!config->keeps_copy) weights += decoded_bytes(config, a->tensors, a->part, a->count, a->layers, a->type);
     int64_t states = optim.states + optim.tables;
     if (config->offload) states += offload_bytes(config, a->tensors, a->part, a->count, a->layers);
     return {weights, states, arena_grads_bytes(a),
-            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, a->layers) : 0),
-            optim.host};
+            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, &model) : 0), optim.host};
 }
 
 // Where states are in host memory: the order in which a step takes the parts, which is that of the backward pass if it
-// takes the step, else of the arena.
+// takes the step, else of the arena. Several ranks sum the last layernorm with the embeddings.
 static Offload* arena_offload(const Arena* a) {
     const int final = decoded_final(a->layers), embeddings = decoded_embeddings(a->layers);
     int* order = (int*)memory_take((size_t)(a->layers + 2) * sizeof(int));
-    for (int p = 0; p < a->layers + 2; p++) order[p] = a->releases ? a->layers - p : p;
-    if (a->releases) order[0] = final, order[a->layers + 1] = embeddings;
+    const int first = a->shard ? a->layers - 1 : a->layers;
+    for (int p = 0; p < a->layers + 2; p++) order[p] = a->releases ? first - p : p;
+    if (a->releases && a->shard) order[a->layers] = embeddings, order[a->layers + 1] = final;
+    if (a->releases && !a->shard) order[0] = final, order[a->layers + 1] = embeddings;
     Offload* offload = offload_open(a->dev, a->optim, a->tensors, a->part, a->count, a->layers, order);
     free(order);
     return offload;
@@ -105,12 +110,18 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
-    if (a->shard) a->weights = shard_open(a->shard, a->grads, a->weights);
+    if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
     if (config->offload) a->offload = arena_offload(a);
     if (!takes_parts(a)) return;
-    for (int t = 0; t < a->count && !a->releases; t++) a->place[t] = a->tensors[t].offset;
-    a->release =
-        release_open(a->dev, a->optim, a->offload, a->tensors, a->part, a->count, a->layers, a->clip_by, a->grads_bf16);
+    // The sums that a rank keeps beside packed gradients lie behind them.
+    const Shard* shard = a->shard;
+    const int64_t kept = shard_splits(shard, SHARD_GRADS) ? shard->packed - shard->cut[shard->comm.rank] : 0;
+    for (int t = 0; t < a->count; t++) {
+        if (!a->releases) a->place[t] = a->tensors[t].offset + kept;
+        if (a->releases && shard) a->place[t] = shard->place[t];
+    }
+    const ReleaseModel model = release_model(a);
+    a->release = release_open(a->dev, &model, a->clip_by, a->grads_bf16);
 }
 
 void arena_close(Arena* a) {
@@ -168,15 +179,54 @@ void arena_changed(const Arena* a) {
     if (a->shard) shard_publish(a->shard);
 }
 
-void arena_begin(Arena* a, const float* scalars, float clip, float lr, int64_t step) {
+void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
     a->step = {clip, lr, step, scalars + SCALAR_LOSS};
+    a->scalars = scalars;
     a->stepping = a->releases;
 }
 
-void arena_done(const Arena* a, int part) {
-    if (a->stepping) named(a->dev, "optimizer"), release_part(a->release, part, a->grads, a->place, &a->step);
-    if (part > a->layers) return;
+static void arena_reduce(const Arena* a, int part) {
     a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
+}
+
+static void arena_step_part(const Arena* a, int part) {
+    named(a->dev, "optimizer");
+    release_part(a->release, part, a->grads, a->place, &a->step);
+}
+
+// Before several ranks step the first part: they agree on the loss.
+static void arena_agree(const Arena* a) {
+    if (!a->shard) return;
+    shard_send_scalars(a->shard, a->scalars);
+    shard_join_scalars(a->shard, a->scalars);
+}
+
+// Steps what this rank keeps of a layer or the rest, whose gradients are summed meanwhile.
+static void arena_step_sums(const Arena* a, int part) {
+    if (part <= a->layers) shard_summed(a->shard, part);
+    arena_step_part(a, part);
+}
+
+// The gradients of a part are complete. Their sum over the ranks takes its time, so a layer is stepped when its room is
+// wanted, or at the end. The last layernorm is summed with the embeddings.
+static void arena_done_ranks(const Arena* a, int part) {
+    const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
+    if (part == final) return arena_agree(a);
+    if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
+    if (part == embeddings) arena_step_sums(a, 0);
+    arena_reduce(a, part);
+    if (part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
+}
+
+void arena_room(const Arena* a, int part) {
+    if (a->stepping && a->shard && part + 2 < a->layers) return arena_step_sums(a, part + 2);
+    shard_grads_free(a->shard, part);
+}
+
+void arena_done(const Arena* a, int part) {
+    if (a->stepping && a->shard) return arena_done_ranks(a, part);
+    if (a->stepping) arena_step_part(a, part);
+    if (part <= a->layers) arena_reduce(a, part);
 }
 
 template <typename G>
@@ -188,11 +238,10 @@ static void arena_norm(Arena* a, float* scalars, void* scratch) {
 
 void arena_step(Arena* a, float* scalars, void* scratch) {
     if (a->release) {
-        named(a->dev, "optimizer");
-        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) {
-            release_part(a->release, part, a->grads, a->place, &a->step);
-        }
+        if (!a->stepping) arena_agree(a);  // which also waits for the last sums
+        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) arena_step_part(a, part);
         release_end(a->release, scalars, SCALAR_LEFT);
+        optim_step_end(a->optim);
     } else {
         named(a->dev, "gradient norm");
         a->grads_bf16 ? arena_norm<bf16>(a, scalars, scratch) : arena_norm<float>(a, scalars, scratch);

@@ -22,7 +22,7 @@ struct Arena {
     Shard* shard;          // what the ranks share; NULL: this is the only one, or the model only runs forward
     OptimTensor* tensors;  // (count)
     int* part;             // (count) the part of each
-    int64_t* place;        // (count) where the gradients of each begin, in elements, if they are released
+    int64_t* place;        // (count) where the gradients of each begin, in elements, if steps are taken part by part
     int count, layers;
     int64_t elements;  // length of an arena
     OptimType type;    // X: of weights as the matmuls read them
@@ -37,6 +37,7 @@ struct Arena {
     Release* release;  // NULL: a step has one norm and one factor
     Offload* offload;  // NULL: states are in device memory
     ReleaseStep step;  // the step that arena_begin began
+    float* scalars;    // and its scalars
     bool stepping;     // the backward pass takes it
 };
 
@@ -45,7 +46,7 @@ struct Arena {
 void arena_spread(Arena* arena, OptimConfig* config);
 
 // Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
-// and what to type, for steps of `tokens` of which a micro-batch has `micro`. Exits where clip_by needs what cannot be.
+// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. Exits where clip_by needs what cannot be.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why, size_t why_bytes);
 
@@ -83,7 +84,10 @@ void arena_changed(const Arena* arena);
 // A step: arena_begin, a backward pass for each micro-batch that calls arena_done for each part, arena_step.
 //
 // `scalars` is in device memory, as shard.cuh lists them; `lr` and `step` are optim_step's.
-void arena_begin(Arena* arena, const float* scalars, float clip, float lr, int64_t step);
+void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
+// Before the first gradient of a part is written, which a layer's projection has from the layer above: what stood in
+// their place is over. Part `layers` is all that is in no layer.
+void arena_room(const Arena* arena, int part);
 // The gradients of a part are complete: takes its step, where they are released, or begins their sum over the ranks.
 void arena_done(const Arena* arena, int part);
 // The norm of the gradients and the clip factor into `scalars`, and the update, which does nothing where the loss or

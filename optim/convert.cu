@@ -168,6 +168,35 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
     piece_free(&piece);
 }
 
+bool optim_set_part(Optim* optim, int index, int64_t start, int64_t n, const float* values) {
+    const TensorWeights w = tensor_weights(optim, index);
+    const FormatRow* format = w.place.format;
+    if (format_span(format) != SPAN_RUN) return false;
+    const int64_t padded = start + ceil_div(n, TILE_ELEMENTS) * TILE_ELEMENTS;
+    const int64_t begin = start > w.held.begin ? start : w.held.begin, end = padded < w.held.end ? padded : w.held.end;
+    if (begin >= end) return true;
+    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
+    const auto at = [format](const Streams& arrays, int64_t tile) {
+        return tile_at(format->stream[0], format->stream[1], format->stream[2], arrays, tile);
+    };
+    const Streams to = at(w.arrays, (w.tensor->offset + begin - w.place.begin) / TILE_ELEMENTS);
+    values += begin - start, n -= begin - start;
+    if (w.dev->gpu) {
+        void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
+        dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
+        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, w.dev->stream));
+        return true;
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        float x[TILE_ELEMENTS] = {};
+        const int64_t first = tile * TILE_ELEMENTS, given = n - first < TILE_ELEMENTS ? n - first : TILE_ELEMENTS;
+        if (given > 0) memcpy(x, values + first, (size_t)given * sizeof(float));
+        format->set(at(to, tile), 0, x, TILE_ELEMENTS);
+    }
+    return true;
+}
+
 void optim_get_weights(const Optim* optim, int index, float* values) {
     const TensorWeights w = tensor_weights(optim, index);
     const FormatRow* format = w.place.format;

@@ -191,12 +191,14 @@ static void part_point(const Offload* o, int part, const char* slot) {
             void* arrays[ARRAYS] = {};
             for (int i = 0; i < ARRAYS; i++) {
                 const StreamInfo& info = kept.format[k]->stream[i];
-                if (info.bits == 0) continue;
+                if (info.bits == 0 || info.span != SPAN_RUN) continue;
                 arrays[i] = (char*)slot - run.begin / TILE_ELEMENTS * tile_bytes(info);
                 slot += aligned(stream_bytes(info, run.end - run.begin));
             }
-            at[k] = kept.streams[k];
-            at[k].codes = arrays[0], at[k].extra = arrays[1], at[k].more = arrays[2];
+            const StreamInfo* info = kept.format[k]->stream;
+            at[k] = tile_at(info[0], info[1], info[2], kept.streams[k], -o->plan->launch[l].run.begin / TILE_ELEMENTS);
+            at[k].codes = arrays[0], at[k].more = arrays[2];
+            if (arrays[1]) at[k].extra = arrays[1];  // numbers of spans stay where they are
         }
         optim_kept_at(o->optim, l, at);
     }

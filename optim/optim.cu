@@ -27,9 +27,17 @@ static int64_t allocated_bytes(int64_t bytes) {
     return ceil_div(bytes, 256) * 256;
 }
 
-static int64_t format_bytes(const FormatRow* format, const ArenaRun* run) {
+// With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
+// the numbers of whole tensors are not.
+static bool on_host(bool offload, const StreamInfo& stream) {
+    return offload && stream.span == SPAN_RUN;
+}
+
+static int64_t format_bytes(const FormatRow* format, const ArenaRun* run, bool offload = false, bool of_host = false) {
     int64_t bytes = 0;
-    for (const StreamInfo& stream : format->stream) bytes += allocated_bytes(run_bytes(run, stream));
+    for (const StreamInfo& stream : format->stream) {
+        if (on_host(offload, stream) == of_host) bytes += allocated_bytes(run_bytes(run, stream));
+    }
     return bytes;
 }
 
@@ -55,15 +63,6 @@ static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* we
 // Bytes of the tile table and of each launch's counter of tiles.
 static int64_t tiles_bytes(int64_t tiles) {
     return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
-}
-
-// The storage of a moment, of the basis or of the norms; none_row() if nothing is kept there.
-static const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot) {
-    if (slot == SLOT_M) return rows->m;
-    if (slot == SLOT_V) return rows->v;
-    if (slot == SLOT_SLOW && rows->rule->keeps_slow) return rows->m;
-    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return find_row(state_table(), "fp32");
-    return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
 }
 
 // Bytes of the buffers of a rule that reads matrices.
@@ -109,7 +108,8 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         for (int slot = SLOT_M; slot < SLOTS; slot++) {
             const FormatRow* format = slot_format(&plan->launch[i].config, &rows, (Slot)slot);
             const ArenaRun* run = &plan->launch[i].kept[slot];
-            (config->offload ? bytes.host : bytes.states) += format_bytes(format, run);
+            bytes.states += format_bytes(format, run, config->offload);
+            bytes.host += format_bytes(format, run, config->offload, true);
             bytes.tables += format_table_bytes(format, run);
         }
         bytes.tables += rows_bytes(plan, i, tensors, count);
@@ -220,7 +220,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     streams->span = device;
     streams->next = (float*)allocate_zero(optim->dev, span_bytes(run, span), &optim->allocated.tables);
     if (span < SPAN_SCALES)
-        optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span]};
+        optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
 
 static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
@@ -244,11 +244,17 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-// Allocates the arrays of a run of the arena, from number `first` on; `codes` is the first one if that exists already.
+// Allocates the arrays of a run of the arena, of weights or states, from number `first` on; `codes` is the first one if
+// that exists already.
 static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
-                                int64_t* total) {
+                                bool states) {
+    OptimBytes* all = &optim->allocated;
     void* data[3] = {codes, nullptr, nullptr};
-    for (int i = first; i < 3; i++) data[i] = allocate_stream(optim, run_bytes(run, format->stream[i]), total);
+    for (int i = first; i < 3; i++) {
+        const StreamInfo& stream = format->stream[i];
+        int64_t* total = states && on_host(optim->config.offload, stream) ? &all->host : &all->states;
+        data[i] = allocate_stream(optim, run_bytes(run, stream), states ? total : &all->weights);
+    }
     Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
     spans_create(optim, run, format, &streams);
     return streams;
@@ -270,12 +276,14 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
     }
 }
 
-static void free_streams(const Optim* optim, Streams* streams, bool on_host) {
+static void free_streams(const Optim* optim, const FormatRow* format, Streams* streams, bool states) {
     const Device* dev = optim->dev;
     device_free(dev, (void*)streams->table);
-    for (void* data : {streams->codes, streams->extra, streams->more}) {
-        if (on_host) host_free(dev, data);
-        if (!on_host && !optim->config.allocate) device_free(dev, data);
+    void* const data[] = {streams->codes, streams->extra, streams->more};
+    for (int i = 0; i < 3; i++) {
+        const bool host = states && on_host(optim->config.offload, format->stream[i]);
+        if (host) host_free(dev, data[i]);
+        if (!host && !optim->config.allocate) device_free(dev, data[i]);
     }
     device_free(dev, streams->next);
     device_free(dev, (void*)streams->span);
@@ -440,8 +448,7 @@ static void weights_create(Optim* optim, int index) {
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
     if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     const bool there = weights->are_seen && (at || optim->config.placed);
-    weights->streams =
-        allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, &optim->allocated.weights);
+    weights->streams = allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
     list_streams(optim, array, format, &weights->streams, run, true);
@@ -526,14 +533,13 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    int64_t* total = optim->config.offload ? &optim->allocated.host : &optim->allocated.states;
     Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         const FormatRow* format = slot_format(&planned->config, &launch->rows, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, (Slot)slot, array);
-        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, total);
+        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, true);
         list_streams(optim, array, format, kept[slot], run, false);
     }
     launch->at[0] = from_begin(launch->rows.m, launch->m, planned->run.begin);
@@ -582,13 +588,14 @@ void optim_free(Optim* optim) {
     if (!optim) return;
     for (int i = 0; i < optim->plan->weights_count; i++) {
         if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
-        free_streams(optim, &optim->weights[i].streams, false);
+        free_streams(optim, optim->weights[i].row, &optim->weights[i].streams, false);
     }
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < optim->plan->launches; i++) {
         Launch* launch = &optim->launch[i];
-        for (Streams* kept : {&launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms}) {
-            free_streams(optim, kept, optim->config.offload);
+        Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
+        for (int slot = SLOT_M; slot < SLOTS; slot++) {
+            free_streams(optim, slot_format(&launch->plan->config, &launch->rows, (Slot)slot), kept[slot], true);
         }
         rows_free(optim->dev, &launch->passes);
         matrix_free(optim->dev, &optim->launch[i].matrix);
@@ -690,32 +697,6 @@ void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
     decode_tiles(optim, weights, first, tensor_padded(its) / TILE_ELEMENTS, to);
 }
 
-bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values) {
-    const Weights* weights = weights_of(optim, tensor);
-    const FormatRow* format = weights->row;
-    if (format_span(format) != SPAN_RUN) return false;
-    const int64_t from = optim->tensors[tensor].offset + start, begin = plan_clamp(optim->plan, from),
-                  end = plan_clamp(optim->plan, from + ceil_div(n, TILE_ELEMENTS) * TILE_ELEMENTS);
-    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    if (tiles == 0) return true;
-    const Streams to = row_tile(format, weights->streams, (begin - weights->run->begin) / TILE_ELEMENTS);
-    values += begin - from, n -= begin - from;
-    if (optim->dev->gpu) {
-        void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
-        dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
-        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, optim->dev->stream));
-        return true;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        float x[TILE_ELEMENTS] = {};
-        const int64_t first = tile * TILE_ELEMENTS, given = n - first < TILE_ELEMENTS ? n - first : TILE_ELEMENTS;
-        if (given > 0) memcpy(x, values + first, (size_t)given * sizeof(float));
-        format->set(row_tile(format, to, tile), 0, x, TILE_ELEMENTS);
-    }
-    return true;
-}
-
 // The step.
 
 template <Pass PASS>
@@ -749,11 +730,12 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
 }
 
 // Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
-static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArguments* arguments, int64_t step) {
+static void pass_run(const Optim* optim, const Launch* launch, RowRange range, Sum sum, StepArguments* arguments,
+                     int64_t step) {
     const Device* dev = optim->dev;
     const RowWork* work = &launch->passes;
-    SumArguments sums = {work->tensor, work->plan.tensors, work->plan.blocks, sum, launch->plan->config.scale_by_rms,
-                         work->parts,  launch->v.next};
+    SumArguments sums = {work->tensor + range.first,        range.tensors, range.blocks,  range.first_block, sum,
+                         launch->plan->config.scale_by_rms, work->parts,   launch->v.next};
     sums.scaled = sums.scaled && launch->rows.rule->rows == ROWS_ADAFACTOR;
     if (dev->gpu) {
         void* pointers[] = {arguments, &sums};
@@ -765,7 +747,7 @@ static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArgu
     }
     const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
-    settle.tensor = work->tensor, settle.grad_scale = arguments->grad_scale;
+    settle.tensor = sums.tensor, settle.grad_scale = arguments->grad_scale;
     settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
     settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->norms.extra;
@@ -776,15 +758,19 @@ static void pass_run(const Optim* optim, const Launch* launch, Sum sum, StepArgu
 }
 
 // The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
-static void launch_passes(const Optim* optim, const Launch* launch, const StepArguments* arguments, int64_t step) {
+// They take the tensors that lie in tiles `tile` to `tile_end` of the launch's list.
+static void launch_passes(const Optim* optim, const Launch* launch, int64_t tile, int64_t tile_end,
+                          const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
+    const int64_t begin = launch->plan->run.begin;
+    const RowRange range = row_range(plan, begin + tile * TILE_ELEMENTS, begin + tile_end * TILE_ELEMENTS);
     StepArguments its = *arguments;
-    for (int i = 0; i < plan->passes && plan->tensors > 0; i++) {
+    for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
             its.group[group] = hyper_create(&launch->plan->config, &settings, 1.0, step);
         }
-        pass_run(optim, launch, plan->pass[i], &its, step);
+        pass_run(optim, launch, range, plan->pass[i], &its, step);
     }
 }
 
@@ -901,7 +887,7 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
-    launch_passes(optim, launch, arguments, step);
+    launch_passes(optim, launch, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments);
 }
 
@@ -909,7 +895,7 @@ void optim_passes(const Optim* optim, int launch, const void* grads, StepArgumen
     const Launch* its = &optim->launch[launch];
     arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
-    launch_passes(optim, its, arguments, step);
+    launch_passes(optim, its, 0, its->plan->tiles, arguments, step);
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
@@ -919,6 +905,18 @@ void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
 
 void optim_settle(const Optim* optim, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
+}
+
+// The same for one tensor.
+static void settle_tensor(const Optim* optim, int t, const float* grad_scale) {
+    const OptimTensor* tensor = &optim->tensors[t];
+    for (int i = 0; i < optim->settles; i++) {
+        const Settle* all = &optim->settle[i];
+        if (tensor->offset < all->run->begin || tensor->offset >= all->run->end) continue;
+        const int64_t at = optim->plan->at[t][all->span] - all->run->at[all->span];
+        const Settle its = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
+        spans_settle(optim->dev, &its, grad_scale);
+    }
 }
 
 // The constants of a launch's step.
@@ -954,28 +952,6 @@ void optim_step_end(Optim* optim) {
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
 
-bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes) {
-    Plan* plan = plan_ranges(config, tensors, count);
-    bool ok = true;
-    for (int i = 0; i < plan->launches && ok; i++) {
-        const Rows rows = config_rows(&plan->launch[i].config);
-        ok = !config_reads_whole(&plan->launch[i].config);
-        if (!ok && !reads_whole(rows.rule)) {
-            snprintf(error, error_bytes, "--limit-growth reads whole tensors in a pass of its own");
-        } else if (!ok) {
-            snprintf(error, error_bytes, "the rule %s reads whole rows or matrices in passes of its own",
-                     rows.rule->name);
-        }
-        for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
-            if (!ok || format_span(format) == SPAN_RUN) continue;
-            ok = false;
-            snprintf(error, error_bytes, "%s has a scale for each tensor, which takes a pass of its own", format->name);
-        }
-    }
-    plan_free(plan);
-    return ok;
-}
-
 void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         float lr, int64_t step) {
     const FormatRow* format = optim->launch[0].rows.grads;
@@ -984,6 +960,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
         const int l = optim->plan->launch_of[tensor[i]];
         const Launch* launch = &optim->launch[l];
         const int64_t begin = optim->tensors[tensor[i]].offset;
+        const int from = i;
         const char* base = (const char*)grads[i] - begin * element;
         int64_t end = begin;
         // Tensors that follow each other both in the arena and in their gradients' memory take one launch.
@@ -997,6 +974,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
         const int64_t kept = plan_clamp(optim->plan, begin), kept_end = plan_clamp(optim->plan, end);
         launch_step(optim, launch, (kept - launch->plan->run.begin) / TILE_ELEMENTS, (kept_end - kept) / TILE_ELEMENTS,
                     &arguments, step);
+        for (int t = from; t < i; t++) settle_tensor(optim, tensor[t], grad_scale);
     }
 }
 

@@ -176,8 +176,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 // Ends a step whose tensors have been stepped one by one, where the matmuls read a copy of the weights.
 void optim_step_end(Optim* optim);
 
-// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read rows and for
-// formats whose scales reach over a tensor, which take a pass over everything first.
+// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read matrices.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes);
 
 // The stored streams, in a fixed order.

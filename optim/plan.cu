@@ -316,6 +316,26 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
     return plan;
 }
 
+bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes) {
+    Plan* plan = plan_ranges(config, tensors, count);
+    bool ok = true;
+    for (int i = 0; i < plan->launches && ok; i++) {
+        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        ok = !rule->matrix;
+        if (!ok) snprintf(error, error_bytes, "the rule %s takes all matrices of a shape together", rule->name);
+    }
+    plan_free(plan);
+    return ok;
+}
+
+const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot) {
+    if (slot == SLOT_M) return rows->m;
+    if (slot == SLOT_V) return rows->v;
+    if (slot == SLOT_SLOW && rows->rule->keeps_slow) return rows->m;
+    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return find_row(state_table(), "fp32");
+    return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
+}
+
 const char* slot_name(Slot slot) {
     static const char* const names[SLOTS] = {"weights", "m", "v", "slow", "basis", "norms"};
     return names[slot];

@@ -70,6 +70,9 @@ int64_t plan_clamp(const Plan* plan, int64_t element);
 
 const char* slot_name(Slot slot);
 
+// The storage of a moment, of the basis or of the norms of a launch; none_row() if nothing is kept there.
+const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot);
+
 constexpr int ARRAY_NAME_BYTES = 160;
 
 // Where a plan keeps the weights or a moment of a tensor.

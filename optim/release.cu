@@ -3,13 +3,15 @@
 
 #include <string.h>
 
+#include "../kernels/ranks/shard.cuh"
 #include "decoded.h"
 #include "kernel.cuh"
 
 struct Release {
     const Device* dev;
     Optim* optim;
-    Offload* offload;      // NULL: states are in device memory
+    Offload* offload;
+    Shard* shard;
     OptimTensor* tensors;  // (count)
     int *order, *first;    // (count) tensors by part, in the arena's order; (parts + 1) where a part's begin
     int parts;
@@ -17,7 +19,7 @@ struct Release {
     bool grads_bf16;
     double* square;        // (parts) device memory
     float *factor, *last;  // (PART_TENSORS), scalar: device memory
-    void* scratch;
+    void* scratch;         // of the norm; with a shard a double for each tile of the largest part
 };
 
 static int64_t padded(const OptimTensor* tensor) {
@@ -68,20 +70,33 @@ static int64_t numbers_bytes(int parts) {
     return parts * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float) + 4;
 }
 
-int64_t release_bytes(const Device* dev, int layers) {
-    return ceil_div(numbers_bytes(layers + 2), 256) * 256 + ceil_div(part_norm_scratch_bytes(dev), 256) * 256;
+static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
+    int64_t most = 0;
+    if (!model->shard) return part_norm_scratch_bytes(dev);
+    for (int p = 0; p < model->layers + 2; p++) {
+        int64_t elements = 0;
+        for (int t = 0; t < model->count; t++) elements += model->part[t] == p ? padded(&model->tensors[t]) : 0;
+        most = elements > most ? elements : most;
+    }
+    return most / TILE_ELEMENTS * (int64_t)sizeof(double);
 }
 
-Release* release_open(const Device* dev, Optim* optim, Offload* offload, const OptimTensor* tensors, const int* part,
-                      int count, int layers, ClipBy by, bool grads_bf16) {
+int64_t release_bytes(const Device* dev, const ReleaseModel* model) {
+    return ceil_div(numbers_bytes(model->layers + 2), 256) * 256 + ceil_div(scratch_bytes(dev, model), 256) * 256;
+}
+
+Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16) {
+    const int count = model->count;
+    const OptimTensor* tensors = model->tensors;
     Release* r = (Release*)memory_zero(1, sizeof(Release));
-    r->dev = dev, r->optim = optim, r->offload = offload, r->parts = layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
+    r->dev = dev, r->optim = model->optim, r->offload = model->offload, r->shard = model->shard;
+    r->parts = model->layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
     r->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
     memcpy(r->tensors, tensors, (size_t)count * sizeof(OptimTensor));
     r->order = (int*)memory_take((size_t)count * sizeof(int) + 1);
     r->first = (int*)memory_zero((size_t)r->parts + 1, sizeof(int));
     for (int p = 0; p < r->parts; p++) {
-        const int found = part_order(tensors, part, count, p, r->order + r->first[p]);
+        const int found = part_order(tensors, model->part, count, p, r->order + r->first[p]);
         assert(found <= PART_TENSORS);
         r->first[p + 1] = r->first[p] + found;
     }
@@ -90,7 +105,7 @@ Release* release_open(const Device* dev, Optim* optim, Offload* offload, const O
     device_zero(dev, r->square, bytes);
     r->factor = (float*)(r->square + r->parts);
     r->last = r->factor + PART_TENSORS;
-    r->scratch = device_alloc(dev, part_norm_scratch_bytes(dev));
+    r->scratch = device_alloc(dev, scratch_bytes(dev, model));
     return r;
 }
 
@@ -102,6 +117,15 @@ void release_close(Release* r) {
     free(r);
 }
 
+// The norm of a part and its factors.
+template <typename G>
+static void release_norm(Release* r, const PartClip& clip, const PartGrads& its, const int* tensor) {
+    if (!r->shard) return part_norm<G>(r->dev, clip, its, r->scratch);
+    int64_t offset[PART_TENSORS] = {};
+    for (int i = 0; i < its.count; i++) offset[i] = r->tensors[tensor[i]].offset;
+    shard_part_norm<G>(r->shard, clip, its, offset, (double*)r->scratch);
+}
+
 void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
     const int64_t element = r->grads_bf16 ? 2 : 4;
     const int* tensor = r->order + r->first[part];
@@ -111,7 +135,7 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
         its.n[i] = r->tensors[tensor[i]].rows * r->tensors[tensor[i]].cols;
     }
     const PartClip clip = {r->by, step->clip, step->loss, r->last, r->square + part, r->factor};
-    r->grads_bf16 ? part_norm<bf16>(r->dev, clip, its, r->scratch) : part_norm<float>(r->dev, clip, its, r->scratch);
+    r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
     offload_take(r->offload, part);
     // One factor for the part, or one for each tensor.
     const int each = r->by == CLIP_TENSOR ? 1 : its.count;

@@ -6,12 +6,16 @@
 // The factor that clips a part comes from kernels/part_norm.cuh. A part whose gradients are not finite, or any part if
 // the loss is not, keeps its weights and states and is counted.
 //
+// Several ranks (kernels/ranks/shard.cuh) step what each keeps of a part, from the sum of their gradients, and agree on
+// its norm.
+//
 // Cost: the norm of a part reads its gradients once, as the norm of all would; two small kernels and a launch of the
 // step for each part and launch of the optimizer.
 #pragma once
 #include "../kernels/part_norm.cuh"
 #include "offload.h"
 
+struct Shard;
 typedef struct Release Release;
 
 // Where gradients lie that are released: place[t] becomes the first element of tensor t's, two layers taking turns and
@@ -19,13 +23,21 @@ typedef struct Release Release;
 // same; `part` has the part of each tensor and `layers` the number of layers.
 int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, int64_t* place);
 
-// Device memory that release_open takes.
-int64_t release_bytes(const Device* dev, int layers);
+// What parts are made of, and who has them. The arrays are copied by release_open; the pointers must outlive what it
+// returns.
+struct ReleaseModel {
+    const OptimTensor* tensors;  // (count)
+    const int* part;             // (count)
+    int count, layers;
+    Optim* optim;      // optim_releases holds
+    Offload* offload;  // has the states where they are in host memory, else NULL
+    Shard* shard;      // what the ranks share; NULL: this is the only one
+};
 
-// `optim` and `offload`, which has the states where they are in host memory, must outlive it, and optim_releases hold.
-// The arrays are copied.
-Release* release_open(const Device* dev, Optim* optim, Offload* offload, const OptimTensor* tensors, const int* part,
-                      int count, int layers, ClipBy by, bool grads_bf16);
+// Device memory that release_open takes.
+int64_t release_bytes(const Device* dev, const ReleaseModel* model);
+
+Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16);
 void release_close(Release* release);
 
 // What a step clips with and how large it is.
@@ -35,7 +47,8 @@ struct ReleaseStep {
     const float* loss;  // device scalar
 };
 
-// Steps a part; grads + place[t] elements is where the gradients of tensor t lie.
+// Steps a part; grads + place[t] elements is where the gradients of tensor t lie, or their sum over the ranks, which is
+// there for what is queued on the device's stream. All ranks step all parts in one order.
 void release_part(Release* release, int part, const void* grads, const int64_t* place, const ReleaseStep* step);
 
 // After all parts: scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number

@@ -56,6 +56,16 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     return its;
 }
 
+RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
+    int64_t first = 0;
+    while (first < plan->tensors && plan->tensor[first].offset < begin) first++;
+    int64_t last = first;
+    while (last < plan->tensors && plan->tensor[last].offset < end) last++;
+    const int64_t block = first < plan->tensors ? plan->tensor[first].block : plan->blocks,
+                  last_block = last < plan->tensors ? plan->tensor[last].block : plan->blocks;
+    return {first, last - first, block, last_block - block};
+}
+
 void row_plan_free(RowPlan* plan) {
     free(plan->tensor);
     *plan = {};

@@ -70,8 +70,9 @@ OPTIM_INLINE int64_t sum_end(const SumTensor& tensor, int64_t slab) {
 }
 
 struct SumArguments {
-    const SumTensor* tensor;  // (tensors)
+    const SumTensor* tensor;  // (tensors), of a launch or some of them
     int64_t tensors, blocks;
+    int64_t first_block;  // of the first tensor
     Sum sum;
     bool scaled;           // step.factor has a factor of the weights' RMS
     float* parts;          // row_parts: panels x rows; col_parts: slabs x cols

@@ -20,6 +20,12 @@ struct RowPlan {
 RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int count);
 void row_plan_free(RowPlan* plan);
 
+// The tensors of a launch that lie in elements `begin` to `end` of the arena, and their blocks.
+struct RowRange {
+    int64_t first, tensors, first_block, blocks;
+};
+RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end);
+
 // True if a launch's update has a factor for each tensor.
 bool config_scaled(const OptimConfig* config);
 

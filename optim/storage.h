@@ -107,6 +107,8 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
 struct Settle {
     float *now, *next;  // (count), device memory
     int64_t count;
+    const struct ArenaRun* run;  // whose tensors they belong to
+    Span span;
 };
 void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
 

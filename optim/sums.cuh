@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(32 * SUM_WARPS)
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int64_t t = 0;
-    for (int64_t b = blockIdx.x; b < sums.blocks; b += gridDim.x) {
+    for (int64_t b = sums.first_block + blockIdx.x; b < sums.first_block + sums.blocks; b += gridDim.x) {
         while (t + 1 < sums.tensors && sums.tensor[t + 1].block <= b) t++;
         const SumTensor tensor = sums.tensor[t];
         const int64_t slab = (b - tensor.block) / tensor.panels, panel = (b - tensor.block) % tensor.panels;

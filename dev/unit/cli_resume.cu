@@ -209,15 +209,15 @@ TEST(cli_resume_spans) {
 
 // States may move to host memory and back, and steps into the backward pass and out, between a checkpoint and the rest
 // of a run, which changes no bit.
-TEST(cli_resume_offload) {
+static void check_resume_offload(Test* test, const char* formats) {
     const char *work = work_folder(), *whole = joined(work, "whole");
     const char* const goes_on[][2] = {{"host", "--offload states"},
                                       {"released", "--release on"},
                                       {"both", "--offload states --release on"},
                                       {"all", "--offload states,residuals --recompute block"}};
     char again[PATH_MAX], back[PATH_MAX];
-    train_well("%s %s --data %s/text.txt --run %s --steps 9 --save-every 3 --keep 9 --clip-by last --preset adamw4l",
-               SHAPE, QUICK, work, whole);
+    train_well("%s %s --data %s/text.txt --run %s --steps 9 --save-every 3 --keep 9 --clip-by last %s", SHAPE, QUICK,
+               work, whole, formats);
     for (const auto& options : goes_on) {
         snprintf(again, sizeof(again), "%s/%s", work, options[0]);
         snprintf(back, sizeof(back), "%s/%s_back", work, options[0]);
@@ -227,6 +227,12 @@ TEST(cli_resume_offload) {
         train_well("--resume %s/step_00000006 --run %s --device cpu --offload none --release off", again, back);
         expect_equal_checkpoints(test, whole, back, 9);
     }
+}
+
+TEST(cli_resume_offload) {
+    check_resume_offload(test, "--preset adamw4l");
+    check_resume_offload(test, "--rule came --weights lin8:sr --m dyn8 --limit-growth 1.01");
+    check_resume_offload(test, "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1");
 }
 
 // adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of

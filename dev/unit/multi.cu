@@ -81,6 +81,58 @@ TEST(multi_modes_gpu) {
     note(test, "%d GPUs", ranks);
 }
 
+// Steps taken inside the backward pass have the bits of the same steps after it, whatever is sharded and wherever the
+// states are; without clipping, those of a step over all layers at once.
+static void check_released(Test* test, bool gpu, int ranks, const char* clip, const char* options) {
+    static const char* const released[] = {"--release off", "--release on", "--release on --offload states,residuals"};
+    const char* work = work_folder();
+    char first[PATH_MAX], run[PATH_MAX];
+    for (int i = 0; i < 4; i++) {
+        for (int k = 0; k < 3; k++) {
+            snprintf(run, sizeof(run), "%s/%s_%d", work, modes[i], k);
+            train_ranks(gpu, ranks,
+                        "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 4 --shard %s %s %s %s",
+                        SEVERAL, work, run, 32 * ranks, modes[i], clip, released[k], options);
+            if (i == 0 && k == 0) snprintf(first, sizeof(first), "%s", run);
+            expect_equal_runs(test, first, run, 4);
+        }
+    }
+}
+
+TEST(multi_released) {
+    check_released(test, false, 2, "--clip 0", "--preset adamw4l");
+    check_released(test, false, 3, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
+    check_released(test, false, 3, "--clip-by tensor --clip 0.05",
+                   "--preset int8w4 --layers 4 --comm bf16 --override ln*|*.bias:weights=fp32\tm=fp32");
+}
+
+TEST(multi_released_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+    const int ranks = gpu_count() < 4 ? 2 : 4;
+    check_released(test, true, ranks, "--clip 0", "--preset adamw4l");
+    check_released(test, true, ranks, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
+    check_released(test, true, ranks, "--clip-by tensor --clip 0.05", "--preset int8w4 --layers 4 --grads bf16");
+    note(test, "%d GPUs", ranks);
+}
+
+// A run may be released, sharded and kept on the host otherwise at each resume.
+TEST(multi_released_goes_on) {
+    const char* work = work_folder();
+    const char* const options[] = {"none --release off", "weights --release on", "none --release on --offload states"};
+    char whole[PATH_MAX], run[PATH_MAX];
+    snprintf(whole, sizeof(whole), "%s/whole", work);
+    train_ranks(false, 3,
+                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 96 --steps 8 --save-every 4 --clip-by last "
+                "--preset adamw4 --shard grads --release on",
+                SEVERAL, work, whole);
+    for (int i = 0; i < 3; i++) {
+        snprintf(run, sizeof(run), "%s/%d", work, i);
+        train_ranks(false, 3, "--resume %s/step_00000004 --run %s --shard %s", whole, run, options[i]);
+        expect_equal_runs_from(test, whole, run, 5, 8);
+    }
+}
+
 // What carries the bytes changes none of them.
 TEST(multi_transports_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");

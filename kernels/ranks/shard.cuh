@@ -8,6 +8,9 @@
 // Parts are equal runs of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses.
 // Embeddings and the last layernorm are always whole where the matmuls read them.
 //
+// Where a step is taken inside the backward pass (optim/release.h), gradients are packed in every mode: two layers take
+// turns. The sums lie there, too, and a layer is stepped when its room is wanted.
+//
 // The sum of a layer's gradients, called a bucket, while the backward pass is at the layer before: in pieces of at most
 // `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and in),
 // adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends the sum
@@ -30,7 +33,7 @@
 #include <assert.h>
 
 #include "../../data/files.h"
-#include "../global_norm.cuh"
+#include "../part_norm.cuh"
 #include "../tile.h"
 #include "comm.cuh"
 
@@ -102,9 +105,11 @@ struct Shard {
     const void* kept_weights;
     CommPiece *sends, *receives;  // (world) of the exchange that is being made
     Overlap* into;                // (world)
+    int64_t* tile_cut;            // (world + 1) of the norm that is being computed
     float* gathered;              // (world, SCALARS)
     float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD; the host's
     bool late;                    // gradients are exchanged after the backward pass, not beside it
+    bool releases;                // gradients are packed in every mode, and their sums lie there, too
     bool first, last;             // micro-batch of the step
     double micro_batch_seconds;   // of the last step; 0 before it: then patience is 600 s
     bool stop;                    // all ranks have agreed to end
@@ -130,7 +135,8 @@ inline bool shard_splits(const Shard* s, ShardMode mode) {
 // Whether this memory, of gradients or weights, is the packed one.
 inline bool shard_is_packed(const Shard* s, const void* memory) {
     return s && memory &&
-           ((memory == s->grads && s->mode >= SHARD_GRADS) || (memory == s->weights && s->mode >= SHARD_WEIGHTS));
+           ((memory == s->grads && (s->mode >= SHARD_GRADS || s->releases)) ||
+            (memory == s->weights && s->mode >= SHARD_WEIGHTS));
 }
 
 inline int64_t shard_tile_bytes(CommFormat format, int gradient_bytes) {
@@ -373,6 +379,7 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
     s->receives = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
     s->into = (Overlap*)memory_zero((size_t)s->comm.world, sizeof(Overlap));
     s->cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
+    s->tile_cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
     for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
     s->place = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
     s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
@@ -448,7 +455,7 @@ inline void shard_close(Shard* s) {
         check(cudaEventDestroy(s->summed[i]));
     }
     free(s->ready), free(s->summed), free(s->bucket), free(s->place), free(s->cut);
-    free(s->sends), free(s->receives), free(s->into);
+    free(s->sends), free(s->receives), free(s->into), free(s->tile_cut);
 }
 
 // Gradients.
@@ -493,7 +500,8 @@ void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     comm_exchange(&s->comm, sends, receives);
 }
 
-// The sums of the slices to the owners, which write them into what they keep, or add them to it.
+// The sums of the slices to the owners, which write them into what they keep, or add them to it. Where gradients are
+// released, these are the gradients' own places.
 template <typename G>
 void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
     int world = s->comm.world, me = s->comm.rank;
@@ -513,7 +521,7 @@ void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) 
     }
     comm_exchange(&s->comm, sends, receives);
     for (int r = 0; r < world; r++) {
-        G* kept = (G*)s->kept_grads + into[r].begin - s->cut[me];
+        G* kept = s->releases ? local + into[r].begin : (G*)s->kept_grads + into[r].begin - s->cut[me];
         const G* sum = r == me ? local + into[r].begin : (const G*)receives[r].data;
         if (kept == sum) continue;
         shard_keep<G>(s->comm.dev, s->comm.stream, kept, sum, into[r].end - into[r].begin, add);
@@ -559,7 +567,7 @@ template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s || (!s->last && s->mode < SHARD_GRADS)) return;
     const ShardBucket* b = &s->bucket[bucket];
-    bool packed = s->mode >= SHARD_GRADS, late = s->late && !packed;
+    bool packed = shard_is_packed(s, s->grads), late = s->late && !packed;
     if (late && bucket < s->layers) return;
     comm_after_device(&s->comm);
     if (late) shard_reduce_run(s, (G*)s->grads, 0, s->cut[s->comm.world]);
@@ -570,6 +578,11 @@ void shard_reduce(Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
 
+// The sums of a bucket are there for what is queued on the device's stream from here on.
+inline void shard_summed(const Shard* s, int bucket) {
+    if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
+}
+
 // Before a bucket's packed gradients are written: those that stood there are summed.
 inline void shard_grads_free(const Shard* s, int bucket) {
     if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
@@ -577,60 +590,122 @@ inline void shard_grads_free(const Shard* s, int bucket) {
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
 
+// Loss and flags of this rank into its row of `gathered`, and that row to all, beside the device's stream.
+inline void shard_send_scalars(Shard* s, float* scalars) {
+    const Device* dev = s->comm.dev;
+    float* own = s->gathered + s->comm.rank * SCALARS;
+    if (!dev->gpu) {
+        memcpy(scalars + SCALAR_STOP, s->flags, sizeof(s->flags));
+        memcpy(own, scalars, SCALARS * sizeof(float));
+    }
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        shard_flags_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->flags[0], s->flags[1], s->flags[2]);
+        check(cudaMemcpyAsync(own, scalars, SCALARS * sizeof(float), cudaMemcpyDeviceToDevice, dev->stream));
+        check_launch();
+    }
+#endif
+    for (int r = 0; r < s->comm.world; r++) {
+        s->sends[r] = {own, SCALARS * (int64_t)sizeof(float)};
+        s->receives[r] = {s->gathered + r * SCALARS, SCALARS * (int64_t)sizeof(float)};
+    }
+    comm_after_device(&s->comm);
+    comm_exchange(&s->comm, s->sends, s->receives);
+}
+
+// What has been sent becomes the loss of the step, NaN where a rank has bad data, and its flags, the same on all ranks.
+inline void shard_join_scalars(Shard* s, float* scalars) {
+    device_after_comm(&s->comm);
+#ifdef __CUDACC__
+    if (s->comm.dev->gpu) {
+        shard_agree_kernel<<<1, 1, 0, s->comm.dev->stream>>>(scalars, s->gathered, s->comm.world);
+        check_launch();
+        return;
+    }
+#endif
+    shard_agree_cpu(scalars, s->gathered, s->comm.world);
+}
+
+// The squares of tiles, of which rank r has computed parts[cut[r]] to parts[cut[r + 1]], to all ranks. cut: (world + 1)
+inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
+    const int me = s->comm.rank;
+    for (int r = 0; r < s->comm.world; r++) {
+        s->sends[r] = {parts + cut[me], (cut[me + 1] - cut[me]) * (int64_t)sizeof(double)};
+        s->receives[r] = {parts + cut[r], (cut[r + 1] - cut[r]) * (int64_t)sizeof(double)};
+    }
+    comm_after_device(&s->comm);
+    comm_exchange(&s->comm, s->sends, s->receives);
+}
+
+// The squares of tiles of gradients: parts (tiles), on the device's stream.
+template <typename G>
+void shard_squares(const Device* dev, double* parts, const G* grads, int64_t tiles) {
+    if (tiles == 0) return;
+#ifdef __CUDACC__
+    if (dev->gpu) {
+        shard_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, dev->stream>>>(parts, grads, tiles);
+        check_launch();
+        return;
+    }
+#endif
+    shard_squares_cpu(parts, (const float*)grads, tiles);
+}
+
 // Loss and flags of all ranks into `scalars`, and the norm of all gradients and the clip factor. parts: (elements /
 // TILE_ELEMENTS) doubles.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
-    int world = s->comm.world, me = s->comm.rank;
-    int64_t begin = s->cut[me] / TILE_ELEMENTS, tiles = s->cut[me + 1] / TILE_ELEMENTS - begin;
-    int64_t all = s->cut[world] / TILE_ELEMENTS;
-    CommPiece *sends = s->sends, *receives = s->receives;
+    const int world = s->comm.world, me = s->comm.rank;
+    int64_t* cut = s->tile_cut;
+    for (int r = 0; r <= world; r++) cut[r] = s->cut[r] / TILE_ELEMENTS;
     const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
     device_after_comm(&s->comm);
-    if (!dev->gpu) {
-        memcpy(scalars + SCALAR_STOP, s->flags, sizeof(s->flags));
-        shard_squares_cpu(parts + begin, (const float*)kept, tiles);
-        memcpy(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float));
-    }
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        shard_flags_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->flags[0], s->flags[1], s->flags[2]);
-        if (tiles > 0)
-            shard_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, dev->stream>>>(parts + begin, kept, tiles);
-        check(cudaMemcpyAsync(s->gathered + me * SCALARS, scalars, SCALARS * sizeof(float), cudaMemcpyDeviceToDevice,
-                              dev->stream));
-        check_launch();
-    }
-#endif
-    comm_after_device(&s->comm);
-    for (int r = 0; r < world; r++) {
-        sends[r] = {parts + begin, tiles * (int64_t)sizeof(double)};
-        receives[r] = {parts + s->cut[r] / TILE_ELEMENTS,
-                       (s->cut[r + 1] - s->cut[r]) / TILE_ELEMENTS * (int64_t)sizeof(double)};
-    }
+    shard_squares<G>(dev, parts + cut[me], kept, cut[me + 1] - cut[me]);
     comm_group(&s->comm, true);
-    comm_exchange(&s->comm, sends, receives);
-    for (int r = 0; r < world; r++) {
-        sends[r] = {s->gathered + me * SCALARS, SCALARS * (int64_t)sizeof(float)};
-        receives[r] = {s->gathered + r * SCALARS, SCALARS * (int64_t)sizeof(float)};
-    }
-    comm_exchange(&s->comm, sends, receives);
+    shard_send_squares(s, parts, cut);
+    shard_send_scalars(s, scalars);
     comm_group(&s->comm, false);
-    device_after_comm(&s->comm);
+    shard_join_scalars(s, scalars);
 #ifdef __CUDACC__
     if (dev->gpu) {
-        shard_agree_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->gathered, world);
-        global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(scalars + SCALAR_NORM, parts, (int)all,
-                                                                              clip, scalars);
+        global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(scalars + SCALAR_NORM, parts,
+                                                                              (int)cut[world], clip, scalars);
         check_launch();
         return;
     }
 #endif
     double sum = 0.0;
-    for (int64_t i = 0; i < all; i++) sum += parts[i];
-    shard_agree_cpu(scalars, s->gathered, world);
+    for (int64_t i = 0; i < cut[world]; i++) sum += parts[i];
     global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
+}
+
+// The squares of each tensor of a part of the model that is stepped by itself, from the sums that the ranks keep, and
+// its clip factors. grads[i] is where the sums of tensor i begin, at element offset[i] of the arena, in rising order;
+// parts: a double for each tile of the part. The device's stream waits for the other ranks.
+template <typename G>
+void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, const int64_t* offset, double* parts) {
+    const Device* dev = s->comm.dev;
+    const int world = s->comm.world, me = s->comm.rank;
+    const bool split = s->mode >= SHARD_STATES;
+    int64_t *cut = s->tile_cut, first[PART_TENSORS + 1] = {};
+    for (int r = 0; r <= world; r++) cut[r] = 0;
+    for (int t = 0; t < part.count; t++) {
+        const int64_t begin = offset[t], end = begin + ceil_div(part.n[t], TILE_ELEMENTS) * TILE_ELEMENTS;
+        for (int r = 0; r <= world; r++) {
+            const int64_t at = s->cut[r] < begin ? begin : s->cut[r] > end ? end : s->cut[r];
+            cut[r] += (at - begin) / TILE_ELEMENTS;
+        }
+        const Overlap mine = split ? shard_overlap(begin, end, s->cut[me], s->cut[me + 1]) : Overlap{begin, end};
+        shard_squares<G>(dev, parts + first[t] + (mine.begin - begin) / TILE_ELEMENTS,
+                         (const G*)part.grads[t] + (mine.begin - begin), (mine.end - mine.begin) / TILE_ELEMENTS);
+        first[t + 1] = first[t] + (end - begin) / TILE_ELEMENTS;
+    }
+    if (split) {
+        shard_send_squares(s, parts, cut);
+        device_after_comm(&s->comm);
+    }
+    part_norm_of_tiles(dev, clip, part.count, parts, first);
 }
 
 #ifdef __CUDACC__
@@ -781,7 +856,8 @@ inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes
     CommPiece *sends = s->sends, *receives = s->receives;
     memset(sends, 0, (size_t)s->comm.world * sizeof(CommPiece));
     memset(receives, 0, (size_t)s->comm.world * sizeof(CommPiece));
-    if (dev->gpu && sender && on_host) copy_to_device(dev, s->incoming, data, bytes), data = s->incoming;
+    // States may be in pinned memory of the host (optim/offload.h), so all passes through device memory.
+    if (dev->gpu && sender) copy_to_device(dev, s->incoming, data, bytes), data = s->incoming;
     void* into = dev->gpu ? s->incoming : (char*)host;
     if (first) receives[from] = {into, bytes};
     if (sender) sends[0] = {(void*)data, bytes};
