@@ -58,15 +58,28 @@ def came(params, lr):
         "rule": "came", "weight_decay": 0.0, "clip_update": 0.05, "beta3": 0.99}
 
 
+def adafactor8bit(params, lr):
+    from adafactor8bit import Adafactor8Bit
+    return Adafactor8Bit(params, lr=lr, d=1.0, beta2_decay=-0.8, quantize=False, use_cuda_kernel=False), {
+        "rule": "adafactor", "m": "none", "weight_decay": 0.0, "clip_update": 1.0}
+
+
+def came8bit(params, lr):
+    from adafactor8bit import Adafactor8Bit
+    return Adafactor8Bit(params, lr=lr, beta1=0.9, beta2=0.95, beta2_decay=None, beta3=0.99, d=0.05, quantize=False,
+                         use_cuda_kernel=False, relative_step=False, scale_parameter=False), {
+        "rule": "came", "weight_decay": 0.0, "clip_update": 0.05, "beta3": 0.99}
+
+
 def rate_here(name, theirs, parameter):
     """The learning rate that makes nibble's formula the peer's."""
-    if name != "adafactor":
+    if not name.startswith("adafactor"):
         return theirs
     return theirs * max(1e-3, parameter.detach().double().square().mean().sqrt().item())
 
 
 def rate_there(name, lr, step, parameter):
-    return lr * (1 - 0.99 ** step) ** 0.5 if name == "came" and parameter.dim() > 1 else lr
+    return lr * (1 - 0.99 ** step) ** 0.5 if name.startswith("came") and parameter.dim() > 1 else lr
 
 
 def compare(name, make, lr):
@@ -92,7 +105,7 @@ def compare(name, make, lr):
 
 def main():
     failed = passed = 0
-    for make, lr in ((adamw, 1e-2), (adafactor, 1e-2), (came, 1e-3)):
+    for make, lr in ((adamw, 1e-2), (adafactor, 1e-2), (came, 1e-3), (adafactor8bit, 1e-2), (came8bit, 1e-3)):
         name = make.__name__
         try:
             worst = compare(name, make, lr)
