@@ -6,7 +6,7 @@
 
 #include "../rules/muon.cuh"
 
-constexpr int64_t CHUNK_ELEMENTS = 1 << 25;
+constexpr int64_t CHUNK_ELEMENTS = 1 << 27;
 constexpr int SLICES = 16;  // of a matrix, whose sums of squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
