@@ -91,12 +91,13 @@ bool low_rank_refreshes(const OptimConfig*, int64_t) {
     return false;
 }
 
-void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, float*, int64_t, const LowGradients*,
-                      bool) {}
+void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*, int64_t,
+                      const LowGradients*, bool) {}
 
-void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, float*) {}
+void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*) {}
 
-void low_rank_apply(const Device*, const OptimConfig*, const MatrixWork*, int, float*, const StepArguments*, bool) {}
+void low_rank_apply(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*, const StepArguments*,
+                    bool) {}
 
 void low_rank_gradients(const Device*, const MatrixWork*, int, const LowGradients*) {}
 

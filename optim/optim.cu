@@ -62,7 +62,7 @@ static const FormatRow* slot_format(const OptimConfig* config, const Rows* rows,
     if (slot == SLOT_M) return rows->m;
     if (slot == SLOT_V) return rows->v;
     if (slot == SLOT_SLOW && rows->rule->keeps_slow) return rows->m;
-    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return find_row(state_table(), "fp32");
+    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return basis_row(config, rows->rule);
     return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
 }
 
@@ -759,7 +759,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const LaunchPlan* plan = launch->plan;
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
-    float* basis = (float*)launch->basis.codes;
+    const Streams* basis = &launch->basis;
     const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
                                 arguments->grad_scale};
     const bool fused = low_rank_fuses(dev, &plan->config, work);
