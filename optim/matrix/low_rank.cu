@@ -421,14 +421,20 @@ struct ApplySink {
         }
     }
 
-    __device__ void take(int row, int column, float4 x) const {
+    struct Old {
+        std::conditional_t<KIND == LOW_FP32, uint4, uint2> codes;
+    };
+    __device__ Old load(int row, int column) const {
+        return {*(const decltype(Old::codes)*)(weights + element + row * cols + column)};
+    }
+
+    __device__ void take(int row, int column, float4 x, const Old& old) const {
         if (!is_finite(*unit)) return;
         const int64_t at = element + row * cols + column;
         const float u[4] = {x.x, x.y, x.z, x.w};
-        Code code[4];
+        alignas(16) Code code[4];
         float p[4];
-        if (KIND == LOW_FP32) *(uint4*)code = *(const uint4*)(weights + at);
-        if (KIND != LOW_FP32) *(uint2*)code = *(const uint2*)(weights + at);
+        *(decltype(Old::codes)*)code = old.codes;
         Noise noise = {};
         if (KIND == LOW_BF16_SR) {
             noise = noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
@@ -447,8 +453,7 @@ struct ApplySink {
             if constexpr (KIND == LOW_BF16) code[i] = Bf16::encode(p[i]);
             if constexpr (KIND == LOW_BF16_SR) code[i] = Bf16::encode(p[i], noise_lane(noise, i));
         }
-        if (KIND == LOW_FP32) *(uint4*)(weights + at) = *(const uint4*)code;
-        if (KIND != LOW_FP32) *(uint2*)(weights + at) = *(const uint2*)code;
+        *(decltype(Old::codes)*)(weights + at) = *(const decltype(Old::codes)*)code;
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
 };
