@@ -18,7 +18,7 @@
 #include "common.cuh"
 
 #ifdef __CUDACC__
-constexpr int LP_ROWS = 128, LP_THREADS = 256, LP_STAGES = 3, LP_LINE = 128;
+constexpr int LP_ROWS = 128, LP_THREADS = 256, LP_STAGES = 3, LP_LINE = 128, LP_SLICES = 8;
 
 struct LowShapes {
     int channels, across, depth;  // M, N and K
@@ -236,24 +236,26 @@ constexpr int lp_shared_bytes() {
     return LP_STAGES * (LP_ROWS + COLUMNS) * LP_LINE;
 }
 
-// Sums four elements of a tile over the blocks of the cluster, in order.
+// Sums four elements of a tile over the blocks of the cluster, at most MOST, in order.
+template <int MOST>
 __device__ __forceinline__ float4 lp_sum(uint32_t address, int slices) {
-    float4 x[8];
+    float4 x[MOST];
 #pragma unroll
-    for (int block = 0; block < 8; block++)
+    for (int block = 0; block < MOST; block++)
         if (block < slices) x[block] = lp_load_from(address, block);
 #pragma unroll
-    for (int block = 1; block < 8; block++) {
+    for (int block = 1; block < MOST; block++) {
         if (block < slices) x[0].x += x[block].x, x[0].y += x[block].y, x[0].z += x[block].z, x[0].w += x[block].w;
     }
     return x[0];
 }
 
-// Gives the sink the block's part of the tile, which lies in shared memory, AT_ONCE pieces at a time: what it reads
-// from memory is asked for first.
-template <bool LEFT, int COLUMNS, int AT_ONCE, typename Sink>
+// Gives the sink the block's part of the tile, which lies in shared memory, some pieces at a time: what it reads from
+// memory is asked for first.
+template <bool LEFT, bool BACK, int COLUMNS, typename Sink>
 __device__ __forceinline__ void lp_give(const Sink& sink, uint32_t shared, int m, int n, const LowShapes& s) {
-    constexpr int FAST = LEFT ? LP_ROWS : COLUMNS, QUARTERS = FAST / 4, PIECES = LP_ROWS * COLUMNS / 4;
+    constexpr int AT_ONCE = BACK ? 8 : 2, FAST = LEFT ? LP_ROWS : COLUMNS, QUARTERS = FAST / 4,
+                  PIECES = LP_ROWS * COLUMNS / 4;
     const int step = s.slices * LP_THREADS, down = LEFT ? s.across : s.channels, across = LEFT ? s.channels : s.across;
     for (int i = blockIdx.x * LP_THREADS + threadIdx.x; i < PIECES; i += AT_ONCE * step) {
         int row[AT_ONCE], column[AT_ONCE];
@@ -271,7 +273,7 @@ __device__ __forceinline__ void lp_give(const Sink& sink, uint32_t shared, int m
         for (int u = 0; u < AT_ONCE; u++) {
             const int at = i + u * step;
             const uint32_t address = shared + (at / QUARTERS * (FAST + 4) + at % QUARTERS * 4) * 4;
-            if (inside[u]) sum[u] = lp_sum(address, s.slices);
+            if (inside[u]) sum[u] = lp_sum < BACK ? 1 : LP_SLICES > (address, s.slices);
         }
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++) {
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(LP_THREADS, 2)
     lp_leave<LEFT, COLUMNS>(t, (float*)low_shared);
     __syncthreads();
     if (s.slices > 1) lp_cluster_sync();
-    lp_give<LEFT, COLUMNS, BACK ? 8 : 2>(sink, shared, m, n, s);
+    lp_give<LEFT, BACK, COLUMNS>(sink, shared, m, n, s);
     if (s.slices > 1) lp_cluster_sync();  // no block ends while another reads its shared memory
 }
 
@@ -347,7 +349,7 @@ struct LowStore {
 inline int low_slices(const Device* dev, int64_t tiles, int64_t steps) {
     int best = 1;
     double least = INFINITY;
-    for (int slices = 1; slices <= 8 && dev->compute >= 90; slices++) {
+    for (int slices = 1; slices <= LP_SLICES && dev->compute >= 90; slices++) {
         const double waves = (double)ceil_div(tiles * slices, 2 * dev->sm_count);
         // A block's time: its part of K, and about four steps for the start and the sum.
         const double time = waves * ((double)ceil_div(steps, slices) + 4.0);
