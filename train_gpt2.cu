@@ -59,9 +59,9 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 // The values, by type; the table says what each means.
 struct Options {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
-        *decay_mode, *ns_coefficients, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head, *fp8_grads,
-        *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run, *resume,
-        *device, *save, *sample, *completion;
+        *decay_mode, *ns_coefficients, *rank_basis, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
+        *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
+        *resume, *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
         print_every, save_every, keep, seed, memory, fit;
@@ -130,6 +130,8 @@ static const Option OPTIONS[] = {
      "galore, fira, apollo: rank of the moments; 0: a quarter of a matrix's shorter side"},
     {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "",
      "galore, fira, apollo, apollo-mini: steps until the directions change"},
+    {"rank-basis", CHOICE, AT(rank_basis), "fp32", 0, 0, "fp32|bf16|lin8", "",
+     "galore: how the directions are stored; 4, 2 or 1 bytes a number"},
     {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "",
      "and the factor on the update; 0: 0.25, of apollo 1 and apollo-mini 128, under a root"},
     {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
@@ -224,7 +226,7 @@ static OptimConfig optim_config_of(const Options* o) {
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
     c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
-    c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
+    c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale, c.rank_basis = o->rank_basis;
     c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
     const bool both = strcmp(o->adafactor_lr, "paper") == 0;
     c.relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;

@@ -25,8 +25,12 @@ struct Adam {
         m = fmaf(rest1, g - m, m), v = fmaf(rest2, fmaf(g, g, -v), v);
         return m / bias1 / (sqrtf(v) / root2 + eps);
     }
-    __device__ __forceinline__ float4 directions(int64_t at, float4 g) const {
-        float4 first = *(float4*)(m + at), second = *(float4*)(v + at);
+    struct Old {
+        float4 m, v;
+    };
+    __device__ __forceinline__ Old load(int64_t at) const { return {*(float4*)(m + at), *(float4*)(v + at)}; }
+    __device__ __forceinline__ float4 directions(int64_t at, float4 g, Old old) const {
+        float4 first = old.m, second = old.v;
         const float4 n = {direction(g.x, first.x, second.x), direction(g.y, first.y, second.y),
                           direction(g.z, first.z, second.z), direction(g.w, first.w, second.w)};
         *(float4*)(m + at) = first, *(float4*)(v + at) = second;
@@ -66,10 +70,12 @@ struct AdamSink {
     E* n;
     int64_t cols;
 
+    typedef Adam::Old Old;
     __device__ void begin(int, int, int, int) const {}
-    __device__ void take(int row, int column, float4 x) const {
+    __device__ Old load(int row, int column) const { return adam.load(row * cols + column); }
+    __device__ void take(int row, int column, float4 x, Old old) const {
         const int64_t at = row * cols + column;
-        store_four(n + at, adam.directions(at, x));
+        store_four(n + at, adam.directions(at, x, old));
     }
 };
 
@@ -87,9 +93,12 @@ struct UpdateSink {
             if (r < rows && c < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(w + r * cols + c));
         }
     }
-    __device__ void take(int row, int column, float4 x) const {
-        E* at = w + row * cols + column;
-        store_four(at, update.of(load_four(at), x));
+    struct Old {
+        std::conditional_t<sizeof(E) == 2, uint2, float4> w;
+    };
+    __device__ Old load(int row, int column) const { return {*(decltype(Old::w)*)(w + row * cols + column)}; }
+    __device__ void take(int row, int column, float4 x, Old old) const {
+        store_four(w + row * cols + column, update.of(load_four((const E*)&old.w), x));
     }
 };
 
@@ -98,7 +107,7 @@ template <typename E>
 __global__ void adam_kernel(Adam adam, E* n, const float* low, int64_t count) {
     const int64_t stride = 1024ll * gridDim.x;
     for (int64_t i = blockIdx.x * 1024ll + threadIdx.x * 4; i < count; i += stride)
-        store_four(n + i, adam.directions(i, load_four(low + i)));
+        store_four(n + i, adam.directions(i, load_four(low + i), adam.load(i)));
 }
 
 template <typename E>

@@ -1,6 +1,7 @@
 // Muon's Newton-Schulz of all hidden matrices of GPT-2 124M and 1558M, five steps, batched over the matrices of a
-// shape: the plain form with cuBLASLt in bf16; the symmetric form (optim/matrix/newton_schulz.cuh) in fp16 with
-// cuBLASLt, and with the kernel of kernels/matmul_symmetric.cuh, which is what the optimizer runs. First the kernel's
+// shape: the plain form with cuBLASLt in bf16; the Gram form (optim/matrix/newton_schulz.cuh) in fp16 with cuBLASLt;
+// with the kernel of kernels/matmul_symmetric.cuh, R made anew in each step, and the Gram form, which is what the
+// optimizer runs. First the kernel's
 // products are checked against the plain C version, and each variant's result against float64. Then the variants take
 // turns, after half a second of products, since a card draws all its power then and its clock depends on what ran
 // before; the operands are renewed, untimed, before each run. flop: what the form needs, symmetric results by halves
@@ -179,11 +180,16 @@ static void* run_plain(const Device* dev, const OptimConfig* config, const Matri
 }
 static void* run_library(const Device* dev, const OptimConfig* config, const Matrices* m) {
     return newton_schulz_symmetric<__half>(dev, config, symmetric_product_library, (__half*)m->x, (__half*)m->y,
-                                           (__half*)m->squares, m->rows, m->cols, m->count, POLAR_SCALE);
+                                           (__half*)m->squares, m->rows, m->cols, m->count, POLAR_SCALE,
+                                           m->rows != m->cols);
+}
+static void* run_steps(const Device* dev, const OptimConfig* config, const Matrices* m) {
+    return newton_schulz_symmetric<__half>(dev, config, symmetric_product, (__half*)m->x, (__half*)m->y,
+                                           (__half*)m->squares, m->rows, m->cols, m->count, POLAR_SCALE, false);
 }
 static void* run_ours(const Device* dev, const OptimConfig* config, const Matrices* m) {
-    return newton_schulz_symmetric<__half>(dev, config, symmetric_product, (__half*)m->x, (__half*)m->y,
-                                           (__half*)m->squares, m->rows, m->cols, m->count, POLAR_SCALE);
+    return newton_schulz_gpu(dev, config, (__half*)m->x, (__half*)m->y, (__half*)m->squares, m->rows, m->cols,
+                             m->count);
 }
 
 // flop of a matrix of sides m <= n.
@@ -192,6 +198,9 @@ static double flop_plain(double m, double n) {
 }
 static double flop_library(double m, double n) {
     return m == n ? 30.0 * m * m * m : 28.0 * m * m * m + 8.0 * m * m * n;
+}
+static double flop_steps(double m, double n) {
+    return 5.0 * (3.0 * m * m * n + m * m * m);
 }
 static double flop_ours(double m, double n) {
     return m == n ? 20.0 * m * m * m : 14.0 * m * m * m + 6.0 * m * m * n;
@@ -205,7 +214,8 @@ struct Variant {
 };
 static const Variant VARIANTS[] = {
     {"plain, cuBLASLt, bf16", false, run_plain, flop_plain},
-    {"symmetric form, cuBLASLt, fp16", true, run_library, flop_library},
+    {"Gram form, cuBLASLt, fp16", true, run_library, flop_library},
+    {"R anew in each step, our kernel", true, run_steps, flop_steps},
     {"prod: symmetric form, our kernel", true, run_ours, flop_ours},
 };
 constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
@@ -216,7 +226,8 @@ static void give(const Device* dev, const Variant* v, const Matrices* m, const f
     if (!v->is_half) scaled(dev, (bf16*)to, values, n, 1.0f);
 }
 
-// Whether the fp16 variants are no further from float64 than the plain one in bf16 is, which trains.
+// Whether what ships is at most twice as far from float64 as the plain form in bf16, which trains. The Gram form on the
+// library's products may be further: it is here for its time.
 static bool polar_is_right(const Device* dev, const char* coefficients, int rows, int cols) {
     const OptimConfig config = config_of(coefficients);
     const int64_t size = (int64_t)rows * cols;
@@ -238,9 +249,10 @@ static bool polar_is_right(const Device* dev, const char* coefficients, int rows
         }
         free(got);
     }
-    const bool right = error[1] <= error[0] && error[2] <= error[0] && error[0] < 0.2;
-    printf("%4d x %4d, %-14s: off float64 by %.2g (plain, bf16), %.2g (library), %.2g (ours)  %s\n", rows, cols,
-           coefficients, error[0], error[1], error[2], right ? "ok" : "WRONG");
+    const bool right = error[0] < 0.1 && error[1] < 0.2 && error[2] <= error[0] && error[3] <= 2.0 * error[0];
+    printf(
+        "%4d x %4d, %-14s: off float64 by %.2g (plain, bf16), %.2g (Gram, library), %.2g (R anew), %.2g (prod)  %s\n",
+        rows, cols, coefficients, error[0], error[1], error[2], error[3], right ? "ok" : "WRONG");
     device_free(dev, values);
     matrices_close(dev, &m);
     return right;

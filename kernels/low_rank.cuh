@@ -18,7 +18,7 @@
 #include "common.cuh"
 
 #ifdef __CUDACC__
-constexpr int LP_ROWS = 128, LP_THREADS = 256, LP_STAGES = 3, LP_LINE = 128;
+constexpr int LP_ROWS = 128, LP_THREADS = 256, LP_STAGES = 3, LP_LINE = 128, LP_SLICES = 8;
 
 struct LowShapes {
     int channels, across, depth;  // M, N and K
@@ -59,51 +59,68 @@ __device__ __forceinline__ uint32_t lp_place(int row, int chunk) {
     return (uint32_t)(chunk / 8 * LowOperand<E>::DEPTH * LP_LINE + row * LP_LINE + ((chunk % 8 ^ turn) << 4));
 }
 
-// Asks for ROWS of M or N from `first` on, of which there are `limit`, at K from `k` to the end of the stage.
+// A thread's copies of an operand's tiles, of ROWS of M or N: COPIES of 16 bytes a stage, each STEP rows of the tile
+// further, at the same chunk.
 template <typename E, bool DOWN, int ROWS>
-__device__ __forceinline__ void lp_fetch(uint32_t tile, const E* x, int first, int limit, int k, int depth) {
-    constexpr int CHUNK = LowOperand<E>::CHUNK, ACROSS = DOWN ? ROWS / CHUNK : 8;
-#pragma unroll
-    for (int i = threadIdx.x; i < ROWS * 8; i += LP_THREADS) {
-        const int row = i / ACROSS, chunk = i % ACROSS;
-        const int m = first + (DOWN ? chunk * CHUNK : row), at = k + (DOWN ? row : chunk * CHUNK);
-        const bool valid = m < limit && at < depth;
-        const E* from = x + (DOWN ? (int64_t)at * limit + m : (int64_t)m * depth + at);
-        lp_copy(tile + lp_place<E, DOWN>(row, chunk), valid ? from : x, valid);
-    }
-}
+struct LowCopy {
+    static constexpr int CHUNK = LowOperand<E>::CHUNK, DEPTH = LowOperand<E>::DEPTH, ACROSS = DOWN ? ROWS / CHUNK : 8,
+                         COPIES = ROWS * 8 / LP_THREADS, STEP = LP_THREADS / ACROSS;
+    const E *all, *from;
+    int m, k, limit, depth;
+    uint32_t place;
 
-// 16 of M by a step of K (32 bytes), as the left operand of mma.sync.
-template <typename E, bool DOWN>
-__device__ __forceinline__ void lp_left(uint32_t (&a)[4], uint32_t tile, int m, int step, int lane) {
-    if constexpr (!DOWN) {
-        load_matrices(a, tile + lp_place<E, false>(m + lane % 16, 2 * step + lane / 16));
-    } else if constexpr (sizeof(E) == 2) {
-        lp_load_transposed(a, tile + lp_place<E, true>(step * 16 + lane / 16 * 8 + lane % 8, m / 8 + lane / 8 % 2));
-    } else {
+    // From row `first` of `limit` on, and from K on.
+    __device__ __forceinline__ LowCopy(const E* x, int first, int its_limit, int its_k, int its_depth) {
+        const int row = threadIdx.x / ACROSS, chunk = threadIdx.x % ACROSS;
+        all = x, limit = its_limit, depth = its_depth;
+        m = first + (DOWN ? chunk * CHUNK : row), k = its_k + (DOWN ? row : chunk * CHUNK);
+        from = x + (DOWN ? (int64_t)k * limit + m : (int64_t)m * depth + k);
+        place = lp_place<E, DOWN>(row, chunk);
+    }
+
+    // Asks for the next stage.
+    __device__ __forceinline__ void fetch(uint32_t tile) {
+        const int64_t step = (int64_t)STEP * (DOWN ? limit : depth);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = m + lane / 4 + i % 2 * 8;
-            a[i] = lp_load_word(tile + lp_place<E, true>(step * 8 + lane % 4 + i / 2 * 4, at / 4) + at % 4 * 4);
+        for (int i = 0; i < COPIES; i++) {
+            const bool valid = m + (DOWN ? 0 : i * STEP) < limit && k + (DOWN ? i * STEP : 0) < depth;
+            lp_copy(tile + place + i * STEP * LP_LINE, valid ? from + i * step : all, valid);
+        }
+        k += DEPTH, from += DOWN ? (int64_t)DEPTH * limit : DEPTH;
+    }
+};
+
+// The addresses in a tile that a lane reads fragments of 16 of M (or N) by a step of K (32 bytes) from: `place` is that
+// of the warp's first one, and the others differ in bits that no sum carries into.
+template <typename E, bool DOWN>
+struct LowReader {
+    uint32_t place;
+
+    // `first` is the warp's first of M or N; left and right operands of mma.sync order their four parts differently.
+    __device__ __forceinline__ LowReader(int first, int lane, bool left) {
+        const int low = lane % 8, of_m = left ? lane / 8 % 2 : lane / 16, of_k = left ? lane / 16 : lane / 8 % 2;
+        if (!DOWN) place = lp_place<E, false>(first + of_m * 8 + low, of_k);
+        if (DOWN && sizeof(E) == 2) place = lp_place<E, true>(of_k * 8 + low, first / 8 + of_m);
+        if (DOWN && sizeof(E) == 4)
+            place = lp_place<E, true>(lane % 4, (first + lane / 4) / 4) + (first + lane / 4) % 4 * 4;
+    }
+
+    // Part `m`, a constant, of the warp's, at a step.
+    __device__ __forceinline__ void read(uint32_t (&x)[4], uint32_t tile, int m, int step, bool left) const {
+        if constexpr (!DOWN) {
+            load_matrices(x, tile + (place ^ (uint32_t)(step << 5)) + m * 16 * LP_LINE);
+        } else if constexpr (sizeof(E) == 2) {
+            lp_load_transposed(x, tile + (place ^ (uint32_t)(m << 5)) + step * 16 * LP_LINE);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int of_m = left ? i % 2 : i / 2, of_k = left ? i / 2 : i % 2;
+                x[i] = lp_load_word(tile + (place ^ (uint32_t)((m % 2 * 4 + of_m * 2) << 4)) +
+                                    m / 2 * LowOperand<E>::DEPTH * LP_LINE + (step * 8 + of_k * 4) * LP_LINE);
+            }
         }
     }
-}
-
-// The same for 16 of N as the right operand: words 0 and 1 of the first eight, 2 and 3 of the others.
-template <typename E, bool DOWN>
-__device__ __forceinline__ void lp_right(uint32_t (&b)[4], uint32_t tile, int n, int step, int lane) {
-    if constexpr (!DOWN) {
-        load_matrices(b, tile + lp_place<E, false>(n + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
-    } else if constexpr (sizeof(E) == 2) {
-        lp_load_transposed(b, tile + lp_place<E, true>(step * 16 + lane / 8 % 2 * 8 + lane % 8, n / 8 + lane / 16));
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = n + lane / 4 + i / 2 * 8;
-            b[i] = lp_load_word(tile + lp_place<E, true>(step * 8 + lane % 4 + i % 2 * 4, at / 4) + at % 4 * 4);
-        }
-    }
-}
+};
 
 // c (16 x 8, fp32) += a b; columns 2 (lane % 4) and the next of rows lane / 4 and that + 8.
 __device__ __forceinline__ void lp_mma(bf16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -139,19 +156,20 @@ struct LowTile {
 };
 
 template <typename E, int PARTS, bool A_DOWN, bool B_DOWN, int COLUMNS>
-__device__ __forceinline__ void lp_multiply(LowTile<COLUMNS>& t, uint32_t left, uint32_t right) {
+__device__ __forceinline__ void lp_multiply(LowTile<COLUMNS>& t, const LowReader<E, A_DOWN>& left,
+                                            const LowReader<E, B_DOWN>& right, uint32_t stage) {
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         uint32_t b[2][4], b_rest[2][4];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            lp_right<E, B_DOWN>(b[n], right, t.column + 16 * n, step, t.lane);
+            right.read(b[n], stage + LP_ROWS * LP_LINE, n, step, false);
             if (sizeof(E) == 4) lp_split<PARTS>(b[n], b_rest[n]);
         }
 #pragma unroll
         for (int m = 0; m < LowTile<COLUMNS>::MI; m++) {
             uint32_t a[4], a_rest[4];
-            lp_left<E, A_DOWN>(a, left, t.row + 16 * m, step, t.lane);
+            left.read(a, stage, m, step, true);
             if (sizeof(E) == 4) lp_split<PARTS>(a, a_rest);
 #pragma unroll
             for (int n = 0; n < 4; n++) {
@@ -218,6 +236,52 @@ constexpr int lp_shared_bytes() {
     return LP_STAGES * (LP_ROWS + COLUMNS) * LP_LINE;
 }
 
+// Sums four elements of a tile over the blocks of the cluster, at most MOST, in order.
+template <int MOST>
+__device__ __forceinline__ float4 lp_sum(uint32_t address, int slices) {
+    float4 x[MOST];
+#pragma unroll
+    for (int block = 0; block < MOST; block++)
+        if (block < slices) x[block] = lp_load_from(address, block);
+#pragma unroll
+    for (int block = 1; block < MOST; block++) {
+        if (block < slices) x[0].x += x[block].x, x[0].y += x[block].y, x[0].z += x[block].z, x[0].w += x[block].w;
+    }
+    return x[0];
+}
+
+// Gives the sink the block's part of the tile, which lies in shared memory, some pieces at a time: what it reads from
+// memory is asked for first.
+template <bool LEFT, bool BACK, int COLUMNS, typename Sink>
+__device__ __forceinline__ void lp_give(const Sink& sink, uint32_t shared, int m, int n, const LowShapes& s) {
+    constexpr int AT_ONCE = BACK ? 8 : 2, FAST = LEFT ? LP_ROWS : COLUMNS, QUARTERS = FAST / 4,
+                  PIECES = LP_ROWS * COLUMNS / 4;
+    const int step = s.slices * LP_THREADS, down = LEFT ? s.across : s.channels, across = LEFT ? s.channels : s.across;
+    for (int i = blockIdx.x * LP_THREADS + threadIdx.x; i < PIECES; i += AT_ONCE * step) {
+        int row[AT_ONCE], column[AT_ONCE];
+        bool inside[AT_ONCE];
+        typename Sink::Old old[AT_ONCE];
+        float4 sum[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int at = i + u * step;
+            row[u] = (LEFT ? n : m) + at / QUARTERS, column[u] = (LEFT ? m : n) + at % QUARTERS * 4;
+            inside[u] = at < PIECES && row[u] < down && column[u] < across;
+            if (inside[u]) old[u] = sink.load(row[u], column[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int at = i + u * step;
+            const uint32_t address = shared + (at / QUARTERS * (FAST + 4) + at % QUARTERS * 4) * 4;
+            if (inside[u]) sum[u] = lp_sum < BACK ? 1 : LP_SLICES > (address, s.slices);
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            if (inside[u]) sink.take(row[u], column[u], sum[u], old[u]);
+        }
+    }
+}
+
 // a (channels, depth), on the left (depth, channels); b (across, depth), BACK (depth, across). The sink gets four
 // elements of a row of the result's memory, (channels, across) or on the left (across, channels), at a time. Grid
 // (slices, tiles across, tiles of channels), clusters of `slices`, block 256.
@@ -228,48 +292,39 @@ __global__ void __launch_bounds__(LP_THREADS, 2)
     constexpr int DEPTH = LowOperand<E>::DEPTH, STAGE = (LP_ROWS + COLUMNS) * LP_LINE;
     const int m = blockIdx.z * LP_ROWS, n = blockIdx.y * COLUMNS, warp = threadIdx.x / 32;
     const uint32_t shared = (uint32_t)__cvta_generic_to_shared(low_shared);
-    sink.begin(LEFT ? n : m, LEFT ? m : n, LEFT ? COLUMNS : LP_ROWS, LEFT ? LP_ROWS : COLUMNS);
     LowTile<COLUMNS> t = {};
     t.row = warp / LowTile<COLUMNS>::ACROSS * 16 * LowTile<COLUMNS>::MI;
     t.column = warp % LowTile<COLUMNS>::ACROSS * 32;
     t.lane = threadIdx.x % 32;
     const int all = (s.depth + DEPTH - 1) / DEPTH, first = all * (int)blockIdx.x / s.slices,
               steps = all * ((int)blockIdx.x + 1) / s.slices - first;
+    LowCopy<E, LEFT, LP_ROWS> left(a, m, s.channels, first * DEPTH, s.depth);
+    LowCopy<E, BACK, COLUMNS> right(b, n, s.across, first * DEPTH, s.depth);
     auto fetch = [&](int step) {
         const uint32_t stage = shared + step % LP_STAGES * STAGE;
-        const int k = (first + step) * DEPTH;
-        lp_fetch<E, LEFT, LP_ROWS>(stage, a, m, s.channels, k, s.depth);
-        lp_fetch<E, BACK, COLUMNS>(stage + LP_ROWS * LP_LINE, b, n, s.across, k, s.depth);
+        left.fetch(stage);
+        right.fetch(stage + LP_ROWS * LP_LINE);
     };
     for (int step = 0; step < LP_STAGES - 1; step++) {
         if (step < steps) fetch(step);
         copy_async_commit();
     }
+    sink.begin(LEFT ? n : m, LEFT ? m : n, LEFT ? COLUMNS : LP_ROWS, LEFT ? LP_ROWS : COLUMNS);
+    const LowReader<E, LEFT> read_left(t.row, t.lane, true);
+    const LowReader<E, BACK> read_right(t.column, t.lane, false);
     for (int step = 0; step < steps; step++) {
         copy_async_wait<LP_STAGES - 2>();
         __syncthreads();
         if (step + LP_STAGES - 1 < steps) fetch(step + LP_STAGES - 1);
         copy_async_commit();
-        const uint32_t stage = shared + step % LP_STAGES * STAGE;
-        lp_multiply<E, PARTS, LEFT, BACK, COLUMNS>(t, stage, stage + LP_ROWS * LP_LINE);
+        lp_multiply<E, PARTS, LEFT, BACK, COLUMNS>(t, read_left, read_right, shared + step % LP_STAGES * STAGE);
     }
     copy_async_wait<0>();
     __syncthreads();
     lp_leave<LEFT, COLUMNS>(t, (float*)low_shared);
     __syncthreads();
     if (s.slices > 1) lp_cluster_sync();
-    constexpr int FAST = LEFT ? LP_ROWS : COLUMNS, QUARTERS = FAST / 4;
-    for (int i = blockIdx.x * LP_THREADS + threadIdx.x; i < LP_ROWS * COLUMNS / 4; i += s.slices * LP_THREADS) {
-        const int row = i / QUARTERS, column = i % QUARTERS * 4;
-        const uint32_t address = shared + (row * (FAST + 4) + column) * 4;
-        float4 sum = lp_load_from(address, 0);
-        for (int block = 1; block < s.slices; block++) {
-            const float4 x = lp_load_from(address, block);
-            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-        }
-        if (LEFT ? n + row < s.across && m + column < s.channels : m + row < s.channels && n + column < s.across)
-            sink.take((LEFT ? n : m) + row, (LEFT ? m : n) + column, sum);
-    }
+    lp_give<LEFT, BACK, COLUMNS>(sink, shared, m, n, s);
     if (s.slices > 1) lp_cluster_sync();  // no block ends while another reads its shared memory
 }
 
@@ -277,12 +332,14 @@ __global__ void __launch_bounds__(LP_THREADS, 2)
 
 // low = scale x, in fp32.
 struct LowStore {
+    struct Old {};  // what a sink reads from memory beforehand
     float* low;
     const float* scale;
     int64_t cols;
 
     __device__ void begin(int, int, int, int) const {}
-    __device__ void take(int row, int column, float4 x) const {
+    __device__ Old load(int, int) const { return {}; }
+    __device__ void take(int row, int column, float4 x, Old) const {
         const float by = *scale;
         *(float4*)(low + row * cols + column) = make_float4(by * x.x, by * x.y, by * x.z, by * x.w);
     }
@@ -292,7 +349,7 @@ struct LowStore {
 inline int low_slices(const Device* dev, int64_t tiles, int64_t steps) {
     int best = 1;
     double least = INFINITY;
-    for (int slices = 1; slices <= 8 && dev->compute >= 90; slices++) {
+    for (int slices = 1; slices <= LP_SLICES && dev->compute >= 90; slices++) {
         const double waves = (double)ceil_div(tiles * slices, 2 * dev->sm_count);
         // A block's time: its part of K, and about four steps for the start and the sum.
         const double time = waves * ((double)ceil_div(steps, slices) + 4.0);

@@ -14,8 +14,9 @@
 // registers, and sends it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
 // cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
 // and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
-// 384: one thread that orders copies and two warpgroups that multiply. Deterministic; a matrix's bits do not depend on
-// the others in its launch.
+// 384: one thread that orders copies and two warpgroups that multiply. Newton-Schulz is a chain of some fifteen short
+// launches, so the next one's blocks are placed while this one's end, and wait there for its results (programmatic
+// dependent launch). Deterministic; a matrix's bits do not depend on the others in its launch.
 //
 // Where that kernel does not run (other GPUs, or K below 449) the library multiplies all of it, and gamma I is added by
 // a kernel of its own, which rounds once more.
@@ -125,15 +126,15 @@ struct SymmetricFactors {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// A place in the ring of stages, and the parity of its present round.
-struct SymmetricRing {
-    int stage;
-    uint32_t parity;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == SP_STAGES) stage = 0, parity ^= 1;
-    }
-};
+// Lets the blocks of the next launch in the stream begin where this one's leave room, and waits until the last launch
+// has ended and its results are visible, which comes before any access to memory (PTX ISA, Parallel Synchronization:
+// griddepcontrol).
+__device__ __forceinline__ void launch_next() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_last() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 __device__ __forceinline__ uint32_t sp_full(uint32_t shared, int stage) {
     return shared + SP_BARRIERS + stage * 8;
@@ -146,17 +147,17 @@ __device__ __forceinline__ uint32_t sp_empty(uint32_t shared, int stage) {
 // (MN) comes as panels of 64 columns.
 template <int A_MN, int B_MN>
 __device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricMaps* maps, SymmetricShape s) {
-    SymmetricRing ring = {0, 1};  // the stages begin empty
+    uint32_t turn = 0;  // of all steps; the stages begin empty
     const int steps = (s.depth + SP_DEPTH - 1) / SP_DEPTH, tiles = (s.whole + s.half) * s.batch;
     for (int round = 0;; round++) {
         const int index = symmetric_index(round, blockIdx.x, gridDim.x);
         if (index >= tiles) return;
         const SymmetricTile tile = symmetric_tile(index, s);
         const int columns = tile.half ? SP_HALF : SP_COLUMNS;
-        for (int k = 0; k < steps; k++, ring.advance()) {
-            const uint32_t full = sp_full(shared, ring.stage), a = shared + ring.stage * SP_STAGE_BYTES,
+        for (int k = 0; k < steps; k++, turn++) {
+            const uint32_t stage = turn % SP_STAGES, full = sp_full(shared, stage), a = shared + stage * SP_STAGE_BYTES,
                            b = a + SP_A_BYTES;
-            barrier_wait(sp_empty(shared, ring.stage), ring.parity);
+            barrier_wait(sp_empty(shared, stage), (turn / SP_STAGES + 1) % 2);
             barrier_expect(full, SP_A_BYTES + columns * SP_DEPTH * 2);
             const int step = A_MN ? 64 : SP_ROWS, step_b = B_MN ? 64 : SP_HALF;
             for (int i = 0; i < SP_ROWS; i += step) {
@@ -180,62 +181,53 @@ struct SymmetricWork {
     uint32_t shared, panel;        // panel: the warpgroup's two, results and mirror images
     uint32_t place, mirror_place;  // this lane's addresses for the matrices of column 0
     int group, warp, lane;
-    SymmetricRing ring;
-    int k, last;                       // step of the tile, and the stage of the step before
+    uint32_t turn;                     // number of the step among all of this block
+    int k;                             // of the tile
     SymmetricTile before, tile;        // multiplied, being multiplied
-    bool full;                         // whether there is one before to send out
-    bool idle;                         // no row of the tile's is this warpgroup's
     float sum[SP_COLUMNS / 8][4];      // [n] are columns 8 n + 2 (lane % 4) and the next, of two rows
     uint32_t held[SP_COLUMNS / 8][2];  // the tile before; then c of this one
 };
 
-// The products of a step, of COLUMNS columns; `left` and `right` are the operands' first. The compiler puts an empty
-// group where a group of products is closed by another path of the code than it was opened by, so both are here.
+// True if none of a tile's rows is this warpgroup's, as of the tile before the first one.
+__device__ __forceinline__ bool sp_is_idle(const SymmetricWork& w, const SymmetricTile& tile) {
+    return tile.row + w.group * 64 >= w.shape.rows;
+}
+
+// Starts the next step of the tile's product, of its first COLUMNS columns.
 template <int A_MN, int B_MN, int COLUMNS>
-__device__ __forceinline__ void sp_multiply(float (&sum)[COLUMNS / 8][4], uint64_t left, uint64_t right, int k) {
+__device__ __forceinline__ void sp_start_step(SymmetricWork& w) {
+    const uint32_t stage = w.turn % SP_STAGES, a = w.shared + stage * SP_STAGE_BYTES + w.group * SP_PANEL_BYTES,
+                   b = w.shared + stage * SP_STAGE_BYTES + SP_A_BYTES;
+    const uint64_t left = uniform_operand(A_MN ? operand_mn_major<SP_DEPTH>(a, 0) : operand_k_major<SP_ROWS>(a, 0));
+    const uint64_t right = uniform_operand(B_MN ? operand_mn_major<SP_DEPTH>(b, 0) : operand_k_major<SP_COLUMNS>(b, 0));
+    float(&sum)[COLUMNS / 8][4] = *reinterpret_cast<float(*)[COLUMNS / 8][4]>(&w.sum);
+    barrier_wait(sp_full(w.shared, stage), w.turn / SP_STAGES % 2);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < SP_DEPTH / 16; j++) {
         Wgmma<COLUMNS, __half>::template shared<A_MN, B_MN>(
             sum, operand_step(left, j * (A_MN ? 16 * PANEL_ROW_BYTES : 32)),
-            operand_step(right, j * (B_MN ? 16 * PANEL_ROW_BYTES : 32)), k > 0 || j > 0);
+            operand_step(right, j * (B_MN ? 16 * PANEL_ROW_BYTES : 32)), w.k > 0 || j > 0);
     }
     wgmma_commit();
 }
 
-// Starts the next step of the tile's product.
-template <int A_MN, int B_MN>
-__device__ __forceinline__ void sp_start_step(SymmetricWork& w) {
-    const uint32_t a = w.shared + w.ring.stage * SP_STAGE_BYTES + w.group * SP_PANEL_BYTES,
-                   b = w.shared + w.ring.stage * SP_STAGE_BYTES + SP_A_BYTES;
-    const uint64_t left = uniform_operand(A_MN ? operand_mn_major<SP_DEPTH>(a, 0) : operand_k_major<SP_ROWS>(a, 0));
-    const uint64_t right = uniform_operand(B_MN ? operand_mn_major<SP_DEPTH>(b, 0) : operand_k_major<SP_COLUMNS>(b, 0));
-    barrier_wait(sp_full(w.shared, w.ring.stage), w.ring.parity);
-    if (w.idle) return;
-    if (w.tile.half)
-        sp_multiply<A_MN, B_MN, SP_HALF>(*reinterpret_cast<float(*)[SP_HALF / 8][4]>(&w.sum), left, right, w.k);
-    else
-        sp_multiply<A_MN, B_MN, SP_COLUMNS>(w.sum, left, right, w.k);
-}
-
-// This warp has multiplied with a stage.
-__device__ __forceinline__ void sp_give_back(const SymmetricWork& w, int stage) {
-    if (w.lane == 0) barrier_arrive(sp_empty(w.shared, stage));
+// This warp has multiplied with the stage of the step before.
+__device__ __forceinline__ void sp_give_back(const SymmetricWork& w) {
+    if (w.lane == 0) barrier_arrive(sp_empty(w.shared, (w.turn - 1) % SP_STAGES));
 }
 
 // Ends the step before the one that was started.
 __device__ __forceinline__ void sp_end_step(SymmetricWork& w) {
     wgmma_wait<1>();
-    if (w.k > 0) sp_give_back(w, w.last);
-    w.last = w.ring.stage;
-    w.ring.advance();
-    w.k++;
+    if (w.k > 0) sp_give_back(w);
+    w.turn++, w.k++;
 }
 
 // Chunk C of the tile before: into the panels, and every other chunk out.
 template <int C>
 __device__ __forceinline__ void sp_deliver(SymmetricWork& w) {
-    if (!w.full || (w.before.half && C >= SP_CHUNKS / 2)) return;
+    if (sp_is_idle(w, w.before) || (w.before.half && C >= SP_CHUNKS / 2)) return;
     const int row = w.before.row + w.group * 64, column = w.before.column + C / 2 * 64;
     const bool mirrored = w.shape.symmetric && column / SP_ROWS < w.before.row / SP_ROWS;
     const bool first = threadIdx.x % 128 == 0;
@@ -261,28 +253,28 @@ __device__ __forceinline__ void sp_deliver(SymmetricWork& w) {
 // Asks for chunk C of this tile's c.
 template <int C>
 __device__ __forceinline__ void sp_fetch(SymmetricWork& w) {
-    if (!w.c || w.idle || (w.tile.half && C >= SP_CHUNKS / 2)) return;
+    if (!w.c || (w.tile.half && C >= SP_CHUNKS / 2)) return;
     const int row = w.tile.row + w.group * 64 + w.warp * 16 + w.lane / 4;
     const int column = w.tile.column + C * 32 + w.lane % 4 * 2;
     const __half* from = w.c + ((int64_t)w.tile.matrix * w.shape.rows + row) * w.shape.columns + column;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const bool inside = column + 8 * i < w.shape.columns;
-        w.held[4 * C + i][0] = inside && row < w.shape.rows ? *(const uint32_t*)(from + 8 * i) : 0;
+        w.held[4 * C + i][0] = inside && row < w.shape.rows ? __ldcg((const uint32_t*)(from + 8 * i)) : 0;
         w.held[4 * C + i][1] =
-            inside && row + 8 < w.shape.rows ? *(const uint32_t*)(from + 8 * w.shape.columns + 8 * i) : 0;
+            inside && row + 8 < w.shape.rows ? __ldcg((const uint32_t*)(from + 8 * w.shape.columns + 8 * i)) : 0;
     }
 }
 
 // The first steps of a tile's product, each with a chunk of the tile before it.
-template <int A_MN, int B_MN, int C>
+template <int A_MN, int B_MN, int COLUMNS, int C>
 __device__ __forceinline__ void sp_steps(SymmetricWork& w) {
     if constexpr (C < SP_CHUNKS) {
-        sp_start_step<A_MN, B_MN>(w);
+        sp_start_step<A_MN, B_MN, COLUMNS>(w);
         sp_end_step(w);
         sp_deliver<C>(w);
-        sp_fetch<C>(w);
-        sp_steps<A_MN, B_MN, C + 1>(w);
+        if constexpr (!A_MN && !B_MN) sp_fetch<C>(w);
+        sp_steps<A_MN, B_MN, COLUMNS, C + 1>(w);
     }
 }
 
@@ -304,22 +296,43 @@ __device__ __forceinline__ uint32_t sp_pack(float low, float high) {
 }
 
 // The product is complete: what is held of it, in fp16.
+template <bool HAS_C>
 __device__ __forceinline__ void sp_finish(SymmetricWork& w) {
-    wgmma_wait<0>();
-    wgmma_hold(w.sum);
-    sp_give_back(w, w.last);
     const SymmetricFactors f = w.factors;
     // Column 8 n of this thread lies `off` - 8 n to the left of the diagonal in its upper row, and 8 more in its lower.
     const int off = w.tile.row - w.tile.column + w.group * 64 + w.warp * 16 + w.lane / 4 - w.lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < SP_COLUMNS / 8; n++) {
         const float2 none = make_float2(0.0f, 0.0f);
-        const float2 upper = w.c ? sp_floats(w.held[n][0]) : none, lower = w.c ? sp_floats(w.held[n][1]) : none;
+        const bool there = HAS_C && w.c;
+        const float2 upper = there ? sp_floats(w.held[n][0]) : none, lower = there ? sp_floats(w.held[n][1]) : none;
         const float* s = w.sum[n];
         w.held[n][0] = sp_pack(fmaf(f.alpha, s[0], fmaf(f.beta, upper.x, off == 8 * n ? f.gamma : 0.0f)),
                                fmaf(f.alpha, s[1], fmaf(f.beta, upper.y, off == 8 * n + 1 ? f.gamma : 0.0f)));
         w.held[n][1] = sp_pack(fmaf(f.alpha, s[2], fmaf(f.beta, lower.x, off + 8 == 8 * n ? f.gamma : 0.0f)),
                                fmaf(f.alpha, s[3], fmaf(f.beta, lower.y, off + 8 == 8 * n + 1 ? f.gamma : 0.0f)));
+    }
+}
+
+// A tile's product, while the tile before is sent out.
+template <int A_MN, int B_MN, int COLUMNS>
+__device__ __forceinline__ void sp_product(SymmetricWork& w, int steps) {
+    sp_steps<A_MN, B_MN, COLUMNS, 0>(w);
+    while (w.k < steps) {
+        sp_start_step<A_MN, B_MN, COLUMNS>(w);
+        sp_end_step(w);
+    }
+    wgmma_wait<0>();
+    wgmma_hold(w.sum);
+    sp_give_back(w);
+}
+
+// Passes the stages of a tile of which this warpgroup has no row.
+__device__ __forceinline__ void sp_pass(SymmetricWork& w, int steps) {
+    for (; w.k < steps; w.k++) {
+        barrier_wait(sp_full(w.shared, w.turn % SP_STAGES), w.turn / SP_STAGES % 2);
+        w.turn++;
+        sp_give_back(w);
     }
 }
 
@@ -331,15 +344,18 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
         const int index = symmetric_index(round, blockIdx.x, gridDim.x);
         if (index >= tiles) break;
         w.tile = symmetric_tile(index, w.shape);
-        w.idle = w.tile.row + w.group * 64 >= w.shape.rows;
         w.k = 0;
-        sp_steps<A_MN, B_MN, 0>(w);
-        while (w.k < steps) {
-            sp_start_step<A_MN, B_MN>(w);
-            sp_end_step(w);
+        if (sp_is_idle(w, w.tile)) {
+            sp_deliver_last<0>(w);
+            sp_pass(w, steps);
+        } else {
+            if (w.tile.half)
+                sp_product<A_MN, B_MN, SP_HALF>(w, steps);
+            else
+                sp_product<A_MN, B_MN, SP_COLUMNS>(w, steps);
+            sp_finish<!A_MN && !B_MN>(w);
         }
-        sp_finish(w);
-        w.before = w.tile, w.full = !w.idle;
+        w.before = w.tile;
     }
     sp_deliver_last<0>(w);
     if (threadIdx.x % 128 == 0) store_wait_read<0>();
@@ -348,7 +364,8 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
 #endif
 
 // Grid at most the tiles, block 384, shared memory SP_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// SP_LEAST_DEPTH. A_MN, B_MN: a is transposed, b is not. c: null if beta is 0. Deterministic.
+// SP_LEAST_DEPTH. A_MN, B_MN: a is transposed, b is not. c: null if beta is 0, as it is with A_MN or B_MN.
+// Deterministic.
 template <int A_MN, int B_MN>
 __global__ void __launch_bounds__(384, 1)
     symmetric_product_kernel(const __grid_constant__ SymmetricMaps maps, SymmetricShape shape, SymmetricFactors factors,
@@ -366,12 +383,15 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_shrink<24>();
+        launch_next();
+        wait_for_last();  // the others wait for what this thread orders
         if (threadIdx.x == 0) sp_produce<A_MN, B_MN>(shared, &maps, shape);
         return;
     }
     registers_grow<240>();
     SymmetricWork w = {};
     w.maps = &maps, w.shape = shape, w.factors = factors, w.c = c, w.shared = shared;
+    w.before.row = shape.rows;
     w.lane = threadIdx.x % 32;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - 4, 0);
     w.group = warp / 4, w.warp = warp % 4;
@@ -400,12 +420,13 @@ inline bool symmetric_product_is_built() {
     return attributes.numRegs > 64;
 }
 
-// Whether our kernel runs here; the same for any batch, since bits may not depend on it.
+// Whether our kernel runs here; the same for any batch, since bits may not depend on it. c goes with one kind of
+// product alone, so that the others keep within their registers.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
     static const bool built = symmetric_product_is_built();
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
            p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->rows < 1 << 20 &&
-           p->cols < 1 << 20;
+           p->cols < 1 << 20 && (p->beta == 0.0f || (!p->transpose_a && p->transpose_b));
 }
 
 template <int A_MN, int B_MN>
@@ -421,9 +442,15 @@ void symmetric_product_launch(const Device* dev, const SymmetricProduct* p, __ha
     const SymmetricShape shape = symmetric_shape(p);
     const int64_t tiles = (int64_t)(shape.whole + shape.half) * shape.batch;
     assert(tiles < 1 << 30);
-    kernel<<<(unsigned)(tiles < dev->sm_count ? tiles : dev->sm_count), 384, SP_SHARED_BYTES, dev->stream>>>(
-        maps, shape, {p->alpha, p->beta, p->gamma}, p->beta != 0.0f ? c : nullptr);
-    check_launch();
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(tiles < dev->sm_count ? tiles : dev->sm_count)), config.blockDim = dim3(384);
+    config.dynamicSmemBytes = SP_SHARED_BYTES, config.stream = dev->stream;
+    config.attrs = &early, config.numAttrs = 1;
+    const SymmetricFactors factors = {p->alpha, p->beta, p->gamma};
+    check(cudaLaunchKernelEx(&config, kernel, maps, shape, factors, p->beta != 0.0f ? c : (const __half*)nullptr));
 }
 
 inline void symmetric_product_library(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a,

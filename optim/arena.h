@@ -46,7 +46,8 @@ struct Arena {
 void arena_spread(Arena* arena, OptimConfig* config);
 
 // Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
-// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. Exits where clip_by needs what cannot be.
+// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. Exits where clip_by needs
+// what cannot be.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why, size_t why_bytes);
 

@@ -83,11 +83,23 @@ void matrix_update(const Device*, const OptimConfig*, const MatrixWork*, int, co
 
 void matrix_low_tiles(const Plan*, int, const OptimTensor*, int, Tile*) {}
 
-void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, float*, int64_t) {}
+bool low_rank_fuses(const Device*, const OptimConfig*, const MatrixWork*) {
+    return false;
+}
 
-void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, float*) {}
+bool low_rank_refreshes(const OptimConfig*, int64_t) {
+    return false;
+}
 
-void low_rank_gradients(const Device*, const MatrixWork*, int, const void*, bool, const float*) {}
+void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*, int64_t,
+                      const LowGradients*, bool) {}
+
+void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*) {}
+
+void low_rank_apply(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*, const StepArguments*,
+                    bool) {}
+
+void low_rank_gradients(const Device*, const MatrixWork*, int, const LowGradients*) {}
 
 // Calls the function and turns an error in it into a status and a sentence.
 template <class Function>

@@ -804,7 +804,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const LaunchPlan* plan = launch->plan;
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
-    float* basis = (float*)launch->basis.codes;
+    const Streams* basis = &launch->basis;
     const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
                                 arguments->grad_scale};
     const bool fused = low_rank_fuses(dev, &plan->config, work);

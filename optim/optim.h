@@ -53,6 +53,7 @@ struct OptimConfig {
     float momentum = 0.95f;      // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
     int64_t ns_steps = 5;        // and steps of Newton-Schulz, with coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
+    const char* rank_basis = "fp32";  // of galore: how its directions are stored, fp32, bf16 or lin8 in blocks of 256
     int64_t rank = 0,
             rank_gap = 200;       // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
     float rank_scale = 0.0f;      // and factor on the update, 0 the paper's (matrix/low_rank.h)

@@ -250,6 +250,11 @@ static void run_clamp(const Plan* plan, ArenaRun* run) {
     run->end = plan_clamp(plan, run->end);
 }
 
+const FormatRow* basis_row(const OptimConfig* config, const RuleRow* rule) {
+    if (!is_low_rank(rule)) return nullptr;
+    return find_row(state_table(), rule->matrix == MATRIX_GALORE ? config->rank_basis : "fp32");
+}
+
 // The moments and the basis of a tensor whose gradient is projected, from `offset` on.
 static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
                      OptimTensor (&kept)[SLOTS]) {
@@ -332,7 +337,7 @@ const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot s
     if (slot == SLOT_M) return rows->m;
     if (slot == SLOT_V) return rows->v;
     if (slot == SLOT_SLOW && rows->rule->keeps_slow) return rows->m;
-    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return find_row(state_table(), "fp32");
+    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return basis_row(config, rows->rule);
     return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
 }
 
@@ -371,7 +376,7 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
                                        rows.m == none_row() ? nullptr : rows.m,
                                        has_v ? rows.v : nullptr,
                                        rows.rule->keeps_slow ? rows.m : nullptr,
-                                       is_low_rank(rows.rule) ? find_row(state_table(), "fp32") : nullptr,
+                                       basis_row(&launch->config, rows.rule),
                                        launch->config.limit_growth > 0.0f ? norms_row() : nullptr};
     const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->kept[slot];
     Span span = format_span(formats[slot]);

@@ -54,6 +54,9 @@ struct Plan {
     OptimTensor (*kept)[SLOTS];
 };
 
+// The storage of the directions that a rule projects gradients with, and of its norm; null for other rules.
+const FormatRow* basis_row(const OptimConfig* config, const RuleRow* rule);
+
 // Makes the plan of a resolved configuration for tensors that optim_layout placed with it, as far as they lie in the
 // configuration's part of the arena.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);

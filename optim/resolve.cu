@@ -264,6 +264,11 @@ static bool resolve_matrix(const OptimConfig* config, char* error, size_t bytes)
                  NEWTON_SCHULZ_NAMES);
         return false;
     }
+    const char* basis = config->rank_basis;
+    if (strcmp(basis, "fp32") != 0 && strcmp(basis, "bf16") != 0 && strcmp(basis, "lin8") != 0) {
+        snprintf(error, bytes, "--rank-basis: \"%s\" is not known; type fp32, bf16 or lin8", basis);
+        return false;
+    }
     const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
     return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error, bytes) &&
            resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error, bytes) &&

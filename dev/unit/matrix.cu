@@ -278,7 +278,9 @@ static void check_all_resume_and_shards(Test* test, bool gpu) {
     for (const char* rule : {"galore", "fira", "apollo", "apollo-mini"}) {
         for (const auto& format : formats) {
             OptimConfig config = matrix_config(rule, format[0], in_spans(format[1]) ? "de4/64" : format[1]);
-            config.rank_gap = 2;
+            config.rank_gap = 2, config.rank_basis = is(format[0], "lin8:sr") ? "lin8"
+                                                     : is(format[0], "bf16")  ? "bf16"
+                                                                              : "fp32";
             check_resume_and_shards(test, &config, gpu);
         }
     }
@@ -395,6 +397,8 @@ TEST(matrix_refusals) {
     expect_refusal(test, config, "--momentum: 1", "below 1");
     config = matrix_config("muon", "fp32", "fp32"), config.weights = "bf16:ef", config.m = "e4m3:sr";
     expect_refusal(test, config, "--weights: weights \"bf16:ef\"", "products of whole matrices; type --rule adamw, or");
+    config = matrix_config("galore", "fp32", "fp32"), config.rank_basis = "fp16";
+    expect_refusal(test, config, "--rank-basis: \"fp16\"", "fp32, bf16 or lin8");
     config = matrix_config("galore", "fp32", "fp32"), config.rank_gap = 0;
     expect_refusal(test, config, "--rank-gap: 0", "from 1 on");
     config = matrix_config("apollo", "fp32", "fp32"), config.rank = -1;

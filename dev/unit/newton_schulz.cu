@@ -28,10 +28,11 @@ static void form_fp32(const OptimConfig* config, const Dense* given, bool plain,
     normalise(result);
     const int n = given->rows * given->cols, side = given->rows < given->cols ? given->rows : given->cols;
     for (int i = 0; i < n; i++) x[i] = (float)result->x[i];
-    const float* got = plain ? newton_schulz_plain<float>(&dev, config, x, y, squares, squares + side * side,
-                                                          given->rows, given->cols, 1)
-                             : newton_schulz_symmetric<float>(&dev, config, symmetric_product_plain, x, y, squares,
-                                                              given->rows, given->cols, 1, 1.0f);
+    const float* got =
+        plain ? newton_schulz_plain<float>(&dev, config, x, y, squares, squares + side * side, given->rows, given->cols,
+                                           1)
+              : newton_schulz_symmetric<float>(&dev, config, symmetric_product_plain, x, y, squares, given->rows,
+                                               given->cols, 1, 1.0f, given->rows != given->cols);
     for (int i = 0; i < n; i++) result->x[i] = (double)got[i];
 }
 

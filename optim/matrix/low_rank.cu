@@ -9,7 +9,7 @@
 #include "../rules/muon.cuh"
 
 constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise beside those of noise.cuh
-constexpr int POWER_ITERATIONS = 2;
+constexpr int POWER_ITERATIONS = 2, BASIS_BLOCK = 256;
 constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
 
 static MatrixRule rule_of(const OptimConfig* config) {
@@ -25,7 +25,9 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
     const int64_t side = rows < cols ? rows : cols;
     int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
     if (rank > side) rank = side;
-    const int64_t basis = (stores_basis(rule) ? rank * side : 0) + (rule != MATRIX_GALORE);
+    // In whole blocks of what has nothing else there, so that no block belongs to two matrices.
+    const int64_t basis = rule == MATRIX_GALORE ? ceil_div(rank * side, BASIS_BLOCK) * BASIS_BLOCK
+                                                : (rule == MATRIX_FIRA ? rank * side : 0) + 1;
     return {rank, rows >= cols ? rows : rank, rows >= cols ? rank : cols, basis};
 }
 
@@ -146,13 +148,56 @@ struct StartBasis {
     }
 };
 
-// Copies a new basis, unless the step changes nothing.
+// Where a matrix's Q is stored, in 32, 16 or 8 bits.
+struct StoredBasis {
+    int bits;
+    float* fp32;
+    uint16_t* bf16;
+    uint8_t* lin8;
+    float* scales;  // (blocks) of lin8
+};
+
+OPTIM_INLINE float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
+// Stores blocks of a new basis of `count` numbers, unless the step changes nothing.
 struct KeepBasis {
-    float* to;
+    StoredBasis to;
     const float *from, *unit;
+    int64_t count;
+
+    OPTIM_INLINE void at(int64_t block) const {
+        if (!is_finite(*unit)) return;
+        const int64_t first = block * BASIS_BLOCK, end = first + BASIS_BLOCK < count ? first + BASIS_BLOCK : count;
+        float largest = 0.0f;
+        for (int64_t i = first; i < end; i++) {
+            if (to.bits == 32) to.fp32[i] = from[i];
+            if (to.bits == 16) to.bf16[i] = Bf16::encode(from[i]);
+            largest = exact_max(largest, fabsf(from[i]));
+        }
+        if (to.bits != 8) return;
+        const float scale = quotient(largest, 127.0f);
+        to.scales[block] = scale;
+        for (int64_t i = first; i < end; i++) {
+            const float level = scale > 0.0f ? floorf(exact_add(quotient(from[i], scale), 0.5f)) : 0.0f;
+            to.lin8[i] = (uint8_t)(127 + (int)exact_max(-127.0f, -exact_max(-127.0f, -level)));
+        }
+    }
+};
+
+// Reads a stored basis.
+struct ReadBasis {
+    StoredBasis from;
+    float* to;
 
     OPTIM_INLINE void at(int64_t i) const {
-        if (is_finite(*unit)) to[i] = from[i];
+        if (from.bits == 16) to[i] = Bf16::decode(from.bf16[i]);
+        if (from.bits == 8) to[i] = exact_mul((float)((int)from.lin8[i] - 127), from.scales[i / BASIS_BLOCK]);
     }
 };
 
@@ -264,12 +309,14 @@ struct LowMatrix {
     int64_t side, length;  // the shorter and the longer one
     int64_t rank;
     float *g, *low, *direction;
-    float *basis, *last;  // Q, of the rules that store it, and the norm of the limit, or null
-    float *q, *y, *z;     // room for (rank, side), (rank, side) and the moments' shape
-    float* sums;          // room for 2 length + 2 numbers
+    StoredBasis basis;  // Q, of the rules that store it
+    float* last;        // the norm of the limit, or null
+    float *q, *y, *z;   // room for (rank, side), (rank, side) and the moments' shape
+    float* sums;        // room for 2 length + 2 numbers
 };
 
-static LowMatrix low_matrix(const OptimConfig* config, const MatrixWork* work, const Matrix* m, float* basis) {
+static LowMatrix low_matrix(const Device* dev, const OptimConfig* config, const MatrixWork* work, const Matrix* m,
+                            const Streams* basis) {
     const LowShape shape = low_shape(config, m->rows, m->cols);
     LowMatrix l = {};
     l.shape = m;
@@ -279,11 +326,14 @@ static LowMatrix low_matrix(const OptimConfig* config, const MatrixWork* work, c
     l.rank = shape.rank;
     l.g = work->scratch + m->at;
     l.low = work->low + m->low, l.direction = work->direction + m->low;
-    l.basis = basis + m->basis;
-    l.last = l.rule == MATRIX_GALORE ? nullptr : l.basis + shape.basis - 1;
+    l.basis.bits = l.rule == MATRIX_GALORE ? find_row(state_table(), config->rank_basis)->stream[0].bits : 32;
+    l.basis.fp32 = (float*)basis->codes + m->basis, l.basis.bf16 = (uint16_t*)basis->codes + m->basis;
+    l.basis.lin8 = (uint8_t*)basis->codes + m->basis, l.basis.scales = (float*)basis->extra + m->basis / BASIS_BLOCK;
+    l.last = l.rule == MATRIX_GALORE ? nullptr : l.basis.fp32 + shape.basis - 1;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
     l.sums = work->sums;
-    if (stores_basis(l.rule)) l.q = l.basis;
+    if (stores_basis(l.rule) && l.basis.bits == 32) l.q = l.basis.fp32;
+    if (l.basis.bits < 32) for_each(dev, ReadBasis{l.basis, l.q}, l.rank * l.side);
     return l;
 }
 
@@ -307,7 +357,7 @@ static void basis_refresh(const Device* dev, const OptimConfig* config, const Ma
     const int64_t R = l->shape->rows, C = l->shape->cols;
     const uint64_t element = (uint64_t)l->shape->element;
     const Orthonormal o = {l->y, l->sums, l->rank, l->side, config->seed, element, refresh};
-    for_each(dev, StartBasis{l->y, l->basis, config->seed, element, refresh, l->side}, l->rank);
+    for_each(dev, StartBasis{l->y, l->q, config->seed, element, refresh, l->side}, l->rank);
     for (int i = 0; i < POWER_ITERATIONS; i++) {
         project(dev, l, l->y, l->z);
         const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0, 0, 0};
@@ -315,7 +365,9 @@ static void basis_refresh(const Device* dev, const OptimConfig* config, const Ma
         matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
         orthonormal(dev, o);
     }
-    for_each(dev, KeepBasis{l->basis, l->y, work->unit}, l->rank * l->side);
+    const int64_t count = l->rank * l->side;
+    for_each(dev, KeepBasis{l->basis, l->y, work->unit, count}, ceil_div(count, BASIS_BLOCK));
+    if (l->basis.bits < 32) for_each(dev, ReadBasis{l->basis, l->q}, count);
 }
 
 // The fused way.
@@ -369,14 +421,20 @@ struct ApplySink {
         }
     }
 
-    __device__ void take(int row, int column, float4 x) const {
+    struct Old {
+        std::conditional_t<KIND == LOW_FP32, uint4, uint2> codes;
+    };
+    __device__ Old load(int row, int column) const {
+        return {*(const decltype(Old::codes)*)(weights + element + row * cols + column)};
+    }
+
+    __device__ void take(int row, int column, float4 x, const Old& old) const {
         if (!is_finite(*unit)) return;
         const int64_t at = element + row * cols + column;
         const float u[4] = {x.x, x.y, x.z, x.w};
-        Code code[4];
+        alignas(16) Code code[4];
         float p[4];
-        if (KIND == LOW_FP32) *(uint4*)code = *(const uint4*)(weights + at);
-        if (KIND != LOW_FP32) *(uint2*)code = *(const uint2*)(weights + at);
+        *(decltype(Old::codes)*)code = old.codes;
         Noise noise = {};
         if (KIND == LOW_BF16_SR) {
             noise = noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
@@ -395,8 +453,7 @@ struct ApplySink {
             if constexpr (KIND == LOW_BF16) code[i] = Bf16::encode(p[i]);
             if constexpr (KIND == LOW_BF16_SR) code[i] = Bf16::encode(p[i], noise_lane(noise, i));
         }
-        if (KIND == LOW_FP32) *(uint4*)(weights + at) = *(const uint4*)code;
-        if (KIND != LOW_FP32) *(uint2*)(weights + at) = *(const uint2*)code;
+        *(decltype(Old::codes)*)(weights + at) = *(const decltype(Old::codes)*)code;
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
 };
@@ -459,15 +516,15 @@ static float rank_scale(const OptimConfig* config) {
     return config->rank_scale > 0.0f ? config->rank_scale : usual;
 }
 
-void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
-                    const StepArguments* apply, bool is_bf16) {
+void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
+                    const Streams* basis, const StepArguments* apply, bool is_bf16) {
 #ifdef __CUDACC__
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const auto run = low_weights(config) == LOW_FP32   ? apply_fused<LOW_FP32>
                      : low_weights(config) == LOW_BF16 ? apply_fused<LOW_BF16>
                                                        : apply_fused<LOW_BF16_SR>;
     for (int i = 0; i < taken->matrices; i++) {
-        const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
+        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);
         run(dev, &l, apply, rank_scale(config), work->unit, is_bf16);
     }
 #else
@@ -475,12 +532,13 @@ void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWo
 #endif
 }
 
-void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
-                      int64_t step, [[maybe_unused]] const LowGradients* grads, [[maybe_unused]] bool fused) {
+void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
+                      const Streams* basis, int64_t step, [[maybe_unused]] const LowGradients* grads,
+                      [[maybe_unused]] bool fused) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const uint32_t refresh = (uint32_t)((step - 1) / config->rank_gap);
     for (int i = 0; i < taken->matrices; i++) {
-        const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
+        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);
         if (!stores_basis(l.rule)) {
             const float scale = (float)(1.0 / sqrt((double)l.rank));
             for_each(dev, RandomBasis{l.q, config->seed, (uint64_t)l.shape->element, refresh, scale}, l.rank * l.side);
@@ -518,11 +576,7 @@ struct ChannelSquares {
 
 // phi of channel i, from the squares of N and low.
 OPTIM_INLINE float channel_factor(float direction, float low) {
-#ifdef __CUDA_ARCH__
-    return __fdiv_rn(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
-#else
-    return sqrtf(direction) / (sqrtf(low) + NORM_EPS);
-#endif
+    return quotient(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
 }
 
 // Of all channels: phi, and the square of what the limit is of. factor holds the squares of N and receives phi.
@@ -574,15 +628,8 @@ struct Limit {
     OPTIM_INLINE void at(int64_t) const {
         const float now = exact_sqrt(*sum), most = exact_mul(LIMIT, exact_add(*last, NORM_EPS));
         const bool limited = *last > 0.0f && now > most;
-        *inverse = limited ? channel_quotient(most, now) : 1.0f;
+        *inverse = limited ? quotient(most, now) : 1.0f;
         if (is_finite(*unit)) *last = limited ? most : now;
-    }
-    static OPTIM_INLINE float channel_quotient(float a, float b) {
-#ifdef __CUDA_ARCH__
-        return __fdiv_rn(a, b);
-#else
-        return a / b;
-#endif
     }
 };
 
@@ -638,12 +685,13 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
     for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
 }
 
-void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis) {
+void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
+                     const Streams* basis) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const MatrixRule rule = rule_of(config);
     const float scale = rank_scale(config);
     for (int i = 0; i < taken->matrices; i++) {
-        const LowMatrix l = low_matrix(config, work, &work->plan.matrix[taken->matrix + i], basis);
+        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);
         if (rule == MATRIX_GALORE) {
             project_back(dev, &l, l.direction, scale, 0.0f);
             continue;

@@ -21,8 +21,9 @@
 //
 // Arithmetic: all fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so that CPU and GPU differ in
 // the products' sums alone, of K terms: by at most about K 2^-24 of their norms, times 1 / (1 - share of the rest) for
-// Q. Memory: the moments, 4 r m bytes of Q; buffers of a chunk as matrix.h says. Cost: 4 R C r flop, and at each
-// refresh 8 R C r.
+// Q. Memory: the moments, 4 r m bytes of Q, or, of galore, 2 or 1 by --rank-basis (what is stored is what projects:
+// bf16 to nearest, or lin8, whole numbers from -127 to 127 times a scale for each 256 of Q, its largest over 127);
+// buffers of a chunk as matrix.h says. Cost: 4 R C r flop, and at each refresh 8 R C r.
 //
 // Two ways of a step. Apart, the definition: G is copied to the scratch, products go through the library, the updates
 // lie in the scratch, and the step's kernel applies them: G is read twice and written once, U written and read. Fused,
@@ -57,16 +58,17 @@ bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWo
 
 // Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
 // those in work->scratch.
-void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
-                      int64_t step, const LowGradients* grads, bool fused);
+void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
+                      const Streams* basis, int64_t step, const LowGradients* grads, bool fused);
 
 // The second half of a fused step: updates the weights that `apply` names from work->direction. `is_bf16`: the
 // gradients are.
-void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis,
-                    const StepArguments* apply, bool is_bf16);
+void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
+                    const Streams* basis, const StepArguments* apply, bool is_bf16);
 
 // Turns work->direction, N, and the gradients into the updates, in work->scratch.
-void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, float* basis);
+void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
+                     const Streams* basis);
 
 // work->scratch = the gradients of a chunk, from the arena's first element on, times the factor.
 void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const LowGradients* grads);

@@ -6,7 +6,7 @@
 
 #include "../rules/muon.cuh"
 
-constexpr int64_t CHUNK_ELEMENTS = 1 << 25;
+constexpr int64_t CHUNK_ELEMENTS = 1 << 27;
 constexpr int SLICES = 16;  // of a matrix, whose sums of squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
@@ -291,7 +291,7 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
     check_launch();
     matrix_pack_kernel<<<grid, 256, 0, dev->stream>>>(arguments, x);
     check_launch();
-    x = newton_schulz_symmetric<__half>(dev, config, symmetric_product, x, y, squares, r, c, count, POLAR_SCALE);
+    x = newton_schulz_gpu(dev, config, x, y, squares, r, c, count);
     float factor = 0.2f * sqrtf((float)(rows > cols ? rows : cols));
     if (by_rows(config)) {
         matrix_rows_kernel<<<dim3((unsigned)ceil_div(rows, 8), (unsigned)count), 256, 0, dev->stream>>>(

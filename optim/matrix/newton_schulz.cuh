@@ -8,8 +8,10 @@
 //     R = X X^T;  Q = I;  each step:  Z = a I + b R + c R^2;  Q = Q Z;  R = Z R Z;   then X = Q X
 // R, Z, Q and R Z are polynomials of one symmetric matrix, so all of them are symmetric and the products of two of them
 // commute: their halves below the diagonal are enough (kernels/matmul_symmetric.cuh). In few bits R drifts away from
-// X X^T, so R is made anew from X after the first two steps and after every three from there on. With square matrices
-// R is made anew in each step, which costs no more. 5 steps, in flop, without what lies above diagonals:
+// X X^T, so R is made anew from X after the first two steps and after every three from there on. With square
+// matrices R is made anew in each step, which costs no more; and where products go through the library, whose symmetric
+// results are not symmetric to the bit and drift three to six times as far. 5 steps, in flop, without what lies above
+// diagonals:
 //     m = n: 20 m^3 of the plain form's 30       n = 4 m: 38 m^3 of 90
 //
 // Types. float on the CPU; on a GPU fp16 with fp32 sums, which has three more bits than bf16. X is stored 16 times as
@@ -50,16 +52,16 @@ template <class T>
 using SymmetricFunction = void (*)(const Device* dev, const SymmetricProduct* p, T* d, const T* a, const T* b,
                                    const T* c);
 
-// How many squares of the shorter side the symmetric form needs room for, a matrix.
+// How many squares of the shorter side the symmetric form needs room for at most, a matrix.
 inline int64_t polar_squares(int64_t rows, int64_t cols) {
     return rows == cols ? 2 : 4;
 }
 
 // The same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale` times
-// what it stands for.
+// what it stands for. `gram_form` is false for square matrices.
 template <class T>
 T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, SymmetricFunction<T> product, T* x, T* y,
-                           T* squares, int64_t rows, int64_t cols, int64_t count, float scale) {
+                           T* squares, int64_t rows, int64_t cols, int64_t count, float scale, bool gram_form) {
     const bool tall = rows > cols;
     const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, steps = config->ns_steps;
     const float scale2 = scale * scale;
@@ -69,10 +71,10 @@ T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Symmetr
     const int64_t square = side * side * count;
     T* r = squares;
     for (int64_t step = 0, until = 0; step < steps;) {
-        until += rows == cols ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
+        until += !gram_form ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
         until = until < steps ? until : steps;
         product(dev, &gram, r, x, x, nullptr);
-        T *z = r + square, *t = z + square, *q = t + square;  // of square matrices z alone is used
+        T *z = r + square, *t = z + square, *q = t + square;  // without the Gram form z alone is used
         for (bool first = true; step < until; step++, first = false) {
             NewtonSchulz c;
             newton_schulz_coefficients(config->ns_coefficients, (int)step, &c);
@@ -94,6 +96,19 @@ T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Symmetr
     }
     return x;
 }
+
+#ifdef __CUDACC__
+// As the optimizer takes it on a GPU, in fp16. Which form depends on the shape alone, so the bits do not depend on the
+// batch.
+inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, __half* x, __half* y, __half* squares,
+                                 int64_t rows, int64_t cols, int64_t count) {
+    const int64_t side = rows < cols ? rows : cols;
+    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, count};
+    const bool gram_form = rows != cols && symmetric_product_fits(dev, &multiply);
+    return newton_schulz_symmetric<__half>(dev, config, symmetric_product, x, y, squares, rows, cols, count,
+                                           POLAR_SCALE, gram_form);
+}
+#endif
 
 inline void symmetric_product_plain(const Device*, const SymmetricProduct* p, float* d, const float* a, const float* b,
                                     const float* c) {
