@@ -291,6 +291,12 @@ static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, doubl
     float* scratch = (float*)x->act.scratch;
     const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
     const Device* dev = a->dev;
+    // The operands are those of a step: what layernorm writes, of values that the scales were made for.
+    const Fp8Codes input = linear_input_codes(use, fc), gradient = linear_gradient_codes(use, projection, use->made);
+    residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, x->act.residual[0],
+                                     x->act.branch, p->ln2w, p->ln2b, N, C, &input);
+    layernorm_backward<bf16, G>(dev, x->act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, x->act.dbranch,
+                                b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
     a->fp8 = use->gelu_made;
     account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
         linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, p->fcw, p->fcb, N, C,

@@ -11,9 +11,11 @@
 // those of all micro-batches and ranks. They are part of a checkpoint.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
-// columns, dy^T x reads both by columns. So the cast writes an operand by rows, by columns (transposed), or both, and
-// never reads it again: 2 bytes read and up to 2 written an element. It can compute GELU or GELU's gradient on the way,
-// and leaves a linear layer's bias gradient, the column sums of the values before they are rounded.
+// columns, dy^T x reads both by columns. Kernels that make a tensor write its codes by rows themselves (fp8_codes.cuh),
+// and fp8_by_columns transposes them: 2 bytes an element. For tensors that no kernel makes codes of there is a cast: it
+// writes an operand by rows, by columns, or both, 2 bytes read and up to 2 written an element. It can compute GELU or
+// GELU's gradient on the way, and leaves a linear layer's bias gradient, the column sums of the values before they are
+// rounded.
 //
 // On the CPU the same codes go through the plain C product, decoded.
 #pragma once
