@@ -501,7 +501,7 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
                                   a->residual[l], a->branch, p->ln2w, p->ln2b, N, C, &codes);
     linear_forward_before_gelu<X>(named(dev, "fc + gelu"), use, fp8_slot(l, FC), b->gelu, b->fc, b->ln2, b->ln2_codes,
-                                  p->fcw, p->fcb, N, C, 4 * C);
+                                  b->gelu_codes, p->fcw, p->fcb, N, C, 4 * C);
 }
 
 // Tokens (B, T) to lnf (B*T, C).
@@ -595,7 +595,7 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
         layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C, &codes);
         block_forward(m, w, a, l, B, T);
     }
-    if (m->recompute == RECOMPUTE_GELU || (m->recompute == RECOMPUTE_BLOCK && use->scales)) {
+    if (m->recompute == RECOMPUTE_GELU || (m->recompute == RECOMPUTE_BLOCK && use->scales && !use->gelu_made)) {
         linear_gelu_again<X>(dev, use, fc_projection, b->gelu, b->fc, b->gelu_codes, N, 4 * C);
     }
     linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->made, a->dresidual, N, C);
@@ -605,8 +605,9 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
                                  b->gelu, b->gelu_codes, N, 4 * C, C, accumulate);
     linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C,
                                accumulate);
-    linear_backward_input_before_gelu<X>(named(dev, "d fc input"), use, fc, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
-    linear_backward_weight<X, G>(named(dev, "d fc weight"), use, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
+    const Fp8Use wide = linear_use_before_gelu(use, a->dwide);
+    linear_backward_input<X>(named(dev, "d fc input"), &wide, fc, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    linear_backward_weight<X, G>(named(dev, "d fc weight"), &wide, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
                                  4 * C, accumulate);
     Fp8Codes codes = linear_gradient_codes(use, projection, use->made);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,

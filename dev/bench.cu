@@ -280,8 +280,8 @@ static void account_transpose(Account* a, const char* name, double calls, uint8_
     account(a, name, calls, 0, 2.0 * (double)N * C, [&] { fp8_by_columns(a->dev, columns, rows, N, C); });
 }
 
-// The layers next to GELU, with GELU and its gradient: products of our own with what comes before them, casts of the
-// weights and one transposition; or the library's and casts.
+// The layers next to GELU, with GELU and its gradient: products of our own, with casts of the weights and a
+// transposition of the input; or the library's, and casts.
 template <typename G>
 static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, double n) {
     const Fp8Use* use = &x->act.fp8;
@@ -299,15 +299,15 @@ static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, doubl
                                 b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
     a->fp8 = use->gelu_made;
     account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, p->fcw, p->fcb, N, C,
-                                         4 * C);
+        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes, p->fcw,
+                                         p->fcb, N, C, 4 * C);
     });
     account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
         linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual, p->fcprojw,
                                       b->fc, N, 4 * C, C, false);
     });
     a->fp8 = false;
-    if (use->gelu_made) return account_transpose(a, "transposed, 4 C wide", 2 * n, use->dcolumns, use->rows, N, 4 * C);
+    if (use->gelu_made) return;
     account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
         linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
     });

@@ -3,22 +3,25 @@
 //
 // With fp8, a layer's input has codes by rows for the forward product and by columns for the gradient of the weights,
 // which are what is kept for the backward pass (1 byte an element instead of 2); the output's gradient has both. Who
-// makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the classifier, the products
-// next to GELU of matmul_gelu.cuh), and here they are transposed, for 2 bytes an element; what no kernel makes codes of
-// is cast, for 4. In the first step, which finds its scales itself, everything is cast. The weights are cast in both
-// passes. GELU and its gradient happen inside a cast where there is no product of our own. Products of the forward pass
-// use fast sums, those of the backward pass sums of full length (matmul_gelu.cuh's apart): their depth is up to the
-// rows of a micro-batch.
+// makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the classifier), and here they
+// are transposed, for 2 bytes an element; the products next to GELU (matmul_gelu_fp8.cuh) write both; what no kernel
+// makes codes of is cast, for 4. In the first step, which finds its scales itself, everything is cast. The weights are
+// cast in both passes. GELU and its gradient happen inside a cast where there is no product of our own. Products of the
+// forward pass use fast sums, those of the backward pass sums of full length (matmul_gelu_fp8.cuh's apart): their depth
+// is up to the rows of a micro-batch.
 #pragma once
 #include "fp8.cuh"
 #include "matmul.cuh"
+#ifdef __CUDACC__
+#include "matmul_gelu_fp8.cuh"
+#endif
 
 // Where the codes lie that are in use: device memory of the activations. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
     bool made;                        // kernels write the codes of what they make
     bool attention_made;              // so does attention's backward pass
-    bool gelu_made;                   // so do the products next to GELU: forward into dcolumns, backward into rows
+    bool gelu_made;                   // so do the products next to GELU: by rows into dcolumns forward, rows backward
     uint8_t* rows;                    // (N, 4C) a layer's input
     uint8_t* weight;                  // (4C, C) or (C, 4C) a layer's weights
     uint8_t *drows, *dcolumns;        // (N, 4C), (4C, N) an output's gradient
@@ -62,15 +65,22 @@ void linear_cast_weight(const Device* dev, const Fp8Use* use, int slot, const X*
     fp8_cast<X>(dev, use->scales, &to, FP8_COPY, weight, (const X*)nullptr, (float*)nullptr, nullptr, OC, C, false);
 }
 
-// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: those by rows, or NULL.
+// out: (N, OC) = inp weight^T + bias, from codes of inp by rows
 template <typename X>
-void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, const uint8_t* made, Fp8Op op, X* out,
-                        const X* inp, uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
-    if (made) fp8_by_columns(dev, columns, made, N, C);
-    if (!made) linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
+void linear_product_fp8(const Device* dev, const Fp8Use* use, int slot, X* out, const uint8_t* rows, const X* weight,
+                        const X* bias, int64_t N, int C, int OC) {
     linear_cast_weight(dev, use, slot, weight, false, C, OC);
-    fp8_product<X>(dev, use->scales, out, made ? made : use->rows, slot, FP8_E4M3, use->weight, slot + FP8_WEIGHT,
-                   FP8_E4M3, bias, N, OC, C, true, false);
+    fp8_product<X>(dev, use->scales, out, rows, slot, FP8_E4M3, use->weight, slot + FP8_WEIGHT, FP8_E4M3, bias, N, OC,
+                   C, true, false);
+}
+
+// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: those by rows are there.
+template <typename X>
+void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, bool made, Fp8Op op, X* out, const X* inp,
+                        uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+    if (made) fp8_by_columns(dev, columns, use->rows, N, C);
+    if (!made) linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
+    linear_product_fp8(dev, use, slot, out, use->rows, weight, bias, N, C, OC);
 }
 
 // Whether a layer of (N, C) before GELU, with OC outputs, and the one behind it have products of our own.
@@ -83,25 +93,26 @@ inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]
 }
 
 #ifdef __CUDACC__
-// For the products next to GELU: where the codes of the result go, those of slot `to` in `rows`, and the scales of the
-// operands.
-inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* rows, Fp8Type type, int left, int right) {
+// For the products next to GELU: where the codes of the result go, those of slot `to`, and the scales of the operands.
+inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* rows, uint8_t* transposed, Fp8Type type,
+                                         int left, int right) {
     const Fp8* f = use->scales;
-    return {linear_codes(use, to, rows, type, true), f->inverse + 4 * left, f->inverse + 4 * right};
+    return {linear_codes(use, to, rows, type, true), transposed, f->inverse + 4 * left, f->inverse + 4 * right};
 }
 #endif
 
-// pre_gelu: (N, OC) = inp weight^T + bias, and into use->dcolumns the codes of its GELU, the next layer's input.
+// pre_gelu: (N, OC) = inp weight^T + bias, and the codes of its GELU, the next layer's input: into use->dcolumns and,
+// by columns, into gelu_columns. On a GPU where use->gelu_made.
 inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
                                     [[maybe_unused]] int slot, [[maybe_unused]] bf16* pre_gelu,
-                                    [[maybe_unused]] uint8_t* columns, [[maybe_unused]] const bf16* weight,
-                                    [[maybe_unused]] const bf16* bias, [[maybe_unused]] int64_t N,
-                                    [[maybe_unused]] int C, [[maybe_unused]] int OC) {
+                                    [[maybe_unused]] uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns,
+                                    [[maybe_unused]] const bf16* weight, [[maybe_unused]] const bf16* bias,
+                                    [[maybe_unused]] int64_t N, [[maybe_unused]] int C, [[maybe_unused]] int OC) {
 #ifdef __CUDACC__
     fp8_by_columns(dev, columns, use->rows, N, C);
     linear_cast_weight(dev, use, slot, weight, false, C, OC);
     const MatmulGeluCodes codes =
-        linear_gelu_codes(use, slot + FP8_SLOTS, use->dcolumns, FP8_E4M3, slot, slot + FP8_WEIGHT);
+        linear_gelu_codes(use, slot + FP8_SLOTS, use->dcolumns, gelu_columns, FP8_E4M3, slot, slot + FP8_WEIGHT);
     matmul_gelu_fp8_forward(dev, &codes, pre_gelu, use->rows, use->weight, bias, N, C, OC);
 #endif
 }
@@ -112,30 +123,32 @@ template <typename X>
 void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool made, X* out, const X* inp, uint8_t* columns,
                     const X* weight, const X* bias, int64_t N, int C, int OC) {
     if (use->scales)
-        return linear_forward_fp8(dev, use, slot, made ? use->rows : nullptr, FP8_COPY, out, inp, columns, weight, bias,
-                                  N, C, OC);
+        return linear_forward_fp8(dev, use, slot, made, FP8_COPY, out, inp, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, nullptr, inp, weight, bias, N, C, OC);
 }
 
 // A layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, out = gelu(pre_gelu), which fp8 leaves to the next
-// layer.
+// layer, or of which it makes the codes that are kept: gelu_columns (OC, N).
 template <typename X>
 void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, X* pre_gelu, const X* inp,
-                                uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+                                uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns, const X* weight,
+                                const X* bias, int64_t N, int C, int OC) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (use->gelu_made) return linear_forward_gelu_fp8(dev, use, slot, pre_gelu, columns, weight, bias, N, C, OC);
+        if (use->gelu_made)
+            return linear_forward_gelu_fp8(dev, use, slot, pre_gelu, columns, gelu_columns, weight, bias, N, C, OC);
     }
     if (use->scales) return linear_forward(dev, use, slot, use->made, pre_gelu, inp, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
 }
 
-// The layer after GELU: out: (N, OC) = gelu weight^T + bias. gelu: (N, C) is gelu(pre_gelu), which fp8 computes here.
+// The layer after GELU: out: (N, OC) = gelu weight^T + bias. gelu: (N, C) is gelu(pre_gelu), which fp8 computes here
+// where its codes are not made yet.
 template <typename X>
 void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, const X* gelu, const X* pre_gelu,
                                uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+    if (use->gelu_made) return linear_product_fp8(dev, use, slot, out, use->dcolumns, weight, bias, N, C, OC);
     if (use->scales)
-        return linear_forward_fp8(dev, use, slot, use->gelu_made ? use->dcolumns : nullptr, FP8_GELU, out, pre_gelu,
-                                  columns, weight, bias, N, C, OC);
+        return linear_forward_fp8(dev, use, slot, false, FP8_GELU, out, pre_gelu, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, nullptr, gelu, weight, bias, N, C, OC);
 }
 
@@ -184,39 +197,42 @@ void linear_backward_weight(const Device* dev, const Fp8Use* use, int slot, G* d
                    FP8_E4M3, (const G*)nullptr, OC, C, N, false, accumulate);
 }
 
-// The same in the layer before GELU, whose output's gradient linear_gradient_gelu makes.
+// For the backward pass of the layer before GELU: where the codes of its output's gradient are. dwide: (N, OC), as
+// linear_backward_gelu was given it.
 template <typename X>
-void linear_backward_input_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dout,
-                                       const X* weight, int64_t N, int C, int OC) {
-    if (use->gelu_made) return linear_backward_input_fp8(dev, use, slot, dinp, use->rows, weight, N, C, OC);
-    linear_backward_input<X>(dev, use, slot, dinp, dout, weight, N, C, OC);
+Fp8Use linear_use_before_gelu(const Fp8Use* use, X* dwide) {
+    Fp8Use own = *use;
+    if (use->gelu_made) own.drows = use->rows, own.dcolumns = (uint8_t*)dwide;
+    return own;
 }
 
-// Into use->rows the codes of (dout weight) * gelu'(pre_gelu): (N, C); dbias: (C) (+)= its column sums.
+// The codes of (dout weight) * gelu'(pre_gelu): (N, C) into use->rows and, by columns, into `columns`; dbias: (C) (+)=
+// its column sums. On a GPU where use->gelu_made.
 template <typename G>
 void linear_backward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
-                              [[maybe_unused]] int slot, [[maybe_unused]] G* dbias, [[maybe_unused]] float* scratch,
-                              [[maybe_unused]] const bf16* weight, [[maybe_unused]] const bf16* pre_gelu,
-                              [[maybe_unused]] int64_t N, [[maybe_unused]] int C, [[maybe_unused]] int OC,
-                              [[maybe_unused]] bool accumulate) {
+                              [[maybe_unused]] int slot, [[maybe_unused]] uint8_t* columns, [[maybe_unused]] G* dbias,
+                              [[maybe_unused]] float* scratch, [[maybe_unused]] const bf16* weight,
+                              [[maybe_unused]] const bf16* pre_gelu, [[maybe_unused]] int64_t N, [[maybe_unused]] int C,
+                              [[maybe_unused]] int OC, [[maybe_unused]] bool accumulate) {
 #ifdef __CUDACC__
     linear_cast_weight(dev, use, slot, weight, true, C, OC);
-    const MatmulGeluCodes codes = linear_gelu_codes(use, slot - FP8_SLOTS + FP8_GRADIENT, use->rows,
+    const MatmulGeluCodes codes = linear_gelu_codes(use, slot - FP8_SLOTS + FP8_GRADIENT, use->rows, columns,
                                                     use->scales->gradients, slot + FP8_GRADIENT, slot + FP8_WEIGHT);
     matmul_gelu_fp8_backward(dev, &codes, dbias, scratch, use->drows, use->weight, pre_gelu, N, C, OC, accumulate);
 #endif
 }
 
 // Back through the layer after GELU to GELU's input: dinp: (N, C) = (dout weight) * gelu'(pre_gelu), and to the bias
-// before it: dbias: (C) (+)= its column sums. In fp8 either its codes are left in use->rows, or dinp is without GELU's
-// part, which linear_gradient_gelu adds.
+// before it: dbias: (C) (+)= its column sums. In fp8 either its codes are left in use->rows and, by columns,
+// where dinp is, or dinp is without GELU's part, which linear_gradient_gelu adds.
 template <typename X, typename G>
 void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, G* dbias, float* scratch,
                           const X* dout, const X* weight, const X* pre_gelu, int64_t N, int C, int OC,
                           bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (use->gelu_made)
-            return linear_backward_gelu_fp8<G>(dev, use, slot, dbias, scratch, weight, pre_gelu, N, C, OC, accumulate);
+            return linear_backward_gelu_fp8<G>(dev, use, slot, (uint8_t*)dinp, dbias, scratch, weight, pre_gelu, N, C,
+                                               OC, accumulate);
     }
     if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, use->drows, weight, N, C, OC);
     matmul_backward_gelu<X, G>(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
@@ -228,7 +244,7 @@ template <typename X, typename G>
 void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const X* dout, G* dbias, float* scratch,
                           const X* pre_gelu, int64_t N, int OC, bool accumulate) {
     if (!use->scales) return;
-    if (use->gelu_made) return fp8_by_columns(dev, use->dcolumns, use->rows, N, OC);
+    if (use->gelu_made) return;
     const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
     fp8_cast<X, G>(dev, use->scales, &to, FP8_GELU_BACKWARD, dout, pre_gelu, dbias, scratch, N, OC, accumulate);
 }

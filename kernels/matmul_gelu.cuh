@@ -19,16 +19,10 @@
 // (24 registers), two that multiply (240: 128 sums, 64 held, the rest for GELU). Blocks stay and walk over tiles in
 // groups of MG_GROUP rows of tiles, column by column, so that what runs at one time shares its operands in L2.
 //
-// In fp8 the operands are codes and both K-major, so inp, W and dout take half the bytes, and a stage holds 128 of K.
-// The tensor cores need half the time for it, and so a step is half a stage: GELU's chunks come as often as in bf16.
-// gelu(pre) and d leave as codes by rows, straight from registers, with their largest magnitude and how many saturated;
-// pre stays bf16. gelu(pre) is not rounded to bf16 before, as in fp8.cuh's cast; d is.
-//
 // Deterministic: each sum runs over K in order, column sums over fixed rows (64, then column_sum.cuh).
 #pragma once
 #include "column_sum.cuh"
 #include "common.cuh"
-#include "fp8_codes.cuh"
 #include "gelu.cuh"
 #include "hopper.cuh"
 
@@ -42,21 +36,12 @@ constexpr int MG_SHARED_BYTES = MG_BARRIERS + (2 * MG_STAGES + 8) * 8;
 constexpr int MG_CHUNKS = MG_COLUMNS / 32;  // one between two steps, so a tile's product has as many steps
 constexpr int MG_LEAST_DEPTH = (MG_CHUNKS - 1) * MG_DEPTH + 1;
 
-// What the left operand holds; the right one of codes is always e4m3.
-enum MatmulGeluType { MG_BF16, MG_E4M3, MG_E5M2 };
-
-// With codes: where those of the result go, and the inverse scales of both operands, on the device.
-struct MatmulGeluCodes {
-    Fp8Codes out;
-    const float *inverse_left, *inverse_right;
-};
-
 struct MatmulGeluMaps {
     CUtensorMap a, b, out, pre;
 };
 
 struct MatmulGeluShape {
-    int rows, columns, depth;  // of the result; depth is what the products sum over, in units of 2 bytes
+    int rows, columns, depth;  // of the result; depth is what the products sum over
     int tiles;
 };
 
@@ -93,12 +78,8 @@ __device__ __forceinline__ uint32_t mg_arrived(uint32_t shared, int warp) {
     return shared + MG_BARRIERS + (2 * MG_STAGES + warp) * 8;
 }
 
-// A stage's operands are multiplied in so many steps.
-template <MatmulGeluType TYPE>
-constexpr int MG_STEPS = TYPE == MG_BF16 ? 1 : 2;
-
 // One thread: orders the operands of all tiles of this block, stage after stage.
-template <bool BACKWARD, MatmulGeluType TYPE>
+template <bool BACKWARD>
 __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps* maps, MatmulGeluShape shape) {
     MatmulGeluRing ring = {0, 1};  // the stages begin empty
     int steps = (shape.depth + MG_DEPTH - 1) / MG_DEPTH;
@@ -109,7 +90,7 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
             barrier_wait(mg_empty(shared, ring.stage), ring.parity);
             barrier_expect(full, MG_STAGE_BYTES);
             tensor_load(a, &maps->a, full, k * MG_DEPTH, tile.row, 0);
-            if (BACKWARD && TYPE == MG_BF16) {  // B (64 x 256) as panels of 64 columns
+            if (BACKWARD) {  // B (64 x 256) as panels of 64 columns
                 for (int p = 0; p < MG_COLUMNS; p += 64)
                     tensor_load(b + p * PANEL_ROW_BYTES, &maps->b, full, tile.column + p, k * MG_DEPTH, 0);
             } else {  // B (256 x 64) as one panel
@@ -178,29 +159,12 @@ struct MatmulGeluWork {
     uint32_t bias_pair;                 // two columns of its bias
     float c[MG_COLUMNS / 8][4];         // sums: [n] are columns 8 n + 2 (lane % 4) and the next, of two rows
     uint32_t held[MG_COLUMNS / 8][2];   // results of the tile before: pre or d; backward, then slopes of this one
-    // With codes.
-    uint8_t* codes;     // at the lane's row and column of a tile at the origin
-    float unit, scale;  // of the products; of the codes
-    Fp8Seen seen;
 };
 
 // Starts the next step of the tile's product.
-template <bool BACKWARD, MatmulGeluType TYPE>
+template <bool BACKWARD>
 __device__ __forceinline__ void mg_start_step(MatmulGeluWork& w) {
     uint32_t a = w.shared + w.ring.stage * MG_STAGE_BYTES, b = a + MG_A_BYTES;
-    if constexpr (TYPE != MG_BF16) {
-        const uint32_t half = w.k % 2 * 64;
-        const uint64_t left = uniform_operand(operand_k_major<MG_ROWS>(a + w.group * 64 * PANEL_ROW_BYTES + half, 0));
-        const uint64_t right = uniform_operand(operand_k_major<MG_COLUMNS>(b + half, 0));
-        barrier_wait(mg_full(w.shared, w.ring.stage), w.ring.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-            Wgmma<MG_COLUMNS>::shared_fp8<TYPE == MG_E5M2>(w.c, operand_step(left, j * 32), operand_step(right, j * 32),
-                                                           w.k > 0 || j > 0);
-        wgmma_commit();
-        return;
-    }
     uint64_t left = uniform_operand(operand_k_major<MG_ROWS>(a + w.group * 64 * PANEL_ROW_BYTES, 0));
     uint64_t right = uniform_operand(BACKWARD ? operand_mn_major<MG_DEPTH>(b, 0) : operand_k_major<MG_COLUMNS>(b, 0));
     barrier_wait(mg_full(w.shared, w.ring.stage), w.ring.parity);
@@ -219,13 +183,11 @@ __device__ __forceinline__ void mg_give_back(const MatmulGeluWork& w, int stage)
 }
 
 // Ends the step before the one that was started.
-template <MatmulGeluType TYPE>
 __device__ __forceinline__ void mg_end_step(MatmulGeluWork& w) {
-    constexpr int STEPS = MG_STEPS<TYPE>;
     wgmma_wait<1>();
-    if (w.k > 0 && w.k % STEPS == 0) mg_give_back(w, w.last);
+    if (w.k > 0) mg_give_back(w, w.last);
     w.last = w.ring.stage;
-    if (w.k % STEPS == STEPS - 1) w.ring.advance();
+    w.ring.advance();
     w.k++;
 }
 
@@ -238,38 +200,6 @@ __device__ __forceinline__ uint32_t mg_matrices(const MatmulGeluWork& w, int n) 
 __device__ __forceinline__ void mg_open_slots(const MatmulGeluWork& w) {
     if (w.lane == 0) store_wait_read<0>();
     __syncwarp();
-}
-
-// The codes of chunk C of the tile before, from the words of its upper and lower rows, straight to memory.
-template <int C>
-__device__ __forceinline__ void mg_put_codes(const MatmulGeluWork& w, const uint32_t (&upper)[2],
-                                             const uint32_t (&lower)[2]) {
-    const uint2 first = fp8_gather(upper[0], upper[1], w.lane), second = fp8_gather(lower[0], lower[1], w.lane);
-    if (!w.full) return;
-    uint8_t* to = w.codes + (int64_t)w.before.row * w.shape.columns + w.before.column + C * 32;
-    *(uint2*)to = first;
-    *(uint2*)(to + (int64_t)8 * w.shape.columns) = second;
-}
-
-// Forward in fp8, chunk C of the tile before: pre into a slot, the codes of gelu(pre) out.
-template <int C>
-__device__ __forceinline__ void mg_deliver_forward_codes(MatmulGeluWork& w) {
-    if (C % 2 == 0) mg_open_slots(w);
-    uint32_t upper[2], lower[2];
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int n = 4 * C + 2 * k;
-        const uint32_t word[4] = {w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1]};
-        store_matrices(mg_matrices(w, n), word[0], word[1], word[2], word[3]);
-        float x[8], s[8];
-        mg_sigmoids(s, x, word);
-        uint32_t pair[4];
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] *= s[i];
-        fp8_pairs(pair, x, w.scale, fp8_largest(FP8_E4M3), false, &w.seen);
-        upper[k] = pair[0] | pair[2] << 16, lower[k] = pair[1] | pair[3] << 16;
-    }
-    mg_put_codes<C>(w, upper, lower);
 }
 
 // Forward, chunk C of the tile before: pre and gelu(pre) into the slots.
@@ -287,51 +217,35 @@ __device__ __forceinline__ void mg_deliver_forward(MatmulGeluWork& w) {
 }
 
 // Forward: panel P of the tile before, two chunks, leaves the slots.
-template <int P, MatmulGeluType TYPE>
+template <int P>
 __device__ __forceinline__ void mg_send_forward(const MatmulGeluWork& w) {
     fence_async();
     __syncwarp();
     if (w.lane != 0 || !w.full) return;
     int row = w.before.row + w.group * 64 + w.warp * 16, column = w.before.column + P * 64;
     tensor_store(&w.maps->pre, w.slots, column, row, 0);
-    if (TYPE == MG_BF16) tensor_store(&w.maps->out, w.slots + MG_SLOT_BYTES, column, row, 0);
+    tensor_store(&w.maps->out, w.slots + MG_SLOT_BYTES, column, row, 0);
     store_commit();
 }
 
-// Backward in fp8: the codes of chunk C of the tile before.
-template <int C, MatmulGeluType TYPE>
-__device__ __forceinline__ void mg_deliver_backward_codes(MatmulGeluWork& w) {
-    constexpr bool E5M2 = TYPE == MG_E5M2;
-    constexpr float LARGEST = fp8_largest(E5M2 ? FP8_E5M2 : FP8_E4M3);
-    uint32_t upper[2], lower[2];
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int n = 4 * C + 2 * k;
-        fp8_words(&upper[k], &lower[k], w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1], w.scale,
-                  LARGEST, E5M2, &w.seen);
-    }
-    mg_put_codes<C>(w, upper, lower);
-}
-
-// Backward, chunk C of the tile before: d into the slot, and every other chunk out, or its codes; column sums.
-template <int C, MatmulGeluType TYPE>
+// Backward, chunk C of the tile before: d into the slot, and every other chunk out; column sums.
+template <int C>
 __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
-    if (TYPE != MG_BF16) mg_deliver_backward_codes<C, TYPE>(w);
-    if (TYPE == MG_BF16 && C % 2 == 0) mg_open_slots(w);
+    if (C % 2 == 0) mg_open_slots(w);
     float sum[8];
 #pragma unroll
     for (int n = 4 * C; n < 4 * C + 4; n++) {
-        if (TYPE == MG_BF16 && n % 2 == 0)
+        if (n % 2 == 0)
             store_matrices(mg_matrices(w, n), w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1]);
         float2 upper = pair_floats(w.held[n][0]), lower = pair_floats(w.held[n][1]);
         sum[n % 4 * 2] = upper.x + lower.x, sum[n % 4 * 2 + 1] = upper.y + lower.y;
     }
     uint32_t sums = w.extra + C % 2 * 512;  // of 32 columns, a row for each of 4 warps
     mg_store_word(sums + w.warp * 128 + lane_column(w.lane) * 4, __float_as_uint(sum_lanes(sum, w.lane)));
-    if (TYPE == MG_BF16 && C % 2 == 1) fence_async();
+    if (C % 2 == 1) fence_async();
     group_sync(1 + w.group, 128);
     int row = w.before.row + w.group * 64, column = w.before.column + C * 32 + w.lane;
-    if (TYPE == MG_BF16 && C % 2 == 1 && w.lane == 0 && w.full) {
+    if (C % 2 == 1 && w.lane == 0 && w.full) {
         tensor_store(&w.maps->out, w.slots, w.before.column + C / 2 * 64, row + w.warp * 16, 0);
         store_commit();
     }
@@ -389,66 +303,59 @@ __device__ __forceinline__ void mg_look_ahead(MatmulGeluWork& w) {
 }
 
 // The next step of the tile's product, and the end of the one before.
-template <bool BACKWARD, MatmulGeluType TYPE>
+template <bool BACKWARD>
 __device__ __forceinline__ void mg_step(MatmulGeluWork& w) {
-    mg_start_step<BACKWARD, TYPE>(w);
-    mg_end_step<TYPE>(w);
-}
-
-// Chunk C of the tile before.
-template <bool BACKWARD, MatmulGeluType TYPE, int C>
-__device__ __forceinline__ void mg_deliver(MatmulGeluWork& w) {
-    if constexpr (BACKWARD)
-        mg_deliver_backward<C, TYPE>(w);
-    else if constexpr (TYPE != MG_BF16)
-        mg_deliver_forward_codes<C>(w);
-    else
-        mg_deliver_forward<C>(w);
+    mg_start_step<BACKWARD>(w);
+    mg_end_step(w);
 }
 
 // The steps of a tile's product from chunk C on: one before each chunk, which goes on beside it, and the others where
 // they pay most (dev/LOG.md has the times): forward after every second chunk, the first of them before its panel is
 // sent; backward after a chunk's results, the first of them before its slopes are taken.
-template <bool BACKWARD, MatmulGeluType TYPE, int C>
+template <bool BACKWARD, int C>
 __device__ __forceinline__ void mg_multiply(MatmulGeluWork& w, int steps) {
     if constexpr (C < MG_CHUNKS) {
         const int until = BACKWARD || C % 2 == 1 ? (C + 1) * steps / MG_CHUNKS : 0;
-        mg_start_step<BACKWARD, TYPE>(w);
+        mg_start_step<BACKWARD>(w);
         if (C == 4) mg_look_ahead(w);
-        mg_end_step<TYPE>(w);
-        mg_deliver<BACKWARD, TYPE, C>(w);
+        mg_end_step(w);
+        if constexpr (BACKWARD)
+            mg_deliver_backward<C>(w);
+        else
+            mg_deliver_forward<C>(w);
         if (!BACKWARD && C == 2) mg_place_bias(w);
-        if (w.k < until) mg_step<BACKWARD, TYPE>(w);
+        if (w.k < until) mg_step<BACKWARD>(w);
         if constexpr (BACKWARD)
             mg_take_slopes<C>(w);
         else if (C % 2 == 1)
-            mg_send_forward<C / 2, TYPE>(w);
-        while (w.k < until) mg_step<BACKWARD, TYPE>(w);
-        mg_multiply<BACKWARD, TYPE, C + 1>(w, steps);
+            mg_send_forward<C / 2>(w);
+        while (w.k < until) mg_step<BACKWARD>(w);
+        mg_multiply<BACKWARD, C + 1>(w, steps);
     }
 }
 
 // Delivers the last tile.
-template <bool BACKWARD, MatmulGeluType TYPE, int C>
+template <bool BACKWARD, int C>
 __device__ __forceinline__ void mg_deliver_last(MatmulGeluWork& w) {
     if constexpr (C < MG_CHUNKS) {
-        mg_deliver<BACKWARD, TYPE, C>(w);
-        if constexpr (!BACKWARD && C % 2 == 1) mg_send_forward<C / 2, TYPE>(w);
-        mg_deliver_last<BACKWARD, TYPE, C + 1>(w);
+        if constexpr (BACKWARD)
+            mg_deliver_backward<C>(w);
+        else
+            mg_deliver_forward<C>(w);
+        if constexpr (!BACKWARD && C % 2 == 1) mg_send_forward<C / 2>(w);
+        mg_deliver_last<BACKWARD, C + 1>(w);
     }
 }
 
 // The product is complete: what is held of it, in bf16.
-template <bool BACKWARD, MatmulGeluType TYPE>
+template <bool BACKWARD>
 __device__ __forceinline__ void mg_finish(MatmulGeluWork& w) {
     wgmma_wait<0>();
     wgmma_hold(w.c);
     mg_give_back(w, w.last);
 #pragma unroll
     for (int n = 0; n < MG_COLUMNS / 8; n++) {
-        float* c = w.c[n];
-#pragma unroll
-        for (int i = 0; i < 4 && TYPE != MG_BF16; i++) c[i] *= w.unit;
+        const float* c = w.c[n];
         if (BACKWARD) {
             float2 upper = __half22float2(*reinterpret_cast<__half2*>(&w.held[n][0]));
             float2 lower = __half22float2(*reinterpret_cast<__half2*>(&w.held[n][1]));
@@ -463,19 +370,19 @@ __device__ __forceinline__ void mg_finish(MatmulGeluWork& w) {
 }
 
 // A warpgroup: its 64 rows of all tiles of this block.
-template <bool BACKWARD, MatmulGeluType TYPE>
+template <bool BACKWARD>
 __device__ __forceinline__ void mg_consume(MatmulGeluWork& w) {
-    const int steps = (w.shape.depth + MG_DEPTH - 1) / MG_DEPTH * MG_STEPS<TYPE>;
+    const int steps = (w.shape.depth + MG_DEPTH - 1) / MG_DEPTH;
     w.tile = mg_tile(blockIdx.x, w.shape);
     if (BACKWARD && w.lane == 0) mg_fetch_pre(w, w.tile, 0);
     for (w.index = blockIdx.x; w.index < w.shape.tiles; w.index += gridDim.x, w.parity ^= 1) {
         w.k = 0;
         if (!BACKWARD) mg_ask_bias(w);
-        mg_multiply<BACKWARD, TYPE, 0>(w, steps);
-        mg_finish<BACKWARD, TYPE>(w);
+        mg_multiply<BACKWARD, 0>(w, steps);
+        mg_finish<BACKWARD>(w);
         w.before = w.tile, w.tile = w.next, w.full = true;
     }
-    mg_deliver_last<BACKWARD, TYPE, 0>(w);
+    mg_deliver_last<BACKWARD, 0>(w);
     if (w.lane == 0) store_wait_read<0>();
 }
 
@@ -491,12 +398,10 @@ __device__ __forceinline__ void mg_barriers(uint32_t shared) {
 #endif
 
 // Grid at most the tiles, block 384, shared memory MG_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// MG_LEAST_DEPTH, any rows. bias (columns): forward. partial (ceil(rows / 64), columns): backward. With codes, rows are
-// a multiple of 128 and columns of 256. Deterministic.
-template <bool BACKWARD, MatmulGeluType TYPE>
-__global__ void __launch_bounds__(384, 1)
-    matmul_gelu_kernel(const __grid_constant__ MatmulGeluMaps maps, MatmulGeluShape shape, const bf16* bias,
-                       float* partial, MatmulGeluCodes codes) {
+// MG_LEAST_DEPTH, any rows. bias (columns): forward. partial (ceil(rows / 64), columns): backward. Deterministic.
+template <bool BACKWARD>
+__global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_constant__ MatmulGeluMaps maps,
+                                                             MatmulGeluShape shape, const bf16* bias, float* partial) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char matmul_gelu_shared[];
     uint32_t shared = shared_offset(matmul_gelu_shared);
@@ -504,7 +409,7 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_shrink<24>();
-        if (threadIdx.x == 0) mg_produce<BACKWARD, TYPE>(shared, &maps, shape);
+        if (threadIdx.x == 0) mg_produce<BACKWARD>(shared, &maps, shape);
         return;
     }
     registers_grow<240>();
@@ -515,50 +420,37 @@ __global__ void __launch_bounds__(384, 1)
     w.group = warp / 4, w.warp = warp % 4;
     w.slots = shared + MG_SLOTS + warp * 2 * MG_SLOT_BYTES, w.extra = shared + MG_EXTRA + w.group * 1024;
     w.place = w.slots + panel_offset(w.lane % 16, w.lane / 16);
-    if constexpr (TYPE != MG_BF16) {
-        w.unit = *codes.inverse_left * *codes.inverse_right, w.scale = *codes.out.scale;
-        const int row = w.group * 64 + w.warp * 16 + w.lane / 4;
-        w.codes = codes.out.rows + (int64_t)row * shape.columns + w.lane % 4 * 8;
-    }
-    mg_consume<BACKWARD, TYPE>(w);
-    if constexpr (TYPE != MG_BF16) fp8_tell_warp(codes.out, w.seen);
+    mg_consume<BACKWARD>(w);
 #else
-    (void)maps, (void)shape, (void)bias, (void)partial, (void)codes;
+    (void)maps, (void)shape, (void)bias, (void)partial;
 #endif
 }
 
 // Whether the code was built for sm_90a: without it the kernels are empty and need few registers.
 inline bool matmul_gelu_is_built() {
     cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, matmul_gelu_kernel<true, MG_BF16>));
+    check(cudaFuncGetAttributes(&attributes, matmul_gelu_kernel<true>));
     return attributes.numRegs > 64;
 }
 
-// Whether these kernels run here, and the result has tiles for every multiprocessor. depth in units of 2 bytes.
-inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth, int least = MG_LEAST_DEPTH) {
+// Whether these kernels run here, and the result has tiles for every multiprocessor.
+inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
     int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
     if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
         return false;
     static const bool built = matmul_gelu_is_built();
-    return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 && depth >= least;
+    return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 &&
+           depth >= MG_LEAST_DEPTH;
 }
 
-// The same in fp8, where a stage is two steps. depth is that of the codes.
-inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
-    constexpr int LEAST = (MG_CHUNKS / 2 - 1) * MG_DEPTH + 1;
-    return depth % 16 == 0 && rows % MG_ROWS == 0 && columns % MG_COLUMNS == 0 &&
-           matmul_gelu_fits(dev, rows, columns, depth / 2, LEAST);
-}
-
-// depth in units of 2 bytes.
-template <bool BACKWARD, MatmulGeluType TYPE>
+template <bool BACKWARD>
 void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, int rows, int columns, int depth,
-                        const bf16* bias, float* partial, const MatmulGeluCodes& codes) {
-    auto kernel = matmul_gelu_kernel<BACKWARD, TYPE>;
+                        const bf16* bias, float* partial) {
+    auto kernel = matmul_gelu_kernel<BACKWARD>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MG_SHARED_BYTES));
     int tiles = (int)(ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS));
     MatmulGeluShape shape = {rows, columns, depth, tiles};
-    kernel<<<dev->sm_count, 384, MG_SHARED_BYTES, dev->stream>>>(*maps, shape, bias, partial, codes);
+    kernel<<<dev->sm_count, 384, MG_SHARED_BYTES, dev->stream>>>(*maps, shape, bias, partial);
     check_launch();
 }
 
@@ -567,7 +459,7 @@ inline void matmul_gelu_forward(const Device* dev, bf16* out, bf16* pre, const b
                                 const bf16* bias, int64_t N, int C, int OC) {
     MatmulGeluMaps maps = {tensor_map(inp, 1, N, C, MG_ROWS), tensor_map(weight, 1, OC, C, MG_COLUMNS),
                            tensor_map(out, 1, N, OC, 16), tensor_map(pre, 1, N, OC, 16)};
-    matmul_gelu_launch<false, MG_BF16>(dev, &maps, (int)N, OC, C, bias, nullptr, {});
+    matmul_gelu_launch<false>(dev, &maps, (int)N, OC, C, bias, nullptr);
 }
 
 // dinp: (N, C) = (dout W) * gelu'(pre); dbias: (C) (+)= its column sums; scratch: matmul_gelu_scratch_bytes;
@@ -577,32 +469,6 @@ void matmul_gelu_backward(const Device* dev, bf16* dinp, G* dbias, float* scratc
                           const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
     MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC, MG_ROWS), tensor_map(weight, 1, OC, C, MG_DEPTH),
                            tensor_map(dinp, 1, N, C, 16), tensor_map(pre, 1, N, C, 16)};
-    matmul_gelu_launch<true, MG_BF16>(dev, &maps, (int)N, C, OC, nullptr, scratch, {});
-    column_sum(dev, &dbias, 1, scratch, (int)ceil_div(N, 64), C, accumulate);
-}
-
-// In fp8, forward: pre: (N, OC) bf16 and codes->out: (N, OC) those of gelu(pre), e4m3, from codes inp: (N, C) and
-// weight: (OC, C), e4m3; bias: (OC) bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
-inline void matmul_gelu_fp8_forward(const Device* dev, const MatmulGeluCodes* codes, bf16* pre, const uint8_t* inp,
-                                    const uint8_t* weight, const bf16* bias, int64_t N, int C, int OC) {
-    MatmulGeluMaps maps = {tensor_map(inp, 1, N, C / 2, MG_ROWS), tensor_map(weight, 1, OC, C / 2, MG_COLUMNS),
-                           tensor_map(pre, 1, N, OC, 16), tensor_map(pre, 1, N, OC, 16)};
-    matmul_gelu_launch<false, MG_E4M3>(dev, &maps, (int)N, OC, C / 2, bias, nullptr, *codes);
-}
-
-// In fp8, backward: codes->out: (N, C) those of d = (dout W) * gelu'(pre), of their type; dbias: (C) (+)= the column
-// sums of d; scratch: matmul_gelu_scratch_bytes; dout: (N, OC) codes of the same type; weight: (C, OC) e4m3 codes of W
-// by columns; pre: (N, C). Where matmul_gelu_fp8_fits(dev, N, C, OC).
-template <typename G>
-void matmul_gelu_fp8_backward(const Device* dev, const MatmulGeluCodes* codes, G* dbias, float* scratch,
-                              const uint8_t* dout, const uint8_t* weight, const bf16* pre, int64_t N, int C, int OC,
-                              bool accumulate) {
-    MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC / 2, MG_ROWS), tensor_map(weight, 1, C, OC / 2, MG_COLUMNS),
-                           tensor_map(pre, 1, N, C, 16), tensor_map(pre, 1, N, C, 16)};
-    if (codes->out.type == FP8_E5M2) {
-        matmul_gelu_launch<true, MG_E5M2>(dev, &maps, (int)N, C, OC / 2, nullptr, scratch, *codes);
-    } else {
-        matmul_gelu_launch<true, MG_E4M3>(dev, &maps, (int)N, C, OC / 2, nullptr, scratch, *codes);
-    }
+    matmul_gelu_launch<true>(dev, &maps, (int)N, C, OC, nullptr, scratch);
     column_sum(dev, &dbias, 1, scratch, (int)ceil_div(N, 64), C, accumulate);
 }

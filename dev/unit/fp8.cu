@@ -377,7 +377,7 @@ struct GeluProducts {
     Array<bf16> left, weight, bias, pre, want;
     Array<float> dbias;
     Fp8 f;
-    uint8_t *left_codes, *weight_codes, *codes, *cast;
+    uint8_t *left_codes, *weight_codes, *codes, *columns, *cast, *cast_columns;
     float* scratch;
 };
 
@@ -387,7 +387,7 @@ GeluProducts gelu_products_open(const Device* dev, int64_t N, int C, int OC, Fp8
     p.bias = array_random<bf16>(dev, OC, 3, 1.0f), p.pre = array_random<bf16>(dev, N * OC, 4, 3.0f);
     p.want = array_of<bf16>(dev, N * OC, nullptr), p.dbias = array_of<float>(dev, OC, nullptr);
     p.f = scales_open(dev, 6);
-    for (uint8_t** codes : {&p.left_codes, &p.weight_codes, &p.codes, &p.cast}) {
+    for (uint8_t** codes : {&p.left_codes, &p.weight_codes, &p.codes, &p.columns, &p.cast, &p.cast_columns}) {
         const int64_t n = codes == &p.left_codes ? N * C : codes == &p.weight_codes ? (int64_t)OC * C : N * OC;
         *codes = (uint8_t*)device_alloc(dev, n);
     }
@@ -404,7 +404,8 @@ GeluProducts gelu_products_open(const Device* dev, int64_t N, int C, int OC, Fp8
 
 void gelu_products_close(const Device* dev, GeluProducts* p) {
     for (Array<bf16>* array : {&p->left, &p->weight, &p->bias, &p->pre, &p->want}) array_free(dev, array);
-    for (uint8_t* codes : {p->left_codes, p->weight_codes, p->codes, p->cast}) device_free(dev, codes);
+    for (uint8_t* codes : {p->left_codes, p->weight_codes, p->codes, p->columns, p->cast, p->cast_columns})
+        device_free(dev, codes);
     array_free(dev, &p->dbias), device_free(dev, p->scratch), device_free(dev, p->f.inverse);
 }
 
@@ -425,12 +426,23 @@ int64_t codes_apart(const Device* dev, const GeluProducts* p, int64_t n, Fp8Type
     return apart;
 }
 
+// Codes by columns are those by rows, transposed.
+void check_columns(Test* test, const Device* dev, const GeluProducts* p, int64_t N, int OC) {
+    uint8_t *rows = (uint8_t*)memory_take(N * OC), *columns = (uint8_t*)memory_take(N * OC);
+    copy_to_host(dev, rows, p->codes, N * OC), copy_to_host(dev, columns, p->columns, N * OC);
+    int64_t differ = 0;
+    for (int64_t n = 0; n < N; n++)
+        for (int c = 0; c < OC; c++) differ += rows[n * OC + c] != columns[c * N + n];
+    expect(differ == 0, "%lld x %d: %lld codes by columns are not those by rows", (long long)N, OC, (long long)differ);
+    free(rows), free(columns);
+}
+
 // pre against cuBLASLt's product, within both products' cuts (check_product); its GELU's codes and the counters against
 // a cast of the very pre, to the bit.
 void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
     GeluProducts p = gelu_products_open(dev, N, C, OC, FP8_E4M3);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, FP8_E4M3};
-    const MatmulGeluCodes codes = {out, p.f.inverse, p.f.inverse + 4};
+    const MatmulGeluCodes codes = {out, p.columns, p.f.inverse, p.f.inverse + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, FP8_E4M3, p.weight_codes, 1, FP8_E4M3, p.bias.device,
                       N, OC, C, true, false);
     bf16* stored = (bf16*)malloc(N * OC * sizeof(bf16));
@@ -443,7 +455,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     });
     uint32_t found[7];
     copy_to_host(dev, found, p.f.found, sizeof(found));
-    const Fp8Operand cast = {p.cast, nullptr, 3, FP8_E4M3};
+    const Fp8Operand cast = {p.cast, p.cast_columns, 3, FP8_E4M3};
     fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU, p.pre.device, nullptr, (float*)nullptr, nullptr, N, OC, false);
     uint8_t *got = (uint8_t*)malloc(N * OC), *other = (uint8_t*)malloc(N * OC);
     copy_to_host(dev, got, p.codes, N * OC), copy_to_host(dev, other, p.cast, N * OC);
@@ -451,6 +463,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     for (int64_t i = 0; i < N * OC; i++) differ += got[i] != other[i];
     expect(differ == 0, "%lld x %d x %d: %lld codes of GELU differ from the cast's", (long long)N, OC, C,
            (long long)differ);
+    check_columns(test, dev, &p, N, OC);
     uint32_t after[7];
     copy_to_host(dev, after, p.f.found, sizeof(after));
     expect(found[2] == after[3] && found[2] > 0, "largest magnitude %08x, the cast's %08x", found[2], after[3]);
@@ -463,10 +476,10 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
 void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
     GeluProducts p = gelu_products_open(dev, N, C, OC, type);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, type};
-    const MatmulGeluCodes codes = {out, p.f.inverse, p.f.inverse + 4};
+    const MatmulGeluCodes codes = {out, p.columns, p.f.inverse, p.f.inverse + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, type, p.weight_codes, 1, FP8_E4M3,
                       (const bf16*)nullptr, N, OC, C, true, false);
-    const Fp8Operand cast = {p.cast, nullptr, 3, type};
+    const Fp8Operand cast = {p.cast, p.cast_columns, 3, type};
     fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU_BACKWARD, p.want.device, p.pre.device, p.dbias.device, p.scratch, N, OC,
                    false);
     float* want = (float*)malloc(OC * sizeof(float));
@@ -481,6 +494,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     const int64_t apart = codes_apart(dev, &p, N * OC, type, cut + size * epsilon<bf16>());
     expect(apart == 0, "%lld x %d x %d, type %d: %lld codes are too far from the cast's", (long long)N, OC, C, type,
            (long long)apart);
+    check_columns(test, dev, &p, N, OC);
     uint32_t found[7];
     copy_to_host(dev, found, p.f.found, sizeof(found));
     float magnitude[2];
@@ -496,10 +510,12 @@ TEST(fp8_gelu_products_gpu) {
     double worst = 0;
     if (!matmul_gelu_fp8_fits(&dev, 4096, 3072, 768)) skip("needs compute capability 9.0 and a build for it");
     check_forward_gelu(test, &worst, &dev, 2048, 400, 2304);
+    check_forward_gelu(test, &worst, &dev, 4096, 80, 1536);
     check_forward_gelu(test, &worst, &dev, 4096, 768, 3072);
     check_forward_gelu(test, &worst, &dev, 2048, 1600, 6400);
     for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
         check_backward_gelu(test, &worst, &dev, 2048, 400, 2304, type);
+        check_backward_gelu(test, &worst, &dev, 4096, 80, 1536, type);
         check_backward_gelu(test, &worst, &dev, 4096, 768, 3072, type);
         check_backward_gelu(test, &worst, &dev, 2048, 1600, 6400, type);
     }

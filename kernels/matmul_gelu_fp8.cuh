@@ -1,0 +1,387 @@
+// The two matrix products next to GELU, of fp8 codes, with codes as their result, on sm_90a:
+//     forward   pre = inp W^T + bias,  out = gelu(pre)                      inp (N, K), W (COLS, K), bias (COLS)
+//     backward  d = (dout W) * gelu'(pre),  dbias = column sums of d        dout (N, K), W by columns (COLS, K)
+// pre is bf16 (N, COLS). out and d leave as codes by rows (N, COLS) and by columns (COLS, N), with their largest
+// magnitude and how many saturated. That replaces a product and a cast (fp8.cuh), which computes the same: the product
+// is rounded to bf16 before GELU or gelu' is taken of it, and the codes are those of the cast to the bit.
+//
+// Bytes an element of the result: forward writes 2 + 1 + 1, backward reads 2 and writes 1 + 1; product and cast move 6
+// and
+// 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups do nothing but
+// multiply, and a third takes GELU, makes codes and transposes them, 8 x 8 elements a thread, as fp8_cast_kernel does.
+// The tile passes between them through shared memory in four panels of 64 columns, each with barriers of its own, so
+// that both sides work all the time.
+//
+// Tile 128 x 256, 64 rows a multiplying warpgroup. Shared memory, 226 KB: 3 stages of A (128 x 128 codes) and B (256 x
+// 128), 4 panels (128 x 64 bf16), two buffers of transposed codes (64 x 128), and 2 KB for the bias (forward) or the
+// column sums of 4 warps (backward). Block of 384: 8 warps that multiply (184 registers), of which one thread orders
+// the copies two steps ahead, and 4 that make codes (136). Blocks stay and walk over tiles as in matmul_gelu.cuh.
+//
+// Deterministic: each sum runs over K in order (14 bits are kept of it), column sums over fixed rows (128, then
+// column_sum.cuh).
+#pragma once
+#include "fp8.cuh"
+#include "matmul_gelu.cuh"
+
+constexpr int MQ_STAGES = 3, MQ_DEPTH = 128, MQ_PANEL_BYTES = MG_ROWS * PANEL_ROW_BYTES;
+constexpr int MQ_PANELS = MQ_STAGES * MG_STAGE_BYTES;                   // offset of the panels
+constexpr int MQ_WORDS = MQ_PANELS + MG_COLUMNS / 64 * MQ_PANEL_BYTES;  // of the transposed codes
+constexpr int MQ_WORDS_BYTES = 64 * MG_ROWS;
+constexpr int MQ_EXTRA = MQ_WORDS + 2 * MQ_WORDS_BYTES;
+constexpr int MQ_BARRIERS = MQ_EXTRA + 2048;  // full and empty of each stage, then of each panel
+constexpr int MQ_SHARED_BYTES = MQ_BARRIERS + (2 * MQ_STAGES + 8) * 8;
+constexpr int MQ_THREADS = 384, MQ_MAKERS = 128;  // of a block, and of those the ones that make codes
+
+struct MatmulGeluFp8Maps {
+    CUtensorMap a, b, pre;
+};
+
+// What both sides work with.
+struct MatmulGeluFp8 {
+    MatmulGeluShape shape;  // its depth is in codes
+    const bf16* bias;       // (columns), forward
+    const bf16* pre;        // (rows, columns), backward
+    float* partial;         // (rows / 128, columns) column sums, backward
+    uint8_t* transposed;    // (columns, rows) codes
+    Fp8Codes codes;         // by rows
+    const float *inverse_left, *inverse_right;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+__device__ __forceinline__ uint32_t mq_full(uint32_t shared, int stage) {
+    return shared + MQ_BARRIERS + stage * 8;
+}
+__device__ __forceinline__ uint32_t mq_empty(uint32_t shared, int stage) {
+    return shared + MQ_BARRIERS + (MQ_STAGES + stage) * 8;
+}
+__device__ __forceinline__ uint32_t mq_panel_full(uint32_t shared, int panel) {
+    return shared + MQ_BARRIERS + (2 * MQ_STAGES + panel) * 8;
+}
+__device__ __forceinline__ uint32_t mq_panel_empty(uint32_t shared, int panel) {
+    return shared + MQ_BARRIERS + (2 * MQ_STAGES + 4 + panel) * 8;
+}
+
+// A place in the ring of stages, and the parity of its present round.
+struct MatmulGeluFp8Ring {
+    int stage;
+    uint32_t parity;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == MQ_STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ int mq_steps(const MatmulGeluShape& shape) {
+    return (shape.depth + MQ_DEPTH - 1) / MQ_DEPTH;
+}
+
+// What the thread that orders copies knows: the next step of this block's tiles, and its stage.
+struct MatmulGeluFp8Orders {
+    const MatmulGeluFp8Maps* maps;
+    MatmulGeluFp8Ring ring;  // the stages begin empty
+    int index, k;
+};
+
+// Orders the operands of the next step. The maps are those of bf16, so K counts pairs of codes.
+__device__ __forceinline__ void mq_order(MatmulGeluFp8Orders& o, uint32_t shared, const MatmulGeluShape& shape) {
+    if (o.index >= shape.tiles) return;
+    const MatmulGeluTile tile = mg_tile(o.index, shape);
+    const uint32_t full = mq_full(shared, o.ring.stage), a = shared + o.ring.stage * MG_STAGE_BYTES;
+    barrier_wait(mq_empty(shared, o.ring.stage), o.ring.parity);
+    barrier_expect(full, MG_STAGE_BYTES);
+    tensor_load(a, &o.maps->a, full, o.k * (MQ_DEPTH / 2), tile.row, 0);
+    tensor_load(a + MG_A_BYTES, &o.maps->b, full, o.k * (MQ_DEPTH / 2), tile.column, 0);
+    o.ring.advance();
+    if (++o.k == mq_steps(shape)) o.k = 0, o.index += gridDim.x;
+}
+
+// A multiplying warpgroup's product of one tile, 64 x 256. When a step has ended, and its stage is free, the step after
+// the next one is ordered into it.
+template <bool A_E5M2>
+__device__ __forceinline__ void mq_product(float (&c)[MG_COLUMNS / 8][4], uint32_t shared, int group,
+                                           const MatmulGeluShape& shape, MatmulGeluFp8Ring& ring,
+                                           MatmulGeluFp8Orders& orders) {
+    const bool first = threadIdx.x % 32 == 0;
+    const int steps = mq_steps(shape);
+    int last = 0;
+#pragma unroll 1
+    for (int k = 0; k < steps; k++) {
+        const uint32_t a = shared + ring.stage * MG_STAGE_BYTES;
+        const uint64_t left = uniform_operand(operand_k_major<MG_ROWS>(a + group * 64 * PANEL_ROW_BYTES, 0));
+        const uint64_t right = uniform_operand(operand_k_major<MG_COLUMNS>(a + MG_A_BYTES, 0));
+        barrier_wait(mq_full(shared, ring.stage), ring.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < MQ_DEPTH / 32; j++)
+            Wgmma<MG_COLUMNS>::shared_fp8<A_E5M2>(c, operand_step(left, j * 32), operand_step(right, j * 32),
+                                                  k > 0 || j > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0 && first) barrier_arrive(mq_empty(shared, last));
+        if (threadIdx.x == 0) mq_order(orders, shared, shape);
+        __syncwarp();
+        last = ring.stage;
+        ring.advance();
+    }
+    wgmma_wait<0>();
+    wgmma_hold(c);
+    if (first) barrier_arrive(mq_empty(shared, last));
+}
+
+// The bias of a tile's columns, two a thread, into shared memory; two tiles take turns there.
+__device__ __forceinline__ void mq_place_bias(uint32_t to, uint32_t pair, int group) {
+    mg_store_word(to + threadIdx.x % 128 * 4, pair);
+    group_sync(1 + group, 128);
+}
+
+// A multiplying warpgroup: its 64 rows of all tiles of this block, as bf16 into the panels.
+template <bool BACKWARD, bool A_E5M2>
+__device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8Maps* maps, const MatmulGeluFp8& w) {
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;
+    const float unit = *w.inverse_left * *w.inverse_right;
+    const uint32_t place = shared + MQ_PANELS + warp * 16 * PANEL_ROW_BYTES + panel_offset(lane % 16, lane / 16);
+    MatmulGeluFp8Ring ring = {0, 0};
+    MatmulGeluFp8Orders orders = {maps, {0, 1}, (int)blockIdx.x, 0};
+    for (int i = 0; i < MQ_STAGES - 1 && threadIdx.x == 0; i++) mq_order(orders, shared, w.shape);
+    __syncwarp();
+    float c[MG_COLUMNS / 8][4];
+    uint32_t parity = 0;
+    for (int index = blockIdx.x; index < w.shape.tiles; index += gridDim.x, parity ^= 1) {
+        const uint32_t bias = shared + MQ_EXTRA + group * 1024 + parity * 512;
+        uint32_t bias_pair = 0;
+        if (!BACKWARD)
+            bias_pair =
+                *reinterpret_cast<const uint32_t*>(w.bias + mg_tile(index, w.shape).column + threadIdx.x % 128 * 2);
+        mq_product<A_E5M2>(c, shared, group, w.shape, ring, orders);
+        if (!BACKWARD) mq_place_bias(bias, bias_pair, group);
+#pragma unroll
+        for (int panel = 0; panel < 4; panel++) {
+            barrier_wait(mq_panel_empty(shared, panel), parity ^ 1);
+#pragma unroll
+            for (int n = panel * 8; n < panel * 8 + 8; n += 2) {
+                uint32_t word[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float* pair = c[n + i / 2] + i % 2 * 2;
+                    float2 add = {0.0f, 0.0f};
+                    if (!BACKWARD) add = pair_floats(mg_load_word(bias + (n + i / 2) * 16 + lane % 4 * 4));
+                    word[i] = pack_bf16(fmaf(pair[0], unit, add.x), fmaf(pair[1], unit, add.y));
+                }
+                store_matrices((place ^ (uint32_t)(n % 8 << 4)) + panel * MQ_PANEL_BYTES, word[0], word[1], word[2],
+                               word[3]);
+            }
+            fence_async();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(mq_panel_full(shared, panel));
+        }
+    }
+}
+
+// The codes of 4 rows of 8 columns: by rows to memory, by columns as words of 4 rows into a buffer. `at`: of the first
+// in the codes by rows. A word's place: neither the threads that write (8 eights of columns, 4 groups of rows) nor
+// those that read (all groups of a column) meet in a bank.
+__device__ __forceinline__ void mq_put(const MatmulGeluFp8& w, uint32_t* words, const uint2 (&codes)[4], int64_t at,
+                                       int eight, int group) {
+    uint32_t low[4], high[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) *(uint2*)(w.codes.rows + at + (int64_t)r * w.shape.columns) = codes[r];
+    fp8_transpose(low, codes[0].x, codes[1].x, codes[2].x, codes[3].x);
+    fp8_transpose(high, codes[0].y, codes[1].y, codes[2].y, codes[3].y);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        words[(eight * 8 + j) * 32 + (group ^ (eight * 4))] = low[j];
+        words[(eight * 8 + 4 + j) * 32 + (group ^ (eight * 4))] = high[j];
+    }
+}
+
+// A warp's sums of 64 columns over its rows, of which a thread has 8 over 8 of them.
+__device__ __forceinline__ void mq_put_sums(float* sums, float (&sum)[8], int lane) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 8);
+        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 16);
+    }
+    if (lane >= 8) return;
+#pragma unroll
+    for (int j = 0; j < 8; j += 4)
+        *(float4*)(sums + lane * 8 + j) = make_float4(sum[j], sum[j + 1], sum[j + 2], sum[j + 3]);
+}
+
+// What leaves a panel's buffers: codes by columns, and backward the column sums of its 128 rows.
+template <bool BACKWARD>
+__device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* words, const float* sums, int row,
+                                        int column, int thread) {
+    const int warp = thread / 32, lane = thread % 32;
+#pragma unroll 8
+    for (int i = warp; i < 64; i += MQ_MAKERS / 32) {
+        uint32_t* to = (uint32_t*)(w.transposed + (int64_t)(column + i) * w.shape.rows + row);
+        to[lane] = words[i * 32 + (lane ^ (i / 8 * 4))];
+    }
+    if (!BACKWARD || thread >= 64) return;
+    const float total = (sums[thread] + sums[64 + thread]) + (sums[128 + thread] + sums[192 + thread]);
+    w.partial[(int64_t)(row / MG_ROWS) * w.shape.columns + column + thread] = total;
+}
+
+// The threads that make codes, of all tiles of this block. A thread has 8 columns of rows 4 g to 4 g + 3 and of the
+// rows 64 further down.
+template <bool BACKWARD>
+__device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, const MatmulGeluFp8Maps* maps,
+                                              const MatmulGeluFp8& w, bool e5m2) {
+    constexpr Fp8Op OP = BACKWARD ? FP8_GELU_BACKWARD : FP8_GELU;
+    const int thread = threadIdx.x - (MQ_THREADS - MQ_MAKERS), lane = thread % 32, eight = thread % 8;
+    const float scale = *w.codes.scale, largest = fp8_largest(e5m2 ? FP8_E5M2 : FP8_E4M3);
+    // The warp whose thread 0 orders a panel's way to memory waits for it before it gives the panel back.
+    const bool waits = !BACKWARD && thread < 32;
+    Fp8Seen seen = {};
+    uint32_t parity = 0;
+    for (int index = blockIdx.x; index < w.shape.tiles; index += gridDim.x, parity ^= 1) {
+        const MatmulGeluTile tile = mg_tile(index, w.shape);
+#pragma unroll 1
+        for (int panel = 0; panel < 4; panel++) {
+            uint32_t* words = (uint32_t*)(memory + MQ_WORDS + panel % 2 * MQ_WORDS_BYTES);
+            float* sums = (float*)(memory + MQ_EXTRA) + panel % 2 * 256;
+            const char* from = memory + MQ_PANELS + panel * MQ_PANEL_BYTES;
+            const int column = tile.column + panel * 64;
+            Vec<bf16> x[8], pre[8] = {};
+            int64_t at[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                at[half] = (int64_t)(tile.row + 4 * (thread / 8 + 16 * half)) * w.shape.columns + column + eight * 8;
+#pragma unroll
+                for (int r = 0; r < 4 && BACKWARD; r++)
+                    pre[4 * half + r] = load_vec(w.pre + at[half] + (int64_t)r * w.shape.columns);
+            }
+            barrier_wait(mq_panel_full(shared, panel), parity);
+            if (!BACKWARD && thread == 0) {
+                tensor_store(&maps->pre, shared + MQ_PANELS + panel * MQ_PANEL_BYTES, column, tile.row, 0);
+                store_commit();
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                x[i] = *(const Vec<bf16>*)(from + panel_offset(4 * (thread / 8 + i / 4 * 16) + i % 4, eight));
+            __syncwarp();
+            if (lane == 0 && !waits) barrier_arrive(mq_panel_empty(shared, panel));
+            float sum[8] = {};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint2 codes[4];
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    float value[8];
+                    fp8_values<OP>(value, x[4 * half + r], pre[4 * half + r]);
+#pragma unroll
+                    for (int j = 0; j < 8 && BACKWARD; j++) sum[j] += value[j];
+                    codes[r] = fp8_codes(value, scale, largest, e5m2, &seen);
+                }
+                mq_put(w, words, codes, at[half], eight, thread / 8 + 16 * half);
+            }
+            if (BACKWARD) mq_put_sums(sums + thread / 32 * 64, sum, lane);
+            if (waits && lane == 0) store_wait_read<0>(), barrier_arrive(mq_panel_empty(shared, panel));
+            group_sync(3, MQ_MAKERS);
+            mq_send<BACKWARD>(w, words, sums, tile.row, column, thread);
+        }
+    }
+    fp8_tell_warp(w.codes, seen);
+}
+
+__device__ __forceinline__ void mq_barriers(uint32_t shared) {
+    for (int i = 0; i < MQ_STAGES; i++) {
+        barrier_init(mq_full(shared, i), 1);
+        barrier_init(mq_empty(shared, i), 8);  // a thread of each warp that multiplies
+    }
+    for (int i = 0; i < 4; i++) {
+        barrier_init(mq_panel_full(shared, i), 8);
+        barrier_init(mq_panel_empty(shared, i), MQ_MAKERS / 32);
+    }
+    barrier_init_done();
+}
+
+#endif
+
+// Grid at most the tiles, block MQ_THREADS, shared memory MQ_SHARED_BYTES; rows a multiple of 128, columns of 256,
+// depth of 16. TYPE: of the left operand's codes, and backward of the result's. Deterministic.
+template <bool BACKWARD, Fp8Type TYPE>
+__global__ void __launch_bounds__(MQ_THREADS, 1)
+    matmul_gelu_fp8_kernel(const __grid_constant__ MatmulGeluFp8Maps maps, const __grid_constant__ MatmulGeluFp8 w) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char matmul_gelu_shared[];
+    const uint32_t shared = shared_offset(matmul_gelu_shared);
+    const bool makes = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0) == 2;
+    if (threadIdx.x == 0) mq_barriers(shared);
+    __syncthreads();
+    if (makes) {
+        registers_shrink<136>();
+        mq_make_codes<BACKWARD>(shared, (char*)matmul_gelu_shared, &maps, w, TYPE == FP8_E5M2);
+    } else {
+        registers_grow<184>();
+        mq_multiply<BACKWARD, TYPE == FP8_E5M2>(shared, &maps, w);
+    }
+#else
+    (void)maps, (void)w;
+#endif
+}
+
+// Whether these kernels run here, and the result has tiles for every multiprocessor.
+inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
+    const int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
+    if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
+        return false;
+    static const bool built = matmul_gelu_is_built();
+    return built && dev->shared_memory >= MQ_SHARED_BYTES && rows % MG_ROWS == 0 && columns % MG_COLUMNS == 0 &&
+           depth % 16 == 0;
+}
+
+template <bool BACKWARD, Fp8Type TYPE>
+void matmul_gelu_fp8_launch(const Device* dev, const MatmulGeluFp8Maps* maps, const MatmulGeluFp8* work) {
+    auto kernel = matmul_gelu_fp8_kernel<BACKWARD, TYPE>;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MQ_SHARED_BYTES));
+    kernel<<<dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, dev->stream>>>(*maps, *work);
+    check_launch();
+}
+
+// What a product is given: codes of the result by rows and by columns (of `out.type`), and the scales of the operands.
+struct MatmulGeluCodes {
+    Fp8Codes out;
+    uint8_t* transposed;
+    const float *inverse_left, *inverse_right;  // device scalars
+};
+
+inline MatmulGeluFp8 matmul_gelu_fp8_work(const MatmulGeluCodes* codes, int64_t rows, int columns, int depth) {
+    const int tiles = (int)(ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS));
+    MatmulGeluFp8 work = {};
+    work.shape = {(int)rows, columns, depth, tiles};
+    work.codes = codes->out, work.transposed = codes->transposed;
+    work.inverse_left = codes->inverse_left, work.inverse_right = codes->inverse_right;
+    return work;
+}
+
+// pre: (N, OC) bf16, and the codes (e4m3) of gelu(pre), from codes inp: (N, C) and weight: (OC, C), e4m3; bias: (OC)
+// bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
+inline void matmul_gelu_fp8_forward(const Device* dev, const MatmulGeluCodes* codes, bf16* pre, const uint8_t* inp,
+                                    const uint8_t* weight, const bf16* bias, int64_t N, int C, int OC) {
+    const MatmulGeluFp8Maps maps = {tensor_map(inp, 1, N, C / 2, MG_ROWS), tensor_map(weight, 1, OC, C / 2, MG_COLUMNS),
+                                    tensor_map(pre, 1, N, OC, MG_ROWS)};
+    MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, OC, C);
+    work.bias = bias;
+    matmul_gelu_fp8_launch<false, FP8_E4M3>(dev, &maps, &work);
+}
+
+// The codes of d = (dout W) * gelu'(pre), of dout's type; dbias: (C) (+)= the column sums of d; scratch:
+// matmul_gelu_scratch_bytes; dout: (N, OC) codes; weight: (C, OC) e4m3 codes of W by columns; pre: (N, C). Where
+// matmul_gelu_fp8_fits(dev, N, C, OC).
+template <typename G>
+void matmul_gelu_fp8_backward(const Device* dev, const MatmulGeluCodes* codes, G* dbias, float* scratch,
+                              const uint8_t* dout, const uint8_t* weight, const bf16* pre, int64_t N, int C, int OC,
+                              bool accumulate) {
+    const MatmulGeluFp8Maps maps = {tensor_map(dout, 1, N, OC / 2, MG_ROWS),
+                                    tensor_map(weight, 1, C, OC / 2, MG_COLUMNS), tensor_map(pre, 1, N, C, MG_ROWS)};
+    MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, C, OC);
+    work.pre = pre, work.partial = scratch;
+    if (codes->out.type == FP8_E5M2) {
+        matmul_gelu_fp8_launch<true, FP8_E5M2>(dev, &maps, &work);
+    } else {
+        matmul_gelu_fp8_launch<true, FP8_E4M3>(dev, &maps, &work);
+    }
+    column_sum(dev, &dbias, 1, scratch, (int)(N / MG_ROWS), C, accumulate);
+}
