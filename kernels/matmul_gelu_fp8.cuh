@@ -8,14 +8,16 @@
 // Bytes an element of the result: forward writes 2 + 1 + 1, backward reads 2 and writes 1 + 1; product and cast move 6
 // and
 // 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups do nothing but
-// multiply, and a third takes GELU, makes codes and transposes them, 8 x 8 elements a thread, as fp8_cast_kernel does.
-// The tile passes between them through shared memory in four panels of 64 columns, each with barriers of its own, so
-// that both sides work all the time.
+// multiply, and two take GELU, make codes and transpose them, 4 x 8 elements a thread at a time, as fp8_cast_kernel
+// does. The tile passes between them through shared memory in four panels of 64 columns, each with barriers of its own,
+// so that both sides work all the time. The two that make codes take turns with the panels: while one computes, the
+// other stores.
 //
-// Tile 128 x 256, 64 rows a multiplying warpgroup. Shared memory, 226 KB: 3 stages of A (128 x 128 codes) and B (256 x
+// Tile 128 x 256, 64 rows a multiplying warpgroup, in two products of 128 columns: one of 256 would need more registers
+// than a block of this size can be compiled with. Shared memory, 226 KB: 3 stages of A (128 x 128 codes) and B (256 x
 // 128), 4 panels (128 x 64 bf16), two buffers of transposed codes (64 x 128), and 2 KB for the bias (forward) or the
-// column sums of 4 warps (backward). Block of 384: 8 warps that multiply (184 registers), of which one thread orders
-// the copies two steps ahead, and 4 that make codes (136). Blocks stay and walk over tiles as in matmul_gelu.cuh.
+// column sums of 8 warps (backward). Block of 512: 8 warps that multiply (168 registers), of which one thread orders
+// the copies two steps ahead, and 8 that make codes (88). Blocks stay and walk over tiles as in matmul_gelu.cuh.
 //
 // Deterministic: each sum runs over K in order (14 bits are kept of it), column sums over fixed rows (128, then
 // column_sum.cuh).
@@ -30,7 +32,7 @@ constexpr int MQ_WORDS_BYTES = 64 * MG_ROWS;
 constexpr int MQ_EXTRA = MQ_WORDS + 2 * MQ_WORDS_BYTES;
 constexpr int MQ_BARRIERS = MQ_EXTRA + 2048;  // full and empty of each stage, then of each panel
 constexpr int MQ_SHARED_BYTES = MQ_BARRIERS + (2 * MQ_STAGES + 8) * 8;
-constexpr int MQ_THREADS = 384, MQ_MAKERS = 128;  // of a block, and of those the ones that make codes
+constexpr int MQ_THREADS = 512, MQ_TEAM = 128;  // of a block, and of each of the two teams that make codes
 
 struct MatmulGeluFp8Maps {
     CUtensorMap a, b, pre;
@@ -99,7 +101,7 @@ __device__ __forceinline__ void mq_order(MatmulGeluFp8Orders& o, uint32_t shared
 // A multiplying warpgroup's product of one tile, 64 x 256. When a step has ended, and its stage is free, the step after
 // the next one is ordered into it.
 template <bool A_E5M2>
-__device__ __forceinline__ void mq_product(float (&c)[MG_COLUMNS / 8][4], uint32_t shared, int group,
+__device__ __forceinline__ void mq_product(float (&c)[2][16][4], uint32_t shared, int group,
                                            const MatmulGeluShape& shape, MatmulGeluFp8Ring& ring,
                                            MatmulGeluFp8Orders& orders) {
     const bool first = threadIdx.x % 32 == 0;
@@ -113,9 +115,13 @@ __device__ __forceinline__ void mq_product(float (&c)[MG_COLUMNS / 8][4], uint32
         barrier_wait(mq_full(shared, ring.stage), ring.parity);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < MQ_DEPTH / 32; j++)
-            Wgmma<MG_COLUMNS>::shared_fp8<A_E5M2>(c, operand_step(left, j * 32), operand_step(right, j * 32),
-                                                  k > 0 || j > 0);
+        for (int j = 0; j < MQ_DEPTH / 32; j++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                Wgmma<128>::shared_fp8<A_E5M2>(c[half], operand_step(left, j * 32),
+                                               operand_step(right, j * 32 + half * 128 * PANEL_ROW_BYTES),
+                                               k > 0 || j > 0);
+        }
         wgmma_commit();
         wgmma_wait<1>();
         if (k > 0 && first) barrier_arrive(mq_empty(shared, last));
@@ -125,7 +131,8 @@ __device__ __forceinline__ void mq_product(float (&c)[MG_COLUMNS / 8][4], uint32
         ring.advance();
     }
     wgmma_wait<0>();
-    wgmma_hold(c);
+    wgmma_hold(c[0]);
+    wgmma_hold(c[1]);
     if (first) barrier_arrive(mq_empty(shared, last));
 }
 
@@ -145,7 +152,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8
     MatmulGeluFp8Orders orders = {maps, {0, 1}, (int)blockIdx.x, 0};
     for (int i = 0; i < MQ_STAGES - 1 && threadIdx.x == 0; i++) mq_order(orders, shared, w.shape);
     __syncwarp();
-    float c[MG_COLUMNS / 8][4];
+    float c[2][16][4];
     uint32_t parity = 0;
     for (int index = blockIdx.x; index < w.shape.tiles; index += gridDim.x, parity ^= 1) {
         const uint32_t bias = shared + MQ_EXTRA + group * 1024 + parity * 512;
@@ -163,7 +170,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8
                 uint32_t word[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float* pair = c[n + i / 2] + i % 2 * 2;
+                    const float* pair = c[n / 16][n % 16 + i / 2] + i % 2 * 2;
                     float2 add = {0.0f, 0.0f};
                     if (!BACKWARD) add = pair_floats(mg_load_word(bias + (n + i / 2) * 16 + lane % 4 * 4));
                     word[i] = pack_bf16(fmaf(pair[0], unit, add.x), fmaf(pair[1], unit, add.y));
@@ -208,13 +215,13 @@ __device__ __forceinline__ void mq_put_sums(float* sums, float (&sum)[8], int la
         *(float4*)(sums + lane * 8 + j) = make_float4(sum[j], sum[j + 1], sum[j + 2], sum[j + 3]);
 }
 
-// What leaves a panel's buffers: codes by columns, and backward the column sums of its 128 rows.
+// What leaves a team's buffers: codes by columns of a panel, and backward the column sums of its 128 rows.
 template <bool BACKWARD>
 __device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* words, const float* sums, int row,
                                         int column, int thread) {
     const int warp = thread / 32, lane = thread % 32;
 #pragma unroll 8
-    for (int i = warp; i < 64; i += MQ_MAKERS / 32) {
+    for (int i = warp; i < 64; i += MQ_TEAM / 32) {
         uint32_t* to = (uint32_t*)(w.transposed + (int64_t)(column + i) * w.shape.rows + row);
         to[lane] = words[i * 32 + (lane ^ (i / 8 * 4))];
     }
@@ -223,66 +230,105 @@ __device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* 
     w.partial[(int64_t)(row / MG_ROWS) * w.shape.columns + column + thread] = total;
 }
 
-// The threads that make codes, of all tiles of this block. A thread has 8 columns of rows 4 g to 4 g + 3 and of the
-// rows 64 further down.
-template <bool BACKWARD>
-__device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, const MatmulGeluFp8Maps* maps,
-                                              const MatmulGeluFp8& w, bool e5m2) {
+// What a thread of a team works with. It has 8 columns of 4 rows of a panel, and of the 4 rows 64 further down.
+struct MatmulGeluFp8Maker {
+    int team, thread, eight, group;
+    float scale, largest;
+    uint32_t* words;
+    float* sums;
+    Fp8Seen seen;
+};
+
+// Of its first element in the result.
+__device__ __forceinline__ int64_t mq_place(const MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, MatmulGeluTile tile,
+                                            int panel, int half) {
+    return (int64_t)(tile.row + 4 * (m.group + 16 * half)) * w.shape.columns + tile.column + panel * 64 + m.eight * 8;
+}
+
+// Backward: its part of a panel of pre.
+__device__ __forceinline__ void mq_load_pre(Vec<bf16> (&pre)[8], const MatmulGeluFp8Maker& m, const MatmulGeluFp8& w,
+                                            MatmulGeluTile tile, int panel) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const bf16* from = w.pre + mq_place(m, w, tile, panel, half);
+#pragma unroll
+        for (int r = 0; r < 4; r++) pre[4 * half + r] = load_vec(from + (int64_t)r * w.shape.columns);
+    }
+}
+
+// The codes of a panel, from shared memory at `from`, which is given back as soon as it is read, if `gives`.
+template <bool BACKWARD, bool E5M2>
+__device__ __forceinline__ void mq_make_panel(MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, const char* from,
+                                              uint32_t empty, bool gives, const Vec<bf16> (&pre)[8],
+                                              MatmulGeluTile tile, int panel) {
     constexpr Fp8Op OP = BACKWARD ? FP8_GELU_BACKWARD : FP8_GELU;
-    const int thread = threadIdx.x - (MQ_THREADS - MQ_MAKERS), lane = thread % 32, eight = thread % 8;
-    const float scale = *w.codes.scale, largest = fp8_largest(e5m2 ? FP8_E5M2 : FP8_E4M3);
+    float sum[8] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int group = m.group + 16 * half;
+        Vec<bf16> x[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) x[r] = *(const Vec<bf16>*)(from + panel_offset(4 * group + r, m.eight));
+        if (half == 1) {
+            __syncwarp();
+            if (gives) barrier_arrive(empty);
+        }
+        uint2 codes[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float value[8];
+            fp8_values<OP>(value, x[r], pre[4 * half + r]);
+#pragma unroll
+            for (int j = 0; j < 8 && BACKWARD; j++) sum[j] += value[j];
+            codes[r] = fp8_codes(value, m.scale, m.largest, E5M2, &m.seen);
+        }
+        mq_put(w, m.words, codes, mq_place(m, w, tile, panel, half), m.eight, group);
+    }
+    if (BACKWARD) mq_put_sums(m.sums + m.thread / 32 * 64, sum, m.thread % 32);
+}
+
+// A team that makes codes: two panels of all tiles of this block. Backward, what it needs of pre is on its way while
+// the panel before leaves.
+template <bool BACKWARD, bool E5M2>
+__device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, const MatmulGeluFp8Maps* maps,
+                                              const MatmulGeluFp8& w) {
+    const int thread = threadIdx.x % MQ_TEAM, team = __shfl_sync(0xffffffffu, (int)threadIdx.x / MQ_TEAM % 2, 0);
+    MatmulGeluFp8Maker m = {team,
+                            thread,
+                            thread % 8,
+                            thread / 8,
+                            *w.codes.scale,
+                            fp8_largest(E5M2 ? FP8_E5M2 : FP8_E4M3),
+                            (uint32_t*)(memory + MQ_WORDS + team * MQ_WORDS_BYTES),
+                            (float*)(memory + MQ_EXTRA) + team * 256,
+                            {}};
     // The warp whose thread 0 orders a panel's way to memory waits for it before it gives the panel back.
-    const bool waits = !BACKWARD && thread < 32;
-    Fp8Seen seen = {};
+    const bool first = thread % 32 == 0, waits = !BACKWARD && thread < 32;
+    Vec<bf16> pre[8] = {};
     uint32_t parity = 0;
+    MatmulGeluTile tile = mg_tile(blockIdx.x, w.shape);
+    if (BACKWARD) mq_load_pre(pre, m, w, tile, team);
     for (int index = blockIdx.x; index < w.shape.tiles; index += gridDim.x, parity ^= 1) {
-        const MatmulGeluTile tile = mg_tile(index, w.shape);
+        const int after = index + (int)gridDim.x;
+        const MatmulGeluTile next = after < w.shape.tiles ? mg_tile(after, w.shape) : tile;
 #pragma unroll 1
-        for (int panel = 0; panel < 4; panel++) {
-            uint32_t* words = (uint32_t*)(memory + MQ_WORDS + panel % 2 * MQ_WORDS_BYTES);
-            float* sums = (float*)(memory + MQ_EXTRA) + panel % 2 * 256;
-            const char* from = memory + MQ_PANELS + panel * MQ_PANEL_BYTES;
-            const int column = tile.column + panel * 64;
-            Vec<bf16> x[8], pre[8] = {};
-            int64_t at[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                at[half] = (int64_t)(tile.row + 4 * (thread / 8 + 16 * half)) * w.shape.columns + column + eight * 8;
-#pragma unroll
-                for (int r = 0; r < 4 && BACKWARD; r++)
-                    pre[4 * half + r] = load_vec(w.pre + at[half] + (int64_t)r * w.shape.columns);
-            }
+        for (int panel = team; panel < 4; panel += 2) {
+            const uint32_t offset = MQ_PANELS + panel * MQ_PANEL_BYTES, empty = mq_panel_empty(shared, panel);
             barrier_wait(mq_panel_full(shared, panel), parity);
             if (!BACKWARD && thread == 0) {
-                tensor_store(&maps->pre, shared + MQ_PANELS + panel * MQ_PANEL_BYTES, column, tile.row, 0);
+                tensor_store(&maps->pre, shared + offset, tile.column + panel * 64, tile.row, 0);
                 store_commit();
             }
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                x[i] = *(const Vec<bf16>*)(from + panel_offset(4 * (thread / 8 + i / 4 * 16) + i % 4, eight));
-            __syncwarp();
-            if (lane == 0 && !waits) barrier_arrive(mq_panel_empty(shared, panel));
-            float sum[8] = {};
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint2 codes[4];
-#pragma unroll
-                for (int r = 0; r < 4; r++) {
-                    float value[8];
-                    fp8_values<OP>(value, x[4 * half + r], pre[4 * half + r]);
-#pragma unroll
-                    for (int j = 0; j < 8 && BACKWARD; j++) sum[j] += value[j];
-                    codes[r] = fp8_codes(value, scale, largest, e5m2, &seen);
-                }
-                mq_put(w, words, codes, at[half], eight, thread / 8 + 16 * half);
-            }
-            if (BACKWARD) mq_put_sums(sums + thread / 32 * 64, sum, lane);
-            if (waits && lane == 0) store_wait_read<0>(), barrier_arrive(mq_panel_empty(shared, panel));
-            group_sync(3, MQ_MAKERS);
-            mq_send<BACKWARD>(w, words, sums, tile.row, column, thread);
+            mq_make_panel<BACKWARD, E5M2>(m, w, memory + offset, empty, first && !waits, pre, tile, panel);
+            if (BACKWARD) mq_load_pre(pre, m, w, panel < 2 ? tile : next, panel < 2 ? panel + 2 : team);
+            group_sync(3 + team, MQ_TEAM);
+            mq_send<BACKWARD>(w, m.words, m.sums, tile.row, tile.column + panel * 64, thread);
+            if (first && waits) store_wait_read<0>(), barrier_arrive(empty);
+            group_sync(3 + team, MQ_TEAM);  // the buffers have been read
         }
+        tile = next;
     }
-    fp8_tell_warp(w.codes, seen);
+    fp8_tell_warp(w.codes, m.seen);
 }
 
 __device__ __forceinline__ void mq_barriers(uint32_t shared) {
@@ -292,7 +338,7 @@ __device__ __forceinline__ void mq_barriers(uint32_t shared) {
     }
     for (int i = 0; i < 4; i++) {
         barrier_init(mq_panel_full(shared, i), 8);
-        barrier_init(mq_panel_empty(shared, i), MQ_MAKERS / 32);
+        barrier_init(mq_panel_empty(shared, i), MQ_TEAM / 32);
     }
     barrier_init_done();
 }
@@ -307,14 +353,14 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char matmul_gelu_shared[];
     const uint32_t shared = shared_offset(matmul_gelu_shared);
-    const bool makes = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0) == 2;
+    const bool makes = __shfl_sync(0xffffffffu, (int)threadIdx.x / 256, 0) == 1;
     if (threadIdx.x == 0) mq_barriers(shared);
     __syncthreads();
     if (makes) {
-        registers_shrink<136>();
-        mq_make_codes<BACKWARD>(shared, (char*)matmul_gelu_shared, &maps, w, TYPE == FP8_E5M2);
+        registers_shrink<88>();
+        mq_make_codes<BACKWARD, TYPE == FP8_E5M2>(shared, (char*)matmul_gelu_shared, &maps, w);
     } else {
-        registers_grow<184>();
+        registers_grow<168>();
         mq_multiply<BACKWARD, TYPE == FP8_E5M2>(shared, &maps, w);
     }
 #else
