@@ -807,10 +807,13 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const Streams* basis = &launch->basis;
     const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
                                 arguments->grad_scale};
-    const bool fused = low_rank_fuses(dev, &plan->config, work);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
+        const bool fused = low_rank_fuses(dev, chunk);
         StepArguments moment = *arguments, apply = *arguments;
+        // What pads a matrix's projection must stay zero, and other chunks have matrices of other sizes.
+        const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
+        if (work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
         if (!fused || low_rank_refreshes(&plan->config, arguments->step)) low_rank_gradients(dev, work, i, &grads);
         low_rank_project(dev, &plan->config, work, i, basis, arguments->step, &grads, fused);
         moment.tiles = work->low_tiles + chunk->low_tile;

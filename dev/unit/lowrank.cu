@@ -187,7 +187,9 @@ TEST(lowrank_against_double_gpu) {
 // The fused way, which a GPU takes where sizes and rank allow it, against the CPU, with a refresh in between. Weights
 // of fp32 are within the bound above. Those of bf16 are the same codes but where the two updates lie on both sides of a
 // rounding, whose share is about the bound times the steps' size in codes, and one code apart there. Gradients of bf16
-// have Q and N in bf16: 2^-8 each, and Adam's division passes that on.
+// have Q and N in bf16, so that projections are off by e = 2^-9 of their usual size. The first direction of Adam is the
+// sign of a projection: a share of about e of them is smaller than their error and may change it, by 2, which makes
+// 2 sqrt(e) of the steps.
 static void check_fused(Test* test, const char* weights, const char* grads) {
     static LowRun run[2];
     for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}}) {
@@ -205,7 +207,7 @@ static void check_fused(Test* test, const char* weights, const char* grads) {
             differ += run[1].p[i] != run[0].p[i];
         }
         const bool coarse = is(grads, "bf16"), rounds = !is(weights, "fp32");
-        expect(sqrt(error / moved) <= (coarse   ? 1.0 / 32
+        expect(sqrt(error / moved) <= (coarse   ? 2.0 * sqrt(1.0 / 512)
                                        : rounds ? 1.0 / 64
                                                 : 1.0 / 1024),
                "%s, %s, %d x %d: %g off", weights, grads, s.rows, s.cols, sqrt(error / moved));

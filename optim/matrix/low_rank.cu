@@ -16,6 +16,16 @@ static MatrixRule rule_of(const OptimConfig* config) {
     return find_row(rule_table(), config->rule)->matrix;
 }
 
+// Formats of weights that the fused way updates.
+enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
+
+static LowWeights low_weights(const OptimConfig* config) {
+    const char* const names[] = {"fp32", "bf16", "bf16:sr"};
+    int kind = 0;
+    while (kind < LOW_OTHER && strcmp(config->weights, names[kind]) != 0) kind++;
+    return (LowWeights)kind;
+}
+
 static bool stores_basis(MatrixRule rule) {
     return rule == MATRIX_GALORE || rule == MATRIX_FIRA;
 }
@@ -397,8 +407,6 @@ static void project_fused(const Device* dev, const LowMatrix* l, const LowGradie
     }
 }
 
-enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
-
 // Applies four elements of U as MatrixApply (rules/muon.cuh) and the storage of the weights do.
 template <LowWeights KIND>
 struct ApplySink {
@@ -458,13 +466,6 @@ struct ApplySink {
     }
 };
 
-static LowWeights low_weights(const OptimConfig* config) {
-    const char* const names[] = {"fp32", "bf16", "bf16:sr"};
-    int kind = 0;
-    while (kind < LOW_OTHER && strcmp(config->weights, names[kind]) != 0) kind++;
-    return (LowWeights)kind;
-}
-
 template <LowWeights KIND>
 static void apply_fused(const Device* dev, const LowMatrix* l, const StepArguments* apply, float scale,
                         const float* unit, bool is_bf16) {
@@ -490,18 +491,18 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
 }
 #endif
 
-bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work) {
+bool low_rank_fits(const OptimConfig* config, int64_t rows, int64_t cols) {
+    return rule_of(config) == MATRIX_GALORE && low_weights(config) != LOW_OTHER && rows % 8 == 0 && cols % 8 == 0 &&
+           low_shape(config, rows, cols).rank % 8 == 0;
+}
+
+bool low_rank_fuses(const Device* dev, const MatrixChunk* chunk) {
 #ifdef __CUDACC__
     // The one place that chooses: our products read less and are as good as the library's (dev/galore.cu has the
     // times).
-    bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE && low_weights(config) != LOW_OTHER;
-    for (int i = 0; i < work->plan.matrices && fuses; i++) {
-        const Matrix* m = &work->plan.matrix[i];
-        fuses = m->rows % 8 == 0 && m->cols % 8 == 0 && low_shape(config, m->rows, m->cols).rank % 8 == 0;
-    }
-    return fuses;
+    return dev->gpu && dev->compute >= 80 && chunk->fits;
 #else
-    (void)dev, (void)config, (void)work;
+    (void)dev, (void)chunk;
     return false;
 #endif
 }

@@ -53,8 +53,12 @@ struct LowGradients {
 // True if Q is made anew in this step, for which the gradients must lie in the scratch.
 bool low_rank_refreshes(const OptimConfig* config, int64_t step);
 
-// Whether the steps of these matrices go the fused way.
-bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work);
+// Whether the fused way serves a matrix of this shape. It is the matrix's own matter, so that its bits do not depend on
+// which others a rank keeps.
+bool low_rank_fits(const OptimConfig* config, int64_t rows, int64_t cols);
+
+// Whether the steps of a chunk's matrices go the fused way here.
+bool low_rank_fuses(const Device* dev, const MatrixChunk* chunk);
 
 // Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
 // those in work->scratch.

@@ -93,17 +93,18 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
         const OptimTensor* tensor = &tensors[t];
         const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
         if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
+        const int64_t rows = tensor->rows / tensor->parts;
+        const bool fits = low && low_rank_fits(&plan->launch[index].config, rows, tensor->cols);
         MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
-        if (!chunk || end - chunk->begin > CHUNK_ELEMENTS) {
+        if (!chunk || end - chunk->begin > CHUNK_ELEMENTS || chunk->fits != fits) {
             if (chunk) chunk_close(&its, first);
             first = its.matrices;
             chunk = &its.chunk[its.chunks++];
             *chunk = {};
-            chunk->begin = begin, chunk->tile = tile;
+            chunk->begin = begin, chunk->tile = tile, chunk->fits = fits;
             chunk->low_begin = plan->kept[t][SLOT_M].offset;
             chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
         }
-        const int64_t rows = tensor->rows / tensor->parts;
         const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
         for (int part = 0; part < tensor->parts; part++) {
             Matrix* matrix = &its.matrix[its.matrices++];

@@ -59,6 +59,7 @@ struct MatrixChunk {
     int batch, batches;
     int64_t low_begin, low_end;  // of the moments of projected gradients
     int64_t low_tile;
+    bool fits;  // the fused way of low_rank.h serves its matrices: all of them, or none
 };
 
 // How the matrices of a launch are taken, and what that needs.
