@@ -310,18 +310,15 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
 }
 
 TEST(model_golden) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_golden(test, &dev, OPTIM_FP32, false);
 }
 
 TEST(model_golden_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_golden(test, &dev, OPTIM_FP32, false);
     check_golden(test, &dev, OPTIM_BF16, false);
     check_golden(test, &dev, OPTIM_BF16, true);
-    device_close(&dev);
 }
 
 // A small model at the usual initial weights, four sequences of random tokens.
@@ -414,17 +411,14 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(model_same_result) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_same_result(test, &dev, OPTIM_FP32);
 }
 
 TEST(model_same_result_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_same_result(test, &dev, OPTIM_FP32);
     check_same_result(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 TEST(model_cpu_gpu) {
@@ -444,7 +438,6 @@ TEST(model_cpu_gpu) {
         }
         free(want);
     }
-    device_close(&gpu);
 }
 
 // Every stored stream of the optimizer, one after another, in host memory.
@@ -510,14 +503,12 @@ static void check_determinism(Test* test, const Device* dev, const Setup* setup)
 }
 
 TEST(model_determinism) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_determinism(test, &dev, &TRAINED);
 }
 
 TEST(model_determinism_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     Setup setup = TRAINED;
     check_determinism(test, &dev, &setup);
     setup.type = OPTIM_BF16;
@@ -525,7 +516,6 @@ TEST(model_determinism_gpu) {
     setup.grads_bf16 = true;
     setup.weights = "bf16+fp32";
     check_determinism(test, &dev, &setup);
-    device_close(&dev);
 }
 
 // Initial weights.
@@ -559,8 +549,7 @@ static void expect_normal(Test* test, const char* name, const float* values, int
 }
 
 TEST(model_init) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     Model first, second, other;
     float *values = initial_weights(&first, &dev, &INITIAL, 1), *again = initial_weights(&second, &dev, &INITIAL, 1);
     float* seeded = initial_weights(&other, &dev, &INITIAL, 2);
@@ -600,7 +589,6 @@ TEST(model_init_gpu) {
     expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "CPU and GPU begin with other bits");
     free(want), free(got);
     model_free(&on_cpu), model_free(&on_gpu);
-    device_close(&gpu);
 }
 
 static void check_padding(Test* test, const Device* dev, const char* weights, OptimType type) {
@@ -626,16 +614,13 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
 }
 
 TEST(model_padding_stays_zero) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_FP32);
 }
 
 TEST(model_padding_stays_zero_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_BF16);
-    device_close(&dev);
 }
 
 // Schedules.
@@ -721,16 +706,13 @@ static void check_decoded_model(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(model_decoded_parts) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_decoded_model(test, &dev, OPTIM_FP32);
 }
 
 TEST(model_decoded_parts_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_decoded_model(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 // Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
@@ -784,16 +766,13 @@ static void check_releases(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(model_release) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_releases(test, &dev, OPTIM_FP32);
 }
 
 TEST(model_release_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_releases(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 TEST(memory_plan) {
@@ -802,8 +781,7 @@ TEST(memory_plan) {
     const Setup setups[] = {{config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
                             {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
                             {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"}};
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (const Setup& setup : setups) {
         Model m;
         model_open(&m, &dev, &setup);
@@ -853,8 +831,7 @@ TEST(memory_plan_of_ranks) {
 
 TEST_ALONE(memory_plan_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer pads allocations");
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     const int64_t granularity = 2 << 20;  // of cudaMalloc's pages
     Setup setups[] = {
         {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, true, RECOMPUTE_NONE, 0, "bf16+fp32", "fp32", "fp32"},
@@ -877,7 +854,6 @@ TEST_ALONE(memory_plan_gpu) {
                  real / 1048576.0);
         model_free(&m);
     }
-    device_close(&dev);
 }
 
 #include "dev/unit/checkpoints.h"
