@@ -312,18 +312,15 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
 }
 
 TEST(model_golden) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_golden(test, &dev, OPTIM_FP32, false);
 }
 
 TEST(model_golden_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_golden(test, &dev, OPTIM_FP32, false);
     check_golden(test, &dev, OPTIM_BF16, false);
     check_golden(test, &dev, OPTIM_BF16, true);
-    device_close(&dev);
 }
 
 // A small model at the usual initial weights, four sequences of random tokens.
@@ -416,17 +413,14 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(model_same_result) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_same_result(test, &dev, OPTIM_FP32);
 }
 
 TEST(model_same_result_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_same_result(test, &dev, OPTIM_FP32);
     check_same_result(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 TEST(model_cpu_gpu) {
@@ -446,7 +440,6 @@ TEST(model_cpu_gpu) {
         }
         free(want);
     }
-    device_close(&gpu);
 }
 
 // Every stored stream of the optimizer, one after another, in host memory.
@@ -512,14 +505,12 @@ static void check_determinism(Test* test, const Device* dev, const Setup* setup)
 }
 
 TEST(model_determinism) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_determinism(test, &dev, &TRAINED);
 }
 
 TEST(model_determinism_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     Setup setup = TRAINED;
     check_determinism(test, &dev, &setup);
     setup.type = OPTIM_BF16;
@@ -527,7 +518,6 @@ TEST(model_determinism_gpu) {
     setup.grads_bf16 = true;
     setup.weights = "bf16+fp32";
     check_determinism(test, &dev, &setup);
-    device_close(&dev);
 }
 
 // Initial weights.
@@ -561,8 +551,7 @@ static void expect_normal(Test* test, const char* name, const float* values, int
 }
 
 TEST(model_init) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     Model first, second, other;
     float *values = initial_weights(&first, &dev, &INITIAL, 1), *again = initial_weights(&second, &dev, &INITIAL, 1);
     float* seeded = initial_weights(&other, &dev, &INITIAL, 2);
@@ -632,16 +621,13 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
 }
 
 TEST(model_padding_stays_zero) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_FP32);
 }
 
 TEST(model_padding_stays_zero_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_BF16);
-    device_close(&dev);
 }
 
 // Schedules.
@@ -727,16 +713,13 @@ static void check_decoded_model(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(model_decoded_parts) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_decoded_model(test, &dev, OPTIM_FP32);
 }
 
 TEST(model_decoded_parts_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_decoded_model(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 // Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
@@ -801,16 +784,13 @@ static void check_releases(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(model_release) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_releases(test, &dev, OPTIM_FP32);
 }
 
 TEST(model_release_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_releases(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 // A residual stream that goes through host memory has the bits of one that stays, for any number of layers.
@@ -873,6 +853,39 @@ TEST(memory_plan_offload) {
            (long long)plan[0].states);
 }
 
+// The room that a checkpoint is promised is what its files hold, but for padding, in every format of weights.
+TEST(memory_plan_files) {
+    Device dev;
+    device_open(&dev, false, 0);
+    for (const char* weights : {"fp32", "bf16+fp32", "bf16:sr", "bf16+8", "lin8:sr", "e4m3:ef", "e4m3/tensor+fp32"}) {
+        Setup setup = INITIAL;
+        setup.weights = weights;
+        Model m;
+        OptimConfig config = setup_optim(&setup);
+        model_shape(&m, &dev, &setup);
+        m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
+        model_allocate(&m, &config);
+        const OptimFiles plan = optim_file_bytes(&config, m.arena.tensors, m.arena.count);
+        int64_t model = 0, optimizer = 0;
+        for (int t = 0; t < m.arena.count; t++) {
+            const int bytes = strcmp(optim_saved_dtype(m.arena.optim, t), "F32") == 0 ? 4 : 2;
+            model += m.stored[t].rows * m.stored[t].cols * bytes;
+        }
+        OptimSaved* saved = optim_saved_open(m.arena.optim, nullptr, &dev, m.arena.tensors, nullptr);
+        for (int i = 0; i < optim_saved_count(saved); i++) {
+            const OptimStream array = optim_saved_array(saved, i);
+            optimizer += array.elements * array.element_bytes;
+        }
+        optim_saved_close(saved);
+        const int64_t padding = (int64_t)m.arena.count * TILE_ELEMENTS * 12;
+        expect(plan.model >= model && plan.model <= model + padding, "%s: model %lld bytes, planned %lld", weights,
+               (long long)model, (long long)plan.model);
+        expect(plan.optimizer >= optimizer - padding && plan.optimizer <= optimizer + padding,
+               "%s: optimizer %lld bytes, planned %lld", weights, (long long)optimizer, (long long)plan.optimizer);
+        model_free(&m);
+    }
+}
+
 TEST(model_spills) {
     Device dev;
     device_open(&dev, false, 0);
@@ -892,8 +905,7 @@ TEST(memory_plan) {
     const Setup setups[] = {{config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
                             {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
                             {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"}};
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (const Setup& setup : setups) {
         Model m;
         model_open(&m, &dev, &setup);
@@ -943,8 +955,7 @@ TEST(memory_plan_of_ranks) {
 
 TEST_ALONE(memory_plan_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer pads allocations");
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     const int64_t granularity = 2 << 20;  // of cudaMalloc's pages
     Setup setups[] = {
         {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, true, RECOMPUTE_NONE, 0, "bf16+fp32", "fp32", "fp32"},
@@ -967,7 +978,6 @@ TEST_ALONE(memory_plan_gpu) {
                  real / 1048576.0);
         model_free(&m);
     }
-    device_close(&dev);
 }
 
 #include "dev/unit/checkpoints.h"

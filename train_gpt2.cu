@@ -702,7 +702,7 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
                     m->config.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/report.h) adds up the same figures that model_allocate uses.
+// Memory. The plan (MemoryPlan of data/plan.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};

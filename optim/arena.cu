@@ -92,10 +92,8 @@ static Offload* arena_offload(const Arena* a) {
 }
 
 int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
-    OptimConfig whole = *config;
-    whole.begin = whole.end = 0, whole.keeps_copy = false;
-    const OptimBytes bytes = optim_bytes(&whole, a->tensors, a->count, a->type);
-    return bytes.weights + (states ? bytes.states + bytes.host : 0);
+    const OptimFiles files = optim_file_bytes(config, a->tensors, a->count);
+    return files.model + (states ? files.optimizer : 0);
 }
 
 void arena_open(Arena* a, const OptimConfig* config) {

@@ -14,6 +14,8 @@
 // part's first element; those of an unsharded one are the shards' one after another. A part may begin and end within a
 // tensor, unless a format has one scale for each tensor, or scales by row and column.
 #pragma once
+#include <string.h>
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -122,6 +124,18 @@ void optim_formats_possible(const Device* dev, const char* formats);
 
 // Bytes of the combination (a resolved configuration) for an arena of `elements`.
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
+
+// Bytes of a checkpoint's files, whatever the ranks keep: weights that are stored as F32 or BF16 are in the model file
+// as they are, others as F32, which holds what they mean, and as their codes in the optimizer's.
+struct OptimFiles {
+    int64_t model, optimizer;
+};
+OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count);
+
+// Whether weights of this safetensors type are in the model file as they are stored.
+inline bool optim_model_dtype(const char* dtype) {
+    return strcmp(dtype, "F32") == 0 || strcmp(dtype, "BF16") == 0;
+}
 
 // One line for the banner: "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param". The figure counts
 // weights and states of tensors without overrides, without gradients and the compute copy.

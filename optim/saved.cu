@@ -11,7 +11,7 @@
 static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");
 
 static bool is_in_model_file(const OptimStream* stream) {
-    return stream->is_weights && (strcmp(stream->dtype, "F32") == 0 || strcmp(stream->dtype, "BF16") == 0);
+    return stream->is_weights && optim_model_dtype(stream->dtype);
 }
 
 const char* optim_saved_dtype(const Optim* optim, int tensor) {

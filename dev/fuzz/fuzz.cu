@@ -161,9 +161,11 @@ static void fuzz_state(FuzzInput input) {
     Options options = standard_options();
     for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) given[i] = input.bytes[i] % 2 != 0;
     static Resume merge;
-    merge = {&TABLE, &options, given, json_get(state, "options"), ""};
+    merge = {};
+    merge.table = &TABLE, merge.fields = &options, merge.given = given;
+    merge.state = state, merge.saved = json_get(state, "options");
     if (!resume_options(&merge, error)) demand_sentence(error);
-    resume_optim(&options, &merge, state);
+    resume_optim(&options, &merge);
     demand(strlen(merge.changed) < sizeof(merge.changed));
     RunState counts = {};
     const char* changes[2];
@@ -243,7 +245,8 @@ static void fuzz_options(FuzzInput input) {
     if (!fine) return;
     OptimConfig config;
     static Resume merge;
-    merge = {&TABLE, &options, given, nullptr, ""};
+    merge = {};
+    merge.table = &TABLE, merge.fields = &options, merge.given = given;
     if (!resume_words(&merge, error)) demand_sentence(error);
     optim_config_from(&options, &config);
 }

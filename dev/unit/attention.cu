@@ -44,8 +44,7 @@ static double reference_loss(const double* weights, double* out, double* lse, co
 
 static void check_gradient_cpu(Test* test, int B, int T, int C, int NH) {
     const int64_t n = (int64_t)B * T * C;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     float *qkv = (float*)malloc(3 * n * 4), *dqkv = (float*)malloc(3 * n * 4), *want = (float*)malloc(3 * n * 4);
     float *out = (float*)malloc(n * 4), *dout = (float*)malloc(n * 4), *want_out = (float*)malloc(n * 4);
     float *lse = (float*)malloc((int64_t)B * NH * T * 4), *want_lse = (float*)malloc((int64_t)B * NH * T * 4);
@@ -291,8 +290,7 @@ static double run_backward(Test* test, GpuCase<X>* c, const Device* dev, double 
 template <typename X>
 static void check_gpu(Test* test, int HS) {
     static const int lengths[] = {1, 37, 64, 100, 129, 192, 320, 1000, 1024, 2100};
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst_forward = 0.0, worst_backward = 0.0;
     for (int T : lengths) {
         const int B = T > 2000 ? 1 : 2, NH = T > 2000 ? 2 : 3;
@@ -322,8 +320,7 @@ TEST(attention_bf16_head_size_128_gpu) {
 // Scores whose largest value lies tens and thousands of powers of two over those seen before: one probability is
 // near 1.
 TEST(attention_bf16_far_scores_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (int HS = 64; HS <= 128; HS += 64)
         for (float size : {6.0f, 10.0f, 40.0f}) {
@@ -336,7 +333,6 @@ TEST(attention_bf16_far_scores_gpu) {
             device_free(&dev, c.d_qkv), device_free(&dev, c.d_dout);
         }
     snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
-    device_close(&dev);
 }
 
 TEST(attention_fp32_head_size_64_gpu) {
@@ -406,8 +402,7 @@ static float* run_both(Test* test, GpuCase<bf16>* c, const Device* dev) {
 // the last one too.
 TEST(attention_bf16_many_pieces_gpu) {
     const int B = 8, T = 1000, NH = 12;
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (int HS = 64; HS <= 128; HS += 64) {
         GpuCase<bf16> c;
@@ -425,7 +420,6 @@ TEST(attention_bf16_many_pieces_gpu) {
         case_close(&c, &dev);
     }
     snprintf(test->note, sizeof(test->note), "%.2f of bound", worst);
-    device_close(&dev);
 }
 
 // The same sequence B times must give the same bits B times. Compares every `step`-th batch and the last with the
@@ -465,17 +459,14 @@ static void check_equal_batches(Test* test, const Device* dev, int B, int T, int
 
 // More blocks than the GPU runs at a time, so that blocks wait for blocks of another wave.
 TEST(attention_bf16_many_blocks_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     for (int run = 0; run < 3; run++) check_equal_batches(test, &dev, 96, 777, 128, 2, 1);
     check_equal_batches(test, &dev, 64, 777, 256, 2, 1);
-    device_close(&dev);
 }
 
 // qkv of more than 2^31 elements.
 TEST(attention_bf16_large_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     const bool fits = dev.memory > (int64_t)24 << 30;
     if (fits) check_equal_batches(test, &dev, 7300, 777, 128, 2, 900);
     device_close(&dev);
@@ -516,8 +507,7 @@ static void check_uneven(Test* test, const Device* dev, int B, int T, Even even,
 }
 
 TEST(attention_bf16_uneven_blocks_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     auto even = [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
         attention_backward_any<bf16, 64>(&dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, c.T, c.NH);
     };
@@ -529,7 +519,6 @@ TEST(attention_bf16_uneven_blocks_gpu) {
         attention_backward_bf16<BackwardShape<64, 64, true>>(&dev, dqkv, scratch, sizes, c.d_dout, c.d_qkv, c.d_lse,
                                                              c.B, c.T, c.NH);
     });
-    device_close(&dev);
 }
 
 template <int HS, int BM, bool UP>
@@ -545,8 +534,7 @@ static void check_uneven_hopper(Test* test, const Device* dev, int B, int T) {
 }
 
 TEST(attention_hopper_uneven_blocks_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     const bool hopper =
         dev.compute == 90 && hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64>>);
     if (hopper) {
@@ -614,8 +602,7 @@ static void attention_twice(Test* test, const Device* dev, int T, int C, int NH)
 }
 
 TEST(attention_race_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     dev.sm_count = 2;
     const int computes[] = {dev.compute, 80};  // the kernels of this GPU, and those of older ones
     for (int compute : computes) {
@@ -623,5 +610,4 @@ TEST(attention_race_gpu) {
         for (int HS = 64; HS <= 128; HS *= 2) attention_twice<bf16>(test, &dev, 200, 2 * HS, 2);
     }
     for (int HS = 64; HS <= 128; HS *= 2) attention_twice<float>(test, &dev, 70, 2 * HS, 2);
-    device_close(&dev);
 }

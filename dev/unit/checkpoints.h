@@ -54,22 +54,18 @@ static void check_round_trips(Test* test, const Device* dev, OptimType type) {
 }
 
 TEST(checkpoint_round_trip) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_round_trips(test, &dev, OPTIM_FP32);
 }
 
 TEST(checkpoint_round_trip_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_round_trips(test, &dev, OPTIM_BF16);
-    device_close(&dev);
 }
 
 // A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.
 TEST(model_file_orientation) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     Setup setup = INITIAL;
     setup.config.V = 250, setup.config.Vp = 256;
     char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
@@ -114,8 +110,7 @@ TEST(model_file_orientation) {
 
 // Names as OpenAI's own upload has them, without "transformer.", and values in another type.
 TEST(model_file_names) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
     temporary_folder(folder);
     path_join(path, folder, "model.safetensors");

@@ -14,8 +14,7 @@ double cross_entropy_double(const double* logits, int target, int V) {
 
 TEST(classifier_cpu) {
     const int N = 4, V = 21, Vp = 128;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     double worst = 0.0;
     float *logits = random_floats(N * Vp, 1, 5.0f), losses[N], want[N], mean = NAN;
     int targets[N] = {0, 20, 7, 20};
@@ -38,7 +37,6 @@ TEST(classifier_cpu) {
     close_to(test, &worst, "mean", &mean, &first, 1, 8 * EPS32, 8 * EPS32);
     loss_mean(&dev, &mean, losses, N, true, 0.125f);
     close_to(test, &worst, "mean", &mean, &second, 1, 8 * EPS32, 8 * EPS32);
-    free(logits), free(ld);
     note_worst(test, worst);
 }
 
@@ -120,8 +118,7 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
 // Rows that stay in shared memory, several a block: of two chunks, GPT-2's with and without padding, and so long that a
 // multiprocessor has one block.
 TEST(classifier_resident_rows_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     const int shapes[][3] = {{1100, 20000, 20032}, {1000, 50257, 50304}, {600, 50304, 50304}, {600, 100277, 100352}};
     bool resident = classifier_resident_fits(&dev, 50304);
@@ -134,8 +131,7 @@ TEST(classifier_resident_rows_gpu) {
 
 // For `make sanitize`, whose race checker is slow: two blocks, which take five rows of three chunks in turn.
 TEST(classifier_race_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     dev.sm_count = 1;
     double worst = 0.0;
     bool resident = classifier_resident_fits(&dev, 30016);
@@ -147,8 +143,7 @@ TEST(classifier_race_gpu) {
 #endif
 
 TEST(classifier_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     const int shapes[][3] = {{1, 256, 256}, {37, 257, 384}, {1000, 256, 256}, {37, 50257, 50304}, {3, 5, 128}};
     for (auto& s : shapes) {
@@ -166,7 +161,6 @@ TEST(classifier_gpu) {
         }
         array_free(&dev, &losses), array_free(&dev, &mean);
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 

@@ -40,8 +40,7 @@ TEST(cli_run) {
 }
 
 // Whatever their number: after the tenth the clock begins anew.
-TEST(cli_end_is_told) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_end_is_told) {
     for (int steps : {0, 1, 9, 10, 11}) {
         run_train(
             child,
@@ -52,16 +51,14 @@ TEST(cli_end_is_told) {
     }
 }
 
-TEST(cli_builtin_text) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_builtin_text) {
     run_train(child, "%s %s --run %s/run --steps 2", SHAPE, QUICK, work);
     expect_code(child, 0);
     expect(strstr(OUT(child), "built-in text"), "the data is not named");
 }
 
 // With no --run, the folder is runs/DATE_TIME_MODEL where the command was typed.
-TEST(cli_default_folder) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_default_folder) {
     Child child = new_child();
     child.folder = work;
     start(&child, "%s %s --data text.txt --steps 1", SHAPE, QUICK);
@@ -73,8 +70,7 @@ TEST(cli_default_folder) {
 }
 
 // Lion's steps are as long as its learning rate: without --lr it is not AdamW's.
-TEST(cli_usual_learning_rates) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_usual_learning_rates) {
     const char* const rates[][2] = {{"--preset adamw16", "schedule lr 0.003, cosine"},
                                     {"--rule lion --m soft8", "schedule lr 0.0006, usual for lion, cosine"},
                                     {"--rule lion --m soft8 --lr 0.003", "schedule lr 0.003, cosine"}};
@@ -85,8 +81,7 @@ TEST(cli_usual_learning_rates) {
 }
 
 // A preset's overrides go with its formats, typed or not, and give way to what is typed.
-TEST(cli_overrides) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_overrides) {
     const char* const its = " override ln*|*.bias|wpe: weights=bf16:ef\n";
     const struct {
         const char *options, *shows;
@@ -108,8 +103,7 @@ TEST(cli_overrides) {
 }
 
 // A model's config.json says the type of its weights, float32 where they are of several.
-TEST(cli_dtype) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_dtype) {
     char folder[PATH_MAX];
     snprintf(folder, sizeof(folder), "%s/run/step_00000001", work);
     for (const char* options : {"", " --override ln*:weights=fp32", " --override wte:weights=fp32"}) {
@@ -125,8 +119,7 @@ TEST(cli_dtype) {
     }
 }
 
-TEST(cli_nothing_but_talk) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_nothing_but_talk) {
     run_train(plan, "%s --data %s/text.txt --run %s/run --steps 3 --dry-run", SHAPE, work, work);
     expect_code(plan, 0);
     expect(strstr(OUT(plan), "memory "), "--dry-run prints no plan");
@@ -378,27 +371,23 @@ static void check_bad(Test* test, const char* work, const Bad* cases, int count)
     note(test, "%d cases", count);
 }
 
-TEST(cli_bad_options) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_bad_options) {
     check_bad(test, work, BAD_OPTIONS, sizeof(BAD_OPTIONS) / sizeof(Bad));
 }
 
-TEST(cli_bad_data) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_bad_data) {
     make_bad_data(work);
     check_bad(test, work, BAD_DATA, sizeof(BAD_DATA) / sizeof(Bad));
 }
 
-TEST(cli_bad_folders) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_bad_folders) {
     make_bad_data(work);
     make_bad_models(test, work);
     check_bad(test, work, BAD_FOLDERS, sizeof(BAD_FOLDERS) / sizeof(Bad));
 }
 
 // A disk that takes no more than so many bytes a file: 0 (nothing at all), in the log, in the checkpoint.
-TEST(cli_full_disk) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_full_disk) {
     for (int64_t limit : {0, 1500, 3000, 100000}) {
         char run[PATH_MAX], what[64];
         snprintf(run, sizeof(run), "%s/full_%d", work, (int)limit);
@@ -421,8 +410,7 @@ TEST(cli_full_disk) {
 
 // More than any GPU has: the largest batch that fits is named.
 // A GPU that is not here: the batch that --fit lists fits the plan of --memory, and one more does not.
-TEST(cli_fit) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_fit) {
     const char* const shape = "--layers 8 --channels 512 --heads 8 --seq 512 --preset adamw8";
     for (const char* recompute : {"none", "gelu", "block"}) {
         long long batch = 0;
@@ -469,8 +457,7 @@ TEST(cli_too_little_memory_gpu) {
 }
 
 // A run that diverges: weight decay times the learning rate is far beyond 1, so the weights grow a thousandfold a step.
-TEST(cli_diverges) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_diverges) {
     run_train(child,
               "%s %s --data %s/text.txt --run %s/run --steps 60 --lr 1000 --weight-decay 10 --warmup 0 "
               "--save-every 2",
@@ -490,8 +477,7 @@ TEST(cli_diverges) {
 }
 
 // The same command twice, and with other numbers of threads: the same bits.
-TEST(cli_same_bits) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_same_bits) {
     char run[3][PATH_MAX];
     for (int i = 0; i < 3; i++) {
         snprintf(run[i], sizeof(run[i]), "%s/run_%d", work, i);
@@ -531,8 +517,7 @@ TEST(cli_shards) {
     expect_code(folder, 0);
 }
 
-TEST(cli_sample) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_sample) {
     char* text[6];
     train_well("%s %s --data %s/text.txt --run %s/run --steps 30", SHAPE, QUICK, work, work);
     const char* options[6] = {
@@ -549,5 +534,4 @@ TEST(cli_sample) {
     expect(strcmp(text[0], text[1]) == 0, "the same seed, another text");
     expect(strcmp(text[0], text[2]) != 0, "another seed, the same text");
     expect(strcmp(text[3], text[4]) == 0 && strcmp(text[3], text[5]) == 0, "--temperature 0 depends on the seed");
-    for (char* t : text) free(t);
 }

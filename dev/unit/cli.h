@@ -189,6 +189,7 @@ inline void write_words(const char* folder, const char* name, int sentences) {
     free(text);
 }
 
+// A new folder with a text in it.
 inline const char* work_folder() {
     static char path[PATH_MAX / 4];  // with room for names in it
     const char* base = getenv("TMPDIR");
@@ -197,6 +198,14 @@ inline const char* work_folder() {
     write_words(path, "text.txt", 500);
     return path;
 }
+
+// A case that has a folder of this kind, `work`.
+#define FOLDER_TEST(NAME)                                       \
+    static void in_folder_##NAME(Test* test, const char* work); \
+    TEST(NAME) {                                                \
+        in_folder_##NAME(test, work_folder());                  \
+    }                                                           \
+    static void in_folder_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* work)
 
 // llm.c's shard of `tokens` tokens that repeat with a period of 7, the last one being `last`.
 inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,

@@ -52,8 +52,7 @@ static void move_folder(const char* work, const char* from, const char* to) {
 }
 
 // A bare name of a built-in shape is that shape, whatever folder has the same name; ./NAME and other names are folders.
-TEST(cli_model_names) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_model_names) {
     char other[PATH_MAX];
     free(train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY));
     free(train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY));
@@ -91,8 +90,7 @@ TEST(cli_model_names) {
 
 // A run whose own folder is called like a built-in shape, killed before its first checkpoint, begins anew by its own
 // command; and later goes on by it.
-TEST(cli_run_is_called_nano) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_run_is_called_nano) {
     char run[PATH_MAX], whole[PATH_MAX];
     snprintf(run, sizeof(run), "%s/nano", work), snprintf(whole, sizeof(whole), "%s/whole", work);
     for (const char* model : {"", "--model nano"}) {
@@ -114,8 +112,7 @@ TEST(cli_run_is_called_nano) {
 
 // A resume needs nothing of the folder that the first weights came from: it may be gone, moved or out of sight, and be
 // named on the command line or not.
-TEST(cli_resume_without_first_folder) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_without_first_folder) {
     char whole[PATH_MAX], run[PATH_MAX];
     snprintf(whole, sizeof(whole), "%s/whole", work), snprintf(run, sizeof(run), "%s/run", work);
     const char* elsewhere = joined(work, "elsewhere");
@@ -141,8 +138,7 @@ TEST(cli_resume_without_first_folder) {
 // Run folders.
 
 // The automatic name of a run is taken: another gets a number, and of several at once each its own.
-TEST(cli_run_names) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_run_names) {
     char name[PATH_MAX];
     make_folder(work, "runs");
     for (int second = 0; second < 120; second++) {
@@ -180,8 +176,7 @@ static double seconds_of(const char* text) {
 }
 
 // The first step's forecast is of steps, not of the validation before them.
-TEST(cli_first_eta) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_first_eta) {
     char* out = train_in(test, work,
                          "--layers 1 --channels 64 --heads 1 --seq 16 --batch 1 --sample-every 0 --device cpu --data "
                          "text.txt --val-fraction 0.5 --val-tokens 8000 --val-every 300 --steps 300 --run run");
@@ -224,8 +219,7 @@ static int paste_next(Test* test, const char* folder, const char* out) {
 }
 
 // The program, the run and the place are all called so that a shell would take them apart.
-TEST(cli_printed_commands) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_printed_commands) {
     char line[4 * PATH_MAX], home[PATH_MAX];
     int code;
     snprintf(line, sizeof(line),
@@ -254,12 +248,10 @@ TEST(cli_printed_commands) {
         expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, out) == 1, "%s: %s", line, out);
     }
     snprintf(line, sizeof(line), "rm -rf %s", work);
-    free(shell("/", &code, line));
 }
 
 // A whole state.json, by its seal, that lists its files in no usable way: one sentence, which holds no leftover.
-TEST(cli_state_lists_no_files) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_state_lists_no_files) {
     free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
     const char* checkpoint = joined(work, "run/step_00000001");
     for (const char* files :
@@ -282,8 +274,7 @@ TEST(cli_state_lists_no_files) {
 }
 
 // A run that no tokenizer fits names no command to sample with; a refused link, once removed, leaves a folder to use.
-TEST(cli_folder_after_refusal) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_folder_after_refusal) {
     char path[PATH_MAX], victim[PATH_MAX];
     make_folder(work, "run"), make_folder(work, "tokens");
     snprintf(path, sizeof(path), "%s/run/log.txt", work), snprintf(victim, sizeof(victim), "%s/victim", work);
@@ -345,8 +336,7 @@ TEST(cli_completion) {
 }
 
 // The first line of log.jsonl says which program this is and how it was started; its numbers are numbers.
-TEST(cli_first_line) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_first_line) {
     char path[PATH_MAX], error[DATA_ERROR_BYTES];
     run_train(version, "--version");
     expect_code(version, 0);
@@ -382,8 +372,7 @@ TEST(cli_first_line) {
 }
 
 // --profile ends the run by itself, and leaves no checkpoint.
-TEST(cli_profile) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_profile) {
     char* out = train_in(test, work, "%s --data text.txt --run run --steps 40 --print-every 1 --profile", TINY);
     expect(strstr(out, "step      5/40") && !strstr(out, "step      6/40"), "%s", out);
     expect(!strstr(out, "\nval ") && !strstr(out, "\nsample ") && !strstr(out, "\nsave "), "%s", out);

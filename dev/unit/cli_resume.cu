@@ -27,8 +27,7 @@ static void expect_skipped_steps(Test* test, const char* run, int steps) {
 // A model whose last weight is the largest bf16: every step has an infinite gradient. A few steps are skipped and
 // change nothing, the end of the run says so and fails, the count lives on in the checkpoint, and ten in a row end the
 // run.
-TEST(cli_nonfinite) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_nonfinite) {
     char last[PATH_MAX];
     train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
     const char *from = joined(work, "used/step_00000001"), *bad = joined(work, "bad");
@@ -134,8 +133,7 @@ TEST(cli_resume_micro_batches_gpu) {
 }
 
 // With cosine, where every learning rate depends on the number of steps: a checkpoint in the middle, named itself.
-TEST(cli_resume_checkpoint) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_checkpoint) {
     const char *whole = joined(work, "whole"), *again = joined(work, "again");
     train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, whole);
     char last[PATH_MAX];
@@ -279,8 +277,7 @@ static void rewrite_state(const char* folder, const char* from, const char* to) 
 }
 
 // A state.json of a version that is not known is refused.
-TEST(cli_resume_versions) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_versions) {
     char folder[PATH_MAX];
     const char* run = joined(work, "run");
     train_well("%s %s --data %s/text.txt --run %s --steps 3", SHAPE, QUICK, work, run);
@@ -295,8 +292,7 @@ TEST(cli_resume_versions) {
 
 // Overrides of a preset: a run goes on with those that it began with, none among them, with its preset and formats;
 // another preset brings its own unless they were the user's, other formats none. Resumed again, it stays so.
-TEST(cli_resume_overrides) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_overrides) {
     char run[PATH_MAX];
     const struct {
         const char *begun, *resumed, *shows, *lacks;
@@ -352,8 +348,7 @@ TEST(cli_resume_overrides) {
 
 // As many arrays as there can be: a launch for each of six combinations, three moments and weights of three arrays
 // each.
-TEST(cli_resume_most_arrays) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_most_arrays) {
     const char* options =
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
         "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=bf16:kahan;"
@@ -391,8 +386,7 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
 
 // Other rules: without v, with a slow average, and one that cannot go on. A learning rate that was not typed is the new
 // rule's.
-TEST(cli_resume_rules) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_rules) {
     const char* run = joined(work, "run");
     train_well("%s %s --data %s/text.txt --run %s --steps 4 --override ln*:m=bf16", SHAPE, QUICK, work, run);
     const char *const usual = " --lr 0.0006, usual for lion (was 0.003, for adamw)\n", *const typed =
@@ -427,8 +421,7 @@ static void long_run(Test* test, const char* work, char (&run)[PATH_MAX], const 
     train_well(LONG " --run %s %s", work, run, options);
 }
 
-TEST(cli_signals) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_signals) {
     char whole[PATH_MAX], run[PATH_MAX];
     long_run(test, work, whole, "--save-every 0");
     for (int number : {SIGTERM, SIGINT}) {
@@ -464,8 +457,7 @@ TEST(cli_signals) {
 }
 
 // kill -9 at moments that differ from one test run to the next; NIBBLE_TEST_SEED repeats one.
-TEST(cli_kill) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_kill) {
     const char* given = getenv("NIBBLE_TEST_SEED");
     uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
     char whole[PATH_MAX];
@@ -555,8 +547,7 @@ TEST(cli_damaged_checkpoint) {
 }
 
 // What a run would overwrite, and what another process is at work in.
-TEST(cli_run_folders) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_run_folders) {
     char run[PATH_MAX], checkpoint[PATH_MAX + 32];
     snprintf(run, sizeof(run), "%s/run", work);
     const char* copied = joined(work, "copied");
@@ -589,8 +580,7 @@ TEST(cli_run_folders) {
 }
 
 // A data file that is cut short while it is mapped: one sentence, where a process would die without a word.
-TEST(cli_data_is_cut) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_data_is_cut) {
     const char *run = joined(work, "run"), *text = joined(work, "text.txt");
     Child child = new_child();
     start(&child, LONG " --run %s --save-every 0", work, run);
@@ -604,8 +594,7 @@ TEST(cli_data_is_cut) {
 }
 
 // A job script's command, typed again: --model names the folder that the run began with.
-TEST(cli_resume_model_folder) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_model_folder) {
     train_well("%s %s --data %s/text.txt --run %s/first --steps 2", SHAPE, QUICK, work, work);
     for (const char* model : {"first/step_00000002", "first/", "first"}) {
         for (int i = 0; i < 2; i++) {
@@ -622,8 +611,7 @@ TEST(cli_resume_model_folder) {
 }
 
 // What was left to the program is so again when a run is made longer.
-TEST(cli_resume_auto) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_resume_auto) {
     train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/run --steps 10", SHAPE, work, work);
     train_well("--resume %s/run --device cpu --steps 60", work);
     train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/whole --steps 60", SHAPE, work, work);
@@ -652,8 +640,7 @@ TEST(cli_room) {
     expect(checkpoint_room("/proc/x", huge, 1, 1, true, error), "where there is no disk: %s", error);
 }
 
-TEST(cli_save_weights) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_save_weights) {
     train_well("%s %s --data %s/text.txt --run %s/run --steps 4 --save weights", SHAPE, QUICK, work, work);
     expect(exists(work, "run/step_00000004/model.safetensors"), "no weights were saved");
     expect(!exists(work, "run/step_00000004/optimizer.safetensors"), "states were saved");
@@ -662,8 +649,7 @@ TEST(cli_save_weights) {
     train_well("--model %s/run %s --data %s/text.txt --run %s/next --steps 2", work, QUICK, work, work);
 }
 
-TEST(cli_keep) {
-    const char* work = work_folder();
+FOLDER_TEST(cli_keep) {
     char run[PATH_MAX];
     int64_t newest;
     for (int keep : {1, 3}) {

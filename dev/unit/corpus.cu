@@ -101,7 +101,6 @@ TEST(corpus_every_character) {
         expect(got == want, "the words around U+%04X to U+%04X are not tiktoken's", first, first + BLOCK - 1);
     }
     expect(blocks == 0x110000 / BLOCK, "%d blocks", blocks);
-    tokenizer_close(tokenizer);
 }
 
 static bool opens(const char* path, DataFormat format, DatasetPart part, int T, char* error) {
@@ -441,8 +440,7 @@ TEST(corpus_data_changed_cli) {
 }
 
 // The option, the banner and the notice through the command line.
-TEST(corpus_cli) {
-    const char* work = work_folder();
+FOLDER_TEST(corpus_cli) {
     uint16_t tokens[3000];
     for (int i = 0; i < 3000; i++) tokens[i] = (uint16_t)(i % 61);
     const char* folder = joined(work, "nanogpt");

@@ -17,8 +17,7 @@ static const char* const unsigned_format =
     "OPTIM_FORMAT(\"unit8\", \"for v\", Elementwise<Unit8, NEAREST>)\n";
 
 // An elementwise format without a sign serves v and is refused for m, in --m and in --override.
-TEST(defaults_unsigned_elementwise_is_not_for_m) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(defaults_unsigned_elementwise_is_not_for_m) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     char text[1024], error[4096];

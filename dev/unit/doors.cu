@@ -498,8 +498,7 @@ static void name_format(const char* folder, const char* format) {
 
 // Code that only a checkpoint names runs if it is this user's own and the path is one that the program itself wrote. A
 // format takes a GPU, so that on the CPU what is not refused here is refused next, by another sentence.
-TEST(doors_format_of_a_checkpoint) {
-    const char* work = work_folder();
+FOLDER_TEST(doors_format_of_a_checkpoint) {
     char run[PATH_MAX], folder[PATH_MAX], path[2 * PATH_MAX];
     snprintf(run, sizeof(run), "%s/run", work);
     train_well("%s %s --data %s/text.txt --run %s --steps 1 --device cpu", SHAPE, QUICK, work, run);

@@ -61,8 +61,7 @@ void file_write_sealed(File* file, const char* folder, const char* name, int cut
 const uint32_t FOUR[][2] = {{4, 2}, {3, 0}, {4, 3}, {2, 1}, {0, 0}};
 const uint32_t WORDS[][2] = {{1, 0}, {1, 0}, {1, 0}, {1, 0}, {1, 0}, {0, 0}};
 
-TEST(evaluation_file) {
-    const char* work = work_folder();
+FOLDER_TEST(evaluation_file) {
     char path[PATH_MAX], error[DATA_ERROR_BYTES];
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Evaluation e;
@@ -167,7 +166,6 @@ TEST(evaluation_batches) {
             evaluation_plan_free(&plan);
         }
     }
-    evaluation_close(&e);
 }
 
 // Figures by hand. Row r has 3 + r characters and 5 + 2 r bytes.
@@ -201,7 +199,6 @@ TEST(evaluation_figures) {
     for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2, 0};
     r = evaluation_result(&e, scores);
     expect(r.acc == 0.4 && fabs(r.perplexity - exp(3)) < 1e-12, "acc %g, perplexity %g", r.acc, r.perplexity);
-    evaluation_close(&e);
 }
 
 // Losses that a batch gives become its rows' sums.
@@ -230,7 +227,6 @@ TEST(evaluation_sums) {
         expect(scores[0][r].sum == sum && scores[0][r].right == right, "row %d: %g, want %g", r, scores[0][r].sum, sum);
         expect(memcmp(&scores[0][r], &scores[1][r], sizeof(scores[0][r])) == 0, "row %d in another batch", r);
     }
-    evaluation_close(&e);
 }
 
 // Against double; ties: the first of equal logits is the likeliest.
@@ -282,8 +278,7 @@ void gather_case(Test* test, const Device* dev) {
 }
 
 TEST(evaluation_scores) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     double worst = 0;
     score_case(test, &worst, &dev, 13, 21, 128);
     score_case(test, &worst, &dev, 9, 50257, 50304);
@@ -292,8 +287,7 @@ TEST(evaluation_scores) {
 }
 
 TEST(evaluation_scores_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0;
     score_case(test, &worst, &dev, 13, 21, 128);
     score_case(test, &worst, &dev, 70, 50257, 50304);
@@ -306,10 +300,7 @@ TEST(evaluation_scores_gpu) {
     matmul_forward_cpu(want, nullptr, inp.host, wte.host, nullptr, R, C, Vp);
     check_output(test, &worst, &dev, "logits", &logits, nullptr, want, product_bound(C, 1),
                  [&] { score_logits<bf16>(&dev, logits.device, inp.device, wte.device, R, C, Vp); });
-    array_free(&dev, &inp), array_free(&dev, &wte), array_free(&dev, &logits);
-    free(want);
     note_worst(test, worst);
-    device_close(&dev);
 }
 
 // ./train --eval.
@@ -317,8 +308,7 @@ TEST(evaluation_scores_gpu) {
 #define EVALUATED "--layers 2 --channels 64 --heads 1 --seq 16 --device cpu"
 
 // The same scores alone, in a run, on several ranks and with sharded weights, each a file of --eval-out.
-TEST(evaluation_command) {
-    const char* work = work_folder();
+FOLDER_TEST(evaluation_command) {
     char run[PATH_MAX];
     File file = file_make(0, FOUR), words = file_make(1, WORDS);
     file_write_sealed(&file, work, "four.eval", 0), file_write_sealed(&words, work, "words.eval", 0);
@@ -380,8 +370,7 @@ TEST(evaluation_command) {
     remove_tree(work);
 }
 
-TEST(evaluation_bad_input) {
-    const char* work = work_folder();
+FOLDER_TEST(evaluation_bad_input) {
     File file = file_make(0, FOUR), other = file_make(0, FOUR);
     other.header[4] = 50257;
     file_write_sealed(&file, work, "four.eval", 0), file_write_sealed(&other, work, "gpt2.eval", 0);

@@ -336,8 +336,7 @@ static void every_state(Test* test) {
     compare_all(test, &all, true);
 }
 
-TEST(every_state_equals_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(every_state_equals_cpu_gpu) {
     with_empty_cache(test, every_state);
 }
 
@@ -369,8 +368,7 @@ static void every_random(Test* test) {
     compare_all(test, &all, false);
 }
 
-TEST(every_random_equals_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(every_random_equals_cpu_gpu) {
     with_empty_cache(test, every_random);
 }
 
@@ -431,8 +429,7 @@ static void built_in_and_jit(Test* test) {
     }
 }
 
-TEST(every_built_in_equals_jit_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(every_built_in_equals_jit_gpu) {
     with_empty_cache(test, built_in_and_jit);
 }
 
@@ -458,8 +455,7 @@ static bool compiles(Test* test, const OptimConfig* config, const char* architec
     return ok;
 }
 
-TEST(every_row_compiles) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(every_row_compiles) {
     static Configs all;
     const uint64_t seed = sample_seed(test);
     const int rules = name_count(SIMPLE_RULES), weights = name_count(WEIGHTS_NAMES);

@@ -259,8 +259,7 @@ static bool rule_kernel(Test* test, const char* types, const char* architecture,
     return good;
 }
 
-TEST(examples_rule_compiles) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(examples_rule_compiles) {
     for (const char* types : {exact_types, narrow_types}) {
         JitImage image;
         if (!rule_kernel(test, types, "sm_90", &image)) continue;
@@ -289,13 +288,11 @@ static void compare_rule(Test* test, const Device* gpu, const char* types) {
     jit_free(&image);
 }
 
-TEST(examples_rule_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(examples_rule_equal_cpu_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);
     compare_rule<Exact>(test, &gpu, exact_types);
     compare_rule<Narrow>(test, &gpu, narrow_types);
-    device_close(&gpu);
 }
 #endif
 
@@ -334,8 +331,7 @@ static double descend(const Device* dev, const OptimConfig* config) {
 }
 
 TEST(examples_preset) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
         char line[256], expression[2048];
@@ -368,7 +364,6 @@ static void check_preset_gpu(Test* test) {
     device_close(&devices[1]);
 }
 
-TEST(examples_preset_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(examples_preset_equal_cpu_gpu) {
     with_empty_cache(test, check_preset_gpu);
 }

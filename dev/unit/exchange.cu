@@ -48,7 +48,6 @@ TEST(exchange_formats) {
         encoding_error(grads, &finite);
         expect(!finite, "%g became finite", bad);
     }
-    free(grads);
 }
 
 // The sum is in the order of the ranks, wherever this rank stands among them.
@@ -69,7 +68,6 @@ TEST(exchange_order) {
         shard_sum_cpu<float, COMM_AS_IS>(out, c, TILES);
         expect(memcmp(out, want, bytes) == 0, "on rank %d the sum is another", rank);
     }
-    free(grads), free(out), free(want);
 }
 
 // The kernels against the plain C versions, to the bit; the squares, whose order differs, within the rounding of 64.
@@ -131,12 +129,10 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
 }
 
 TEST(exchange_kernels_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_kernels<float, COMM_AS_IS>(test, &dev, "fp32");
     check_kernels<float, COMM_BF16>(test, &dev, "fp32 as bf16");
     check_kernels<bf16, COMM_AS_IS>(test, &dev, "bf16");
-    device_close(&dev);
 }
 
 // Every element is in one bucket and of one rank, and tensors of a layer stand alike in packed memory, whatever the
@@ -213,7 +209,6 @@ TEST(exchange_slices) {
             }
         }
     }
-    dataset_close(&data);
 }
 
 // Between ranks, over the stand-in. A rank that finds a mistake says so and ends all with code 7.
@@ -453,8 +448,7 @@ TEST(exchange_own_card) {
 }
 
 static void first_gpu_main(Launch* launch) {
-    Device dev;
-    device_open(&dev, true, 0);
+    test_device(true);
     comm_require_own_gpu(launch);
 }
 
@@ -590,8 +584,7 @@ static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommForm
 }
 
 static void nan_main(Launch* launch) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
         for (CommFormat format : {COMM_AS_IS, COMM_BF16}) {
             for (int64_t bad : {(int64_t)-1, (int64_t)5, MINI - 1}) mini_nan(launch, &dev, mode, format, bad);
@@ -608,8 +601,7 @@ TEST(exchange_nan_of_one_rank) {
 }
 
 static void modes_main(Launch* launch) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
         for (bool late : {false, true}) mini_mode(launch, &dev, mode, late);
     }

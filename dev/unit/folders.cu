@@ -102,8 +102,7 @@ static void fill(char* text, size_t bytes, const char* command, const char* fold
 }
 
 // One flipped bit in any file of a checkpoint is found by every option that loads the file.
-TEST(folders_damage_is_found) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_damage_is_found) {
     const char* from = train_shards(test, work);
     const char* const files[] = {"config.json", "model.safetensors", "vocab.json", "merges.txt", "state.json"};
     const char* const commands[] = {
@@ -142,8 +141,7 @@ static void reseal(const char* folder, const char* find, const char* replace) {
 }
 
 // A name in state.json is that of a file in its folder.
-TEST(folders_state_names) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_state_names) {
     const char* from = train_bytes(test, work);
     const char* const names[] = {"../text.txt", "/etc/passwd", "..", "a/b", "", "."};
     for (const char* name : names) {
@@ -159,8 +157,7 @@ TEST(folders_state_names) {
 }
 
 // A file that becomes shorter while it is in use is an error and no signal.
-TEST(folders_cut_while_read) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_cut_while_read) {
     const char* path = joined(work, "x.safetensors");
     char error[DATA_ERROR_BYTES];
     static float values[1 << 16];
@@ -183,7 +180,6 @@ TEST(folders_cut_while_read) {
     if (truncate(joined(work, "x.bin"), 5000) != 0) abort();
     expect(!dataset_window(&data, 64, 900, tokens, targets, error) && strstr(error, "cut short"), "%s", error);
     expect(dataset_window(&data, 64, 3, tokens, targets, error), "%s", error);
-    dataset_close(&data);
 }
 
 // Special files.
@@ -210,8 +206,7 @@ static void make_special(const char* path, Kind kind) {
 }
 
 // Whatever stands in the place of a file that the program opens, it says so at once and ends with code 2.
-TEST(folders_special_files) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_special_files) {
     const char* from = train_shards(test, work);
     const struct {
         const char *file, *command;  // @1: the folder; @2: the file; @3: the work folder
@@ -256,8 +251,7 @@ static void make_link(const char* to, const char* at) {
 }
 
 // What stands behind a link is never changed: not by writing, not by removing.
-TEST(folders_links_are_not_followed) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_links_are_not_followed) {
     const char *victim = joined(work, "victim"), *run = joined(work, "run"), *kept = joined(work, "kept");
     mkdir(victim, 0755), mkdir(run, 0755), mkdir(kept, 0755);
     write_text(victim, "file", "precious");
@@ -290,8 +284,7 @@ TEST(folders_links_are_not_followed) {
 
 // A checkpoint that was moved and linked back, and a run folder that is a link, go on; removing the checkpoint's link
 // leaves the checkpoint where it is.
-TEST(folders_linked_back) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_linked_back) {
     train_bytes(test, work);
     const char *step = joined(work, "used/step_00000001"), *far = joined(work, "far"), *link = joined(work, "link");
     if (rename(step, far) != 0) abort();
@@ -358,8 +351,7 @@ static void rewrite(const char* from, const char* to, int first, int last, const
 }
 
 // Every tensor is used, or known to be none of the weights, or refused by name.
-TEST(folders_unused_tensors) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_unused_tensors) {
     const char* from = train_bytes(test, work);
     const struct {
         Added added;
@@ -394,8 +386,7 @@ TEST(folders_unused_tensors) {
 static const char INDEX_JSON[] = "model.safetensors.index.json";
 
 // Several files with an index are one model; what the index says must hold.
-TEST(folders_several_files) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_several_files) {
     const char *from = train_bytes(test, work), *folder = copy_model(work, "m", from);
     const char *one = "model-00001-of-00002.safetensors", *two = "model-00002-of-00002.safetensors";
     rewrite(from, joined(folder, one), 0, 5, nullptr), rewrite(from, joined(folder, two), 5, 64, nullptr);
@@ -436,12 +427,10 @@ TEST(folders_several_files) {
     rewrite(from, joined(folder, two), 4, 64, nullptr);
     run_train(twice, "--sample a --model %s", folder);
     expect_error(test, &twice, "a tensor in two files", "both hold the tensor", file.tensors[4].name);
-    safetensors_close(&file);
 }
 
 // A folder with PyTorch's own format only: the sentence holds a command, whose folder is one word of the shell.
-TEST(folders_bin_only) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_bin_only) {
     const char *from = train_bytes(test, work), *folder = copy_model(work, "it's", from);
     unlink(joined(folder, "model.safetensors"));
     write_text(folder, "pytorch_model.bin", "PK");
@@ -478,8 +467,7 @@ static void expect_tokens(Test* test, const Tokenizer* tokenizer) {
 }
 
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.
-TEST(folders_tokenizer_json) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_tokenizer_json) {
     char error[DATA_ERROR_BYTES];
     write_tokenizer(work, false, "");
     Tokenizer* tokenizer = tokenizer_open(work, error);
@@ -534,8 +522,7 @@ TEST(folders_tokenizer_json) {
 }
 
 // A model whose config.json has this member; whether nibble takes it.
-TEST(folders_config_members) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_config_members) {
     const struct {
         const char* member;
         bool good;
@@ -599,8 +586,7 @@ static void expect_ids(Test* test, const Json* config, int64_t bos, int64_t eos,
 }
 
 // Special tokens are the tokenizer's or the loaded model's, and there are none where nobody says so.
-TEST(folders_special_tokens) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_special_tokens) {
     train_bytes(test, work);
     Json* bytes = saved_config(test, joined(work, "used"), 1);
     expect_ids(test, bytes, -1, -1, -1);
@@ -626,8 +612,7 @@ TEST(folders_special_tokens) {
 
 // What a loaded model's folder says beside the weights is in the run folder and in every checkpoint, also after a
 // resume.
-TEST(folders_loaded_model_is_kept) {
-    const char* work = work_folder();
+FOLDER_TEST(folders_loaded_model_is_kept) {
     const char *from = train_shards(test, work), *folder = copy_model(work, "m", from);
     const char* const kept[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                                 "added_tokens.json", "generation_config.json"};

@@ -66,8 +66,7 @@ TEST(fp8_scales) {
 
 // A history keeps the largest of the last steps for FP8_HISTORY steps; a magnitude that is not finite changes nothing.
 TEST(fp8_history) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     void* memory = device_alloc(&dev, fp8_bytes(3));
     device_zero(&dev, memory, fp8_bytes(3));
     Fp8 f = fp8_open(3, FP8_E5M2, memory);
@@ -148,8 +147,7 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
 }
 
 TEST(fp8_cast_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0;
     for (CastShape s : {CastShape{16, 8}, CastShape{144, 200}, CastShape{256, 128}, CastShape{1040, 1032}}) {
         for (Fp8Op op : {FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD}) {
@@ -160,7 +158,6 @@ TEST(fp8_cast_gpu) {
         }
     }
     note_worst(test, worst);
-    device_close(&dev);
 }
 
 // Codes that a kernel writes of what it makes are those of a cast of what it would store, to the bit, with the same
@@ -295,8 +292,7 @@ TEST(fp8_made_gpu) {
 
 // Infinity and NaN become NaN, on both devices.
 TEST(fp8_cast_nonfinite_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     Array<bf16> inp = array_random<bf16>(&dev, 16 * 8, 5, 1.0f);
     inp.host[3] = INFINITY, inp.host[50] = NAN, inp.host[77] = -INFINITY;
     float values[16 * 8];
@@ -314,8 +310,6 @@ TEST(fp8_cast_nonfinite_gpu) {
             expect(isnan(fp8_decode(got[i], type)) == !isfinite(values[i]), "%g becomes code %d", values[i], got[i]);
         }
     }
-    array_free(&dev, &inp), device_free(&dev, codes), device_free(&dev, f.inverse);
-    device_close(&dev);
 }
 
 // A product of random codes, with a bias or added to what is there, against the plain C version. Hopper's tensor cores
@@ -358,8 +352,7 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
 }
 
 TEST(fp8_product_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0;
     check_product<bf16>(test, &worst, &dev, 256, 1152, 384, FP8_E4M3, true, true, false);
     check_product<bf16>(test, &worst, &dev, 48, 64, 256, FP8_E4M3, true, true, false);
@@ -368,7 +361,6 @@ TEST(fp8_product_gpu) {
     check_product<float>(test, &worst, &dev, 384, 1536, 2048, FP8_E5M2, false, false, true);
     check_product<float>(test, &worst, &dev, 128, 64, 16, FP8_E4M3, false, false, false);
     note_worst(test, worst);
-    device_close(&dev);
 }
 
 #ifdef __CUDACC__
@@ -574,8 +566,7 @@ TEST(fp8_runs_gpu) {
     check_runs(test, true);
 }
 
-TEST(fp8_bad_options) {
-    const char* work = work_folder();
+FOLDER_TEST(fp8_bad_options) {
     run_train(rows,
               "%s --data %s/text.txt --run %s/a --device cpu --matmul fp8 --seq 20 --batch 1 --tokens-per-step 20", RUN,
               work, work);

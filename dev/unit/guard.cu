@@ -51,8 +51,7 @@ static void seal_again(Test* test, const char* checkpoint) {
 }
 
 // One NaN or infinity in the last value of a file: no option that loads it goes on.
-TEST(guard_poisoned_checkpoints) {
-    const char* work = work_folder();
+FOLDER_TEST(guard_poisoned_checkpoints) {
     static const struct {
         const char *formats, *file, *bytes;
         int count;
@@ -89,8 +88,7 @@ TEST(guard_poisoned_checkpoints) {
 
 // A run that ends with weights that are of no use, or not even finite, keeps its good checkpoint and fails, with and
 // without validations and whatever --keep says.
-TEST(guard_diverging_run) {
-    const char* work = work_folder();
+FOLDER_TEST(guard_diverging_run) {
     const char* run = joined(work, "run");
     train_well("%s %s --data %s/text.txt --device cpu --run %s --steps 2 --weights fp32", SHAPE, QUICK, work, run);
     for (const char* validation : {"--val-every 0", "--val-every 1 --val-tokens 64"}) {
@@ -183,8 +181,7 @@ TEST(guard_stop_in_every_phase) {
     expect(exists(run, "step_00000400"), "it did not go on");
 }
 
-TEST(guard_save_signal_never_kills) {
-    const char* work = work_folder();
+FOLDER_TEST(guard_save_signal_never_kills) {
     for (int i = 0; i < 10; i++) {
         Child child = new_child();
         start(&child, SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 20 --run %s/run%d", work, work, i);
@@ -193,8 +190,7 @@ TEST(guard_save_signal_never_kills) {
 }
 
 // What a shell can do to the three standard descriptors: a reader that leaves, and descriptors that are closed.
-TEST(guard_closed_output) {
-    const char* work = work_folder();
+FOLDER_TEST(guard_closed_output) {
     static const char* const ways[] = {"| head -n 1 > /dev/null", "<&- >&- 2>&-", ">&-", "2>&- > /dev/null", "<&- >&-"};
     for (int i = 0; i < (int)(sizeof(ways) / sizeof(ways[0])); i++) {
         char command[4 * PATH_MAX], run[PATH_MAX];

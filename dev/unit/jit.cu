@@ -117,11 +117,9 @@ TEST(jit_source_is_device_code_alone) {
                                  "PRESETS",       "hyper_create",   "FormatRow"};
     for (const char* text : never) expect(!strstr(source, text), "\"%s\" is in it", text);
     note(test, "%lld bytes", (long long)bytes);
-    free(source), free(followed);
 }
 
-TEST(jit_compiles_where_there_is_no_device) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_compiles_where_there_is_no_device) {
     static char error[JIT_ERROR_BYTES];
     char expression[2048], architecture[32];
     expect(jit_architecture(90, architecture, sizeof(architecture), error), "%s", error);
@@ -141,8 +139,7 @@ TEST(jit_compiles_where_there_is_no_device) {
     }
 }
 
-TEST(jit_failure_shows_its_log) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_failure_shows_its_log) {
     static char error[JIT_ERROR_BYTES];
     CacheFolder folder = cache_enter();
     JitImage image;
@@ -190,8 +187,7 @@ static void overwrite(const char* path, long offset, int change) {
     fclose(file);
 }
 
-TEST(jit_cache) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_cache) {
     Cached cached = cached_enter(test);
     char path[4352], other[4352];
     expect(!fetch(test, cached, "empty"), "an empty folder had it");
@@ -247,8 +243,7 @@ TEST(jit_toolkit_upgrade) {
     cached_leave(&cached);
 }
 
-TEST(jit_cache_that_cannot_be_written) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_cache_that_cannot_be_written) {
     Cached cached = cached_enter(test);
     // A folder that nobody can make, one that is a file, and one that only others may write: root becomes somebody.
     chmod(cached.folder.path, 0555);
@@ -290,8 +285,7 @@ static void limit_files(int64_t bytes, bool killed) {
     setrlimit(RLIMIT_CORE, &limit);
 }
 
-TEST(jit_full_disk) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_full_disk) {
     Cached cached = cached_enter(test);
     for (int64_t max : {0, 20, 4096}) {
         int status = run_child(test, [&] {
@@ -323,8 +317,7 @@ TEST(jit_full_disk) {
     cached_leave(&cached);
 }
 
-TEST(jit_killed_while_writing) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_killed_while_writing) {
     Cached cached = cached_enter(test);
     char path[4352], other[4400];
     expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
@@ -355,8 +348,7 @@ TEST(jit_killed_while_writing) {
     cached_leave(&cached);
 }
 
-TEST(jit_eight_processes_at_once) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_eight_processes_at_once) {
     constexpr int PROCESSES = 8;
     Cached cached = cached_enter(test);
     pid_t child[PROCESSES];

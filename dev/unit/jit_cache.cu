@@ -58,8 +58,7 @@ static unsigned mode_of(const char* path) {
 }
 
 // A file of the cache that is whole, but not this user's own: moved aside and put back as something else.
-TEST(jit_cache_files_of_others) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_cache_files_of_others) {
     enum Kind { LINK, DANGLING, FIFO, GROUP, WORLD, OWNER, FOLDER };
     const struct {
         Kind kind;
@@ -97,8 +96,7 @@ TEST(jit_cache_files_of_others) {
 }
 
 // A folder that is not this user's own: neither read nor written, and several kernels cost one line.
-TEST(jit_cache_folders_of_others) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_cache_folders_of_others) {
     enum Kind { LINK, SLASH, GROUP, WORLD, OWNER, FIFO };
     const struct {
         Kind kind;
@@ -141,8 +139,7 @@ TEST(jit_cache_folders_of_others) {
 }
 
 // What is created is this user's alone, whatever the umask.
-TEST(jit_cache_modes) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(jit_cache_modes) {
     for (unsigned mask : {0u, 022u, 077u, 0277u, 0777u}) {
         CacheFolder folder = cache_enter();
         char text[4096], outer[200], inner[200], path[4352];

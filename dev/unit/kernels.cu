@@ -102,8 +102,7 @@ void layernorm_double(double* out, const double* x, const double* weight, const 
 }
 
 TEST(gelu_cpu) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     const int n = 2003;
     double worst = 0.0;
     float *x = random_floats(n, 1, 12.0f), *out = floats(n), *want = floats(n), *d = random_floats(n, 2, 1.0f);
@@ -116,14 +115,12 @@ TEST(gelu_cpu) {
         double value = x[i];
         check_gradient(test, &worst, "dgelu", d + i, &value, 1, 4, [&] { return r[i] * gelu_double(value); });
     }
-    free(x), free(out), free(want), free(d), free(r);
     note_worst(test, worst);
 }
 
 TEST(layernorm_cpu) {
     const int N = 5, C = 24;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     double worst = 0.0;
     float *x = random_floats(N * C, 1, 1.0f), *y = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
     float *bias = random_floats(C, 4, 1.0f), *r = random_floats(N * C, 5, 1.0f), *sum = floats(N * C);
@@ -166,15 +163,12 @@ TEST(layernorm_cpu) {
         check_gradient(test, &worst, "dbias", dbias, bd, C, 4 * N, objective);
         free(dinp), free(dweight), free(dbias), free(dcolumns);
     }
-    free(x), free(y), free(weight), free(bias), free(r), free(sum), free(out), free(mean), free(rstd), free(want);
-    free(xd), free(wd), free(bd);
     note_worst(test, worst);
 }
 
 TEST(matmul_cpu) {
     const int N = 5, C = 16, OC = 24;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     double worst = 0.0;
     float *inp = random_floats(N * C, 1, 1.0f), *weight = random_floats(OC * C, 2, 1.0f), *r = floats(N * OC);
     float *bias = random_floats(OC, 3, 1.0f), *pre = floats(N * OC), *out = floats(N * OC), *want = floats(N * OC);
@@ -224,8 +218,6 @@ TEST(matmul_cpu) {
                 for (int c = 0; c < C; c++) total += r[n * OC + o] * gelu_double(pd[n * C + c]) * wd[o * C + c];
         return total;
     });
-    free(inp), free(weight), free(r), free(bias), free(pre), free(out), free(want), free(p), free(dp), free(dbias);
-    free(xd), free(wd), free(bd), free(pd);
     note_worst(test, worst);
 }
 
@@ -264,8 +256,7 @@ void positions_free(Positions* p) {
 
 TEST(embedding_cpu) {
     const int B = 3, T = 4, C = 8, V = 7;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     double worst = 0.0;
     Positions p = positions_create(B * T, V, 2.0);
     float *wte = random_floats(V * C, 1, 1.0f), *wpe = random_floats(T * C, 2, 1.0f), *out = floats(B * T * C);
@@ -291,8 +282,6 @@ TEST(embedding_cpu) {
         check_gradient(test, &worst, "dwte", dwte, ted, V * C, B * T, objective);
         check_gradient(test, &worst, "dwpe", dwpe, ped, T * C, 2 * B, objective);
     }
-    free(wte), free(wpe), free(out), free(r), free(dwte), free(dwpe), free(ted), free(ped);
-    positions_free(&p);
     note_worst(test, worst);
 }
 
@@ -317,8 +306,7 @@ void check_norm(Test* test, double* worst, double exact, Norm norm, Set set) {
 }
 
 TEST(global_norm_cpu) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     double worst = 0.0;
     for (int64_t n : {1, 7, 1000, 100003}) {
         float* grads = random_floats(n, 1, 1.0f);
@@ -335,8 +323,7 @@ TEST(global_norm_cpu) {
 
 TEST(cpu_threads_same_bits) {
     const int N = 200, C = 136, V = 50;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     int threads = omp_get_max_threads();
     Positions p = positions_create(N, V, 3.0);
     float *x = random_floats(N * C, 1, 1.0f), *d = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
@@ -356,8 +343,6 @@ TEST(cpu_threads_same_bits) {
     }
     omp_set_num_threads(threads);
     expect(memcmp(result[0], result[1], length * sizeof(float)) == 0, "1 and 3 threads differ");
-    free(x), free(d), free(weight), free(scratch), free(mean), free(rstd), free(result[0]), free(result[1]);
-    positions_free(&p);
 }
 
 // GPU: the kernels against the plain C version.
@@ -380,14 +365,12 @@ void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
 }
 
 TEST(gelu_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (int64_t n : {1, 7, 8, 2049, 1000003}) {
         gelu_gpu_case<float>(test, &worst, &dev, n);
         gelu_gpu_case<bf16>(test, &worst, &dev, n);
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 
@@ -431,14 +414,12 @@ const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768
                                    {40, 1032}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192}};
 
 TEST(layernorm_forward_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (auto& shape : LAYERNORM_SHAPES) {
         layernorm_forward_gpu_case<float>(test, &worst, &dev, shape[0], shape[1]);
         layernorm_forward_gpu_case<bf16>(test, &worst, &dev, shape[0], shape[1]);
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 
@@ -490,8 +471,7 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
 }
 
 TEST(layernorm_backward_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (auto& shape : LAYERNORM_SHAPES) {
         for (int accumulate = 0; accumulate < 2; accumulate++) {
@@ -500,7 +480,6 @@ TEST(layernorm_backward_gpu) {
             layernorm_backward_gpu_case<bf16, bf16>(test, &worst, &dev, shape[0], shape[1], accumulate);
         }
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 
@@ -551,8 +530,7 @@ TEST(layernorm_backward_refused) {
 // A row's place in shared memory is filled again as soon as all warps are past the barrier: were it too soon for one of
 // them, few runs of many would show it.
 TEST(layernorm_backward_again_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     const int64_t N = 3001;
     for (int C : {384, 768, 1280, 1600}) {
         Array<bf16> d = array_random<bf16>(&dev, N * C, 1, 1.0f), x = array_random<bf16>(&dev, N * C, 2, 1.0f);
@@ -577,7 +555,6 @@ TEST(layernorm_backward_again_gpu) {
         array_free(&dev, &d), array_free(&dev, &x), array_free(&dev, &weight), array_free(&dev, &begin);
         array_free(&dev, &dinp), array_free(&dev, &sums), array_free(&dev, &mean), array_free(&dev, &rstd);
     }
-    device_close(&dev);
 }
 
 // Round to bf16 in place.
@@ -749,20 +726,17 @@ const int MATMUL_SHAPES[][3] = {{1, 64, 64},       {3, 8, 24},        {37, 64, 2
                                 {3000, 456, 1544}, {3000, 1544, 456}};
 
 TEST(matmul_forward_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (auto& s : MATMUL_SHAPES) {
         matmul_forward_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
         matmul_forward_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 
 TEST(matmul_backward_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0, worst_sum = 0.0;
     for (auto& s : MATMUL_SHAPES) {
         for (int accumulate = 0; accumulate < 2; accumulate++) {
@@ -815,14 +789,12 @@ void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int O
 }
 
 TEST(matmul_gelu_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     if (dev.compute == 90 && matmul_gelu_is_built()) {
         matmul_gelu_gpu_case(test, &dev, 3000, 456, 1544);
         matmul_gelu_gpu_case(test, &dev, 16384, 768, 3072);
         matmul_gelu_gpu_case(test, &dev, 20001, 1600, 264);
     }
-    device_close(&dev);
 }
 #endif
 
@@ -867,8 +839,7 @@ void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int
 }
 
 TEST(embedding_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     const int shapes[][5] = {{1, 1, 8, 256, 256},         {3, 37, 64, 256, 256},    {16, 256, 768, 256, 256},
                              {8, 256, 128, 50257, 50304}, {5, 100, 1600, 257, 384}, {2, 64, 5120, 1000, 1024}};
@@ -877,7 +848,6 @@ TEST(embedding_gpu) {
         embedding_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
         embedding_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 1.0);
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 
@@ -905,21 +875,18 @@ void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t 
 }
 
 TEST(global_norm_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     for (int64_t n : {1, 7, 1000, 1000003, 30000000}) {
         global_norm_gpu_case<float>(test, &worst, &dev, n);
         global_norm_gpu_case<bf16>(test, &worst, &dev, n);
     }
-    device_close(&dev);
     note_worst(test, worst);
 }
 
 // Arrays of more than 2^31 elements: the last rows, which 32-bit indices would miss.
 TEST(kernels_beyond_2_31_elements_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     if (dev.memory < (int64_t)32 << 30) {
         device_close(&dev);
         skip("needs 32 GiB of GPU memory");
@@ -946,9 +913,6 @@ TEST(kernels_beyond_2_31_elements_gpu) {
     value = to_float(got[V - 1]);
     expect(fabsf(value * V - 1.0f) < 1.0 / 256, "classifier: the last gradient is %g, want %g", value, 1.0 / V);
     expect(to_float(got[C - 1]) == 0.0f, "classifier: the padding is %g", to_float(got[C - 1]));
-    device_free(&dev, a), device_free(&dev, b), device_free(&dev, losses), device_free(&dev, device_targets);
-    free(got), free(targets);
-    device_close(&dev);
 }
 
 }  // namespace

@@ -131,7 +131,6 @@ TEST(data_loader_order) {
     for (int n = 0; n < 80; n++) {
         expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
     }
-    dataset_close(&data);
 }
 
 // A batch keeps its contents through the next call, while the thread fills the buffers ahead.
@@ -161,7 +160,6 @@ TEST(data_loader_two_batches_in_use) {
         if (i % 2) usleep(500);
         loader_close(loader);
     }
-    dataset_close(&data);
 }
 
 static int sparse_token(int64_t i) {
@@ -195,7 +193,6 @@ TEST(data_loader_buckets) {
         expect(batch->bucket[2 * distinct] == -1 && batch->bucket[2 * distinct + 1] == N, "the last row");
     }
     loader_close(loader);
-    dataset_close(&data);
 }
 
 TEST(data_loader_bytes) {
@@ -225,7 +222,6 @@ TEST(data_loader_bytes) {
     expect(dataset_open_memory(&data, text, 24, DATASET_WHOLE, 0, T, error), "%s", error);
     expect(dataset_windows(&data, T) == 5, "%lld windows", (long long)dataset_windows(&data, T));
     expect_refused(dataset_window(&data, T, 5, tokens, targets, error), error, "no window 5");
-    dataset_close(&data);
 }
 
 // The parts of one file share no token, and together they are the file.
@@ -452,7 +448,6 @@ TEST(data_loader_token_above_vocabulary) {
     for (int i = 0; i < 3; i++) expect(loader_next(loader, error), "batch %d: %s", i, error);
     for (int i = 0; i < 3; i++) expect_refused(loader_next(loader, error), error, wanted);
     loader_close(loader);
-    dataset_close(&data);
 }
 
 // Files over 2 GiB, sparse: a shard and bytes whose last window holds what was written there.
@@ -672,5 +667,4 @@ TEST(data_tokenizer_gpt2) {
         expect(decode_all(tokenizer, tokens, count, back) == length && memcmp(text, back, (size_t)length) == 0,
                "text %d does not come back", i);
     }
-    tokenizer_close(tokenizer);
 }

@@ -174,8 +174,7 @@ TEST(matrix_against_double) {
     check_all_against_double(test, false);
 }
 
-TEST(matrix_against_double_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(matrix_against_double_gpu) {
     check_all_against_double(test, true);
 }
 
@@ -302,14 +301,12 @@ static void matrix_on_gpu(Test* test) {
     check_all_resume_and_shards(test, true);
 }
 
-TEST(matrix_resume_skip_and_shard_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(matrix_resume_skip_and_shard_gpu) {
     with_empty_cache(test, matrix_on_gpu);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.
-TEST(matrix_moments_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(matrix_moments_equal_cpu_gpu) {
     for (const char* m : {"fp32", "bf16:sr", "soft8/32", "de4/32@dq8"}) {
         OptimConfig config = matrix_config("muon", "bf16:sr", m);
         MatrixRun run[2];
@@ -408,8 +405,7 @@ TEST(matrix_refusals) {
 }
 
 // Both kernels of a step, as NVRTC compiles them where they are not built in.
-TEST(matrix_kernels_compile) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(matrix_kernels_compile) {
     static char error[JIT_ERROR_BYTES];
     const char* const formats[][2] = {{"lin8:sr", "nf4/64:sr"}, {"bf16+8:sr", "e4m3/tensor"}};
     for (const char* rule : {"normuon", "galore"}) {

@@ -96,7 +96,6 @@ TEST(memory_texts) {
     free(zero);
     void* nothing = memory_take(0);
     expect(nothing, "no bytes are NULL");
-    free(nothing);
 }
 
 TEST(memory_stream_is_open_memstream) {
@@ -113,7 +112,6 @@ TEST(memory_stream_is_open_memstream) {
     }
     expect(our_bytes == their_bytes && memcmp(ours, theirs, our_bytes + 1) == 0, "%zu and %zu bytes", our_bytes,
            their_bytes);
-    free(ours), free(theirs);
 }
 
 // Nothing of the product asks the C library itself; comments and texts may name its functions.
@@ -163,8 +161,7 @@ static void run_limited(Child* child, char which, int64_t limit, const char* wor
 
 // From the least address space into which the program can be loaded to what a run needs: each limit ends in a sentence
 // or does not matter, and none of them harms a checkpoint.
-TEST(memory_limits_end_in_a_sentence) {
-    const char* work = work_folder();
+FOLDER_TEST(memory_limits_end_in_a_sentence) {
     const char* words =
         "--device cpu --data text.txt " SHAPE " " QUICK " --steps 4 --save-every 2 --run run --resume auto";
     char run[PATH_MAX];

@@ -526,8 +526,7 @@ static void check_launcher(Test* test, const char* work, const Variable* variabl
     expect_equal_runs(test, run, forked, 4);
 }
 
-TEST(multi_launchers) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_launchers) {
     train_ranks(false, 4, "%s --data %s/text.txt --run %s/forked --batch 1 --tokens-per-step 64 --steps 4", SEVERAL,
                 work, work);
     check_launcher(test, work, VARIABLES(torchrun), "torchrun's variables", 1);
@@ -551,8 +550,7 @@ static void write_tokenizer(const char* folder) {
 }
 
 // Machines that share no disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
-TEST(multi_no_shared_folder) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_no_shared_folder) {
     Child child[2];
     char words[2 * PATH_MAX], folder[PATH_MAX];
     write_tokenizer(work);
@@ -573,8 +571,7 @@ TEST(multi_no_shared_folder) {
 }
 
 // Who does not come is named, and so is where rank 0 was looked for.
-TEST(multi_missing) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_missing) {
     char words[PATH_MAX];
     Child child[4];
     snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s/run --join-timeout 2", SEVERAL, work, work);
@@ -618,8 +615,7 @@ TEST(multi_missing) {
 }
 
 // Connections that say nothing, as of a scanner of ports, neither delay the rendezvous nor break anything.
-TEST(multi_strangers) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_strangers) {
     char words[2 * PATH_MAX];
     Child child[2];
     int stranger[8], port = own_port(9) + 1;  // torchrun itself has the first
@@ -663,8 +659,7 @@ static bool port_is(int port, unsigned wanted) {
 
 // Two runs that torchrun started on one machine, a port apart. The first is pushed on to the port of the second, whose
 // rank 1 finds it there and has to go on to its own rank 0.
-TEST(multi_neighbours) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_neighbours) {
     char words[2 * PATH_MAX];
     Child child[2][2];
     int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, port = own_port(11) + 1;
@@ -699,8 +694,7 @@ TEST(multi_neighbours) {
     close(taken);
 }
 
-TEST(multi_refused) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_refused) {
     run_train(cpu, "--gpus 2 --device cpu --steps 1 --run %s/run", work);
     expect_error(test, &cpu, "CPU", "--gpus 2", "--device cpu");
     run_train(none, "--gpus 2 --steps 1 --run %s/run", work);
@@ -801,8 +795,7 @@ TEST(multi_dead_ranks_gpu) {
 }
 
 // Of a launcher that does not watch them.
-TEST(multi_dead_launched) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_dead_launched) {
     char words[2 * PATH_MAX];
     Child child[4];
     const char* run = joined(work, "run");
@@ -912,8 +905,7 @@ TEST(multi_bad_token_gpu) {
 }
 
 // What one rank finds first ends all, with one sentence and no deadlock.
-TEST(multi_failures) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_failures) {
     // A full disk.
     Child disk = new_child();
     disk.file_limit = 1000000;
@@ -937,8 +929,7 @@ TEST(multi_failures) {
 }
 
 // Validation and samples of several ranks are those of one.
-TEST(multi_validation) {
-    const char* work = work_folder();
+FOLDER_TEST(multi_validation) {
     double loss[3] = {};
     char* sample[3] = {};
     for (int i = 0; i < 3; i++) {
@@ -966,5 +957,4 @@ TEST(multi_validation) {
         expect(fabs(loss[i] - loss[0]) <= bound, "%d ranks: %.9g, one: %.9g", i + 1, loss[i], loss[0]);
         expect(strcmp(sample[i], sample[0]) == 0, "%d ranks: %s\none: %s", i + 1, sample[i], sample[0]);
     }
-    for (char* text : sample) free(text);
 }

@@ -293,7 +293,6 @@ TEST(optim_lists) {
     for (const char* line = strtok(text, "\n"); line; line = strtok(nullptr, "\n")) {
         expect(strlen(line) <= 120, "%zu characters: %s", strlen(line), line);
     }
-    free(text);
 }
 
 TEST(optim_presets_are_built_in) {

@@ -24,7 +24,7 @@
 static const char PEERS[] = "dev/reference/peers.safetensors";
 constexpr int64_t MOST = 3072;                // elements of the largest array of the file
 constexpr int64_t KEPT = 256, TENSORS = 2;    // of the runs: elements of a tensor, the first with decay
-constexpr int64_t ELEMENTS = KEPT * TENSORS;  // as they lie in the file, one tensor behind the other
+constexpr int64_t ELEMENTS = KEPT * TENSORS;  // as they lie in the one tensor behind the other
 constexpr double U = 1.0 / (1 << 24);         // half a unit in the last place of 1: one rounding of fp32
 // make_peers.py's settings of the runs.
 constexpr float LR = 0x1p-7f, BETA1 = 0.9f, BETA2 = 0.95f, BETA3 = 0.999f, ALPHA = 4.0f, EPS = 1e-8f, DECAY = 0.1f;
@@ -40,20 +40,18 @@ struct Bytes {
     uint8_t x[MOST];
 };
 
-static const Safetensors* peers;  // the one that was opened last
-
-static void peers_open(Safetensors* file) {
+static const Safetensors* peers() {
+    static Safetensors file;
     char error[DATA_ERROR_BYTES];
-    if (!safetensors_open(file, PEERS, error)) printf("    %s\n", error), exit(1);
-    peers = file;
+    if (!file.count && !safetensors_open(&file, PEERS, error)) printf("    %s\n", error), exit(1);
+    return &file;
 }
 
-static const SafetensorsTensor* peers_find(const Safetensors* file, const char* a, const char* b = "",
-                                           const char* c = "", int step = 0) {
+static const SafetensorsTensor* peers_find(const char* a, const char* b = "", const char* c = "", int step = 0) {
     char name[192];
     int used = snprintf(name, sizeof(name), "%s%s%s", a, b, c);
     if (step) snprintf(name + used, sizeof(name) - (size_t)used, ".%d", step);
-    const SafetensorsTensor* tensor = safetensors_find(file, name);
+    const SafetensorsTensor* tensor = safetensors_find(peers(), name);
     if (!tensor) printf("    %s holds no %s\n", PEERS, name), exit(1);
     return tensor;
 }
@@ -62,7 +60,7 @@ static Floats peers_floats(const SafetensorsTensor* tensor) {
     Floats floats = {1, {}};
     for (int d = 0; d < tensor->dims; d++) floats.n *= tensor->shape[d];
     char error[DATA_ERROR_BYTES] = "it is too large";
-    if (floats.n > MOST || !safetensors_floats(peers, tensor, 0, floats.n, floats.x, error)) {
+    if (floats.n > MOST || !safetensors_floats(peers(), tensor, 0, floats.n, floats.x, error)) {
         printf("    %s: %s\n", tensor->name, error), exit(1);
     }
     return floats;
@@ -71,7 +69,7 @@ static Floats peers_floats(const SafetensorsTensor* tensor) {
 static Bytes peers_bytes(const SafetensorsTensor* tensor) {
     Bytes bytes = {tensor->bytes, {}};
     if (bytes.n > MOST) printf("    %s\n", tensor->name), exit(1);
-    memcpy(bytes.x, tensor_data(peers, tensor), (size_t)bytes.n);
+    memcpy(bytes.x, tensor_data(peers(), tensor), (size_t)bytes.n);
     return bytes;
 }
 
@@ -128,9 +126,9 @@ static Stored peers_stored(const Format* format, const SafetensorsTensor* codes,
 }
 
 // What the peer decodes each of our codes to with scale 1.
-static Floats peers_map(const Safetensors* file, const Format* format) {
+static Floats peers_map(const Format* format) {
     bool theirs = !strcmp(format->peer, "bitsandbytes") && format->bits == 8;
-    Floats raw = peers_floats(peers_find(file, "map.", format->name, theirs ? ".bitsandbytes" : "")), map = raw;
+    Floats raw = peers_floats(peers_find("map.", format->name, theirs ? ".bitsandbytes" : "")), map = raw;
     for (int64_t code = 0; code < raw.n; code++) map.x[(code + format->shift) % raw.n] = raw.x[code];
     return map;
 }
@@ -332,12 +330,12 @@ static void check_scales(Test* test, const char* what, const Format* format, con
     }
 }
 
-static Comparison compare_input(Test* test, const Safetensors* file, const Format* format, const char* set) {
+static Comparison compare_input(Test* test, const Format* format, const char* set) {
     char what[96];
     snprintf(what, sizeof(what), "%s.%s.%s", format->peer, format->name, set);
-    Floats inputs = peers_floats(peers_find(file, "input.", set)), map = peers_map(file, format);
+    Floats inputs = peers_floats(peers_find("input.", set)), map = peers_map(format);
     Stored ours = store_ours(format, &inputs);
-    Stored theirs = peers_stored(format, peers_find(file, what, ".codes"), peers_find(file, what, ".scales"));
+    Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
     double x[MOST];
     for (int64_t i = 0; i < inputs.n; i++) {
         x[i] = format->moment_v ? (double)(inputs.x[i] * inputs.x[i]) : (double)inputs.x[i];
@@ -349,27 +347,22 @@ static Comparison compare_input(Test* test, const Safetensors* file, const Forma
 }
 
 TEST(peers_stored_numbers) {
-    Safetensors file;
-    peers_open(&file);
     for (const Format& format : formats) {
-        Comparison result = compare_input(test, &file, &format, format.moment_v ? "v" : "m");
+        Comparison result = compare_input(test, &format, format.moment_v ? "v" : "m");
         expect(result.differ == 0, "%s %s: %d codes differ", format.peer, format.name, result.differ);
         bool has_zero = format.moment_v && strcmp(format.name, "lin4") != 0;
         expect((result.zeros > 0) == has_zero, "%s %s: %d zeros", format.peer, format.name, result.zeros);
     }
-    safetensors_close(&file);
 }
 
 // Numbers on the bounds and beside them, where roundings show. Of three, one on the bound and one in each last place
 // beside it, one may fall to the other side.
 TEST(peers_stored_edges) {
-    Safetensors file;
-    peers_open(&file);
     for (const Format& format : formats) {
         if (!strcmp(format.name, "e4m3") && format.moment_v) continue;
         char set[64];
         snprintf(set, sizeof(set), "edges.%s", format.name);
-        Comparison result = compare_input(test, &file, &format, set);
+        Comparison result = compare_input(test, &format, set);
         int differ = result.differ;
         // With y rounded all three of a bound may.
         bool counted = rounding_of_y(&format) == 0.0;
@@ -377,7 +370,6 @@ TEST(peers_stored_edges) {
                differ);
         note(test, "%.1s %s %d", format.peer, format.name, differ);
     }
-    safetensors_close(&file);
 }
 
 // adafactor8bit's logarithmic codes of v, and its scale, 126 + log2 of the largest. Both programs' logarithms are sums
@@ -385,12 +377,10 @@ TEST(peers_stored_edges) {
 // exact place is that near to the middle of two.
 TEST(peers_logarithms) {
     const Format format = {"adalog8", "adafactor8bit", 8, 2048, true, MIDDLE, 0, 1.0f};
-    Safetensors file;
-    peers_open(&file);
-    Floats inputs = peers_floats(peers_find(&file, "input.v"));
+    Floats inputs = peers_floats(peers_find("input.v"));
     Stored ours = store_ours(&format, &inputs);
-    Stored theirs = peers_stored(&format, peers_find(&file, "adafactor8bit.log8.v.codes"),
-                                 peers_find(&file, "adafactor8bit.log8.v.scales"));
+    Stored theirs =
+        peers_stored(&format, peers_find("adafactor8bit.log8.v.codes"), peers_find("adafactor8bit.log8.v.scales"));
     double scale = theirs.scale[0];
     expect(theirs.n == inputs.n, "%lld", (long long)theirs.n);
     expect(fabs((double)ours.scale[0] - scale) <= 2.0 * ldexp(1.0, (int)floor(log2(scale)) - 23), "%.9g, theirs %.9g",
@@ -407,7 +397,6 @@ TEST(peers_logarithms) {
     }
     expect(least > 0 && differ == 0, "%d at 2^-126, %d differ", least, differ);
     note(test, "%d of %lld differ, scales by %.2g", differ, (long long)theirs.n, fabs((double)ours.scale[0] - scale));
-    safetensors_close(&file);
 }
 
 // All codes' levels, by a step from which they can be read. m: sgd with momentum 1/2, lr 2, no gradient, weights of 0:
@@ -435,10 +424,8 @@ static void levels_ours(const Format* format, Floats* level) {
 // Their dynamic maps come from a partition in fp32, ours are rounded once: up to 2 units in the last place apart. Their
 // softsign and square are computed when decoding, 4 roundings; ours, likewise or looked up.
 TEST(peers_levels) {
-    Safetensors file;
-    peers_open(&file);
     for (const Format& format : formats) {
-        Floats theirs = peers_map(&file, &format), ours = theirs;
+        Floats theirs = peers_map(&format), ours = theirs;
         levels_ours(&format, &ours);
         bool exact = !strcmp(format.name, "lin4") || !strcmp(format.name, "nf4") || !strcmp(format.name, "e4m3");
         double bound = (exact ? 0.0 : format.bound == MIDDLE ? 4.0 * U : 8.0 * U) + (format.moment_v ? 16.0 * U : 0.0);
@@ -455,20 +442,17 @@ TEST(peers_levels) {
         }
         if (!format.moment_v && !exact) note(test, "%s %s: %d in the last bits", format.peer, format.name, differ);
     }
-    safetensors_close(&file);
 }
 
 // Blocks below the least scale of theirs: 256 elements from 768 on, the largest 4e-13. Ours store them as any other.
 TEST(peers_tiny_blocks) {
-    Safetensors file;
-    peers_open(&file);
     for (const char* name : {"dyn8", "de4", "e4m3"}) {
         const Format* format = format_of(name, "torchao", false);
-        Floats inputs = peers_floats(peers_find(&file, "input.m")), map = peers_map(&file, format);
+        Floats inputs = peers_floats(peers_find("input.m")), map = peers_map(format);
         Stored ours = store_ours(format, &inputs);
         char what[64];
         snprintf(what, sizeof(what), "torchao.%s.m", name);
-        Stored theirs = peers_stored(format, peers_find(&file, what, ".codes"), peers_find(&file, what, ".scales"));
+        Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
         double top = 0.0, error[2] = {0.0, 0.0};
         for (int64_t i = 768; i < 1024; i++) {
             double x = inputs.x[i];
@@ -485,7 +469,6 @@ TEST(peers_tiny_blocks) {
         expect(error[0] <= step * top, "%s: %g of the largest", name, error[0] / top);
         note(test, "%s %.3g of the largest, theirs %.3g", name, error[0] / top, error[1] / top);
     }
-    safetensors_close(&file);
 }
 
 // Runs: the peers' optimizers over six steps, and our step from the state they had before.
@@ -510,8 +493,8 @@ struct State {
     Floats weights, m, v, slow;
 };
 
-static void dequantise(const Safetensors* file, const Format* format, const Stored* stored, Floats* x) {
-    Floats map = peers_map(file, format);
+static void dequantise(const Format* format, const Stored* stored, Floats* x) {
+    Floats map = peers_map(format);
     *x = {stored->n, {}};
     for (int64_t i = 0; i < stored->n; i++) {
         double level = map.x[stored->code[i]], scale = stored->scale[i / format->block] * format->units;
@@ -520,41 +503,41 @@ static void dequantise(const Safetensors* file, const Format* format, const Stor
     }
 }
 
-static Stored peers_state(const Safetensors* file, const Case* c, const Format* format, const char* moment, int step) {
+static Stored peers_state(const Case* c, const Format* format, const char* moment, int step) {
     char codes[96], scales[96];
     snprintf(codes, sizeof(codes), "%s.%s.codes", c->peer, moment);
     snprintf(scales, sizeof(scales), "%s.%s.scales", c->peer, moment);
-    return peers_stored(format, peers_find(file, "run.", codes, "", step), peers_find(file, "run.", scales, "", step));
+    return peers_stored(format, peers_find("run.", codes, "", step), peers_find("run.", scales, "", step));
 }
 
-static Floats peers_run_floats(const Safetensors* file, const Case* c, const char* stream, int step) {
-    return peers_floats(peers_find(file, "run.", c->peer, stream, step));
+static Floats peers_run_floats(const Case* c, const char* stream, int step) {
+    return peers_floats(peers_find("run.", c->peer, stream, step));
 }
 
-static State state_before(const Safetensors* file, const Case* c, int step) {
+static State state_before(const Case* c, int step) {
     State state = {};
     if (step == 1) {
-        state.weights = peers_floats(peers_find(file, "run.start"));
+        state.weights = peers_floats(peers_find("run.start"));
         return state;
     }
     bool keeps_v = *run_config(c).v != 0;
-    state.weights = peers_run_floats(file, c, ".weights", step - 1);
-    if (!c->m) state.m = peers_run_floats(file, c, ".m", step - 1);
-    if (!c->v && keeps_v) state.v = peers_run_floats(file, c, ".v", step - 1);
-    if (!strcmp(c->rule, "ademamix")) state.slow = peers_run_floats(file, c, ".slow", step - 1);
+    state.weights = peers_run_floats(c, ".weights", step - 1);
+    if (!c->m) state.m = peers_run_floats(c, ".m", step - 1);
+    if (!c->v && keeps_v) state.v = peers_run_floats(c, ".v", step - 1);
+    if (!strcmp(c->rule, "ademamix")) state.slow = peers_run_floats(c, ".slow", step - 1);
     if (c->m) {
-        Stored stored = peers_state(file, c, c->m, "m", step - 1);
-        dequantise(file, c->m, &stored, &state.m);
+        Stored stored = peers_state(c, c->m, "m", step - 1);
+        dequantise(c->m, &stored, &state.m);
     }
     if (c->v) {
-        Stored stored = peers_state(file, c, c->v, "v", step - 1);
-        dequantise(file, c->v, &stored, &state.v);
+        Stored stored = peers_state(c, c->v, "v", step - 1);
+        dequantise(c->v, &stored, &state.v);
     }
     return state;
 }
 
 // Our optimizer with that state, the peers' codes and scales as they are.
-static void run_set_state(Run* run, const Safetensors* file, const Case* c, const State* state, int step) {
+static void run_set_state(Run* run, const Case* c, const State* state, int step) {
     State copy = *state;
     run_stream(run, "weights", copy.weights.x, true);
     if (step == 1) return;
@@ -564,7 +547,7 @@ static void run_set_state(Run* run, const Safetensors* file, const Case* c, cons
     for (int k = 0; k < 2; k++) {
         const Format* format = k ? c->v : c->m;
         if (!format) continue;
-        Stored stored = peers_state(file, c, format, k ? "v" : "m", step - 1);
+        Stored stored = peers_state(c, format, k ? "v" : "m", step - 1);
         run_set_stored(run, format, &stored);
     }
 }
@@ -658,16 +641,16 @@ static void check_moment(Test* test, const char* what, double* worst, float ours
     expect(off <= error && units <= 2.0, "%s: %.9g, theirs %.9g, %g apart", what, ours, theirs, units);
 }
 
-static void check_floats(Test* test, const Safetensors* file, const Case* c, const Run* run, const State* before,
-                         const Exact* exact, int step, Worst* worst) {
+static void check_floats(Test* test, const Case* c, const Run* run, const State* before, const Exact* exact, int step,
+                         Worst* worst) {
     bool flash = !strcmp(c->peer, "flashoptim.adamw");
     Floats p = before->weights, m = {}, v = {}, slow = {};
     run_stream(run, "weights", p.x, false);
-    Floats theirs = peers_run_floats(file, c, ".weights", step), their_m = {}, their_v = {}, their_slow = {};
+    Floats theirs = peers_run_floats(c, ".weights", step), their_m = {}, their_v = {}, their_slow = {};
     bool has_v = !c->v && *run_config(c).v, has_slow = !strcmp(c->rule, "ademamix");
-    if (!c->m) run_stream(run, "m", m.x, false), their_m = peers_run_floats(file, c, ".m", step);
-    if (has_v) run_stream(run, "v", v.x, false), their_v = peers_run_floats(file, c, ".v", step);
-    if (has_slow) run_stream(run, "slow", slow.x, false), their_slow = peers_run_floats(file, c, ".slow", step);
+    if (!c->m) run_stream(run, "m", m.x, false), their_m = peers_run_floats(c, ".m", step);
+    if (has_v) run_stream(run, "v", v.x, false), their_v = peers_run_floats(c, ".v", step);
+    if (has_slow) run_stream(run, "slow", slow.x, false), their_slow = peers_run_floats(c, ".slow", step);
     for (int64_t i = 0; i < ELEMENTS; i++) {
         const Exact* e = &exact[i];
         worst->signs += e->sign_lost;
@@ -678,8 +661,7 @@ static void check_floats(Test* test, const Safetensors* file, const Case* c, con
     }
 }
 
-static void check_codes(Test* test, const Safetensors* file, const Case* c, const Run* run, const Exact* exact,
-                        int step) {
+static void check_codes(Test* test, const Case* c, const Run* run, const Exact* exact, int step) {
     for (int k = 0; k < 2; k++) {
         const Format* format = k ? c->v : c->m;
         if (!format) continue;
@@ -688,8 +670,8 @@ static void check_codes(Test* test, const Safetensors* file, const Case* c, cons
             x[i] = k ? exact[i].v : exact[i].m;
             error[i] = k ? exact[i].v_error : exact[i].m_error;
         }
-        Stored ours = run_stored(run, format), theirs = peers_state(file, c, format, k ? "v" : "m", step);
-        Floats map = peers_map(file, format);
+        Stored ours = run_stored(run, format), theirs = peers_state(c, format, k ? "v" : "m", step);
+        Floats map = peers_map(format);
         check_scales(test, c->peer, format, &ours, &theirs, 6.0 * U);
         Comparison result = compare_codes(test, c->peer, format, &map, &ours, &theirs, x, error);
         // None of 512 is expected so near to a bound; one may be when a rounding of ours changes.
@@ -698,42 +680,39 @@ static void check_codes(Test* test, const Safetensors* file, const Case* c, cons
 }
 
 // One step of ours from their state, against theirs.
-static Worst check_step(Test* test, const Safetensors* file, const Case* c, int step) {
+static Worst check_step(Test* test, const Case* c, int step) {
     static const int64_t lengths[TENSORS] = {KEPT, KEPT};
     Exact exact[ELEMENTS];
-    State before = state_before(file, c, step);
-    Floats grads = peers_floats(peers_find(file, "run.grads"));
+    State before = state_before(c, step);
+    Floats grads = peers_floats(peers_find("run.grads"));
     Run run;
     run_open(&run, run_config(c), lengths, TENSORS);
-    run_set_state(&run, file, c, &before, step);
+    run_set_state(&run, c, &before, step);
     run_gradients(&run, &grads, step);
     optim_step(run.optim, run.grads, run.scale, LR, step);
     for (int64_t i = 0; i < ELEMENTS; i++) {
         exact[i] = exact_step(c, &before, i, grads.x[(step - 1) * ELEMENTS + i], step);
     }
     Worst worst = {};
-    check_floats(test, file, c, &run, &before, exact, step, &worst);
-    check_codes(test, file, c, &run, exact, step);
+    check_floats(test, c, &run, &before, exact, step, &worst);
+    check_codes(test, c, &run, exact, step);
     run_close(&run);
     return worst;
 }
 
 TEST(peers_step_fp32) {
-    Safetensors file;
-    peers_open(&file);
     const Case cases[] = {{"torch.adamw", "adamw", nullptr, nullptr},
                           {"torch.adam", "adam", nullptr, nullptr},
                           {"torch.sgd", "sgd", nullptr, nullptr},
                           {"bitsandbytes.lion", "lion", nullptr, nullptr},
                           {"bitsandbytes.ademamix", "ademamix", nullptr, nullptr}};
-    check_step(test, &file, &cases[0], 1);
+    check_step(test, &cases[0], 1);
     note(test, "ulps of weights, m, v:");
     for (const Case& c : cases) {
-        Worst worst = check_step(test, &file, &c, STEPS);
+        Worst worst = check_step(test, &c, STEPS);
         expect(worst.signs <= 2, "%s: %d signs", c.peer, worst.signs);
         note(test, "%s %g %g %g", c.rule, fmax(worst.settled, worst.moving), worst.m, worst.v);
     }
-    safetensors_close(&file);
 }
 
 static const Case* quantised_cases(int* count) {
@@ -751,27 +730,24 @@ static const Case* quantised_cases(int* count) {
 }
 
 TEST(peers_step_quantised) {
-    Safetensors file;
-    peers_open(&file);
     int count;
     const Case* cases = quantised_cases(&count);
     for (int k = 0; k < count; k++) {
-        if (k < 4) check_step(test, &file, &cases[k], 1);
-        Worst worst = check_step(test, &file, &cases[k], STEPS);
+        if (k < 4) check_step(test, &cases[k], 1);
+        Worst worst = check_step(test, &cases[k], STEPS);
         expect(worst.signs <= 2, "%s: %d signs", cases[k].peer, worst.signs);
         note(test, "%s %.3g", cases[k].peer, fmax(worst.settled, worst.moving));
     }
-    safetensors_close(&file);
 }
 
 // All six steps by ourselves from their start.
-static Run run_all(const Safetensors* file, const Case* c) {
+static Run run_all(const Case* c) {
     static const int64_t lengths[TENSORS] = {KEPT, KEPT};
-    State start = state_before(file, c, 1);
-    Floats grads = peers_floats(peers_find(file, "run.grads"));
+    State start = state_before(c, 1);
+    Floats grads = peers_floats(peers_find("run.grads"));
     Run run;
     run_open(&run, run_config(c), lengths, TENSORS);
-    run_set_state(&run, file, c, &start, 1);
+    run_set_state(&run, c, &start, 1);
     for (int step = 1; step <= STEPS; step++) {
         run_gradients(&run, &grads, step);
         optim_step(run.optim, run.grads, run.scale, LR, step);
@@ -785,10 +761,10 @@ struct Drift {
     int m, v, levels;  // levels: the most that codes of m are apart
 };
 
-static Drift compare_runs(const Safetensors* file, const Case* c) {
-    Run run = run_all(file, c);
-    Floats p = {}, start = state_before(file, c, 1).weights;
-    Floats theirs = peers_run_floats(file, c, ".weights", STEPS);
+static Drift compare_runs(const Case* c) {
+    Run run = run_all(c);
+    Floats p = {}, start = state_before(c, 1).weights;
+    Floats theirs = peers_run_floats(c, ".weights", STEPS);
     run_stream(&run, "weights", p.x, false);
     Drift drift = {};
     for (int64_t i = 0; i < ELEMENTS; i++) {
@@ -802,7 +778,7 @@ static Drift compare_runs(const Safetensors* file, const Case* c) {
     for (int k = 0; k < 2; k++) {
         const Format* format = k ? c->v : c->m;
         if (!format) continue;
-        Stored ours = run_stored(&run, format), other = peers_state(file, c, format, k ? "v" : "m", STEPS);
+        Stored ours = run_stored(&run, format), other = peers_state(c, format, k ? "v" : "m", STEPS);
         for (int64_t i = 0; i < ELEMENTS; i++) {
             int apart = abs((int)ours.code[i] - (int)other.code[i]);
             (k ? drift.v : drift.m) += apart != 0;
@@ -815,14 +791,11 @@ static Drift compare_runs(const Safetensors* file, const Case* c) {
 
 // Six steps in a row end as far apart as six times a step allows.
 TEST(peers_run_fp32) {
-    Safetensors file;
-    peers_open(&file);
     const Case c = {"torch.adamw", "adamw", nullptr, nullptr};
-    Drift drift = compare_runs(&file, &c);
+    Drift drift = compare_runs(&c);
     double weights = fmax(drift.weights[0], drift.weights[1]);
     expect(weights <= 2.0 * STEPS, "%g ulps", weights);
     note(test, "%g ulps", weights);
-    safetensors_close(&file);
 }
 
 // Where nothing differs by intent, six steps end in the same codes and weights: torchao's 4-bit AdamW, whose v has no
@@ -831,14 +804,12 @@ TEST(peers_run_fp32) {
 // upon which a weight moves by m / eps. Of ours none moves more than Adam should: by lr times sqrt(steps) a step, and
 // the decay.
 TEST(peers_run_quantised) {
-    Safetensors file;
-    peers_open(&file);
     int count;
     const Case* cases = quantised_cases(&count);
     note(test, "a weight moves at most, ours and theirs:");
     for (int k = 0; k < count; k++) {
         const Case* c = &cases[k];
-        Drift drift = compare_runs(&file, c);
+        Drift drift = compare_runs(c);
         bool same = !c->v || !strcmp(c->v->name, "lin4"), fp16 = !strcmp(c->m->peer, "flashoptim");
         double most = (sqrt((double)STEPS) + (double)DECAY) * (double)LR * STEPS;
         expect(drift.m == 0 || (fp16 && drift.levels == 1), "%s: %d codes of m", c->peer, drift.m);
@@ -848,7 +819,6 @@ TEST(peers_run_quantised) {
         expect(same || drift.theirs_moved > drift.ours_moved, "%s: theirs by %g", c->peer, drift.theirs_moved);
         if (!same) note(test, "%s %.2g %.2g", c->peer, drift.ours_moved, drift.theirs_moved);
     }
-    safetensors_close(&file);
 }
 
 static Run split_run(const char* weights, Floats* x) {
@@ -862,10 +832,8 @@ static Run split_run(const char* weights, Floats* x) {
 // FlashOptim's 24-bit weights and ours: the same bf16 but for ties, even theirs and away from zero ours; of both, what
 // is lost is half a step of the 8 bits at most, 1/508 of a bf16's step theirs and 1/512 ours.
 TEST(peers_split_24) {
-    Safetensors file;
-    peers_open(&file);
-    Floats x = peers_floats(peers_find(&file, "split.weights")), back = peers_floats(peers_find(&file, "split.back8"));
-    Bytes high = peers_bytes(peers_find(&file, "split.high"));
+    Floats x = peers_floats(peers_find("split.weights")), back = peers_floats(peers_find("split.back8"));
+    Bytes high = peers_bytes(peers_find("split.high"));
     Run run = split_run("bf16+8", &x);
     uint16_t ours[MOST], theirs[MOST];
     int8_t low[MOST];
@@ -890,14 +858,11 @@ TEST(peers_split_24) {
     expect(ties > 4 && ties < 48, "%d ties", ties);
     note(test, "1/%.1f of a step, theirs 1/%.1f; %d ties", 1.0 / worst, 1.0 / theirs_worst, ties);
     run_close(&run);
-    safetensors_close(&file);
 }
 
 // FlashOptim's 32-bit weights lose the last bit of some; ours, bf16+16, of none.
 TEST(peers_split_32) {
-    Safetensors file;
-    peers_open(&file);
-    Floats x = peers_floats(peers_find(&file, "split.weights")), back = peers_floats(peers_find(&file, "split.back16"));
+    Floats x = peers_floats(peers_find("split.weights")), back = peers_floats(peers_find("split.back16"));
     Run run = split_run("bf16+16", &x);
     uint16_t high[MOST];
     int16_t low[MOST];
@@ -913,5 +878,4 @@ TEST(peers_split_32) {
     }
     note(test, "theirs lose the last bit of %d of %lld", lost, (long long)x.n);
     run_close(&run);
-    safetensors_close(&file);
 }

@@ -442,8 +442,7 @@ static void rows_on_gpu(Test* test) {
     }
 }
 
-TEST(rows_equal_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(rows_equal_cpu_gpu) {
     with_empty_cache(test, rows_on_gpu);
 }
 
@@ -466,14 +465,12 @@ static void limit_on_gpu(Test* test) {
     }
 }
 
-TEST(limit_growth_equals_cpu_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(limit_growth_equals_cpu_gpu) {
     with_empty_cache(test, limit_on_gpu);
 }
 
 // Both kernels of a step, for every rule.
-TEST(rows_compile_at_run_time) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(rows_compile_at_run_time) {
     static char error[JIT_ERROR_BYTES];
     for (const RowCase& c : cases) {
         const OptimConfig config = case_config(&c, "bf16:sr", "dyn8/256");

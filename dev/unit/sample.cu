@@ -171,8 +171,7 @@ int64_t window_begin(int64_t prompt, int64_t used, int T) {
 }
 
 TEST(sampling_rows_are_the_matmul) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     const int shapes[][2] = {{64, 64}, {192, 448}, {768, 320}};
     for (bool narrow : {true, false}) {
         for (const auto& shape : shapes) {
@@ -201,8 +200,7 @@ TEST(sampling_rows_are_the_matmul) {
 // Prompts of one token, of several, and longer than the context; the windows slide twice.
 TEST(sampling_cache_changes_no_bit) {
     constexpr int STEPS = 40;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (bool narrow : {true, false}) {
         Weights w = weights_random(&SMALL, narrow, 7);
         const int prompts[] = {1, 5, 24, 25, 90};
@@ -237,8 +235,7 @@ TEST(sampling_cache_changes_no_bit) {
 // Weights that are decoded or gathered a part at a time give the same text.
 TEST(sampling_weights_in_parts) {
     constexpr int STEPS = 20;
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     Weights w = weights_random(&SMALL, false, 8);
     float* shown[64];
     for (int i = 0; i < w.count; i++) shown[i] = floats(w.size[i]);
@@ -255,9 +252,6 @@ TEST(sampling_weights_in_parts) {
     }
     const int at = text_difference(&texts[0], &texts[1]);
     expect(at < 0, "the texts differ from token %d on", at);
-    for (int i = 0; i < w.count; i++) free(shown[i]);
-    free(texts[0].tokens), free(texts[1].tokens);
-    weights_free(&w);
 }
 
 // What several tests ask on either device: texts do not depend on the cache (each token by a new decoder that computes
@@ -297,8 +291,7 @@ void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool
 }
 
 TEST(sampling_texts_are_independent) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     expect_same_texts(test, &dev, &SMALL, true, 0.8);
     expect_same_texts(test, &dev, &SMALL, true, 0);
 }
@@ -363,7 +356,6 @@ TEST(sampling_top_k) {
         expect(got == draw_key(sorted[k - 1]) || sorted[k - 1] == 0, "%d likeliest", k);
     }
     expect(draw_threshold_cpu(logits, V, 0) == 0 && draw_threshold_cpu(logits, V, V) == 0, "all");
-    free(logits), free(sorted);
 }
 
 // GPU.
@@ -388,8 +380,7 @@ void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C
 }
 
 TEST(sampling_matmul_rows_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0;
     const int shapes[][2] = {{64, 64}, {768, 2304}, {3072, 768}, {1600, 6400}, {192, 384}};
     for (const auto& shape : shapes) {
@@ -399,7 +390,6 @@ TEST(sampling_matmul_rows_gpu) {
         }
     }
     note_worst(test, worst);
-    device_close(&dev);
 }
 
 // Scores of order 1 to 8 standard deviations; out is a mean of values below 1.
@@ -430,8 +420,7 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
 }
 
 TEST(sampling_attention_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0;
     for (int T : {3, 7, 64, 257, 1024, 1500}) {
         attention_decode_case<bf16>(test, &worst, &dev, 3, 64, T);
@@ -440,13 +429,11 @@ TEST(sampling_attention_gpu) {
         attention_decode_case<float>(test, &worst, &dev, 2, 128, T);
     }
     note_worst(test, worst);
-    device_close(&dev);
 }
 
 TEST(sampling_draw_gpu) {
     constexpr int R = 70, V = 50257, VP = 50304;
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     float* logits = random_floats((int64_t)R * VP, 6, 9);
     int numbers[2][R], want[R], got[R];
     for (int r = 0; r < R; r++) numbers[0][r] = r % 9, numbers[1][r] = 31 * r;
@@ -469,9 +456,6 @@ TEST(sampling_draw_gpu) {
         }
     }
     expect(want[3] == DRAW_NOT_FINITE, "NaN gives %d", want[3]);
-    device_free(&dev, device), device_free(&dev, samples), device_free(&dev, places), device_free(&dev, tokens);
-    free(logits);
-    device_close(&dev);
 }
 
 // The logits of each step against the CPU's for the same text, relative to their norm. Roundings to bf16 (2^-9) happen
@@ -512,21 +496,16 @@ TEST(sampling_logits_gpu) {
         sampler_close(&sampler, w.count);
     }
     note_worst(test, worst);
-    free(want);
-    weights_free(&w);
-    device_close(&dev);
 }
 
 TEST(sampling_texts_gpu) {
     const DecodeShape s = {3, 256, 4, 300, 384, 64};
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     for (bool fp32 : {true, false}) {
         expect_same_texts(test, &dev, &s, fp32, 0.8);
         expect_same_texts(test, &dev, &s, fp32, 0);
         expect_same_texts(test, &dev, &SMALL, fp32, 0.8);
     }
-    device_close(&dev);
 }
 
 }  // namespace

@@ -63,19 +63,16 @@ static void check_skips(Test* test, const Device* dev, const Setup* setup) {
 }
 
 TEST(model_skips_nonfinite_steps) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_skips(test, &dev, &TRAINED);
 }
 
 TEST(model_skips_nonfinite_steps_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     Setup setup = TRAINED;
     check_skips(test, &dev, &setup);
     setup.T = 32, setup.type = OPTIM_BF16, setup.grads_bf16 = true;
     check_skips(test, &dev, &setup);
-    device_close(&dev);
 }
 
 // One value of each stored array in turn is no longer finite: the checkpoint is refused with its array's name, and is
@@ -108,14 +105,11 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
 }
 
 TEST(model_refuses_to_save_nonfinite) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     check_refuses_to_save(test, &dev, &TRAINED);
 }
 
 TEST(model_refuses_to_save_nonfinite_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     check_refuses_to_save(test, &dev, &TRAINED);
-    device_close(&dev);
 }

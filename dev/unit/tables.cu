@@ -53,8 +53,7 @@ struct Cost {
 };
 
 static Cost cost_of(Test* test, const OptimConfig* config) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
     optim_layout(&tensor, 1, config);
     Optim* optim = optim_create(&dev, config, &tensor, 1, OPTIM_FP32);
@@ -146,8 +145,7 @@ struct Listed {
 
 // A row as the codes and scales of an optimizer are: bits of a code, elements of a scale.
 static void check_listed(Test* test, const Listed* row, const OptimConfig* config, const char* array) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
     optim_layout(&tensor, 1, config);
     Optim* optim = optim_create(&dev, config, &tensor, 1, OPTIM_FP32);
@@ -201,7 +199,6 @@ TEST(tables_list_of_formats) {
     }
     expect(rows == listed, "%d rows of %d", rows, listed);
     snprintf(test->note, sizeof(test->note), "%d rows", rows);
-    free(text);
 }
 
 // Whether a list has a name between spaces, commas or ends of lines.
@@ -237,7 +234,6 @@ TEST(tables_list_reaches_every_format) {
         bool found = holds_name(text, plain) || ((scale || block) && holds_name(text, default_of(plain)));
         expect(found, "%s is not in the list", name);
     }
-    free(text);
 }
 
 // Columns of every row that --list-presets prints.
@@ -264,7 +260,6 @@ TEST(tables_list_of_presets) {
         rows++;
     }
     expect(rows == PRESET_COUNT, "%d rows", rows);
-    free(text);
 }
 
 // What is strange.

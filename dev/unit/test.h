@@ -13,6 +13,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../../kernels/common.cuh"
+
 struct Test {
     const char* name;
     void (*run)(Test*);
@@ -40,6 +42,14 @@ struct TestRegistration {
     static void test_##NAME([[maybe_unused]] Test* test)
 #define TEST(NAME) TEST_CASE(NAME, false)
 #define TEST_ALONE(NAME) TEST_CASE(NAME, true)
+// A case that is skipped where NVRTC is not found (optim/jit.h).
+#define JIT_TEST(NAME)                                        \
+    static void with_jit_##NAME(Test* test);                  \
+    TEST(NAME) {                                              \
+        if (!jit_available()) skip("libnvrtc was not found"); \
+        with_jit_##NAME(test);                                \
+    }                                                         \
+    static void with_jit_##NAME([[maybe_unused]] Test* test)
 
 // Fails the case with a printf message when the condition is false.
 #define expect(condition, ...)                                         \
@@ -122,3 +132,9 @@ inline char* read_text(Test* test, const char* name) {
 }
 
 bool test_gpu_present();  // a CUDA device answers
+
+inline Device test_device(bool gpu) {
+    Device dev;
+    device_open(&dev, gpu, 0);
+    return dev;
+}

@@ -38,8 +38,7 @@ static const char BUILT_IN_TABLES[] =
     "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
     "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n";
 
-TEST(user_format_may_have_built_in_tables) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_may_have_built_in_tables) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
@@ -51,8 +50,7 @@ TEST(user_format_may_have_built_in_tables) {
     cache_leave(&cache);
 }
 
-TEST(user_format_example) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_example) {
     CacheFolder folder = cache_enter();
     static char error[JIT_ERROR_BYTES];
     OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
@@ -87,8 +85,7 @@ TEST(user_format_example) {
 }
 
 // Scales of tensors, rows and columns: what the host must know of them is read too.
-TEST(user_format_spans) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_spans) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     put_text(test, in(folder, "spans.cuh"),
@@ -107,8 +104,7 @@ TEST(user_format_spans) {
     cache_leave(&cache);
 }
 
-TEST(user_format_lists) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_lists) {
     CacheFolder folder = cache_enter();
     char* text[2] = {nullptr, nullptr};
     size_t bytes = 0;
@@ -134,8 +130,7 @@ static void expect_refusal(Test* test, OptimConfig config, const char* begin, co
            holds);
 }
 
-TEST(user_format_refusals) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_refusals) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
@@ -193,8 +188,7 @@ TEST(user_format_refusals) {
     cache_leave(&cache);
 }
 
-TEST(user_format_enters_the_content_address) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_enters_the_content_address) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     const char* path = in(folder, "mine.cuh");
@@ -230,8 +224,7 @@ static OptimConfig changed_file(Test* test, const char* path, const char* text, 
     return config;
 }
 
-TEST(user_format_sums) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_sums) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     char sums[256], want[256];
@@ -280,8 +273,7 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     optim_free(optim);
 }
 
-TEST(user_format_changed_is_refused) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_changed_is_refused) {
     CacheFolder cache = cache_enter();
     Folder folder = folder_new(test);
     char sums[256], now[256];
@@ -343,8 +335,7 @@ static void expect_run(Test* test, const FormatRun& run) {
     remove_runs(test, folder);
 }
 
-TEST(user_format_command_line) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_command_line) {
     CacheFolder cache = cache_enter();
     const FormatRun runs[] = {{"--list-formats", example(), "my8/64:sr", 0},
                               {"--list-formats", "/nowhere/mine.cuh", "cannot open /nowhere/mine.cuh", 2},
@@ -425,8 +416,7 @@ static void expect_equal_runs(Test* test, const Device* dev, const char* formats
            (long long)bytes[1]);
 }
 
-TEST(user_format_equals_built_in_gpu) {
-    if (!jit_available()) skip("libnvrtc was not found");
+JIT_TEST(user_format_equals_built_in_gpu) {
     Device gpu;
     device_open(&gpu, true, 0);
     CacheFolder cache = cache_enter();
@@ -442,7 +432,6 @@ TEST(user_format_equals_built_in_gpu) {
     expect_equal_runs(test, &gpu, tables, "d", "fp32", "nf4@bf16", "fp32");
     expect_equal_runs(test, &gpu, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
     cache_leave(&cache);
-    device_close(&gpu);
 }
 
 TEST(user_format_trains_and_resumes_gpu) {
