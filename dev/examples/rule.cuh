@@ -11,7 +11,7 @@
 
 EMBED_SOURCE
 
-struct NAdamW : RuleDefaults {
+struct MyRule : RuleDefaults {
     static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
 
     // The averages; returns what is divided by the root of v.

@@ -22,7 +22,7 @@ static const PresetRow presets[] = {
 
 // The rows that one adds to table.cuh.
 #define FORMAT_LINE OPTIM_BLOCKS(ROW, "mine8", "for m: when to use it", Mine8, 64)
-#define RULE_LINE ROW("nadamw", "adamw with Nesterov's momentum", 1, NAdamW)
+#define RULE_LINE ROW("my-rule", "adamw with Nesterov's momentum", 1, MyRule)
 
 struct BlocksRow {
     const char* name;
@@ -48,7 +48,7 @@ static const ExampleRule rule_rows[] = {RULE_LINE};
 
 TEST(examples_rule_row) {
     const ExampleRule* row = example::rule_rows;
-    expect(is(row->name, "nadamw") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
+    expect(is(row->name, "my-rule") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
 }
 
 // What a tile becomes in a row's arrays and out of them again, as m and as v.
@@ -123,7 +123,7 @@ static StepArguments step_arguments(Arrays* a, int step) {
 template <class Weights, class M, class V, class Grads>
 struct Combination {
 #ifdef __CUDACC__
-    typedef StepLayout<example::NAdamW, Weights, M, V, None, Grads> Layout;
+    typedef StepLayout<example::MyRule, Weights, M, V, None, Grads> Layout;
 #endif
 
     static void start(Arrays* a) {
@@ -151,7 +151,7 @@ struct Combination {
                                 tile_at(V::STREAM[0], V::STREAM[1], nothing, arguments.v, t),
                                 {},
                                 {}};
-            update_elements<TILE_ELEMENTS>(EachElement<example::NAdamW>(), Weights(), Grads(), M(), V(), arguments,
+            update_elements<TILE_ELEMENTS>(EachElement<example::MyRule>(), Weights(), Grads(), M(), V(), arguments,
                                            tile, arguments.group[0], a->grad_scale, t * TILE_ELEMENTS, 0,
                                            TILE_ELEMENTS);
         }
@@ -252,7 +252,7 @@ TEST(examples_rule_leaves_padding_zero) {
 static bool rule_kernel(Test* test, const char* types, const char* architecture, JitImage* image) {
     static char error[JIT_ERROR_BYTES];
     char expression[1024], *source = nullptr, *text = read_text(test, "dev/examples/rule.cuh");
-    snprintf(expression, sizeof(expression), "optim_step_kernel<example::NAdamW, %s>", types);
+    snprintf(expression, sizeof(expression), "optim_step_kernel<example::MyRule, %s>", types);
     expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
     bool good = jit_compile(expression, architecture, image, error, source);
     expect(good, "%s", error);
@@ -263,7 +263,7 @@ JIT_TEST(examples_rule_compiles) {
     for (const char* types : {exact_types, narrow_types}) {
         JitImage image;
         if (!rule_kernel(test, types, "sm_90", &image)) continue;
-        expect(strstr(image.symbol, "NAdamW"), "%s", image.symbol);
+        expect(strstr(image.symbol, "MyRule"), "%s", image.symbol);
         jit_free(&image);
     }
 }
