@@ -94,7 +94,8 @@ static void run_prod(const Device* dev, const Arrays* a) {
 }
 
 static void run_first_stage(const Device* dev, const Arrays* a) {
-    layernorm_backward_launch(dev, a->dinp, a->scratch, a->dout, a->inp, a->weight, a->mean, a->rstd, a->N, a->C);
+    layernorm_backward_launch(dev, a->dinp, a->scratch, a->dout, a->inp, a->weight, a->mean, a->rstd, a->N, a->C,
+                              nullptr);
 }
 
 static void run_bias_qkv(const Device* dev, const Arrays* a) {
