@@ -36,5 +36,5 @@ void offload_give(Offload* offload, int part);
 // A step over the whole arena, part by part: optim_step's arguments.
 void offload_step(Offload* offload, const void* grads, const float* grad_scale, float lr, int64_t step);
 
-// What is queued on the device's stream from here on finds the host's states up to date. NULL: does nothing.
+// Makes the device's stream wait until the states in host memory are up to date. NULL: does nothing.
 void offload_settle(const Offload* offload);

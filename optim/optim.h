@@ -125,14 +125,15 @@ void optim_formats_possible(const Device* dev, const char* formats);
 // Bytes of the combination (a resolved configuration) for an arena of `elements`.
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
 
-// Bytes of a checkpoint's files, whatever the ranks keep: weights that are stored as F32 or BF16 are in the model file
-// as they are, others as F32, which holds what they mean, and as their codes in the optimizer's.
+// Bytes of a checkpoint's two files, whatever the ranks keep. The model file holds weights that are stored as F32 or
+// BF16 as they are, and the values of all others as F32. The optimizer's file holds the codes of those others, and the
+// states.
 struct OptimFiles {
     int64_t model, optimizer;
 };
 OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count);
 
-// Whether weights of this safetensors type are in the model file as they are stored.
+// True if a model file holds weights of this safetensors type as they are stored.
 inline bool optim_model_dtype(const char* dtype) {
     return strcmp(dtype, "F32") == 0 || strcmp(dtype, "BF16") == 0;
 }

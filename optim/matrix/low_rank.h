@@ -53,11 +53,11 @@ struct LowGradients {
 // True if Q is made anew in this step, for which the gradients must lie in the scratch.
 bool low_rank_refreshes(const OptimConfig* config, int64_t step);
 
-// Whether the fused way serves a matrix of this shape. It is the matrix's own matter, so that its bits do not depend on
-// which others a rank keeps.
+// True if the fused way serves a matrix of this shape. The shape alone decides, so that a matrix's bits do not depend
+// on which others a rank keeps.
 bool low_rank_fits(const OptimConfig* config, int64_t rows, int64_t cols);
 
-// Whether the steps of a chunk's matrices go the fused way here.
+// True if the steps of a chunk's matrices go the fused way on this device.
 bool low_rank_fuses(const Device* dev, const MatrixChunk* chunk);
 
 // Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
