@@ -914,7 +914,8 @@ TEST(memory_plan) {
         OptimBytes bytes = optim_bytes(&config, m.arena.tensors, m.arena.count, m.arena.type),
                    real = optim_allocated(m.arena.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        int64_t room = decoded_bytes(&config, m.arena.tensors, m.arena.part, m.arena.count, m.config.L, m.arena.type);
+        const DecodedModel decoded = {m.arena.tensors, m.arena.part, nullptr, m.arena.count, m.config.L, m.arena.type};
+        const int64_t room = decoded_bytes(&config, &decoded).room;
         int64_t optimizer = bytes.weights + room + bytes.states + bytes.tables;
         expect((room == 0) == (strcmp(setup.weights, "fp32") == 0) && bytes.compute == 0, "%s: decoded in %lld bytes",
                setup.weights, (long long)room);

@@ -299,12 +299,12 @@ static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, doubl
                                 b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
     a->fp8 = use->gelu_made;
     account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes, p->fcw,
-                                         p->fcb, N, C, 4 * C);
+        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
+                                         weight_of<bf16>(x->m, 0, FC), p->fcb, N, C, 4 * C);
     });
     account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual, p->fcprojw,
-                                      b->fc, N, 4 * C, C, false);
+        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual,
+                                      weight_of<bf16>(x->m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
     });
     a->fp8 = false;
     if (use->gelu_made) return;
@@ -314,6 +314,16 @@ static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, doubl
     account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
         linear_gradient_gelu<bf16, G>(dev, use, fc, x->act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
     });
+}
+
+// The codes of weights: casts of what is stored or decoded, or what is stored itself, transposed.
+template <typename G>
+static void account_weights(Operands<G>* x, Account* a, int C, double n) {
+    const Fp8Use* use = &x->act.fp8;
+    const LinearWeight<bf16> fc = weight_of<bf16>(x->m, 0, FC);
+    if (fc.codes) return account_transpose(a, "transposed, weights", 2 * n, use->weight, fc.codes, 4 * C, C);
+    account_cast(x, a, "cast, weights by rows", 2 * n, fc.values, use->weight, nullptr, 4 * C, C);
+    account_cast(x, a, "cast, weights by columns", 2 * n, fc.values, nullptr, use->weight, 4 * C, C);
 }
 
 // The products of linear layers in fp8, and the passes that make their codes.
@@ -343,8 +353,7 @@ static void account_fp8(Operands<G>* x, Account* a) {
     account_transpose(a, "transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
     if (use->attention_made) account_transpose(a, "transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
     if (!use->attention_made) account_cast(x, a, "cast, qkv", n, act->dwide, use->drows, use->dcolumns, N, 3 * C);
-    account_cast(x, a, "cast, weights by rows", 2 * n, p->fcw, use->weight, nullptr, 4 * C, C);
-    account_cast(x, a, "cast, weights by columns", 2 * n, p->fcw, nullptr, use->weight, 4 * C, C);
+    account_weights(x, a, C, n);
 }
 
 // The head in fp8.

@@ -115,8 +115,8 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     config.overrides = overrides;
     Pair pair;
     pair_open(&pair, &config, compute, gpu);
-    Decoded* decoded =
-        decoded_open(&pair.dev, pair.optim[1], &pair.config[1], pair.tensor, part, COUNT, LAYERS, compute);
+    const DecodedModel its = {pair.tensor, part, nullptr, COUNT, LAYERS, compute};
+    Decoded* decoded = decoded_open(&pair.dev, pair.optim[1], &pair.config[1], &its);
     for (int step = 1; step <= STEPS; step++) {
         // A forward and a backward pass; neighbours are there at the same time, and so are the last layer and ln_f.
         const int order[] = {3, 0, 1, 2, 4, 3, 2, 1, 0};
@@ -135,7 +135,7 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     expect(memcmp(&plan, &real, sizeof(plan)) == 0 && plan.compute == 0, "%s: planned and allocated", weights);
     OptimBytes whole = optim_bytes(&pair.config[0], pair.tensor, COUNT, compute);
     expect(whole.weights == plan.weights && whole.states == plan.states, "%s: only the copy is gone", weights);
-    const int64_t room = decoded_bytes(&pair.config[1], pair.tensor, part, COUNT, LAYERS, compute);
+    const int64_t room = decoded_bytes(&pair.config[1], &its).room;
     expect((room == 0) == (whole.compute == 0) && room <= whole.compute, "%s: room %lld of %lld", weights,
            (long long)room, (long long)whole.compute);
     for (int i = 0; i < optim_stream_count(pair.optim[0]); i++) {
