@@ -104,6 +104,7 @@ static void check_released(Test* test, bool gpu, int ranks, const char* clip, co
 
 TEST(multi_released) {
     check_released(test, false, 2, "--clip 0", "--preset adamw4l");
+    check_released(test, false, 2, "--clip 0", "--preset fp8 --matmul fp8");
     check_released(test, false, 3, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
     check_released(test, false, 3, "--clip-by tensor --clip 0.05",
                    "--preset int8w4 --layers 4 --comm bf16 --override ln*|*.bias:weights=fp32\tm=fp32");
