@@ -94,7 +94,7 @@
     ROW("e4m3:ef", "as e4m3:sr, with feedback as bf16:ef", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)      \
     ROW("lin8:ef", "as lin8:sr, with feedback, which leaves little of the noise",                                   \
         Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>)                                                  \
-    ROW("e4m3/tensor", "fp8, a power of two as scale a tensor: --matmul fp8 multiplies with the very codes",        \
+    ROW("e4m3/tensor", "fp8, a power of two as scale a tensor; an operand of --matmul fp8 as it is",                \
         Spans<E4m3, SPAN_TENSOR, NEAREST, ScaleE8m0>)                                                               \
     ROW("e4m3/tensor:sr", "the same, never stalling; two passes a step",                                            \
         Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>)                                                            \
@@ -266,7 +266,7 @@ constexpr PresetRow PRESETS[] = {
      .weights = "e4m3/tensor:ef",
      .m = "e4m3/256:sr",
      .v = "sqrt8/32",
-     .note = "fp8w8e whose codes --matmul fp8 multiplies with",
+     .note = "fp8w8e, and operands of --matmul fp8 as they are",
      .overrides = "ln*|*.bias|wpe: weights=bf16:ef"},
     {.name = "int8w4",
      .rule = "adamw",
