@@ -266,7 +266,7 @@ constexpr PresetRow PRESETS[] = {
      .weights = "e4m3/tensor:ef",
      .m = "e4m3/256:sr",
      .v = "sqrt8/32",
-     .note = "fp8w8e, and operands of --matmul fp8 as they are",
+     .note = "fp8w8e whose codes --matmul fp8 multiplies",
      .overrides = "ln*|*.bias|wpe: weights=bf16:ef"},
     {.name = "int8w4",
      .rule = "adamw",
