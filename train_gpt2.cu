@@ -389,12 +389,6 @@ struct Activations {
     int64_t bytes;
 };
 
-static int64_t arena_take(int64_t* used, int64_t bytes) {
-    int64_t offset = *used;
-    *used = (*used + bytes + 255) / 256 * 256;
-    return offset;
-}
-
 template <typename X>
 static int64_t scratch_bytes(const Model* m) {
     const Config* c = &m->config;
@@ -794,48 +788,19 @@ static void rehearse(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
-constexpr int64_t INIT_PIECE = 1 << 24;  // elements of a matrix that are drawn at a time, at most
-
-// A matrix of normal numbers; rows that only pad the vocabulary are 0. The device draws them into the memory of the
-// activations, which hold nothing yet, and from there they go where they are stored. Only formats with scales of whole
-// tensors need the host's memory.
-static void init_matrix(Model* m, int t, uint64_t seed, float deviation) {
-    const ModelTensor* tensor = &m->stored[t];
-    const int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
-    const int64_t room = activations_bytes(m, m->arena.optim != nullptr) - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
-    void* own = room < few ? device_alloc(m->dev, NORMAL_LIST_BYTES + few) : nullptr;
-    uint32_t* list = (uint32_t*)(own ? own : m->activations);
-    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
-    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < INIT_PIECE ? fit : INIT_PIECE;
-    for (int64_t start = 0; start < n; start += piece) {
-        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
-        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
-        initial_normals(m->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
-        device_zero(m->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
-        if (arena_set_part(&m->arena, t, start, count, drawn)) continue;
-        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
-        copy_to_host(m->dev, whole + start, drawn, count * (int64_t)sizeof(float));
-    }
-    if (whole) arena_set(&m->arena, t, whole);
-    device_sync(m->dev);
-    device_free(m->dev, own);
-    free(whole);
-}
-
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
 // biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are the same on every device.
 static void model_init(Model* m, uint64_t seed) {
+    const int64_t room = activations_bytes(m, m->arena.optim != nullptr);  // which hold nothing yet
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
-        if (tensor->rows > 1) {
-            init_matrix(m, t, seed, tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f);
-            continue;
-        }
+        const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
-        float* values = (float*)memory_zero(tensor->cols, sizeof(float));
-        for (int64_t i = 0; ones && i < tensor->cols; i++) values[i] = 1.0f;
-        arena_set(&m->arena, t, values);
-        free(values);
+        if (tensor->rows > 1) {
+            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations, room);
+        } else {
+            arena_fill(&m->arena, t, ones ? 1.0f : 0.0f);
+        }
     }
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
@@ -1074,10 +1039,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
     const Arena* a = &run->model->arena;
     signals_doing("this save", run->save_seconds);
     if (a->shard && !optim_saved_equal(a->optim, a->shard, a->weights, a->elements)) {
-        user_error(
-            "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
-            "go on elsewhere with --resume %s",
-            (long long)run->folder.state.step, run_resume_words(&run->folder));
+        user_error("%s", report_weights_differ(&run->folder));
     }
     arena_settle(a);
     run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
@@ -1196,8 +1158,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
-    if (o->beta3 == AUTO && strcmp(o->rule, "came") == 0) o->beta3 = 1.0 - 0.1 * (1.0 - o->beta2);
-    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
+    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
     Schedule schedule = schedule_of(o);
     require(schedule_choose(&schedule, warmup_typed, error), error);
     o->warmup = schedule.warmup;
@@ -1232,14 +1193,9 @@ static void resolve_offload(const Options* o, const Model* m, const OptimConfig*
     }
     if (!m->dev->gpu || m->dev->imagined) return;
     const Device host = {};
-    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1,
-                  free = memory_available(&host) / (local > 0 ? local : 1);
-    if (need <= free) return;
-    user_error(
-        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; leave --offload out, or take "
-        "a "
-        "smaller --preset or --batch",
-        o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
+    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1;
+    const char* lacks = plan_host_lacks(need, memory_available(&host) / (local > 0 ? local : 1), o->offload);
+    if (lacks) user_error("%s", lacks);
 }
 
 static DataSource data_source(const Options* o) {
@@ -1311,11 +1267,10 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         resolve_optim(&o, &m, &config);
         char why[1024];
         if (config.offload && !optim_releases(&config, m.arena.tensors, m.arena.count, why, sizeof(why))) continue;
-        m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
         const Planner planner = {plan_of, &m, &config, &o};
-        const int64_t fits = plan_largest_batch(&planner, 512, false, dev.memory - memory_plan(&m, &config).taken);
-        if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);
-        const MemoryPlan plan = memory_plan(&m, &config);
+        const int64_t available = dev.memory - plan_of(&planner, 1, false).taken;
+        const int64_t fits = plan_largest_batch(&planner, 512, false, available);
+        const MemoryPlan plan = plan_of(&planner, fits > 0 ? fits : 1, false);
         report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, fits, &plan, rows++ == 0);
     }
     require_stdout();
@@ -1567,10 +1522,7 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
-    const bool bytes = run->train_data.bytes;
-    require(o->eval_every == 0 || evaluation_possible(o->eval, bytes, o->eval_out, run->folder.error),
-            run->folder.error);
-    require(prompts_check(o->prompt_file, run->folder.error), run->folder.error);
+    require(run_folder_possible(&run->folder, run->train_data.bytes), run->folder.error);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1602,11 +1554,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
     print_plan(&run, &plan);
-    if (run.resume.state && run.folder.state.step >= o->steps) {
-        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
-                (long long)run.folder.state.step, (long long)o->steps);
-        return 0;
-    }
+    if (run.resume.state && report_already_done(&run.folder, run.resume.from)) return 0;
     const Planner planner = {plan_of, run.model, &run.config, o};
     const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
     const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
@@ -1624,22 +1572,6 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     train(&run);
     end(&run);
     return 0;
-}
-
-// --size becomes the name of a model. Refuses it beside what it chooses.
-static void take_size(Options* o, bool* given) {
-    char error[DATA_ERROR_BYTES];
-    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
-    if (!typed("size")) return;
-    require(gpt2_size_check(o->size, error), error);
-    if (typed("model")) {
-        user_error("--size %s and --model %s both choose a shape; leave one of them out", o->size, o->model);
-    }
-    for (const char* name : {"layers", "channels", "heads"}) {
-        if (typed(name)) user_error("--size %s chooses the %s, too; leave --%s or --size out", o->size, name, name);
-    }
-    o->model = o->size, o->size = "";
-    given[option_find(&TABLE, "model") - OPTIONS] = true;
 }
 
 // Pairs of an option that replaces training and another option, which it would ignore.
@@ -1673,9 +1605,9 @@ int main(int argc, char** argv) {
         require_stdout();
         return 0;
     }
-    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    const auto typed = [&](const char* name) { return option_given(&TABLE, given, name); };
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
-    take_size(&options, given);
+    require(gpt2_take_size(&TABLE, &options, given, error), error);
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;

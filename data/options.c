@@ -263,9 +263,12 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
     return true;
 }
 
+bool option_given(const OptionTable* table, const bool* given, const char* name) {
+    return given[option_find(table, name) - table->option];
+}
+
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error) {
-    const Option* option = table->option;
-    if (!given[option_find(table, one) - option] || !given[option_find(table, other) - option]) return true;
+    if (!option_given(table, given, one) || !option_given(table, given, other)) return true;
     return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one, other);
 }
 

@@ -51,6 +51,7 @@ const char* option_text(const Option* option, const void* fields, char* text, si
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
+bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
 // False with a sentence if both options were typed, of which one is done instead of the other.
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
 void options_help(const OptionTable* table, FILE* file);

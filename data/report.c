@@ -135,6 +135,20 @@ const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
     return text;
 }
 
+const char* report_weights_differ(const RunFolder* run) {
+    return text_format(
+        "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; go on "
+        "elsewhere with --resume %s",
+        (long long)run->state.step, run_resume_words(run));
+}
+
+bool report_already_done(RunFolder* run, const char* checkpoint) {
+    if (run->state.step < whole(run, "steps")) return false;
+    run_say(run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint,
+            (long long)run->state.step, whole(run, "steps"));
+    return true;
+}
+
 void report_new_weights(RunFolder* run, const char* model) {
     char* path = text_format("%s/model.safetensors", model);
     if (file_exists(path)) {

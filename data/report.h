@@ -31,6 +31,10 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 // What must be the same on all ranks: the options, but for names of files, and the data by its size and checksums,
 // which are made here. The text lives as long as the program; NULL with a sentence where the data cannot be read.
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val);
+// The sentence where the weights of several ranks differ. It lives as long as the program.
+const char* report_weights_differ(const RunFolder* run);
+// True, and a line says so, if the run that `checkpoint` holds is at its last step already.
+bool report_already_done(RunFolder* run, const char* checkpoint);
 // A notice where new weights begin a built-in shape although a model lies in a folder of the same name.
 void report_new_weights(RunFolder* run, const char* model);
 

@@ -253,6 +253,13 @@ inline void device_close(Device* dev) {
     check(cudaStreamDestroy(dev->stream));
 }
 
+// Takes `bytes` of a block of device memory, of which `used` are taken: returns where they begin, 256-byte aligned.
+inline int64_t arena_take(int64_t* used, int64_t bytes) {
+    const int64_t offset = *used;
+    *used = (*used + bytes + 255) / 256 * 256;
+    return offset;
+}
+
 // Device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
 inline void* device_alloc(const Device* dev, int64_t bytes) {
     void* pointer = nullptr;

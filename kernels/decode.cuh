@@ -88,11 +88,7 @@ inline int64_t decode_layout(Decoder* d, char* base) {
     const DecodeShape* s = &d->shape;
     const int64_t R = DECODE_ROWS, C = s->C, element = d->fp32 ? 4 : 2;
     int64_t used = 0;
-    auto take = [&](int64_t bytes) {
-        char* at = base + used;
-        used += (bytes + 255) / 256 * 256;
-        return at;
-    };
+    auto take = [&](int64_t bytes) { return base + arena_take(&used, bytes); };
     d->residual = take(R * C * element), d->normed = take(R * C * element);
     d->attention = take(R * C * element), d->branch = take(R * C * element);
     d->qkv = take(R * 3 * C * element), d->wide = take(R * 4 * C * element);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../kernels/initial.cuh"
 #include "../kernels/profile.h"
 #include "../kernels/ranks/shard.cuh"
 
@@ -158,9 +159,44 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
-bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
+// Sets elements `start` to start + n from values in device memory (optim_set_part). False, and nothing is set, where
+// only whole tensors can be.
+static bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
     if (a->decoded) decoded_forget(a->decoded);
     return a->optim && optim_set_part(a->optim, t, start, n, values);
+}
+
+void arena_fill(Arena* a, int t, float value) {
+    const int64_t n = a->tensors[t].rows * a->tensors[t].cols;
+    float* values = (float*)memory_take((size_t)n * sizeof(float));
+    for (int64_t i = 0; i < n; i++) values[i] = value;
+    arena_set(a, t, values);
+    free(values);
+}
+
+// The device draws, a piece at a time, and each piece goes from there to where it is stored. Only formats with scales
+// of whole tensors need the host's memory.
+void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes) {
+    constexpr int64_t most = 1 << 24;  // elements of a piece
+    const int64_t n = a->tensors[t].rows * a->tensors[t].cols, used = rows * a->tensors[t].cols;
+    const int64_t room = bytes - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
+    void* own = room < few ? device_alloc(a->dev, NORMAL_LIST_BYTES + few) : nullptr;
+    uint32_t* list = (uint32_t*)(own ? own : memory);
+    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
+    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < most ? fit : most;
+    for (int64_t start = 0; start < n; start += piece) {
+        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
+        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
+        initial_normals(a->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
+        device_zero(a->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
+        if (arena_set_part(a, t, start, count, drawn)) continue;
+        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
+        copy_to_host(a->dev, whole + start, drawn, count * (int64_t)sizeof(float));
+    }
+    if (whole) arena_set(a, t, whole);
+    device_sync(a->dev);
+    device_free(a->dev, own);
+    free(whole);
 }
 
 void arena_need(const Arena* a, int part, int next) {

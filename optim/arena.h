@@ -69,9 +69,10 @@ void arena_close(Arena* arena);
 void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);
-// The same for elements `start` to start + n, from values in device memory (optim_set_part). False, and nothing is set,
-// where only whole tensors can be.
-bool arena_set_part(Arena* arena, int t, int64_t start, int64_t n, const float* values);
+// The same with one value for all elements, and with normal numbers of this deviation (kernels/initial.cuh) in the
+// first `rows` rows and zeros in the others. `memory`: device memory of `bytes` bytes in which nothing is wanted.
+void arena_fill(Arena* arena, int t, float value);
+void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes);
 
 // The weights of a part are there from here on in the device's stream; where ranks keep them, those of layer `next` are
 // on their way meanwhile.
