@@ -30,7 +30,6 @@
 #include "data/schedule.h"          // learning_rate
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
-#include "data/version.h"           // NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error, require
@@ -302,10 +301,7 @@ static int fp8_slot(int l, Linear linear) {
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
     Arena* a = &model->arena;
-    a->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
-    a->tensors = (OptimTensor*)memory_zero(a->count, sizeof(OptimTensor));
-    a->part = (int*)memory_zero(a->count, sizeof(int));
-    a->place = (int64_t*)memory_zero(a->count, sizeof(int64_t));
+    arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
     model->parameters = 0;
     for (int i = 0; i < a->count; i++) {
@@ -681,8 +677,9 @@ static void micro_batch(const Model* m, const Input* input, int buckets, int B, 
 // The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
 // likeliest. All are on the host. The fp32 logits lie where those of training lie, so half as many rows if X is bf16.
 template <typename X>
-static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
-                       int count, float* losses, int* likeliest) {
+static void gpt2_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
+                       float* losses, int* likeliest) {
+    const Model* m = (const Model*)model;
     Activations<X> a = activations_layout<X>(m, m->activations, false);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input input = input_layout(m, m->input);
@@ -867,8 +864,7 @@ static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
-// Samples and evaluations: what they need of the model. kernels/decode.cuh, data/sampling.h and data/evaluation.h do
-// the rest.
+// Samples and evaluations: what kernels/decode.cuh, data/sampling.h and data/evaluation.h need of the model.
 
 static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
@@ -892,30 +888,20 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t room = run ? activations_bytes(m, true) : memory_available(m->dev) / 2;
-    const int S = decode_sequences(&shape, fp32, prompts->count * samples.each, room);
-    if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", m->T);
     const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
     for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
     const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
                                samples_done};
-    Decoder d;
-    decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? m->activations : nullptr);
+    const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens};
     const bool finite =
-        decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens);
-    decode_close(&d);
+        decode_run(m->dev, &shape, fp32, tensors, &texts, &draw, &calls, run ? m->activations : nullptr, room);
     free(tensors);
     return finite;
 }
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-static void evaluation_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets,
-                             int count, float* losses, int* likeliest) {
-    const Model* m = (const Model*)model;
-    if (m->arena.type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
-    if (m->arena.type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
-}
 static void share_bytes(void* model, int from, void* bytes, int64_t count) {
     launch_share(((const Model*)model)->launch, from, bytes, count);
 }
@@ -927,14 +913,14 @@ static bool evaluation_stops(void* model) {
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, EvaluationDone done, void* context) {
     char error[DATA_ERROR_BYTES];
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
-    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, evaluation_score,
+    const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
+    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, score,
                                  share_bytes,     evaluation_stops, (void*)m, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
 }
 
-// Checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as stored) and
-// state.json beside the model. data/checkpoint.h writes them and makes sure that they are whole; this part gives and
-// takes their arrays.
+// Checkpoints. data/checkpoint.h writes them and makes sure that they are whole; this part gives and takes their
+// arrays.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
@@ -1097,9 +1083,8 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
-    int64_t N = (int64_t)m->B * m->T;
     // Enough rows keep the head's matrix products at full rate; on the CPU a cache-sized piece.
-    int64_t rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 8192 : 1024;
+    const int64_t N = (int64_t)m->B * m->T, rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 8192 : 1024;
     return rows < N ? rows : N;
 }
 
@@ -1122,8 +1107,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     int64_t fits = o->batch == AUTO ? plan_largest_batch(&planner, max, false, usable) : 0;
     fits = shard_least(m->arena.shard, fits);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
-    // A step has half a million tokens, as GPT-2's and llm.c's have, or one micro-batch a rank with bytes or on the
-    // CPU.
+    // A step has half a million tokens, as GPT-2's and llm.c's have; with bytes or on the CPU a micro-batch a rank.
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
@@ -1268,10 +1252,7 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         char why[1024];
         if (config.offload && !optim_releases(&config, m.arena.tensors, m.arena.count, why, sizeof(why))) continue;
         const Planner planner = {plan_of, &m, &config, &o};
-        const int64_t available = dev.memory - plan_of(&planner, 1, false).taken;
-        const int64_t fits = plan_largest_batch(&planner, 512, false, available);
-        const MemoryPlan plan = plan_of(&planner, fits > 0 ? fits : 1, false);
-        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, fits, &plan, rows++ == 0);
+        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, &planner, dev.memory, rows++ == 0);
     }
     require_stdout();
     return 0;
@@ -1357,21 +1338,15 @@ static bool ends_useless(const Run* run) {
 
 // Counts, logs and prints a step that is done and has left these scalars.
 static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
-    const Options* o = run->options;
     const Model* m = run->model;
-    const int64_t number = run->folder.state.step + 1;
-    const double now = seconds_now(), takes = step_timed(timer, number, begin, now);
     StepReport step = {};
-    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.seconds = now - begin;
-    step.first = number == timer->first + 1, step.last = number == o->steps;
-    // The first step on a GPU is slower than those to come, so it gives no estimate.
-    step.eta = m->dev->gpu && step.first && !step.last ? -1 : takes * (double)(o->steps - number);
+    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.gpu = m->dev->gpu;
     step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
-    step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
+    step.memory = run->memory, step.used = run->folder.state.step == timer->first + 1 ? memory_used(m->dev) : 0;
     step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
     step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
     step.skipped = !isfinite(scalars[SCALAR_FACTOR]);
-    require(report_step_done(&run->folder, &step), run->folder.error);
+    require(report_step_done(&run->folder, &step, begin, timer), run->folder.error);
 }
 
 // Trains from the step where the run stands to the end, or until a signal comes.
@@ -1526,8 +1501,8 @@ static void begin(Run* run) {
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
-    if (!run->resume.state) return;
-    require(run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
+    const bool resumes = run->resume.state != nullptr;
+    require(!resumes || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
 static void end(Run* run) {
@@ -1595,13 +1570,10 @@ int main(int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
     require(options_defaults(&TABLE, &options, error), error);
     require(options_parse(&TABLE, &options, given, argc, argv, error), error);
-    if (options.help) options_help(&TABLE, stdout);
-    if (options.list_formats) optim_list_formats(stdout, options.formats);
-    if (options.list_presets) optim_list_presets(stdout);
-    if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
-    const bool completion = strcmp(options.completion, "off") != 0;
-    if (completion) options_completion(&TABLE, strcmp(options.completion, "zsh") == 0, stdout);
-    if (options.help || options.list_formats || options.list_presets || options.version || completion) {
+    bool printed = options_print(&TABLE, &options, stdout);
+    if (options.list_formats) optim_list_formats(stdout, options.formats), printed = true;
+    if (options.list_presets) optim_list_presets(stdout), printed = true;
+    if (printed) {
         require_stdout();
         return 0;
     }

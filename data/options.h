@@ -58,6 +58,8 @@ void options_help(const OptionTable* table, FILE* file);
 // {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
 // numbers are numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
+// Prints what --help, --version and --completion ask for; true if one of them was typed.
+bool options_print(const OptionTable* table, const void* fields, FILE* file);
 // A script for bash or zsh that completes the options of this program, called `nibble` or `train`, and their values.
 void options_completion(const OptionTable* table, bool zsh, FILE* file);
 

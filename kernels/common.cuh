@@ -253,17 +253,22 @@ inline void device_close(Device* dev) {
     check(cudaStreamDestroy(dev->stream));
 }
 
+// What device_alloc takes for `bytes`.
+inline int64_t aligned_bytes(int64_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
 // Takes `bytes` of a block of device memory, of which `used` are taken: returns where they begin, 256-byte aligned.
 inline int64_t arena_take(int64_t* used, int64_t bytes) {
     const int64_t offset = *used;
-    *used = (*used + bytes + 255) / 256 * 256;
+    *used = aligned_bytes(*used + bytes);
     return offset;
 }
 
 // Device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
 inline void* device_alloc(const Device* dev, int64_t bytes) {
     void* pointer = nullptr;
-    bytes = (bytes + 255) / 256 * 256;
+    bytes = aligned_bytes(bytes);
     if (bytes == 0) return nullptr;
     if (dev->gpu) {
         check(cudaMalloc(&pointer, (size_t)bytes));
@@ -285,7 +290,7 @@ inline void device_free(const Device* dev, void* pointer) {
 // The caller frees it with host_free.
 inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
     void* pointer = nullptr;
-    bytes = (bytes + 255) / 256 * 256;
+    bytes = aligned_bytes(bytes);
     if (bytes == 0) return nullptr;
     if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
     if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;

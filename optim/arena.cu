@@ -8,6 +8,13 @@
 #include "../kernels/profile.h"
 #include "../kernels/ranks/shard.cuh"
 
+void arena_tensors(Arena* a, int count) {
+    a->count = count;
+    a->tensors = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    a->part = (int*)memory_zero(count, sizeof(int));
+    a->place = (int64_t*)memory_zero(count, sizeof(int64_t));
+}
+
 void arena_spread(Arena* a, OptimConfig* config) {
     Shard* s = a->shard;
     if (!s) return;
@@ -31,11 +38,8 @@ void arena_spread(Arena* a, OptimConfig* config) {
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro, char* why,
                        size_t why_bytes) {
     const bool by_parts = a->clip_by != CLIP_STEP;
-    char reason[512] = "";
-    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason)) && !reason[0]) {
-        snprintf(reason, sizeof(reason), "the optimizer needs all gradients");
-    }
-    if (reason[0]) {
+    char reason[512];
+    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason))) {
         snprintf(why, why_bytes, "%s; leave %s out", reason, by_parts ? "--clip-by" : "--release");
         if (by_parts) user_error("--clip-by %s: %s", a->clip_by == CLIP_TENSOR ? "tensor" : "last", why);
     } else if (clip > 0 && !by_parts) {

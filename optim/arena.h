@@ -17,7 +17,7 @@
 struct Shard;
 
 struct Arena {
-    // The caller sets these; the arrays are the arena's from then on.
+    // The caller sets these; arena_tensors makes the arrays.
     const Device* dev;
     Shard* shard;          // what the ranks share; NULL: this is the only one, or the model only runs forward
     OptimTensor* tensors;  // (count)
@@ -41,6 +41,8 @@ struct Arena {
     bool stepping;     // the backward pass takes it
 };
 
+// Makes room for `count` tensors, all zero.
+void arena_tensors(Arena* arena, int count);
 // Plans what this rank keeps, and says so in the configuration. Exits with a sentence if there are more ranks than
 // tiles of weights. Alone: does nothing.
 void arena_spread(Arena* arena, OptimConfig* config);

@@ -22,11 +22,6 @@ static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
 // Sizes.
 
-// Rounds up as device_alloc does.
-static int64_t allocated_bytes(int64_t bytes) {
-    return ceil_div(bytes, 256) * 256;
-}
-
 // With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
 // the numbers of whole tensors are not.
 static bool on_host(bool offload, const StreamInfo& stream) {
@@ -36,17 +31,17 @@ static bool on_host(bool offload, const StreamInfo& stream) {
 static int64_t format_bytes(const FormatRow* format, const ArenaRun* run, bool offload = false, bool of_host = false) {
     int64_t bytes = 0;
     for (const StreamInfo& stream : format->stream) {
-        if (on_host(offload, stream) == of_host) bytes += allocated_bytes(run_bytes(run, stream));
+        if (on_host(offload, stream) == of_host) bytes += aligned_bytes(run_bytes(run, stream));
     }
     return bytes;
 }
 
 // Bytes that a storage needs beside its arrays: constants and, for spans, the next numbers and the places of its tiles.
 static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
-    int64_t bytes = allocated_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
+    int64_t bytes = aligned_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + allocated_bytes(span_bytes(run, format_span(format))) +
-           allocated_bytes(tiles * (int64_t)sizeof(SpanTile));
+    return bytes + aligned_bytes(span_bytes(run, format_span(format))) +
+           aligned_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 
 static bool serves_directly(const FormatRow* weights, OptimType compute) {
@@ -68,9 +63,9 @@ static int64_t tiles_bytes(int64_t tiles) {
 // Bytes of the buffers of a rule that reads matrices.
 static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
     MatrixPlan its = matrix_plan(plan, launch, tensors, count);
-    const int64_t bytes = allocated_bytes(its.matrices * (int64_t)sizeof(Matrix)) + allocated_bytes(its.scratch) +
-                          allocated_bytes(its.work) + allocated_bytes(its.sums) + allocated_bytes(sizeof(float)) +
-                          2 * allocated_bytes(its.low) + allocated_bytes(its.low_tiles);
+    const int64_t bytes = aligned_bytes(its.matrices * (int64_t)sizeof(Matrix)) + aligned_bytes(its.scratch) +
+                          aligned_bytes(its.work) + aligned_bytes(its.sums) + aligned_bytes(sizeof(float)) +
+                          2 * aligned_bytes(its.low) + aligned_bytes(its.low_tiles);
     matrix_plan_free(&its);
     return bytes;
 }
@@ -80,7 +75,7 @@ static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tenso
     RowPlan its = row_plan(plan, launch, tensors, count);
     const bool any = its.passes > 0;
     const int64_t bytes =
-        allocated_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + allocated_bytes(its.parts * (int64_t)sizeof(float));
+        aligned_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + aligned_bytes(its.parts * (int64_t)sizeof(float));
     row_plan_free(&its);
     return any ? bytes : 0;
 }
@@ -92,26 +87,9 @@ static int64_t factors_bytes(const Plan* plan) {
     return any ? (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float) : 0;
 }
 
-OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    OptimConfig whole = *config;
-    whole.begin = whole.end = 0, whole.keeps_copy = false;
-    const OptimBytes bytes = optim_bytes(&whole, tensors, count, OPTIM_FP32);
-    OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
-    Plan* plan = plan_ranges(&whole, tensors, count);
-    for (int i = 0; i < plan->weights_count; i++) {
-        const StreamInfo* first = &find_row(weights_table(), plan->weights[i].format)->stream[0];
-        const int64_t elements = plan->weights[i].run.end - plan->weights[i].run.begin;
-        const bool direct = optim_model_dtype(first->dtype);
-        files.model += elements * (direct ? first->bits / 8 : 4);
-        if (direct) files.optimizer -= stream_bytes(*first, elements);
-    }
-    plan_free(plan);
-    return files;
-}
-
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Plan* plan = plan_ranges(config, tensors, count);
-    OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
+    OptimBytes bytes = {0, 0, 0, aligned_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
     for (int i = 0; i < plan->weights_count; i++) {
         const FormatRow* weights = find_row(weights_table(), plan->weights[i].format);
         const ArenaRun* run = &plan->weights[i].run;
@@ -132,7 +110,7 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         bytes.tables += rows_bytes(plan, i, tensors, count);
         if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
-    bytes.tables += allocated_bytes(factors_bytes(plan));
+    bytes.tables += aligned_bytes(factors_bytes(plan));
     plan_free(plan);
     return bytes;
 }
@@ -198,7 +176,7 @@ struct Optim {
 static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
     void* memory = device_alloc(dev, bytes);
     device_zero(dev, memory, bytes);
-    *total += allocated_bytes(bytes);
+    *total += aligned_bytes(bytes);
     return memory;
 }
 
@@ -246,7 +224,7 @@ static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total
     for (int64_t at = 0; at < bytes; at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
     }
-    *total += allocated_bytes(bytes);
+    *total += aligned_bytes(bytes);
     return memory;
 }
 
@@ -255,9 +233,9 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
     if (total == &optim->allocated.host) return host_allocate_zero(optim->dev, bytes, total);
     if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
-    void* memory = config->allocate(config->allocator, allocated_bytes(bytes));
+    void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
     device_zero(optim->dev, memory, bytes);
-    *total += allocated_bytes(bytes);
+    *total += aligned_bytes(bytes);
     return memory;
 }
 
