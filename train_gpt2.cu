@@ -444,7 +444,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     a.fp8 = {};
     if (fp8) {
         a.fp8.scales = (Fp8*)&m->fp8, a.fp8.rows = codes(N * 4 * C), a.fp8.weight = codes(4 * C * C);
-        a.fp8.made = m->dev->gpu && !m->fp8.current;
+        a.fp8.made = base && m->dev->gpu && !m->fp8.current;  // a plan asks no kernel, as the GPU may not be here
         a.fp8.attention_made = a.fp8.made && attention_backward_codes(m->dev, m->config.C, m->config.NH);
         a.fp8.gelu_made = a.fp8.made && linear_gelu_fits(m->dev, N, (int)C, 4 * (int)C);
     }
@@ -772,13 +772,19 @@ static void model_free(Model* m) {
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
-// training takes no more than the plan, and kernels are loaded.
+// training takes no more than the plan, and kernels are loaded. With fp8 there are two kinds of step, with a history of
+// magnitudes and without.
 static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
     Input input = input_layout(m, m->input);
     dev->rehearsal = true;
-    shard_micro_batch(m->arena.shard, true, true);
-    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+    const bool current = m->fp8.current;
+    for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
+        m->fp8.current = way == 1;
+        shard_micro_batch(m->arena.shard, true, true);
+        micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+    }
+    m->fp8.current = current;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->rehearsal = false;
     if (m->arena.decoded) decoded_forget(m->arena.decoded);
@@ -974,7 +980,11 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
         optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &magnitudes, &found, error);
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/%s", folder, error);
-    if (found) m->fp8.current = !fp8_has_history(m->dev, &m->fp8);
+    const int head = fp8_slot(m->config.L, QKV);
+    if (found) {
+        m->fp8.current = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
+                         (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
+    }
     checkpoint_close(&reader);
 }
 
@@ -1112,6 +1122,10 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
+    if (m->head_fp8 && m->logit_rows % 16 != 0) {
+        user_error("--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld",
+                   (long long)m->logit_rows, (long long)ceil_div(m->logit_rows, 16) * 16);
+    }
 }
 
 // --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
@@ -1520,6 +1534,9 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.folder.table = run.resume.table = &TABLE, run.folder.fields = run.resume.fields = o;
     run.resume.given = given;
     resume(&run);
+    if (o->eval_every == 0 && option_given(&TABLE, given, "eval-out")) {
+        user_error("--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
+    }
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
     require(run.model_folder != nullptr, run.folder.error);
     open_device(&run);
@@ -1551,7 +1568,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 
 // Pairs of an option that replaces training and another option, which it would ignore.
 static const char* const APART[][2] = {{"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},
-                                       {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}};
+                                       {"sample", "eval-out"}, {"fit", "eval"}, {"fit", "gpus"}, {"fit", "memory"}};
 
 #ifndef TESTING
 // The system calls this before any library begins, so that a signal finds its handler whenever it comes, and the stack
