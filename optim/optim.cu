@@ -775,7 +775,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
         moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
         moment.copy = none;
-        moment.grad_scale = work->unit;
+        moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
         const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
         for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
         kernel_run(optim, &launch->kernel, &moment);

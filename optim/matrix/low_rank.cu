@@ -386,12 +386,31 @@ static const bf16* in_bf16(const Device* dev, const float* from, float* to, int6
     return (const bf16*)to;
 }
 
+// low = G Q^T or Q G in bf16, by the library, whose products that share K among blocks beat ours here.
+static void project_bf16(const Device* dev, const LowMatrix* l, const bf16* g, const bf16* q) {
+    // cuBLASLt reads all of them transposed: low^T = op(b)^T op(a)^T.
+    const Matrix* m = l->shape;
+    MatmulShape shape;
+    memset(&shape, 0, sizeof(shape));
+    shape.m = l->right ? l->rank : m->cols, shape.n = l->right ? m->rows : l->rank, shape.k = l->side;
+    shape.op_a = l->right ? CUBLAS_OP_T : CUBLAS_OP_N, shape.op_b = CUBLAS_OP_N;
+    shape.input = CUDA_R_16BF, shape.output = CUDA_R_32F, shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    const MatmulPointers pointers = {l->right ? q : g, l->right ? g : q, l->low, nullptr, nullptr};
+    shape.alignment = matmul_alignment(&pointers);
+    const MatmulPlan* plan = matmul_plan(dev, &shape, &pointers, false);
+    if (!plan->found) {
+        user_error("cuBLASLt has no algorithm for a projection of %d x %d to rank %lld; take --grads fp32", m->rows,
+                   m->cols, (long long)l->rank);
+    }
+    matmul_run(dev, plan, &pointers, &plan->algorithm, false);
+}
+
 static void project_fused(const Device* dev, const LowMatrix* l, const LowGradients* grads) {
     const Matrix* m = l->shape;
-    const LowStore sink = {l->low, grads->scale, l->right ? l->rank : l->length};
+    const LowStore sink = {l->low, l->right ? l->rank : l->length};
     if (grads->is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
-        low_project<bf16, 1>(dev, (const bf16*)grads->grads + m->element, q, m->rows, m->cols, l->rank, sink);
+        project_bf16(dev, l, (const bf16*)grads->grads + m->element, q);
     } else {
         low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
     }
@@ -492,13 +511,10 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
 
 bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work) {
 #ifdef __CUDACC__
-    // The one place that chooses: our products read less and are as good as the library's (dev/galore.cu has the
-    // times).
-    bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE && low_weights(config) != LOW_OTHER;
-    for (int i = 0; i < work->plan.matrices && fuses; i++) {
-        const Matrix* m = &work->plan.matrix[i];
-        fuses = m->rows % 8 == 0 && m->cols % 8 == 0 && low_shape(config, m->rows, m->cols).rank % 8 == 0;
-    }
+    // The one place that chooses the way (dev/galore.cu has the times). It is one for all matrices of the launch,
+    // whoever owns them, so that the bits are those of any sharding.
+    const bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE &&
+                       low_weights(config) != LOW_OTHER && work->plan.by_eights;
     return fuses;
 #else
     (void)dev, (void)config, (void)work;

@@ -89,8 +89,14 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
     its.chunk = (MatrixChunk*)memory_zero((size_t)count + 1, sizeof(MatrixChunk));
     int first = 0;  // matrix of the chunk
+    its.by_eights = true;
     for (int t = 0; t < count; t++) {
         const OptimTensor* tensor = &tensors[t];
+        if (low && plan->launch_of[t] == index) {
+            const int64_t rows = tensor->rows / tensor->parts, cols = tensor->cols;
+            const int64_t rank = low_shape(&plan->launch[index].config, rows, cols).rank;
+            its.by_eights = its.by_eights && rows % 8 == 0 && cols % 8 == 0 && rank % 8 == 0;
+        }
         const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
         if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
         MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;

@@ -68,6 +68,7 @@ struct MatrixPlan {
     MatrixChunk* chunk;
     int matrices, batches, chunks;
     int64_t scratch, work, sums, low, low_tiles;  // bytes
+    bool by_eights;  // sizes and ranks of all matrices of the launch, those of other ranks too, are multiples of 8
 };
 
 // `index` is the launch's. Freed by matrix_plan_free.
