@@ -802,9 +802,9 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const Streams* basis = &launch->basis;
     const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
                                 arguments->grad_scale};
+    const bool fused = low_rank_fuses(dev, &plan->config, work);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
-        const bool fused = low_rank_fuses(dev, chunk);
         StepArguments moment = *arguments, apply = *arguments;
         // What pads a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
@@ -818,7 +818,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
         moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
         moment.copy = none;
-        moment.grad_scale = work->unit;
+        moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
         const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
         for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
         kernel_run(optim, &launch->kernel, &moment);
