@@ -920,7 +920,7 @@ TEST(memory_plan) {
         OptimBytes bytes = optim_bytes(&config, m.arena.tensors, m.arena.count, m.arena.type),
                    real = optim_allocated(m.arena.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        const DecodedModel decoded = {m.arena.tensors, m.arena.part, m.arena.operand,
+        const DecodedModel decoded = {m.arena.tensors, m.arena.part, m.arena.slot,
                                       m.arena.count,   m.config.L,   m.arena.type};
         const DecodedBytes rooms = decoded_bytes(&config, &decoded);
         const int64_t room = rooms.room;

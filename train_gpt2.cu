@@ -30,7 +30,6 @@
 #include "data/schedule.h"          // learning_rate
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
-#include "data/version.h"           // NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, user_error, require
@@ -306,11 +305,7 @@ static int weight_tensor(int l, Linear linear) {
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
     Arena* a = &model->arena;
-    a->count = model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored);
-    a->tensors = (OptimTensor*)memory_zero(a->count, sizeof(OptimTensor));
-    a->part = (int*)memory_zero(a->count, sizeof(int));
-    a->place = (int64_t*)memory_zero(a->count, sizeof(int64_t));
-    a->operand = (bool*)memory_zero(a->count, sizeof(bool));
+    arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
     model->parameters = 0;
     for (int i = 0; i < a->count; i++) {
@@ -320,7 +315,7 @@ static void config_tensors(Model* model) {
         model->parameters += t->rows * t->cols;
     }
     for (int i = 0; i < c->L * BLOCK_LINEARS && model->uses_fp8; i++) {
-        a->operand[weight_tensor(i / BLOCK_LINEARS, (Linear)(i % BLOCK_LINEARS))] = true;
+        a->slot[weight_tensor(i / BLOCK_LINEARS, (Linear)(i % BLOCK_LINEARS))] = i * FP8_SLOTS + FP8_WEIGHT;
     }
     a->elements = optim_layout(a->tensors, a->count);
 }
@@ -405,12 +400,6 @@ struct Activations {
     int64_t bytes;
 };
 
-static int64_t arena_take(int64_t* used, int64_t bytes) {
-    int64_t offset = *used;
-    *used = (*used + bytes + 255) / 256 * 256;
-    return offset;
-}
-
 template <typename X>
 static int64_t scratch_bytes(const Model* m) {
     const Config* c = &m->config;
@@ -471,7 +460,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     a.fp8 = {};
     if (fp8) {
         a.fp8.scales = (Fp8*)&m->fp8, a.fp8.rows = codes(N * 4 * C), a.fp8.weight = codes(4 * C * C);
-        a.fp8.made = m->dev->gpu && !m->fp8.current;
+        a.fp8.made = base && m->dev->gpu && !m->fp8.current;  // a plan asks no kernel, as the GPU may not be here
         a.fp8.attention_made = a.fp8.made && attention_backward_codes(m->dev, m->config.C, m->config.NH);
         a.fp8.gelu_made = a.fp8.made && linear_gelu_fits(m->dev, N, (int)C, 4 * (int)C);
     }
@@ -707,8 +696,9 @@ static void micro_batch(const Model* m, const Input* input, int buckets, int B, 
 // The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
 // likeliest. All are on the host. The fp32 logits lie where those of training lie, so half as many rows if X is bf16.
 template <typename X>
-static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
-                       int count, float* losses, int* likeliest) {
+static void gpt2_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
+                       float* losses, int* likeliest) {
+    const Model* m = (const Model*)model;
     Activations<X> a = activations_layout<X>(m, m->activations, false);
     arena_lend(&m->arena, a.lent);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
@@ -772,17 +762,6 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     return plan;
 }
 
-// Tells the scales of matrices that are stored as codes where the optimizer keeps theirs.
-static void fp8_take_stored(Model* m) {
-    const float** stored = (const float**)memory_zero(fp8_slots(m), sizeof(float*));
-    for (int i = 0; i < m->config.L * BLOCK_LINEARS; i++) {
-        const int t = weight_tensor(i / BLOCK_LINEARS, (Linear)(i % BLOCK_LINEARS));
-        stored[i * FP8_SLOTS + FP8_WEIGHT] = arena_scale(&m->arena, t);
-    }
-    copy_to_device(m->dev, m->fp8.stored, stored, fp8_slots(m) * (int64_t)sizeof(float*));
-    free(stored);
-}
-
 // Without a configuration the model only runs forward.
 static void model_allocate(Model* m, const OptimConfig* config) {
     const int64_t N = (int64_t)m->B * m->T;
@@ -801,7 +780,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
     device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
     m->fp8 = fp8_open(fp8_slots(m), m->fp8.gradients, scales);
-    fp8_take_stored(m);
+    arena_scales(&m->arena, m->fp8.stored, m->fp8.slots);
 }
 
 static void model_free(Model* m) {
@@ -815,61 +794,38 @@ static void model_free(Model* m) {
 }
 
 // One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
-// training takes no more than the plan, and kernels are loaded.
+// training takes no more than the plan, and kernels are loaded. With fp8 there are two kinds of step, with a history of
+// magnitudes and without.
 static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
     Input input = input_layout(m, m->input);
     dev->rehearsal = true;
-    shard_micro_batch(m->arena.shard, true, true);
-    micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+    const bool current = m->fp8.current;
+    for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
+        m->fp8.current = way == 1;
+        shard_micro_batch(m->arena.shard, true, true);
+        micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+    }
+    m->fp8.current = current;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->rehearsal = false;
     if (m->arena.decoded) decoded_forget(m->arena.decoded);
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
-constexpr int64_t INIT_PIECE = 1 << 24;  // elements of a matrix that are drawn at a time, at most
-
-// A matrix of normal numbers; rows that only pad the vocabulary are 0. The device draws them into the memory of the
-// activations, which hold nothing yet, and from there they go where they are stored. Only formats with scales of whole
-// tensors need the host's memory.
-static void init_matrix(Model* m, int t, uint64_t seed, float deviation) {
-    const ModelTensor* tensor = &m->stored[t];
-    const int64_t n = tensor->rows * tensor->cols, used = tensor->stored_rows * tensor->cols;
-    const int64_t room = activations_bytes(m, m->arena.optim != nullptr) - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
-    void* own = room < few ? device_alloc(m->dev, NORMAL_LIST_BYTES + few) : nullptr;
-    uint32_t* list = (uint32_t*)(own ? own : m->activations);
-    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
-    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < INIT_PIECE ? fit : INIT_PIECE;
-    for (int64_t start = 0; start < n; start += piece) {
-        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
-        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
-        initial_normals(m->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
-        device_zero(m->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
-        if (arena_set_part(&m->arena, t, start, count, drawn)) continue;
-        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
-        copy_to_host(m->dev, whole + start, drawn, count * (int64_t)sizeof(float));
-    }
-    if (whole) arena_set(&m->arena, t, whole);
-    device_sync(m->dev);
-    device_free(m->dev, own);
-    free(whole);
-}
-
 // Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
 // biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are the same on every device.
 static void model_init(Model* m, uint64_t seed) {
+    const int64_t room = activations_bytes(m, m->arena.optim != nullptr);  // which hold nothing yet
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
-        if (tensor->rows > 1) {
-            init_matrix(m, t, seed, tensor->residual ? 0.02f / sqrtf(2.0f * m->config.L) : 0.02f);
-            continue;
-        }
+        const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
-        float* values = (float*)memory_zero(tensor->cols, sizeof(float));
-        for (int64_t i = 0; ones && i < tensor->cols; i++) values[i] = 1.0f;
-        arena_set(&m->arena, t, values);
-        free(values);
+        if (tensor->rows > 1) {
+            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations, room);
+        } else {
+            arena_fill(&m->arena, t, ones ? 1.0f : 0.0f);
+        }
     }
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
@@ -883,10 +839,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
-    if (m->uses_fp8 && m->arena.scales_apart) {
-        shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
-        fp8_agree(m->dev, &m->fp8);
-    }
+    if (m->arena.scales_apart) shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1), fp8_agree(m->dev, &m->fp8);
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
@@ -940,8 +893,7 @@ static double flops_per_token(const Model* m) {
     return 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
 }
 
-// Samples and evaluations: what they need of the model. kernels/decode.cuh, data/sampling.h and data/evaluation.h do
-// the rest.
+// Samples and evaluations: what kernels/decode.cuh, data/sampling.h and data/evaluation.h need of the model.
 
 static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
@@ -966,31 +918,21 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t lent = m->arena.lent_bytes,
                   room = run ? activations_bytes(m, true) - lent : memory_available(m->dev) / 2;
-    const int S = decode_sequences(&shape, fp32, prompts->count * samples.each, room);
-    if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", m->T);
     const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
     arena_lend(&m->arena, m->activations);
     for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
     const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
                                samples_done};
-    Decoder d;
-    decode_open(&d, m->dev, &shape, fp32, tensors, S, &draw, &calls, run ? (char*)m->activations + lent : nullptr);
-    const bool finite =
-        decode_prompts(&d, prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens);
-    decode_close(&d);
+    const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens};
+    const bool finite = decode_run(m->dev, &shape, fp32, tensors, &texts, &draw, &calls,
+                                   run ? (char*)m->activations + lent : nullptr, room);
     free(tensors);
     return finite;
 }
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-static void evaluation_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets,
-                             int count, float* losses, int* likeliest) {
-    const Model* m = (const Model*)model;
-    if (m->arena.type == OPTIM_FP32) gpt2_score<float>(m, tokens, B, T, places, targets, count, losses, likeliest);
-    if (m->arena.type == OPTIM_BF16) gpt2_score<bf16>(m, tokens, B, T, places, targets, count, losses, likeliest);
-}
 static void share_bytes(void* model, int from, void* bytes, int64_t count) {
     launch_share(((const Model*)model)->launch, from, bytes, count);
 }
@@ -1002,14 +944,14 @@ static bool evaluation_stops(void* model) {
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, EvaluationDone done, void* context) {
     char error[DATA_ERROR_BYTES];
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
-    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, evaluation_score,
+    const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
+    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, score,
                                  share_bytes,     evaluation_stops, (void*)m, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
 }
 
-// Checkpoints: a Hugging Face model folder with optimizer.safetensors (the optimizer's streams as stored) and
-// state.json beside the model. data/checkpoint.h writes them and makes sure that they are whole; this part gives and
-// takes their arrays.
+// Checkpoints. data/checkpoint.h writes them and makes sure that they are whole; this part gives and takes their
+// arrays.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
@@ -1063,7 +1005,11 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
         optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &magnitudes, &found, error);
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/%s", folder, error);
-    if (found) m->fp8.current = !fp8_has_history(m->dev, &m->fp8);
+    const int head = fp8_slot(m->config.L, QKV);
+    if (found) {
+        m->fp8.current = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
+                         (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
+    }
     checkpoint_close(&reader);
 }
 
@@ -1114,10 +1060,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
     const Arena* a = &run->model->arena;
     signals_doing("this save", run->save_seconds);
     if (a->shard && !optim_saved_equal(a->optim, a->shard, a->weights, a->elements)) {
-        user_error(
-            "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; "
-            "go on elsewhere with --resume %s",
-            (long long)run->folder.state.step, run_resume_words(&run->folder));
+        user_error("%s", report_weights_differ(&run->folder));
     }
     arena_settle(a);
     run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
@@ -1174,9 +1117,8 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
-    int64_t N = (int64_t)m->B * m->T;
     // Enough rows keep the head's matrix products at full rate; on the CPU a cache-sized piece.
-    int64_t rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 8192 : 1024;
+    const int64_t N = (int64_t)m->B * m->T, rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 8192 : 1024;
     return rows < N ? rows : N;
 }
 
@@ -1199,12 +1141,15 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     int64_t fits = o->batch == AUTO ? plan_largest_batch(&planner, max, false, usable) : 0;
     fits = shard_least(m->arena.shard, fits);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
-    // A step has half a million tokens, as GPT-2's and llm.c's have, or one micro-batch a rank with bytes or on the
-    // CPU.
+    // A step has half a million tokens, as GPT-2's and llm.c's have; with bytes or on the CPU a micro-batch a rank.
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
+    if (m->head_fp8 && m->logit_rows % 16 != 0) {
+        user_error("--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld",
+                   (long long)m->logit_rows, (long long)ceil_div(m->logit_rows, 16) * 16);
+    }
 }
 
 // --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
@@ -1235,8 +1180,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->ramp == AUTO) o->ramp = o->steps;
-    if (o->beta3 == AUTO && strcmp(o->rule, "came") == 0) o->beta3 = 1.0 - 0.1 * (1.0 - o->beta2);
-    if (o->beta3 == AUTO) o->beta3 = o->steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)o->steps) : 0.9;
+    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
     Schedule schedule = schedule_of(o);
     require(schedule_choose(&schedule, warmup_typed, error), error);
     o->warmup = schedule.warmup;
@@ -1271,14 +1215,9 @@ static void resolve_offload(const Options* o, const Model* m, const OptimConfig*
     }
     if (!m->dev->gpu || m->dev->imagined) return;
     const Device host = {};
-    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1,
-                  free = memory_available(&host) / (local > 0 ? local : 1);
-    if (need <= free) return;
-    user_error(
-        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; leave --offload out, or take "
-        "a "
-        "smaller --preset or --batch",
-        o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
+    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1;
+    const char* lacks = plan_host_lacks(need, memory_available(&host) / (local > 0 ? local : 1), o->offload);
+    if (lacks) user_error("%s", lacks);
 }
 
 static DataSource data_source(const Options* o) {
@@ -1350,12 +1289,8 @@ static int fit_main(const Options* asked, bool preset_typed, bool recompute_type
         resolve_optim(&o, &m, &config);
         char why[1024];
         if (config.offload && !optim_releases(&config, m.arena.tensors, m.arena.count, why, sizeof(why))) continue;
-        m.B = 1, m.logit_rows = logit_rows_for(&o, &m);
         const Planner planner = {plan_of, &m, &config, &o};
-        const int64_t fits = plan_largest_batch(&planner, 512, false, dev.memory - memory_plan(&m, &config).taken);
-        if (fits > 0) m.B = (int)fits, m.logit_rows = logit_rows_for(&o, &m);
-        const MemoryPlan plan = memory_plan(&m, &config);
-        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, fits, &plan, rows++ == 0);
+        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, &planner, dev.memory, rows++ == 0);
     }
     require_stdout();
     return 0;
@@ -1441,21 +1376,15 @@ static bool ends_useless(const Run* run) {
 
 // Counts, logs and prints a step that is done and has left these scalars.
 static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
-    const Options* o = run->options;
     const Model* m = run->model;
-    const int64_t number = run->folder.state.step + 1;
-    const double now = seconds_now(), takes = step_timed(timer, number, begin, now);
     StepReport step = {};
-    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.seconds = now - begin;
-    step.first = number == timer->first + 1, step.last = number == o->steps;
-    // The first step on a GPU is slower than those to come, so it gives no estimate.
-    step.eta = m->dev->gpu && step.first && !step.last ? -1 : takes * (double)(o->steps - number);
+    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.gpu = m->dev->gpu;
     step.flops = flops_per_token(m), step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
-    step.memory = run->memory, step.used = number == timer->first + 2 ? memory_used(m->dev) : 0;
+    step.memory = run->memory, step.used = run->folder.state.step == timer->first + 1 ? memory_used(m->dev) : 0;
     step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
     step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
     step.skipped = !isfinite(scalars[SCALAR_FACTOR]);
-    require(report_step_done(&run->folder, &step), run->folder.error);
+    require(report_step_done(&run->folder, &step, begin, timer), run->folder.error);
 }
 
 // Trains from the step where the run stands to the end, or until a signal comes.
@@ -1606,15 +1535,12 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
-    const bool bytes = run->train_data.bytes;
-    require(o->eval_every == 0 || evaluation_possible(o->eval, bytes, o->eval_out, run->folder.error),
-            run->folder.error);
-    require(prompts_check(o->prompt_file, run->folder.error), run->folder.error);
+    require(run_folder_possible(&run->folder, run->train_data.bytes), run->folder.error);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
-    if (!run->resume.state) return;
-    require(run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
+    const bool resumes = run->resume.state != nullptr;
+    require(!resumes || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
 static void end(Run* run) {
@@ -1632,6 +1558,9 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.folder.table = run.resume.table = &TABLE, run.folder.fields = run.resume.fields = o;
     run.resume.given = given;
     resume(&run);
+    if (o->eval_every == 0 && option_given(&TABLE, given, "eval-out")) {
+        user_error("--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
+    }
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
     require(run.model_folder != nullptr, run.folder.error);
     open_device(&run);
@@ -1641,11 +1570,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
     print_plan(&run, &plan);
-    if (run.resume.state && run.folder.state.step >= o->steps) {
-        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
-                (long long)run.folder.state.step, (long long)o->steps);
-        return 0;
-    }
+    if (run.resume.state && report_already_done(&run.folder, run.resume.from)) return 0;
     const Planner planner = {plan_of, run.model, &run.config, o};
     const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
     const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
@@ -1665,25 +1590,10 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     return 0;
 }
 
-// --size becomes the name of a model. Refuses it beside what it chooses.
-static void take_size(Options* o, bool* given) {
-    char error[DATA_ERROR_BYTES];
-    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
-    if (!typed("size")) return;
-    require(gpt2_size_check(o->size, error), error);
-    if (typed("model")) {
-        user_error("--size %s and --model %s both choose a shape; leave one of them out", o->size, o->model);
-    }
-    for (const char* name : {"layers", "channels", "heads"}) {
-        if (typed(name)) user_error("--size %s chooses the %s, too; leave --%s or --size out", o->size, name, name);
-    }
-    o->model = o->size, o->size = "";
-    given[option_find(&TABLE, "model") - OPTIONS] = true;
-}
-
 // Pairs of an option that replaces training and another option, which it would ignore.
-static const char* const APART[][2] = {{"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},
-                                       {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}};
+static const char* const APART[][2] = {{"sample", "eval"},     {"sample", "dry-run"}, {"sample", "fit"},
+                                       {"sample", "eval-out"}, {"fit", "eval"},       {"fit", "gpus"},
+                                       {"fit", "memory"}};
 
 #ifndef TESTING
 // The system calls this before any library begins, so that a signal finds its handler whenever it comes, and the stack
@@ -1702,19 +1612,16 @@ int main(int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
     require(options_defaults(&TABLE, &options, error), error);
     require(options_parse(&TABLE, &options, given, argc, argv, error), error);
-    if (options.help) options_help(&TABLE, stdout);
-    if (options.list_formats) optim_list_formats(stdout, options.formats);
-    if (options.list_presets) optim_list_presets(stdout);
-    if (options.version) printf("nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
-    const bool completion = strcmp(options.completion, "off") != 0;
-    if (completion) options_completion(&TABLE, strcmp(options.completion, "zsh") == 0, stdout);
-    if (options.help || options.list_formats || options.list_presets || options.version || completion) {
+    bool printed = options_print(&TABLE, &options, stdout);
+    if (options.list_formats) optim_list_formats(stdout, options.formats), printed = true;
+    if (options.list_presets) optim_list_presets(stdout), printed = true;
+    if (printed) {
         require_stdout();
         return 0;
     }
-    const auto typed = [&](const char* name) { return given[option_find(&TABLE, name) - OPTIONS]; };
+    const auto typed = [&](const char* name) { return option_given(&TABLE, given, name); };
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
-    take_size(&options, given);
+    require(gpt2_take_size(&TABLE, &options, given, error), error);
     if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
     const bool samples = typed("sample");
     Launch launch;

@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "options.h"
 #include "tokenizer.h"
 #ifdef __cplusplus
 extern "C" {
@@ -22,7 +23,9 @@ typedef struct {
 // in GPT-3's proportions; 124M is gpt2's. NULL when there is none; a size's is valid until the next call.
 const Gpt2Name* gpt2_named(const char* name);
 bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
-const char* gpt2_names(char* text, size_t bytes);     // all of them, with | between; 256 bytes are enough; returns text
+// Makes the size of --size, if it was typed, the name of --model. Refuses it beside what it chooses.
+bool gpt2_take_size(const OptionTable* table, void* fields, bool* given, char* error);
+const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
 
 // The shape in FOLDER/config.json, each number from 1 to that of `max`. False and a sentence when it is no GPT-2, or a
 // variant of it.

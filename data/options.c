@@ -7,6 +7,7 @@
 #include "json.h"
 #include "memory.h"
 #include "text.h"
+#include "version.h"
 
 static bool fail(char* error, const char* format, const char* a, const char* b, const char* c) {
     snprintf(error, DATA_ERROR_BYTES, format, a, b, c);
@@ -263,9 +264,12 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
     return true;
 }
 
+bool option_given(const OptionTable* table, const bool* given, const char* name) {
+    return given[option_find(table, name) - table->option];
+}
+
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error) {
-    const Option* option = table->option;
-    if (!given[option_find(table, one) - option] || !given[option_find(table, other) - option]) return true;
+    if (!option_given(table, given, one) || !option_given(table, given, other)) return true;
     return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one, other);
 }
 
@@ -381,6 +385,17 @@ static void zsh_completion(const OptionTable* table, FILE* file) {
 
 void options_completion(const OptionTable* table, bool zsh, FILE* file) {
     (zsh ? zsh_completion : bash_completion)(table, file);
+}
+
+bool options_print(const OptionTable* table, const void* fields, FILE* file) {
+    const bool help = *(const bool*)option_value(table, fields, "help");
+    const bool version = *(const bool*)option_value(table, fields, "version");
+    const char* shell = *(const char* const*)option_value(table, fields, "completion");
+    const bool completion = strcmp(shell, "off") != 0;
+    if (help) options_help(table, file);
+    if (version) fprintf(file, "nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
+    if (completion) options_completion(table, strcmp(shell, "zsh") == 0, file);
+    return help || version || completion;
 }
 
 void format_count(double n, char* text, size_t bytes) {

@@ -51,12 +51,15 @@ const char* option_text(const Option* option, const void* fields, char* text, si
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
+bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
 // False with a sentence if both options were typed, of which one is done instead of the other.
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
 void options_help(const OptionTable* table, FILE* file);
 // {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
 // numbers are numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
+// Prints what --help, --version and --completion ask for; true if one of them was typed.
+bool options_print(const OptionTable* table, const void* fields, FILE* file);
 // A script for bash or zsh that completes the options of this program, called `nibble` or `train`, and their values.
 void options_completion(const OptionTable* table, bool zsh, FILE* file);
 

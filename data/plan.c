@@ -34,3 +34,11 @@ const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences,
         "a smaller --preset",
         have, device, one ? "type --recompute block --batch 1, or take" : "take");
 }
+
+const char* plan_host_lacks(int64_t need, int64_t available, const char* offload) {
+    if (need <= available) return NULL;
+    return text_format(
+        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; leave --offload out, or take "
+        "a smaller --preset or --batch",
+        offload, (double)need / (1 << 30), (double)available / (1 << 30));
+}

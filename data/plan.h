@@ -30,6 +30,8 @@ int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int6
 // `block`: the model recomputes blocks already.
 const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
                        const char* device);
+// The same for this machine's memory, of which --offload needs `need` bytes and `available` are free.
+const char* plan_host_lacks(int64_t need, int64_t available, const char* offload);
 
 #ifdef __cplusplus
 }

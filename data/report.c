@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include "clock.h"
 
 // How much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
 // validation is of texts that are trained on.
@@ -95,8 +96,10 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
 }
 
-void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
-                const MemoryPlan* plan, bool first) {
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
+                const Planner* planner, int64_t memory, bool first) {
+    const int64_t batch = plan_largest_batch(planner, 512, false, memory - planner->plan(planner, 1, false).taken);
+    const MemoryPlan plan = planner->plan(planner, batch > 0 ? batch : 1, false);
     char most[24] = "-";
     const double unit = 1.0 / (1 << 30);
     if (batch > 0) snprintf(most, sizeof(most), "%lld", (long long)batch);
@@ -106,12 +109,12 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
             "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s",
             model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
             "activations", "other", "total");
-        plan->host > 0 ? printf(" %8s\n", "host") : printf("\n");
+        plan.host > 0 ? printf(" %8s\n", "host") : printf("\n");
     }
     printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, most,
-           (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
-           (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
-    plan->host > 0 ? printf(" %8.2f\n", (double)plan->host * unit) : printf("\n");
+           (double)plan.weights * unit, (double)plan.states * unit, (double)plan.grads * unit,
+           (double)plan.activations * unit, (double)(plan.other + plan.taken) * unit, (double)plan.total * unit);
+    plan.host > 0 ? printf(" %8.2f\n", (double)plan.host * unit) : printf("\n");
 }
 
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
@@ -133,6 +136,20 @@ const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
             (long long)val->tokens, train->crc, val->crc);
     fclose(file);
     return text;
+}
+
+const char* report_weights_differ(const RunFolder* run) {
+    return text_format(
+        "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; go on "
+        "elsewhere with --resume %s",
+        (long long)run->state.step, run_resume_words(run));
+}
+
+bool report_already_done(RunFolder* run, const char* checkpoint) {
+    if (run->state.step < whole(run, "steps")) return false;
+    run_say(run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint,
+            (long long)run->state.step, whole(run, "steps"));
+    return true;
 }
 
 void report_new_weights(RunFolder* run, const char* model) {
@@ -194,25 +211,37 @@ static bool step_skipped(RunFolder* run, const StepReport* step) {
                       run->last_checkpoint[0] ? run->last_checkpoint : "none", run_real(run, "lr"));
 }
 
-bool report_step_done(RunFolder* run, const StepReport* done) {
-    StepReport step = *done;
+double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
+    const int64_t done = step - timer->first;
+    timer->seconds += now - begin;
+    if (done == 1 || done == 10) timer->from = step, timer->since = now, timer->seconds = 0;
+    return step == timer->from ? now - begin : (now - timer->since) / (double)(step - timer->from);
+}
+
+bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer) {
     RunState* state = &run->state;
-    const int64_t tokens = whole(run, "tokens-per-step");
+    const int64_t tokens = whole(run, "tokens-per-step"), steps = whole(run, "steps");
+    const double now = seconds_now();
     state->step++;
+    const double takes = step_timed(timer, state->step, begin, now);
+    step->seconds = now - begin;
+    step->first = state->step == timer->first + 1, step->last = state->step == steps;
+    // The first step on a GPU is slower than those to come, so it gives no estimate.
+    step->eta = step->gpu && step->first && !step->last ? -1 : takes * (double)(steps - state->step);
     state->sequences += tokens / whole(run, "seq"), state->tokens += tokens;
-    state->skipped += step.skipped;
-    if (step.saturated > 0) state->saturated += (int64_t)step.saturated;
-    state->skipped_last = step.skipped ? state->skipped_last + 1 : 0;
-    if (isnan(step.loss)) step.loss = NAN;  // printed as nan, not -nan
-    if (isnan(step.norm)) step.norm = NAN;
-    if (step.parts_left > 0 && !step.skipped) {
-        state->parts_left += (int64_t)step.parts_left;
+    state->skipped += step->skipped;
+    if (step->saturated > 0) state->saturated += (int64_t)step->saturated;
+    state->skipped_last = step->skipped ? state->skipped_last + 1 : 0;
+    if (isnan(step->loss)) step->loss = NAN;  // printed as nan, not -nan
+    if (isnan(step->norm)) step->norm = NAN;
+    if (step->parts_left > 0 && !step->skipped) {
+        state->parts_left += (int64_t)step->parts_left;
         run_say(run, "skip %6lld  %.0f layers whose gradients are not finite kept their weights (%lld so far)\n",
-                (long long)state->step, step.parts_left, (long long)state->parts_left);
+                (long long)state->step, step->parts_left, (long long)state->parts_left);
     }
-    if (!step_log(run, &step)) return false;
-    if (step.skipped) return step_skipped(run, &step);
-    if (step.first || step.last || state->step % whole(run, "print-every") == 0) step_say(run, &step);
+    if (!step_log(run, step)) return false;
+    if (step->skipped) return step_skipped(run, step);
+    if (step->first || step->last || state->step % whole(run, "print-every") == 0) step_say(run, step);
     return true;
 }
 
@@ -279,11 +308,4 @@ bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool
                                   "the run ended without a finite loss and gradient, so the weights of %s are of no "
                                   "use; type a smaller --lr (now %g)",
                                   run->last_checkpoint, run_real(run, "lr"));
-}
-
-double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
-    const int64_t done = step - timer->first;
-    timer->seconds += now - begin;
-    if (done == 1 || done == 10) timer->from = step, timer->since = now, timer->seconds = 0;
-    return step == timer->from ? now - begin : (now - timer->since) / (double)(step - timer->from);
 }

@@ -24,30 +24,44 @@ typedef struct {
 } PlanReport;
 // The banner, of the options as resolved; V is the model's vocabulary.
 void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V);
-// A row of --fit on stdout: the largest batch that fits (0: none does, and the plan is that of one sequence) and its
-// bytes by kind; a title before the first.
-void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
-                const MemoryPlan* plan, bool first);
+// A row of --fit on stdout: the largest batch that fits into `memory` bytes and its bytes by kind, or those of one
+// sequence where none fits; a title before the first.
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
+                const Planner* planner, int64_t memory, bool first);
 // What must be the same on all ranks: the options, but for names of files, and the data by its size and checksums,
 // which are made here. The text lives as long as the program; NULL with a sentence where the data cannot be read.
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val);
+// The sentence where the weights of several ranks differ. It lives as long as the program.
+const char* report_weights_differ(const RunFolder* run);
+// True, and a line says so, if the run that `checkpoint` holds is at its last step already.
+bool report_already_done(RunFolder* run, const char* checkpoint);
 // A notice where new weights begin a built-in shape although a model lies in a folder of the same name.
 void report_new_weights(RunFolder* run, const char* model);
 
 // A step that is done.
 typedef struct {
-    double loss, norm, lr;      // of the step; loss and norm NaN or infinite where it changed nothing
-    double seconds, eta;        // of the step, and until the end; eta below 0: not known yet
-    double flops, peak;         // FLOPs of a token; FLOP/s of all ranks, 0 when unknown
-    int64_t memory, used;       // bytes of the plan; of the GPU that are taken, for a line of their own, or 0
-    double parts_left;          // layers that kept their weights, although the step was taken
-    double saturated;           // elements too large for their fp8 codes; below 0: the step was not in fp8
-    bool skipped, first, last;  // it changed nothing; it is this start's first, the run's last
+    double loss, norm, lr;  // of the step; loss and norm NaN or infinite where it changed nothing
+    double flops, peak;     // FLOPs of a token; FLOP/s of all ranks, 0 when unknown
+    int64_t memory, used;   // bytes of the plan; of the GPU that are taken, for a line of their own, or 0
+    double parts_left;      // layers that kept their weights, although the step was taken
+    double saturated;       // elements too large for their fp8 codes; below 0: the step was not in fp8
+    bool skipped, gpu;      // it changed nothing; it was on a GPU
+    // Set by report_step_done.
+    double seconds, eta;  // of the step, and until the end; eta below 0: not known yet
+    bool first, last;     // of this start's steps; of the run's
 } StepReport;
-// Counts a step, writes it into log.jsonl, and prints it as --print-every says or if it is first or last, or changed
-// nothing. False also where the run ends with it, because of --on-nonfinite stop or since ten steps in a row changed
-// nothing.
-bool report_step_done(RunFolder* run, const StepReport* step);
+// The time of the steps after `from`, which is moved when the first is done and when ten are: they are slower, the
+// first most of all, which loads what the GPU runs.
+typedef struct {
+    int64_t first, from;
+    double since, seconds;  // the clock when `from` was done; spent in the steps after it
+} StepTimer;
+// Step `step`, which began at `begin`, is done: seconds that one takes, with what lies between two of them.
+double step_timed(StepTimer* timer, int64_t step, double begin, double now);
+// Counts a step that began at `begin`, writes it into log.jsonl, and prints it as --print-every says or if it is first
+// or last, or changed nothing. False also where the run ends with it, because of --on-nonfinite stop or since ten steps
+// in a row changed nothing.
+bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer);
 // Also sets the best loss so far.
 bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds);
 // Callbacks: a sample of `run`, a RunFolder, by its index, which is a SampleDone; and an EvaluationDone, a task that
@@ -57,15 +71,6 @@ void report_evaluation(void* run, const Evaluation* evaluation, const Evaluation
 // The end of a run, which a signal may have `stopped`: `steps` steps took `seconds`. False where the weights are
 // `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
-
-// The time of the steps after `from`, which is moved when the first is done and when ten are: they are slower, the
-// first most of all, which loads what the GPU runs.
-typedef struct {
-    int64_t first, from;
-    double since, seconds;  // the clock when `from` was done; spent in the steps after it
-} StepTimer;
-// Step `step`, which began at `begin`, is done: seconds that one takes, with what lies between two of them.
-double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 
 #ifdef __cplusplus
 }

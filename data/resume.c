@@ -26,7 +26,7 @@ static const char* text_of(const Resume* resume, const char* name) {
 }
 
 bool resume_given(const Resume* resume, const char* name) {
-    return resume->given[option_find(resume->table, name) - resume->table->option];
+    return option_given(resume->table, resume->given, name);
 }
 
 void resume_changed(Resume* resume, const char* format, ...) {

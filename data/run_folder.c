@@ -359,6 +359,12 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     }
 }
 
+bool run_folder_possible(RunFolder* run, bool bytes) {
+    return (run_whole(run, "eval-every") == 0 ||
+            evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
+           prompts_check(run_text(run, "prompt-file"), run->error);
+}
+
 bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary) {
     char* error = run->error;
     const bool again = checkpoint || strcmp(run_text(run, "resume"), "auto") == 0;

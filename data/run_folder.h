@@ -67,6 +67,8 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
 // `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
 bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary);
 void run_folder_close(RunFolder* run);
+// Before that: can the tasks of --eval and the prompts of --prompt-file be opened, for data that is `bytes` or tokens?
+bool run_folder_possible(RunFolder* run, bool bytes);
 
 // Prints on the terminal and into log.txt.
 __attribute__((format(printf, 2, 3))) void run_say(RunFolder* run, const char* format, ...);

@@ -253,10 +253,22 @@ inline void device_close(Device* dev) {
     check(cudaStreamDestroy(dev->stream));
 }
 
+// What device_alloc takes for `bytes`.
+inline int64_t aligned_bytes(int64_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
+// Takes `bytes` of a block of device memory, of which `used` are taken: returns where they begin, 256-byte aligned.
+inline int64_t arena_take(int64_t* used, int64_t bytes) {
+    const int64_t offset = *used;
+    *used = aligned_bytes(*used + bytes);
+    return offset;
+}
+
 // Device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
 inline void* device_alloc(const Device* dev, int64_t bytes) {
     void* pointer = nullptr;
-    bytes = (bytes + 255) / 256 * 256;
+    bytes = aligned_bytes(bytes);
     if (bytes == 0) return nullptr;
     if (dev->gpu) {
         check(cudaMalloc(&pointer, (size_t)bytes));
@@ -278,7 +290,7 @@ inline void device_free(const Device* dev, void* pointer) {
 // The caller frees it with host_free.
 inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
     void* pointer = nullptr;
-    bytes = (bytes + 255) / 256 * 256;
+    bytes = aligned_bytes(bytes);
     if (bytes == 0) return nullptr;
     if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
     if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
@@ -331,6 +343,18 @@ inline void copy_to_host(const Device* dev, void* host, const void* device, int6
     }
 }
 
+// The number that follows `name` in a line of one of the kernel's files; -1 where there is none.
+inline int64_t number_in(const char* path, const char* name) {
+    FILE* file = fopen(path, "r");
+    char line[256];
+    long long number = -1;
+    while (file && number < 0 && fgets(line, sizeof(line), file)) {
+        if (strncmp(line, name, strlen(name)) == 0 && sscanf(line + strlen(name), "%lld", &number) != 1) number = -1;
+    }
+    if (file) fclose(file);
+    return number;
+}
+
 // Bytes that can be allocated now: the GPU's free memory, or what the kernel calls available on this machine.
 inline int64_t memory_available(const Device* dev) {
     if (dev->imagined) return dev->memory - dev->context - WORKSPACE_BYTES;
@@ -339,22 +363,16 @@ inline int64_t memory_available(const Device* dev) {
         check(cudaMemGetInfo(&available, &total));
         return (int64_t)available;
     }
-    FILE* file = fopen("/proc/meminfo", "r");
-    char line[256];
-    long long kilobytes = 0;
-    while (file && fgets(line, sizeof(line), file)) {
-        if (sscanf(line, "MemAvailable: %lld", &kilobytes) == 1) break;
-    }
-    if (file) fclose(file);
-    int64_t available = kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
-    // A container's limit is lower than the machine's.
-    long long limit = 0, current = 0;
-    FILE* most = fopen("/sys/fs/cgroup/memory.max", "r");
-    FILE* now = fopen("/sys/fs/cgroup/memory.current", "r");
-    bool limited = most && now && fscanf(most, "%lld", &limit) == 1 && fscanf(now, "%lld", &current) == 1;
-    if (most) fclose(most);
-    if (now) fclose(now);
-    return limited && limit - current < available ? limit - current : available;
+    const int64_t kilobytes = number_in("/proc/meminfo", "MemAvailable:");
+    const int64_t available = kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
+    // A container's limit is lower than the machine's. What it uses includes files in the page cache, which make way.
+    const int64_t limit = number_in("/sys/fs/cgroup/memory.max", ""),
+                  current = number_in("/sys/fs/cgroup/memory.current", "");
+    if (limit < 0 || current < 0) return available;
+    const char* const stat = "/sys/fs/cgroup/memory.stat";
+    const int64_t inactive = number_in(stat, "inactive_file "), active = number_in(stat, "active_file ");
+    const int64_t left = limit - current + (inactive > 0 ? inactive : 0) + (active > 0 ? active : 0);
+    return left < available ? left : available;
 }
 
 // Dense peak of the device in FLOP/s by its vendor's figures, 0 when unknown: then MFU is shown as "-".

@@ -88,11 +88,7 @@ inline int64_t decode_layout(Decoder* d, char* base) {
     const DecodeShape* s = &d->shape;
     const int64_t R = DECODE_ROWS, C = s->C, element = d->fp32 ? 4 : 2;
     int64_t used = 0;
-    auto take = [&](int64_t bytes) {
-        char* at = base + used;
-        used += (bytes + 255) / 256 * 256;
-        return at;
-    };
+    auto take = [&](int64_t bytes) { return base + arena_take(&used, bytes); };
     d->residual = take(R * C * element), d->normed = take(R * C * element);
     d->attention = take(R * C * element), d->branch = take(R * C * element);
     d->qkv = take(R * 3 * C * element), d->wide = take(R * 4 * C * element);
@@ -347,26 +343,46 @@ inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
     return goes_on;
 }
 
-// Continues each of `count` prompts `each` times by up to `length` tokens, d->S texts at a time; calls.done gets the
-// texts in order: `each` of the first prompt, of the second, ... A text's number is its sample's for the draws. Returns
-// false where the model's output is not finite.
-inline bool decode_prompts(Decoder* d, int* const* prompts, const int* lengths, int count, int each, int64_t length) {
-    const int total = count * each;
+// What is continued: each of `count` prompts `each` times by up to `length` tokens.
+struct DecodePrompts {
+    int* const* tokens;
+    const int* lengths;  // (count) of the prompts
+    int count, each;
+    int64_t length;
+};
+
+// Continues the prompts, d->S texts at a time; calls.done gets the texts in order: `each` of the first prompt, of the
+// second, ... A text's number is its sample's for the draws. Returns false where the model's output is not finite.
+inline bool decode_prompts(Decoder* d, const DecodePrompts* p) {
+    const int total = p->count * p->each;
     bool goes_on = true;
     for (int first = 0; first < total && goes_on; first += d->S) {
         DecodeText texts[DECODE_ROWS];
         const int texts_now = total - first < d->S ? total - first : d->S;
         for (int i = 0; i < texts_now; i++) {
-            const int prompt = (first + i) / each;
-            int* tokens = (int*)memory_take((size_t)(lengths[prompt] + length) * sizeof(int));
-            memcpy(tokens, prompts[prompt], lengths[prompt] * sizeof(int));
-            texts[i] = {tokens, lengths[prompt], first + i, 0, 0, false};
+            const int prompt = (first + i) / p->each, used = p->lengths[prompt];
+            int* tokens = (int*)memory_take((size_t)(used + p->length) * sizeof(int));
+            memcpy(tokens, p->tokens[prompt], used * sizeof(int));
+            texts[i] = {tokens, used, first + i, 0, 0, false};
         }
-        goes_on = decode_texts(d, texts, texts_now, length);
+        goes_on = decode_texts(d, texts, texts_now, p->length);
         for (int i = 0; i < texts_now; i++) {
             if (d->finite) d->calls.done(d->calls.context, first + i, texts[i].tokens, texts[i].used);
             free(texts[i].tokens);
         }
     }
     return d->finite;
+}
+
+// The same with a decoder of as many sequences as `room` bytes hold, whose arguments are those of decode_open.
+inline bool decode_run(const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
+                       const DecodePrompts* prompts, const DrawOptions* draw, const DecodeCalls* calls, void* memory,
+                       int64_t room) {
+    const int S = decode_sequences(shape, fp32, prompts->count * prompts->each, room);
+    if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", shape->T);
+    Decoder d;
+    decode_open(&d, dev, shape, fp32, tensors, S, draw, calls, memory);
+    const bool finite = decode_prompts(&d, prompts);
+    decode_close(&d);
+    return finite;
 }

@@ -536,13 +536,14 @@ inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* satur
 #endif
 }
 
-// Whether a step before this one has left magnitudes; one that was skipped has not.
-inline bool fp8_has_history(const Device* dev, const Fp8* f) {
-    const int64_t count = (int64_t)f->slots * FP8_HISTORY;
-    float* history = (float*)memory_take(count * (int64_t)sizeof(float));
-    copy_to_host(dev, history, f->history, count * (int64_t)sizeof(float));
+// True if a step before this one has left a magnitude in one of `count` slots from `first` on: one that was skipped has
+// not, nor has one that multiplied these tensors in bf16.
+inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int count) {
+    const int64_t bytes = (int64_t)count * FP8_HISTORY * (int64_t)sizeof(float);
+    float* history = (float*)memory_take(bytes);
+    copy_to_host(dev, history, f->history + (int64_t)first * FP8_HISTORY, bytes);
     bool has = false;
-    for (int64_t i = 0; i < count; i++) has = has || history[i] > 0.0f;
+    for (int i = 0; i < count * FP8_HISTORY; i++) has = has || history[i] > 0.0f;
     free(history);
     return has;
 }

@@ -330,19 +330,15 @@ __global__ void __launch_bounds__(LP_THREADS, 2)
 
 // Sinks. Rows and columns are those of the result's memory, whose rows are `cols` long.
 
-// low = scale x, in fp32.
+// low, in fp32.
 struct LowStore {
     struct Old {};  // what a sink reads from memory beforehand
     float* low;
-    const float* scale;
     int64_t cols;
 
     __device__ void begin(int, int, int, int) const {}
     __device__ Old load(int, int) const { return {}; }
-    __device__ void take(int row, int column, float4 x, Old) const {
-        const float by = *scale;
-        *(float4*)(low + row * cols + column) = make_float4(by * x.x, by * x.y, by * x.z, by * x.w);
-    }
+    __device__ void take(int row, int column, float4 x, Old) const { *(float4*)(low + row * cols + column) = x; }
 };
 
 // How many blocks share a tile of a projection: what keeps the multiprocessors, with room for two blocks each, busiest.

@@ -174,7 +174,7 @@ inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const M
                             used->bias ? s->m * element : 0, used->aux && !writes_aux ? outputs * 2 : 0};
     const void* pointer[] = {used->a, used->b, used->d, used->bias, used->aux};
     int64_t bytes = 256, at[5];
-    for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (i == 2 ? own_output : own) ? (size[i] + 255) / 256 * 256 : 0;
+    for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (i == 2 ? own_output : own) ? aligned_bytes(size[i]) : 0;
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
     if ((size_t)bytes + (64 << 20) > available || cudaMalloc(&trial->memory, bytes) != cudaSuccess) {

@@ -4,11 +4,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../kernels/initial.cuh"
 #include "../kernels/profile.h"
 #include "../kernels/ranks/shard.cuh"
 
+void arena_tensors(Arena* a, int count) {
+    a->count = count;
+    a->tensors = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    a->part = (int*)memory_zero(count, sizeof(int));
+    a->place = (int64_t*)memory_zero(count, sizeof(int64_t));
+    a->slot = (int*)memory_zero(count, sizeof(int));
+}
+
 static DecodedModel decoded_model(const Arena* a) {
-    return {a->tensors, a->part, a->operand, a->count, a->layers, a->type};
+    return {a->tensors, a->part, a->slot, a->count, a->layers, a->type};
 }
 
 // Plans which part of the arena is this rank's.
@@ -44,11 +53,8 @@ void arena_spread(Arena* a, OptimConfig* config) {
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro, char* why,
                        size_t why_bytes) {
     const bool by_parts = a->clip_by != CLIP_STEP;
-    char reason[512] = "";
-    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason)) && !reason[0]) {
-        snprintf(reason, sizeof(reason), "the optimizer needs all gradients");
-    }
-    if (reason[0]) {
+    char reason[512];
+    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason))) {
         snprintf(why, why_bytes, "%s; leave %s out", reason, by_parts ? "--clip-by" : "--release");
         if (by_parts) user_error("--clip-by %s: %s", a->clip_by == CLIP_TENSOR ? "tensor" : "last", why);
     } else if (clip > 0 && !by_parts) {
@@ -146,7 +152,7 @@ void arena_close(Arena* a) {
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
     device_free(a->dev, a->grads);
-    free(a->tensors), free(a->part), free(a->place), free(a->operand);
+    free(a->tensors), free(a->part), free(a->place), free(a->slot);
 }
 
 void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
@@ -161,8 +167,13 @@ const uint8_t* arena_codes(const Arena* a, int t) {
     return a->decoded ? decoded_codes(a->decoded, t) : nullptr;
 }
 
-const float* arena_scale(const Arena* a, int t) {
-    return a->operand[t] ? optim_codes(a->optim, t).numbers : nullptr;
+void arena_scales(const Arena* a, const float** to, int slots) {
+    const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
+    for (int t = 0; t < a->count; t++) {
+        if (a->slot[t]) numbers[a->slot[t]] = optim_codes(a->optim, t).numbers;
+    }
+    copy_to_device(a->dev, to, numbers, slots * (int64_t)sizeof(float*));
+    free(numbers);
 }
 
 void arena_lend(const Arena* a, void* room) {
@@ -186,9 +197,44 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
-bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
+// Sets elements `start` to start + n from values in device memory (optim_set_part). False, and nothing is set, where
+// only whole tensors can be.
+static bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
     if (a->decoded) decoded_forget(a->decoded);
     return a->optim && optim_set_part(a->optim, t, start, n, values);
+}
+
+void arena_fill(Arena* a, int t, float value) {
+    const int64_t n = a->tensors[t].rows * a->tensors[t].cols;
+    float* values = (float*)memory_take((size_t)n * sizeof(float));
+    for (int64_t i = 0; i < n; i++) values[i] = value;
+    arena_set(a, t, values);
+    free(values);
+}
+
+// The device draws, a piece at a time, and each piece goes from there to where it is stored. Only formats with scales
+// of whole tensors need the host's memory.
+void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes) {
+    constexpr int64_t most = 1 << 24;  // elements of a piece
+    const int64_t n = a->tensors[t].rows * a->tensors[t].cols, used = rows * a->tensors[t].cols;
+    const int64_t room = bytes - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
+    void* own = room < few ? device_alloc(a->dev, NORMAL_LIST_BYTES + few) : nullptr;
+    uint32_t* list = (uint32_t*)(own ? own : memory);
+    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
+    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < most ? fit : most;
+    for (int64_t start = 0; start < n; start += piece) {
+        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
+        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
+        initial_normals(a->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
+        device_zero(a->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
+        if (arena_set_part(a, t, start, count, drawn)) continue;
+        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
+        copy_to_host(a->dev, whole + start, drawn, count * (int64_t)sizeof(float));
+    }
+    if (whole) arena_set(a, t, whole);
+    device_sync(a->dev);
+    device_free(a->dev, own);
+    free(whole);
 }
 
 void arena_need(const Arena* a, int part, int next) {

@@ -17,13 +17,13 @@
 struct Shard;
 
 struct Arena {
-    // The caller sets these; the arrays are the arena's from then on.
+    // The caller sets these; arena_tensors makes the arrays.
     const Device* dev;
     Shard* shard;          // what the ranks share; NULL: this is the only one, or the model only runs forward
     OptimTensor* tensors;  // (count)
     int* part;             // (count) the part of each
     int64_t* place;        // (count) where the gradients of each begin, in elements, if steps are taken part by part
-    bool* operand;         // (count) true: products read this matrix's codes as they are stored, if it has such
+    int* slot;             // (count) of the scale of a matrix whose codes products may read as they are stored; or 0
     int count, layers;
     int64_t elements;  // length of an arena
     OptimType type;    // X: of weights as the matmuls read them
@@ -45,6 +45,8 @@ struct Arena {
     bool stepping;     // the backward pass takes it
 };
 
+// Makes room for `count` tensors, all zero.
+void arena_tensors(Arena* arena, int count);
 // Plans what this rank keeps, and says so in the configuration. Exits with a sentence if there are more ranks than
 // tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
@@ -74,16 +76,18 @@ void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // The codes of a matrix that products read as it is stored; NULL: they read what arena_at says. Where ranks keep parts
 // of the weights they gather decoded ones, so there it is NULL.
 const uint8_t* arena_codes(const Arena* arena, int t);
-// The numbers of the codes' scale (optim_codes), also where decoded weights are gathered; NULL: this rank has none.
-const float* arena_scale(const Arena* arena, int t);
+// Where the optimizer keeps the numbers of these codes' scales (optim_codes), by slot, into device memory; NULL: this
+// rank has none. Where decoded weights are gathered, too.
+void arena_scales(const Arena* arena, const float** to, int slots);
 // Room of lent_bytes in which such matrices are decoded from here on, for passes that read all weights from arena_at;
 // NULL: they are no longer, and arena_at is NULL for them.
 void arena_lend(const Arena* arena, void* room);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);
-// The same for elements `start` to start + n, from values in device memory (optim_set_part). False, and nothing is set,
-// where only whole tensors can be.
-bool arena_set_part(Arena* arena, int t, int64_t start, int64_t n, const float* values);
+// The same with one value for all elements, and with normal numbers of this deviation (kernels/initial.cuh) in the
+// first `rows` rows and zeros in the others. `memory`: device memory of `bytes` bytes in which nothing is wanted.
+void arena_fill(Arena* arena, int t, float value);
+void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes);
 
 // The weights of a part are there from here on in the device's stream; where ranks keep them, those of layer `next` are
 // on their way meanwhile.

@@ -25,7 +25,7 @@ enum DecodedKind { AS_STORED, DECODED, OPERAND };
 static DecodedKind decoded_kind(const Plan* plan, const DecodedModel* model, int t) {
     const FormatRow* weights = config_rows(&plan->launch[plan->launch_of[t]].config).weights;
     if (strcmp(weights->stream[0].dtype, compute_row(model->compute)->stream[0].dtype) == 0) return AS_STORED;
-    return model->operand && model->operand[t] && format_is_operand(weights) ? OPERAND : DECODED;
+    return model->slot && model->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 
 // Where each tensor stands in the room, or in the lent one, in bytes from its beginning; -1: it is read where it is

@@ -32,7 +32,7 @@ inline int decoded_final(int layers) {
 struct DecodedModel {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count) the part of each
-    const bool* operand;         // (count) true: products read the codes of this matrix, if it has such; NULL: none do
+    const int* slot;             // (count) not 0: products read the codes of this matrix, if it has such; NULL: none do
     int count, layers;
     OptimType compute;
 };

@@ -83,7 +83,7 @@ void matrix_update(const Device*, const OptimConfig*, const MatrixWork*, int, co
 
 void matrix_low_tiles(const Plan*, int, const OptimTensor*, int, Tile*) {}
 
-bool low_rank_fuses(const Device*, const MatrixChunk*) {
+bool low_rank_fuses(const Device*, const OptimConfig*, const MatrixWork*) {
     return false;
 }
 

@@ -33,10 +33,6 @@ struct Offload {
     cudaEvent_t fetched[2], stepped[2], returned[2];
 };
 
-static int64_t aligned(int64_t bytes) {
-    return ceil_div(bytes, 256) * 256;
-}
-
 // The runs of each part (parts). Tensors of a part and a launch follow each other in the arena.
 static PartRuns* part_runs(const Plan* plan, const OptimTensor* tensors, const int* part, int count, int parts) {
     PartRuns* run = (PartRuns*)memory_zero((size_t)parts, sizeof(PartRuns));
@@ -69,7 +65,7 @@ static int64_t slot_bytes(const Plan* plan, const PartRuns* run, int parts) {
             const FormatRow* format[KEPT];
             optim_kept_formats(&plan->launch[l].config, format);
             for (const FormatRow* each : format) {
-                for (const StreamInfo& stream : each->stream) bytes += aligned(stream_bytes(stream, elements));
+                for (const StreamInfo& stream : each->stream) bytes += aligned_bytes(stream_bytes(stream, elements));
             }
         }
         most = bytes > most ? bytes : most;
@@ -164,7 +160,7 @@ static void part_copy(const Offload* o, int part, int slot, Way way) {
                 } else {
                     memcpy(to, from, (size_t)bytes);
                 }
-                there += aligned(bytes);
+                there += aligned_bytes(bytes);
             }
         }
     }
@@ -193,7 +189,7 @@ static void part_point(const Offload* o, int part, const char* slot) {
                 const StreamInfo& info = kept.format[k]->stream[i];
                 if (info.bits == 0 || info.span != SPAN_RUN) continue;
                 arrays[i] = (char*)slot - run.begin / TILE_ELEMENTS * tile_bytes(info);
-                slot += aligned(stream_bytes(info, run.end - run.begin));
+                slot += aligned_bytes(stream_bytes(info, run.end - run.begin));
             }
             const StreamInfo* info = kept.format[k]->stream;
             at[k] = tile_at(info[0], info[1], info[2], kept.streams[k], -o->plan->launch[l].run.begin / TILE_ELEMENTS);

@@ -22,11 +22,6 @@ static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
 // Sizes.
 
-// Rounds up as device_alloc does.
-static int64_t allocated_bytes(int64_t bytes) {
-    return ceil_div(bytes, 256) * 256;
-}
-
 // With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
 // the numbers of whole tensors are not.
 static bool on_host(bool offload, const StreamInfo& stream) {
@@ -36,17 +31,17 @@ static bool on_host(bool offload, const StreamInfo& stream) {
 static int64_t format_bytes(const FormatRow* format, const ArenaRun* run, bool offload = false, bool of_host = false) {
     int64_t bytes = 0;
     for (const StreamInfo& stream : format->stream) {
-        if (on_host(offload, stream) == of_host) bytes += allocated_bytes(run_bytes(run, stream));
+        if (on_host(offload, stream) == of_host) bytes += aligned_bytes(run_bytes(run, stream));
     }
     return bytes;
 }
 
 // Bytes that a storage needs beside its arrays: constants and, for spans, the next numbers and the places of its tiles.
 static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
-    int64_t bytes = allocated_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
+    int64_t bytes = aligned_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + allocated_bytes(span_bytes(run, format_span(format))) +
-           allocated_bytes(tiles * (int64_t)sizeof(SpanTile));
+    return bytes + aligned_bytes(span_bytes(run, format_span(format))) +
+           aligned_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 
 static bool serves_directly(const FormatRow* weights, OptimType compute) {
@@ -68,9 +63,9 @@ static int64_t tiles_bytes(int64_t tiles) {
 // Bytes of the buffers of a rule that reads matrices.
 static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
     MatrixPlan its = matrix_plan(plan, launch, tensors, count);
-    const int64_t bytes = allocated_bytes(its.matrices * (int64_t)sizeof(Matrix)) + allocated_bytes(its.scratch) +
-                          allocated_bytes(its.work) + allocated_bytes(its.sums) + allocated_bytes(sizeof(float)) +
-                          2 * allocated_bytes(its.low) + allocated_bytes(its.low_tiles);
+    const int64_t bytes = aligned_bytes(its.matrices * (int64_t)sizeof(Matrix)) + aligned_bytes(its.scratch) +
+                          aligned_bytes(its.work) + aligned_bytes(its.sums) + aligned_bytes(sizeof(float)) +
+                          2 * aligned_bytes(its.low) + aligned_bytes(its.low_tiles);
     matrix_plan_free(&its);
     return bytes;
 }
@@ -80,7 +75,7 @@ static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tenso
     RowPlan its = row_plan(plan, launch, tensors, count);
     const bool any = its.passes > 0;
     const int64_t bytes =
-        allocated_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + allocated_bytes(its.parts * (int64_t)sizeof(float));
+        aligned_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + aligned_bytes(its.parts * (int64_t)sizeof(float));
     row_plan_free(&its);
     return any ? bytes : 0;
 }
@@ -92,26 +87,9 @@ static int64_t factors_bytes(const Plan* plan) {
     return any ? (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float) : 0;
 }
 
-OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    OptimConfig whole = *config;
-    whole.begin = whole.end = 0, whole.keeps_copy = false;
-    const OptimBytes bytes = optim_bytes(&whole, tensors, count, OPTIM_FP32);
-    OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
-    Plan* plan = plan_ranges(&whole, tensors, count);
-    for (int i = 0; i < plan->weights_count; i++) {
-        const StreamInfo* first = &find_row(weights_table(), plan->weights[i].format)->stream[0];
-        const int64_t elements = plan->weights[i].run.end - plan->weights[i].run.begin;
-        const bool direct = optim_model_dtype(first->dtype);
-        files.model += elements * (direct ? first->bits / 8 : 4);
-        if (direct) files.optimizer -= stream_bytes(*first, elements);
-    }
-    plan_free(plan);
-    return files;
-}
-
 OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
     Plan* plan = plan_ranges(config, tensors, count);
-    OptimBytes bytes = {0, 0, 0, allocated_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
+    OptimBytes bytes = {0, 0, 0, aligned_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
     for (int i = 0; i < plan->weights_count; i++) {
         const FormatRow* weights = find_row(weights_table(), plan->weights[i].format);
         const ArenaRun* run = &plan->weights[i].run;
@@ -132,7 +110,7 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         bytes.tables += rows_bytes(plan, i, tensors, count);
         if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
-    bytes.tables += allocated_bytes(factors_bytes(plan));
+    bytes.tables += aligned_bytes(factors_bytes(plan));
     plan_free(plan);
     return bytes;
 }
@@ -147,17 +125,20 @@ struct Weights {
     bool are_seen;  // the matmuls read the codes as they are; with a copy of the others they lie among these
 };
 
+// A kernel on a GPU, compiled ahead of time or by NVRTC.
+struct Kernel {
+    const void* built_in;  // or null: then jit
+    JitKernel jit;
+    int threads, shared_bytes;
+};
+
 // A kernel of the step, for these rows.
 struct StepKernel {
     Rows rows;
     int64_t grid;
-    int threads, shared_bytes;
-    const void* built_in;  // on a GPU, or null: then jit
-    JitKernel jit;
-    bool measures;                 // a pass comes before it, for formats in spans
-    const void* built_in_measure;  // as built_in
-    JitKernel measure;
-    int measure_threads, measure_shared_bytes;
+    Kernel step;
+    bool measures;  // a pass comes before it, for formats in spans
+    Kernel measure;
 };
 
 // One kernel launch, for all tensors that have this rule and are stored in these formats; with a rule that reads
@@ -199,7 +180,7 @@ struct Optim {
 static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
     void* memory = device_alloc(dev, bytes);
     device_zero(dev, memory, bytes);
-    *total += allocated_bytes(bytes);
+    *total += aligned_bytes(bytes);
     return memory;
 }
 
@@ -247,7 +228,7 @@ static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total
     for (int64_t at = 0; at < bytes; at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
     }
-    *total += allocated_bytes(bytes);
+    *total += aligned_bytes(bytes);
     return memory;
 }
 
@@ -256,9 +237,9 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
     if (total == &optim->allocated.host) return host_allocate_zero(optim->dev, bytes, total);
     if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
-    void* memory = config->allocate(config->allocator, allocated_bytes(bytes));
+    void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
     device_zero(optim->dev, memory, bytes);
-    *total += allocated_bytes(bytes);
+    *total += aligned_bytes(bytes);
     return memory;
 }
 
@@ -395,20 +376,32 @@ static void jit_create(const Device* dev, const OptimConfig* config, OptimType c
     free(error);
 }
 
-// Chooses the kernels of the step: built in, or from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
-static void kernel_choose(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel) {
+// Makes a kernel: the one that is built in, or one from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
+static void kernel_make(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
+                        const char* name, const void* built_in, int threads, int shared_bytes, Kernel* kernel) {
     const char* always = getenv("NIBBLE_JIT");
-    const bool compiles = always && strcmp(always, "1") == 0;
-    if (kernel->measures && !compiles) kernel->built_in_measure = rows_measure(config, &kernel->rows);
-    if (kernel->measures && !kernel->built_in_measure) {
-        jit_create(dev, config, compute, &kernel->rows, "optim_measure_kernel", &kernel->measure);
+    *kernel = {always && strcmp(always, "1") == 0 ? nullptr : built_in, {}, threads, shared_bytes};
+    if (kernel->built_in) {
+        check(cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    } else {
+        jit_create(dev, config, compute, rows, name, &kernel->jit);
+        jit_shared_bytes(&kernel->jit, shared_bytes);
     }
-    kernel->built_in = compiles ? nullptr : rows_kernel(config, &kernel->rows, compute);
-    if (!kernel->built_in) jit_create(dev, config, compute, &kernel->rows, "optim_step_kernel", &kernel->jit);
 }
 
-// Sets the kernel's grid, one thread block a multiprocessor, and the block's threads and shared memory (kernel.cuh).
-static void kernel_shape(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
+static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, StepArguments* arguments) {
+    void* pointers[] = {arguments};
+    if (kernel->built_in) {
+        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), pointers,
+                               (size_t)kernel->shared_bytes, dev->stream));
+    } else {
+        jit_launch(&kernel->jit, blocks, kernel->threads, kernel->shared_bytes, pointers, dev->stream);
+    }
+}
+
+// Makes the kernels for these rows, of one thread block a multiprocessor, with threads and shared memory as kernel.cuh
+// says.
+static void kernels_make(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
                          int64_t tiles) {
     const Rows* rows = &kernel->rows;
     const FormatRow *weights = rows->weights, *m = rows->m, *v = rows->v,
@@ -417,10 +410,6 @@ static void kernel_shape(const Device* dev, const OptimConfig* config, OptimType
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
     StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
-    kernel->threads = shape.block_threads;
-    kernel->measure_threads = shape.threads;
-    kernel->shared_bytes = step_shared_bytes(shape, dev->compute);
-    kernel->measure_shared_bytes = shape.table_bytes;
     if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
@@ -428,15 +417,12 @@ static void kernel_shape(const Device* dev, const OptimConfig* config, OptimType
     }
     int64_t blocks = ceil_div(tiles, shape.groups);
     kernel->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
-    if (kernel->built_in) {
-        check(
-            cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes));
-    } else {
-        jit_shared_bytes(&kernel->jit, kernel->shared_bytes);
-    }
-    if (kernel->measures && !kernel->built_in_measure) {
-        jit_shared_bytes(&kernel->measure, kernel->measure_shared_bytes);
-    }
+    kernel_make(dev, config, compute, rows, "optim_step_kernel", rows_kernel(config, rows, compute),
+                shape.block_threads, step_shared_bytes(shape, dev->compute), &kernel->step);
+    kernel->measure.shared_bytes = shape.table_bytes;
+    if (!kernel->measures) return;
+    kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_measure(config, rows), shape.threads,
+                shape.table_bytes, &kernel->measure);
 }
 
 // Makes a kernel of the step for `tiles` tiles.
@@ -445,8 +431,7 @@ static void kernel_create(const Device* dev, const OptimConfig* config, OptimTyp
     kernel->rows = *rows;
     kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
     if (!dev->gpu || tiles == 0) return;
-    kernel_choose(dev, config, compute, kernel);
-    kernel_shape(dev, config, compute, kernel, tiles);
+    kernels_make(dev, config, compute, kernel, tiles);
 }
 
 // Refuses the user's own formats on the CPU: they exist for NVRTC only.
@@ -490,7 +475,7 @@ static void rows_create(Optim* optim, int index) {
     work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
     if (!dev->gpu || launch->plan->tiles == 0) return;
     jit_create(dev, &launch->plan->config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
-    work->shared_bytes = launch->kernel.measure_shared_bytes;
+    work->shared_bytes = launch->kernel.measure.shared_bytes;
     jit_shared_bytes(&work->kernel, work->shared_bytes);
 }
 
@@ -808,33 +793,15 @@ static void launch_passes(const Optim* optim, const Launch* launch, int64_t tile
 
 // Runs a kernel of the step, or the same on the CPU, on the tiles that the arguments name.
 static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArguments* arguments) {
-    const int64_t tiles = arguments->tile_count;
-    void* pointers[] = {arguments};
     if (!optim->dev->gpu) {
         const FormatRow* copy = compute_row(optim->compute);
         if (kernel->measures) step_cpu<MEASURE>(&kernel->rows, copy, arguments);
         step_cpu<STORE>(&kernel->rows, copy, arguments);
         return;
     }
-    if (kernel->measures) {
-        int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
-        if (tiles < blocks) blocks = tiles;
-        if (kernel->built_in_measure) {
-            check(cudaLaunchKernel(kernel->built_in_measure, dim3((unsigned)blocks),
-                                   dim3((unsigned)kernel->measure_threads), pointers,
-                                   (size_t)kernel->measure_shared_bytes, optim->dev->stream));
-        } else {
-            jit_launch(&kernel->measure, blocks, kernel->measure_threads, kernel->measure_shared_bytes, pointers,
-                       optim->dev->stream);
-        }
-    }
-    const int64_t grid = tiles < kernel->grid ? tiles : kernel->grid;
-    if (kernel->built_in) {
-        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)grid), dim3((unsigned)kernel->threads), pointers,
-                               (size_t)kernel->shared_bytes, optim->dev->stream));
-    } else {
-        jit_launch(&kernel->jit, grid, kernel->threads, kernel->shared_bytes, pointers, optim->dev->stream);
-    }
+    const int64_t tiles = arguments->tile_count, blocks = 8 * (int64_t)optim->dev->sm_count;
+    if (kernel->measures) kernel_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
+    kernel_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
 // The step of a rule that projects gradients (matrix/low_rank.h), a chunk of matrices at a time.
@@ -846,9 +813,9 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const Streams* basis = &launch->basis;
     const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
                                 arguments->grad_scale};
+    const bool fused = low_rank_fuses(dev, &plan->config, work);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
-        const bool fused = low_rank_fuses(dev, chunk);
         StepArguments moment = *arguments, apply = *arguments;
         // What pads a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
@@ -862,7 +829,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
         moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
         moment.copy = none;
-        moment.grad_scale = work->unit;
+        moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
         const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
         for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
         kernel_run(optim, &launch->kernel, &moment);

@@ -118,6 +118,9 @@ bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
 // The usual learning rate of a rule for a model of `channels`: near GPT-3's for adamw, and a fraction of that for rules
 // that need smaller ones. A rule that is not known, such as "", gets adamw's.
 double optim_usual_lr(const char* rule, int64_t channels);
+// beta3 where --beta3 is auto, for a run of so many steps: an average that remembers a third of it, but of came the
+// confidence's, ten times as long as v's.
+double optim_usual_beta3(const char* rule, double beta2, int64_t steps);
 
 // Exits with a sentence where `formats`, the files of --format, cannot be used on this device.
 void optim_formats_possible(const Device* dev, const char* formats);

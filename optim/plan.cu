@@ -321,6 +321,23 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
     return plan;
 }
 
+OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    OptimConfig whole = *config;
+    whole.begin = whole.end = 0, whole.keeps_copy = false;
+    const OptimBytes bytes = optim_bytes(&whole, tensors, count, OPTIM_FP32);
+    OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
+    Plan* plan = plan_ranges(&whole, tensors, count);
+    for (int i = 0; i < plan->weights_count; i++) {
+        const StreamInfo* first = &find_row(weights_table(), plan->weights[i].format)->stream[0];
+        const int64_t elements = plan->weights[i].run.end - plan->weights[i].run.begin;
+        const bool direct = optim_model_dtype(first->dtype);
+        files.model += elements * (direct ? first->bits / 8 : 4);
+        if (direct) files.optimizer -= stream_bytes(*first, elements);
+    }
+    plan_free(plan);
+    return files;
+}
+
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes) {
     Plan* plan = plan_ranges(config, tensors, count);
     bool ok = true;

@@ -82,7 +82,7 @@ static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
 }
 
 int64_t release_bytes(const Device* dev, const ReleaseModel* model) {
-    return ceil_div(numbers_bytes(model->layers + 2), 256) * 256 + ceil_div(scratch_bytes(dev, model), 256) * 256;
+    return aligned_bytes(numbers_bytes(model->layers + 2)) + aligned_bytes(scratch_bytes(dev, model));
 }
 
 Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16) {

@@ -296,6 +296,11 @@ double optim_usual_lr(const char* rule, int64_t channels) {
     return row ? adamw / row->slower : adamw;
 }
 
+double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
+    if (strcmp(rule, "came") == 0) return 1.0 - 0.1 * (1.0 - beta2);
+    return steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)steps) : 0.9;
+}
+
 bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     take_default(&config->preset, PRESETS[0].name);
     if (!resolve_name(preset_table(), "--preset", &config->preset, error, bytes)) return false;

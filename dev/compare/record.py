@@ -95,7 +95,8 @@ def stored_bytes(folder):
 def outcome(returncode, steps, log, words):
     """(status, reason) of a run that ended."""
     reached = log["train"][-1]["step"] if log["train"] else 0
-    sentences = [line.removeprefix("train: error: ") for line in words.strip().split("\n") if line.strip()]
+    words = re.sub(r"\n  +", "; ", words.strip())  # an error of a library has lines of details below its name
+    sentences = [line.removeprefix("train: error: ") for line in words.split("\n") if line.strip()]
     if returncode == 0 and reached >= steps:
         final = [record["loss"] for record in log["val"] if record["step"] == reached]
         if not final:

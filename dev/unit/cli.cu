@@ -215,6 +215,7 @@ static const Bad BAD_OPTIONS[] = {
     {DATA_AND_RUN, "--model gpt3", "gpt3", "gpt2"},
     {NOTHING, "--sample hello", "--sample", "--model"},
     {NOTHING, "--eval hellaswag", "--eval", "--model DIR"},
+    {ALL, "--eval-out a.jsonl", "--eval-out is for the scores of an --eval", "type --eval FILE --eval-every N"},
     {NOTHING, "--sample a --model @ --eval hellaswag", "--sample does one thing", "leave one of them out"},
     {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
     {NOTHING, "--fit 24G --gpus 8", "--fit does one thing, to which --gpus", "leave one of them out"},
@@ -429,6 +430,9 @@ FOLDER_TEST(cli_fit) {
             expect((notice != nullptr) == (more == 1), "%s, batch %lld: %s", recompute, batch + more, OUT(plan));
         }
     }
+    run_train(fp8, "--fit 24G --model gpt2 --preset adamw8 --recompute none --matmul fp8 --head fp8");
+    expect_code(fp8, 0);
+    expect(strstr(OUT(fp8), "adamw8 "), "no row: %s", OUT(fp8));
     run_train(all, "--fit 0.001G --model gpt2");
     expect_code(all, 0);
     int none = 0, lines = 0;

@@ -179,9 +179,9 @@ static void check_operands(Test* test, const char* weights, const char* override
     config.overrides = overrides;
     Pair pair;
     pair_open(&pair, &config, compute, gpu);
-    bool operand[COUNT];
-    for (int t = 0; t < COUNT; t++) operand[t] = strstr(model[t].name, "c_fc") != nullptr;
-    const DecodedModel its = {pair.tensor, part, operand, COUNT, LAYERS, compute},
+    int slot[COUNT];
+    for (int t = 0; t < COUNT; t++) slot[t] = strstr(model[t].name, "c_fc") != nullptr;
+    const DecodedModel its = {pair.tensor, part, slot, COUNT, LAYERS, compute},
                        none = {pair.tensor, part, nullptr, COUNT, LAYERS, compute};
     const DecodedBytes bytes = decoded_bytes(&pair.config[1], &its), all = decoded_bytes(&pair.config[1], &none);
     const int64_t matrix = tensor_padded(&model[3]) * (compute == OPTIM_FP32 ? 4 : 2);

@@ -16,16 +16,6 @@ static MatrixRule rule_of(const OptimConfig* config) {
     return find_row(rule_table(), config->rule)->matrix;
 }
 
-// Formats of weights that the fused way updates.
-enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
-
-static LowWeights low_weights(const OptimConfig* config) {
-    const char* const names[] = {"fp32", "bf16", "bf16:sr"};
-    int kind = 0;
-    while (kind < LOW_OTHER && strcmp(config->weights, names[kind]) != 0) kind++;
-    return (LowWeights)kind;
-}
-
 static bool stores_basis(MatrixRule rule) {
     return rule == MATRIX_GALORE || rule == MATRIX_FIRA;
 }
@@ -396,16 +386,37 @@ static const bf16* in_bf16(const Device* dev, const float* from, float* to, int6
     return (const bf16*)to;
 }
 
+// low = G Q^T or Q G in bf16, by the library, whose products that share K among blocks beat ours here.
+static void project_bf16(const Device* dev, const LowMatrix* l, const bf16* g, const bf16* q) {
+    // cuBLASLt reads all of them transposed: low^T = op(b)^T op(a)^T.
+    const Matrix* m = l->shape;
+    MatmulShape shape;
+    memset(&shape, 0, sizeof(shape));
+    shape.m = l->right ? l->rank : m->cols, shape.n = l->right ? m->rows : l->rank, shape.k = l->side;
+    shape.op_a = l->right ? CUBLAS_OP_T : CUBLAS_OP_N, shape.op_b = CUBLAS_OP_N;
+    shape.input = CUDA_R_16BF, shape.output = CUDA_R_32F, shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    const MatmulPointers pointers = {l->right ? q : g, l->right ? g : q, l->low, nullptr, nullptr};
+    shape.alignment = matmul_alignment(&pointers);
+    const MatmulPlan* plan = matmul_plan(dev, &shape, &pointers, false);
+    if (!plan->found) {
+        user_error("cuBLASLt has no algorithm for a projection of %d x %d to rank %lld; take --grads fp32", m->rows,
+                   m->cols, (long long)l->rank);
+    }
+    matmul_run(dev, plan, &pointers, &plan->algorithm, false);
+}
+
 static void project_fused(const Device* dev, const LowMatrix* l, const LowGradients* grads) {
     const Matrix* m = l->shape;
-    const LowStore sink = {l->low, grads->scale, l->right ? l->rank : l->length};
+    const LowStore sink = {l->low, l->right ? l->rank : l->length};
     if (grads->is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
-        low_project<bf16, 1>(dev, (const bf16*)grads->grads + m->element, q, m->rows, m->cols, l->rank, sink);
+        project_bf16(dev, l, (const bf16*)grads->grads + m->element, q);
     } else {
         low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
     }
 }
+
+enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
 
 // Applies four elements of U as MatrixApply (rules/muon.cuh) and the storage of the weights do.
 template <LowWeights KIND>
@@ -466,6 +477,13 @@ struct ApplySink {
     }
 };
 
+static LowWeights low_weights(const OptimConfig* config) {
+    const char* const names[] = {"fp32", "bf16", "bf16:sr"};
+    int kind = 0;
+    while (kind < LOW_OTHER && strcmp(config->weights, names[kind]) != 0) kind++;
+    return (LowWeights)kind;
+}
+
 template <LowWeights KIND>
 static void apply_fused(const Device* dev, const LowMatrix* l, const StepArguments* apply, float scale,
                         const float* unit, bool is_bf16) {
@@ -491,18 +509,15 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
 }
 #endif
 
-bool low_rank_fits(const OptimConfig* config, int64_t rows, int64_t cols) {
-    return rule_of(config) == MATRIX_GALORE && low_weights(config) != LOW_OTHER && rows % 8 == 0 && cols % 8 == 0 &&
-           low_shape(config, rows, cols).rank % 8 == 0;
-}
-
-bool low_rank_fuses(const Device* dev, const MatrixChunk* chunk) {
+bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work) {
 #ifdef __CUDACC__
-    // The one place that chooses: our products read less and are as good as the library's (dev/galore.cu has the
-    // times).
-    return dev->gpu && dev->compute >= 80 && chunk->fits;
+    // The one place that chooses the way (dev/galore.cu has the times). It is one for all matrices of the launch,
+    // whoever owns them, so that the bits are those of any sharding.
+    const bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE &&
+                       low_weights(config) != LOW_OTHER && work->plan.by_eights;
+    return fuses;
 #else
-    (void)dev, (void)chunk;
+    (void)dev, (void)config, (void)work;
     return false;
 #endif
 }

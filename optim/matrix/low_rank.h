@@ -28,10 +28,10 @@
 // Two ways of a step. Apart, the definition: G is copied to the scratch, products go through the library, the updates
 // lie in the scratch, and the step's kernel applies them: G is read twice and written once, U written and read. Fused,
 // on GPUs, for galore with weights of fp32, bf16 or bf16:sr and sizes and ranks that are multiples of 8: our products
-// (kernels/low_rank.cuh) read G where it is, and the second one updates the weights, with the bits that the step's
-// kernel would give them for this U; G is read once, U is never in memory. Gradients of fp32 have products as good as
-// fp32's there (2^-21); with gradients of bf16, Q and N are rounded to bf16, as in the paper's code. low_rank_fuses
-// chooses. A launch for each matrix.
+// (kernels/low_rank.cuh; the first one is the library's for gradients of bf16) read G where it is, and the second one
+// updates the weights, with the bits that the step's kernel would give them for this U; G is read once, U is never in
+// memory. Gradients of fp32 have products as good as fp32's there (2^-21); with gradients of bf16, Q and N are rounded
+// to bf16, as in the paper's code. low_rank_fuses chooses. A launch for each matrix.
 #pragma once
 #include "../kernel.cuh"
 #include "matrix.h"
@@ -53,12 +53,9 @@ struct LowGradients {
 // True if Q is made anew in this step, for which the gradients must lie in the scratch.
 bool low_rank_refreshes(const OptimConfig* config, int64_t step);
 
-// True if the fused way serves a matrix of this shape. The shape alone decides, so that a matrix's bits do not depend
-// on which others a rank keeps.
-bool low_rank_fits(const OptimConfig* config, int64_t rows, int64_t cols);
-
-// True if the steps of a chunk's matrices go the fused way on this device.
-bool low_rank_fuses(const Device* dev, const MatrixChunk* chunk);
+// True if the steps of these matrices go the fused way: all matrices of the launch in the whole model decide, so that a
+// matrix's bits do not depend on which others a rank keeps.
+bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work);
 
 // Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
 // those in work->scratch.

@@ -89,22 +89,27 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
     its.chunk = (MatrixChunk*)memory_zero((size_t)count + 1, sizeof(MatrixChunk));
     int first = 0;  // matrix of the chunk
+    its.by_eights = true;
     for (int t = 0; t < count; t++) {
         const OptimTensor* tensor = &tensors[t];
+        if (low && plan->launch_of[t] == index) {
+            const int64_t rows = tensor->rows / tensor->parts, cols = tensor->cols;
+            const int64_t rank = low_shape(&plan->launch[index].config, rows, cols).rank;
+            its.by_eights = its.by_eights && rows % 8 == 0 && cols % 8 == 0 && rank % 8 == 0;
+        }
         const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
         if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
-        const int64_t rows = tensor->rows / tensor->parts;
-        const bool fits = low && low_rank_fits(&plan->launch[index].config, rows, tensor->cols);
         MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
-        if (!chunk || end - chunk->begin > CHUNK_ELEMENTS || chunk->fits != fits) {
+        if (!chunk || end - chunk->begin > CHUNK_ELEMENTS) {
             if (chunk) chunk_close(&its, first);
             first = its.matrices;
             chunk = &its.chunk[its.chunks++];
             *chunk = {};
-            chunk->begin = begin, chunk->tile = tile, chunk->fits = fits;
+            chunk->begin = begin, chunk->tile = tile;
             chunk->low_begin = plan->kept[t][SLOT_M].offset;
             chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
         }
+        const int64_t rows = tensor->rows / tensor->parts;
         const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
         for (int part = 0; part < tensor->parts; part++) {
             Matrix* matrix = &its.matrix[its.matrices++];

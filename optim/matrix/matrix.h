@@ -59,7 +59,6 @@ struct MatrixChunk {
     int batch, batches;
     int64_t low_begin, low_end;  // of the moments of projected gradients
     int64_t low_tile;
-    bool fits;  // the fused way of low_rank.h serves its matrices: all of them, or none
 };
 
 // How the matrices of a launch are taken, and what that needs.
@@ -69,6 +68,7 @@ struct MatrixPlan {
     MatrixChunk* chunk;
     int matrices, batches, chunks;
     int64_t scratch, work, sums, low, low_tiles;  // bytes
+    bool by_eights;  // sizes and ranks of all matrices of the launch, those of other ranks too, are multiples of 8
 };
 
 // `index` is the launch's. Freed by matrix_plan_free.
