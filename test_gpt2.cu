@@ -29,6 +29,7 @@ struct Setup {
     const char *weights, *m, *v;
     bool keeps_copy = false;  // of the weights in the compute type, instead of decoding them a part at a time
     bool spills = false;      // the residual stream is in host memory
+    bool fp8 = false;
 };
 
 static OptimConfig setup_optim(const Setup* s) {
@@ -50,6 +51,7 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->arena.grads_bf16 = s->grads_bf16;
     m->recompute = s->recompute;
     m->spills = s->spills;
+    m->uses_fp8 = s->fp8;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
     config_tensors(m);
 }
@@ -57,6 +59,8 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
 static void model_open(Model* m, const Device* dev, const Setup* s) {
     OptimConfig config = setup_optim(s);
     model_shape(m, dev, s);
+    arena_spread(&m->arena, &config);
+    config.keeps_copy = s->keeps_copy;
     model_allocate(m, &config);
 }
 
@@ -902,9 +906,11 @@ TEST(model_spills_gpu) {
 TEST(memory_plan) {
     // Rows enough for the smallest of the buffers to show; nothing touches the memory.
     const Config config = {3, 128, 2, 64, 300, 384};
-    const Setup setups[] = {{config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
-                            {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
-                            {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"}};
+    const Setup setups[] = {
+        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
+        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
+        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"},
+        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 20, "e4m3/tensor", "fp32", "fp32", false, false, true}};
     Device dev = test_device(false);
     for (const Setup& setup : setups) {
         Model m;
@@ -914,17 +920,22 @@ TEST(memory_plan) {
         OptimBytes bytes = optim_bytes(&config, m.arena.tensors, m.arena.count, m.arena.type),
                    real = optim_allocated(m.arena.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        int64_t room = decoded_bytes(&config, m.arena.tensors, m.arena.part, m.arena.count, m.config.L, m.arena.type);
+        const DecodedModel decoded = {m.arena.tensors, m.arena.part, m.arena.operand,
+                                      m.arena.count,   m.config.L,   m.arena.type};
+        const DecodedBytes rooms = decoded_bytes(&config, &decoded);
+        const int64_t room = rooms.room;
+        expect(rooms.lent == (setup.fp8 ? 2 * 12 * 128 * 128 * 4 : 0) && m.arena.lent_bytes == rooms.lent,
+               "%s: lent %lld bytes", setup.weights, (long long)rooms.lent);
         int64_t optimizer = bytes.weights + room + bytes.states + bytes.tables;
         expect((room == 0) == (strcmp(setup.weights, "fp32") == 0) && bytes.compute == 0, "%s: decoded in %lld bytes",
                setup.weights, (long long)room);
         expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
                (long long)plan.states);
         expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
-        void* other[] = {m.input, m.losses};
+        void* other[] = {m.input, m.losses, m.fp8.inverse};
         expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
         expect_allocated(test, "activations", plan.activations, &m.activations, 1);
-        expect_allocated(test, "input and losses", plan.other, other, 2);
+        expect_allocated(test, "input, losses and scales", plan.other, other, setup.fp8 ? 3 : 2);
         model_free(&m);
     }
 }

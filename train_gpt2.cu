@@ -297,6 +297,10 @@ enum Linear { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_LINEARS };
 static int fp8_slot(int l, Linear linear) {
     return (l * BLOCK_LINEARS + linear) * FP8_SLOTS;
 }
+static int weight_tensor(int l, Linear linear) {
+    constexpr int at[BLOCK_LINEARS] = {2, 4, 8, 10};  // among BlockParameters
+    return FIRST_BLOCK + l * BLOCK_TENSORS + at[linear];
+}
 
 static void config_tensors(Model* model) {
     const Config* c = &model->config;
@@ -309,6 +313,9 @@ static void config_tensors(Model* model) {
         a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
         a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
         model->parameters += t->rows * t->cols;
+    }
+    for (int i = 0; i < c->L * BLOCK_LINEARS && model->uses_fp8; i++) {
+        a->operand[weight_tensor(i / BLOCK_LINEARS, (Linear)(i % BLOCK_LINEARS))] = true;
     }
     a->elements = optim_layout(a->tensors, a->count);
 }
@@ -350,6 +357,13 @@ static Parameters<T> parameters_in(const Model* model, void* memory) {
     return p;
 }
 
+// A layer's matrix as its products read it.
+template <typename X>
+static LinearWeight<X> weight_of(const Model* m, int l, Linear linear) {
+    const int t = weight_tensor(l, linear);
+    return {(const X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X)), arena_codes(&m->arena, t)};
+}
+
 // What the forward pass keeps of a block for the backward pass.
 template <typename X>
 struct BlockActivations {
@@ -377,6 +391,7 @@ struct Activations {
     X* branch;                   // (N, C) what a sublayer adds to the residual stream
     X* logits;                   // (logit_rows, Vp), then their gradient
     Fp8Use fp8;                  // codes in use
+    void* lent;                  // forward only: room for matrices that are stored as codes (arena_lend)
     // backward only
     X* dresidual;   // (N, C) gradient of the residual stream
     X* dbranch;     // (N, C)
@@ -412,6 +427,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
     bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
     const bool fp8 = backward && m->uses_fp8;
+    a.lent = (char*)base + arena_take(&used, backward ? 0 : m->arena.lent_bytes);
     // Without backward the stream needs two places: a block's input and output.
     const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
     a.spill = backward && m->spills ? &m->spill : nullptr;
@@ -482,16 +498,16 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     const Fp8Use* use = &a->fp8;
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), use->made, b->qkv, b->ln1, b->ln1_codes, p->qkvw,
-                      p->qkvb, N, C, 3 * C);
+    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), use->made, b->qkv, b->ln1, b->ln1_codes,
+                      weight_of<X>(m, l, QKV), p->qkvb, N, C, 3 * C);
     attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
     linear_forward<X>(named(dev, "attention projection"), use, fp8_slot(l, ATTENTION_PROJECTION), false, a->branch,
-                      b->attention, b->attention_codes, p->attprojw, p->attprojb, N, C, C);
+                      b->attention, b->attention_codes, weight_of<X>(m, l, ATTENTION_PROJECTION), p->attprojb, N, C, C);
     const Fp8Codes codes = linear_input_codes(use, fp8_slot(l, FC));
     residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
                                   a->residual[l], a->branch, p->ln2w, p->ln2b, N, C, &codes);
     linear_forward_before_gelu<X>(named(dev, "fc + gelu"), use, fp8_slot(l, FC), b->gelu, b->fc, b->ln2, b->ln2_codes,
-                                  b->gelu_codes, p->fcw, p->fcb, N, C, 4 * C);
+                                  b->gelu_codes, weight_of<X>(m, l, FC), p->fcb, N, C, 4 * C);
 }
 
 // Tokens (B, T) to lnf (B*T, C).
@@ -514,8 +530,8 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
         shard_prefetch(m->arena.shard, l + 1);
         block_forward(m, &w, a, l, B, T);
         linear_forward_after_gelu<X>(named(dev, "fc projection"), &a->fp8, fp8_slot(l, FC_PROJECTION), a->branch,
-                                     b->gelu, b->fc, b->gelu_codes, w.block[l].fcprojw, w.block[l].fcprojb, N, 4 * C,
-                                     C);
+                                     b->gelu, b->fc, b->gelu_codes, weight_of<X>(m, l, FC_PROJECTION),
+                                     w.block[l].fcprojb, N, 4 * C, C);
         bool last = l == L - 1;
         BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
         arena_need(&m->arena, last ? decoded_final(L) : l + 1);
@@ -590,13 +606,14 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     }
     linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->made, a->dresidual, N, C);
     linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
-                               a->dresidual, p->fcprojw, b->fc, N, 4 * C, C, accumulate);
+                               a->dresidual, weight_of<X>(m, l, FC_PROJECTION), b->fc, N, 4 * C, C, accumulate);
     linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
                                  b->gelu, b->gelu_codes, N, 4 * C, C, accumulate);
     linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C,
                                accumulate);
     const Fp8Use wide = linear_use_before_gelu(use, a->dwide);
-    linear_backward_input<X>(named(dev, "d fc input"), &wide, fc, a->dbranch, a->dwide, p->fcw, N, C, 4 * C);
+    linear_backward_input<X>(named(dev, "d fc input"), &wide, fc, a->dbranch, a->dwide, weight_of<X>(m, l, FC), N, C,
+                             4 * C);
     linear_backward_weight<X, G>(named(dev, "d fc weight"), &wide, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
                                  4 * C, accumulate);
     Fp8Codes codes = linear_gradient_codes(use, projection, use->made);
@@ -605,14 +622,15 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
 
     linear_gradient<X>(named(dev, "fp8 casts"), use, projection, use->made, a->dresidual, N, C);
     linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
-                             p->attprojw, N, C, C);
+                             weight_of<X>(m, l, ATTENTION_PROJECTION), N, C, C);
     linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
                                  a->dresidual, b->attention, b->attention_codes, N, C, C, accumulate);
     codes = linear_gradient_codes(use, qkv, use->attention_made);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
                             b->attention, b->lse, B, T, C, m->config.NH, accumulate, &codes);
     linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_made, a->dwide, N, 3 * C);
-    linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, p->qkvw, N, C, 3 * C);
+    linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, weight_of<X>(m, l, QKV), N, C,
+                             3 * C);
     linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
                                  3 * C, accumulate);
 }
@@ -661,6 +679,7 @@ template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first,
                              float share) {
     Activations<X> a = activations_layout<X>(m, m->activations, train);
+    arena_lend(&m->arena, train ? nullptr : a.lent);
     int64_t N = (int64_t)B * m->T;
     gpt2_forward(m, &a, input->tokens, B, m->T);
     gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
@@ -681,6 +700,7 @@ static void gpt2_score(void* model, const int* tokens, int B, int T, const int* 
                        float* losses, int* likeliest) {
     const Model* m = (const Model*)model;
     Activations<X> a = activations_layout<X>(m, m->activations, false);
+    arena_lend(&m->arena, a.lent);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input input = input_layout(m, m->input);
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
@@ -699,11 +719,12 @@ static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
 }
 
-// With `backward` there is room for a decoder of one sequence as well, since a run samples between its steps.
+// With `backward` there is room for a decoder of one sequence as well, since a run samples between its steps; it lies
+// behind the room for matrices that are stored as codes.
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
-    const int64_t decoder = backward ? decode_bytes(&shape, fp32, 1) : 0;
+    const int64_t decoder = backward ? m->arena.lent_bytes + decode_bytes(&shape, fp32, 1) : 0;
     int64_t bytes = decoder;
     for (bool train : {false, backward}) {
         const int64_t own = fp32 ? activations_layout<float>(m, nullptr, train).bytes
@@ -741,6 +762,17 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     return plan;
 }
 
+// Tells the scales of matrices that are stored as codes where the optimizer keeps theirs.
+static void fp8_take_stored(Model* m) {
+    const float** stored = (const float**)memory_zero(fp8_slots(m), sizeof(float*));
+    for (int i = 0; i < m->config.L * BLOCK_LINEARS; i++) {
+        const int t = weight_tensor(i / BLOCK_LINEARS, (Linear)(i % BLOCK_LINEARS));
+        stored[i * FP8_SLOTS + FP8_WEIGHT] = arena_scale(&m->arena, t);
+    }
+    copy_to_device(m->dev, m->fp8.stored, stored, fp8_slots(m) * (int64_t)sizeof(float*));
+    free(stored);
+}
+
 // Without a configuration the model only runs forward.
 static void model_allocate(Model* m, const OptimConfig* config) {
     const int64_t N = (int64_t)m->B * m->T;
@@ -759,6 +791,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
     device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
     m->fp8 = fp8_open(fp8_slots(m), m->fp8.gradients, scales);
+    fp8_take_stored(m);
 }
 
 static void model_free(Model* m) {
@@ -817,6 +850,10 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
+    if (m->uses_fp8 && m->arena.scales_apart) {
+        shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
+        fp8_agree(m->dev, &m->fp8);
+    }
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
@@ -895,6 +932,7 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t room = run ? activations_bytes(m, true) : memory_available(m->dev) / 2;
     const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
+    arena_lend(&m->arena, m->activations);
     for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
     const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
@@ -1087,7 +1125,6 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
-    config->keeps_copy = shard_splits(m->arena.shard, SHARD_STATES);  // for the others, or to be gathered by them
     config->offload = strstr(o->offload, "states") != nullptr;
     m->spills = strstr(o->offload, "residuals") != nullptr;
 }

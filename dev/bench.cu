@@ -4,7 +4,8 @@
 // an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data. The ceilings are those of a
 // cool card; in the steps it is at its power limit, and the clock printed beside them says how far below.
 //
-//   ./build/dev/bench [--grads fp32|bf16] [--matmul bf16|fp8] [--head bf16|fp8] [MODEL BATCH TOKENS_PER_STEP]...
+//   ./build/dev/bench [--grads fp32|bf16] [--matmul bf16|fp8] [--head bf16|fp8] [--preset NAME]
+//       [MODEL BATCH TOKENS_PER_STEP]...
 //
 // Without models: gpt2 64 524288  gpt2-xl 16 262144. Without --grads, as ./train: fp32 where there are several
 // micro-batches. With --matmul fp8 the products and what makes their codes are rows of their own; the ceiling of
@@ -299,12 +300,12 @@ static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, doubl
                                 b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
     a->fp8 = use->gelu_made;
     account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes, p->fcw,
-                                         p->fcb, N, C, 4 * C);
+        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
+                                         weight_of<bf16>(x->m, 0, FC), p->fcb, N, C, 4 * C);
     });
     account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual, p->fcprojw,
-                                      b->fc, N, 4 * C, C, false);
+        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual,
+                                      weight_of<bf16>(x->m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
     });
     a->fp8 = false;
     if (use->gelu_made) return;
@@ -314,6 +315,16 @@ static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, doubl
     account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
         linear_gradient_gelu<bf16, G>(dev, use, fc, x->act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
     });
+}
+
+// The codes of weights: casts of what is stored or decoded, or what is stored itself, transposed.
+template <typename G>
+static void account_weights(Operands<G>* x, Account* a, int C, double n) {
+    const Fp8Use* use = &x->act.fp8;
+    const LinearWeight<bf16> fc = weight_of<bf16>(x->m, 0, FC);
+    if (fc.codes) return account_transpose(a, "transposed, weights", 2 * n, use->weight, fc.codes, 4 * C, C);
+    account_cast(x, a, "cast, weights by rows", 2 * n, fc.values, use->weight, nullptr, 4 * C, C);
+    account_cast(x, a, "cast, weights by columns", 2 * n, fc.values, nullptr, use->weight, 4 * C, C);
 }
 
 // The products of linear layers in fp8, and the passes that make their codes.
@@ -343,8 +354,7 @@ static void account_fp8(Operands<G>* x, Account* a) {
     account_transpose(a, "transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
     if (use->attention_made) account_transpose(a, "transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
     if (!use->attention_made) account_cast(x, a, "cast, qkv", n, act->dwide, use->drows, use->dcolumns, N, 3 * C);
-    account_cast(x, a, "cast, weights by rows", 2 * n, p->fcw, use->weight, nullptr, 4 * C, C);
-    account_cast(x, a, "cast, weights by columns", 2 * n, p->fcw, nullptr, use->weight, 4 * C, C);
+    account_weights(x, a, C, n);
 }
 
 // The head in fp8.
@@ -423,9 +433,10 @@ static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config,
         account_operators<float>(m, a, (double)micro_batches, buckets);
     }
     OptimBytes bytes = optim_bytes(config, m->arena.tensors, m->arena.count, OPTIM_BF16);
-    // bf16+fp32: master, m and v are read and written, the bf16 copy is only written.
-    double traffic = 2.0 * (double)(bytes.states + bytes.weights) - 2.0 * (double)m->arena.elements +
-                     (double)arena_grads_bytes(&m->arena);
+    // All is read and written; but bf16+fp32's copy in bf16 is only written.
+    const bool copy = strcmp(config->weights, "bf16+fp32") == 0;
+    double traffic = 2.0 * (double)(bytes.states + bytes.weights) + (double)arena_grads_bytes(&m->arena) -
+                     (copy ? 2.0 * (double)m->arena.elements : 0.0);
     account(a, "optimizer", 1, 0, traffic,
             [&] { optim_step(m->arena.optim, m->arena.grads, m->scalars + 2, 1e-4f, 20); });
     printf("  sum of operators %.1f ms = %.1f %% of the step; sum of floors %.1f ms: sol %.1f %%\n", a->sum_ms,
@@ -459,10 +470,11 @@ static void bench(const Device* dev, Ceilings ceilings, const Options* base, con
     check(cudaMemGetInfo(&available, &total));
     double median = ms[STEPS / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
-        "\n%s  %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of %d), "
+        "\n%s  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of "
+        "%d), "
         "%.0f tokens/s",
-        name, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0], ms[STEPS - 1],
-        STEPS, rate);
+        name, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0],
+        ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, loss %.3f\n", queued, clock,
            (double)(total - available) / (1 << 30), loss);
@@ -474,7 +486,7 @@ static void bench(const Device* dev, Ceilings ceilings, const Options* base, con
     model_free(&m);
 }
 
-// Takes --grads, --matmul and --head; returns the first argument that is none of them.
+// Takes --grads, --matmul, --head and --preset; returns the first argument that is none of them.
 static int bench_options(Options* o, int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
     if (!options_defaults(&TABLE, o, error)) user_error("%s", error);
@@ -485,11 +497,14 @@ static int bench_options(Options* o, int argc, char** argv) {
         const char** to = strcmp(name, "--grads") == 0    ? &o->grads
                           : strcmp(name, "--matmul") == 0 ? &o->matmul
                           : strcmp(name, "--head") == 0   ? &o->head
+                          : strcmp(name, "--preset") == 0 ? &o->preset
                                                           : nullptr;
         const bool fine = to == &o->grads ? strcmp(value, "fp32") == 0 || strcmp(value, "bf16") == 0
                                           : strcmp(value, "fp8") == 0 || strcmp(value, "bf16") == 0;
-        if (!to || !fine)
-            user_error("bench takes --grads fp32|bf16, --matmul bf16|fp8, --head bf16|fp8; not %s %s", name, value);
+        if (!to || (!fine && to != &o->preset)) {
+            user_error("bench takes --grads fp32|bf16, --matmul bf16|fp8, --head bf16|fp8, --preset NAME; not %s %s",
+                       name, value);
+        }
         *to = value;
     }
     return i;

@@ -8,7 +8,8 @@
 // The scale of a step comes from the largest magnitudes of the FP8_HISTORY steps before it (delayed scaling), with one
 // binade to spare: so a tensor is read once, and its own largest magnitude is a by-product. In the first step, which
 // has no history, each tensor is read twice and scaled by its own largest magnitude so far. Magnitudes of a step are
-// those of all micro-batches and ranks. They are part of a checkpoint.
+// those of all micro-batches and ranks. They are part of a checkpoint. Weights that are stored as codes (linear.cuh)
+// have the scale that they are stored with.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
 // columns, dy^T x reads both by columns. Kernels that make a tensor write its codes by rows themselves (fp8_codes.cuh),
@@ -40,12 +41,13 @@ enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
 struct Fp8 {
     int slots;
     Fp8Type gradients;
-    bool current;     // this step scales by what it finds, since there is no history
-    int64_t first;    // number of the first step that did; 0: none has
-    float* history;   // (slots, FP8_HISTORY) largest magnitudes, the last step's first; 0: unknown
-    float* scale;     // (slots)
-    float* inverse;   // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
-    uint32_t* found;  // (slots + 1) bits of this step's largest magnitudes; then how many elements saturated
+    bool current;          // this step scales by what it finds, since there is no history
+    int64_t first;         // number of the first step that did; 0: none has
+    float* history;        // (slots, FP8_HISTORY) largest magnitudes, the last step's first; 0: unknown
+    float* scale;          // (slots)
+    float* inverse;        // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
+    uint32_t* found;       // (slots + 1) bits of this step's largest magnitudes; then how many elements saturated
+    const float** stored;  // (slots) of a tensor that is stored as codes: [1] is its inverse, [2] its scale; or NULL
 };
 
 // Codes of a matrix (N, C) by rows, or by columns: (C, N); either may be NULL.
@@ -137,7 +139,9 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
                             bool accumulate) {
     float* x = (float*)memory_take(rows * depth * sizeof(float));
     float* y = (float*)memory_take(cols * depth * sizeof(float));
-    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];  // a power of two: it rounds nothing
+    // A power of two, which rounds nothing; but weights with a master of fp32 may have any scale, which then rounds
+    // once where the two are multiplied, and each element of x once.
+    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * inverse;
 #pragma omp parallel for schedule(static)
@@ -150,10 +154,18 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
     free(x), free(y);
 }
 
-// Scales of a step, from the history; nothing has been found yet.
+// Scales of a step, from the history; nothing has been found yet. Of a tensor that is stored as codes, the largest
+// magnitude counts as the largest that such codes hold, from which any rank can tell the scale (fp8_agree), and a run
+// that goes on with another storage its first one.
 inline void fp8_begin_cpu(Fp8* f, int slot) {
     const Fp8Type type = slot % 3 == 2 ? f->gradients : FP8_E4M3;
     float most = 0.0f;
+    if (const float* stored = f->stored[slot]) {
+        const float most_held = fp8_largest(FP8_E4M3) * stored[1];
+        memcpy(&f->found[slot], &most_held, sizeof(float));
+        f->inverse[4 * slot] = stored[1], f->scale[slot] = stored[2];
+        return;
+    }
     for (int i = 0; i < FP8_HISTORY; i++) most = fmaxf(most, f->history[slot * FP8_HISTORY + i]);
     f->scale[slot] = fp8_scale(most, type, 1);
     f->inverse[4 * slot] = 1.0f / f->scale[slot];
@@ -321,17 +333,29 @@ __global__ static void fp8_fix_kernel(float* to_scale, float* to_inverse, float 
     *to_scale = scale, *to_inverse = inverse;
 }
 
-// fp8_begin_cpu and fp8_end_cpu for each slot. Grid ceil(slots / 256), block 256.
+// fp8_begin_cpu, fp8_agree and fp8_end_cpu for each slot. Grid ceil(slots / 256), block 256.
 __global__ static void fp8_begin_kernel(Fp8 f) {
     const int slot = blockIdx.x * blockDim.x + threadIdx.x;
     if (slot == 0) f.found[f.slots] = 0;
     if (slot >= f.slots) return;
     const Fp8Type type = slot % 3 == 2 ? f.gradients : FP8_E4M3;
     float most = 0.0f;
+    if (const float* stored = f.stored[slot]) {
+        f.found[slot] = __float_as_uint(fp8_largest(FP8_E4M3) * stored[1]);
+        f.inverse[4 * slot] = stored[1], f.scale[slot] = stored[2];
+        return;
+    }
     for (int i = 0; i < FP8_HISTORY; i++) most = fmaxf(most, f.history[slot * FP8_HISTORY + i]);
     f.scale[slot] = fp8_scale(most, type, 1);
     f.inverse[4 * slot] = 1.0f / f.scale[slot];
     f.found[slot] = 0;
+}
+
+__global__ static void fp8_agree_kernel(Fp8 f) {
+    const int slot = blockIdx.x * blockDim.x + threadIdx.x;
+    if (slot >= f.slots || f.found[slot] == 0) return;
+    f.scale[slot] = fp8_scale(__uint_as_float(f.found[slot]), FP8_E4M3, 0);
+    f.inverse[4 * slot] = 1.0f / f.scale[slot];
 }
 
 __global__ static void fp8_end_kernel(Fp8 f, const float* factor, float* saturated) {
@@ -409,9 +433,15 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
 #endif
 }
 
-// columns: (C, N) = rows: (N, C), transposed; on a GPU. N and C multiples of 16. Reads and writes a byte an element.
-inline void fp8_by_columns([[maybe_unused]] const Device* dev, [[maybe_unused]] uint8_t* columns,
-                           [[maybe_unused]] const uint8_t* rows, [[maybe_unused]] int64_t N, [[maybe_unused]] int C) {
+// columns: (C, N) = rows: (N, C), transposed. N and C multiples of 16. Reads and writes a byte an element.
+inline void fp8_by_columns(const Device* dev, uint8_t* columns, const uint8_t* rows, int64_t N, int C) {
+    if (!dev->gpu) {
+#pragma omp parallel for schedule(static)
+        for (int64_t c = 0; c < C; c++) {
+            for (int64_t n = 0; n < N; n++) columns[c * N + n] = rows[n * C + c];
+        }
+        return;
+    }
 #ifdef __CUDACC__
     assert(N % 16 == 0 && C % 16 == 0);
     const dim3 grid((unsigned)ceil_div(C, FP8_TILE), (unsigned)ceil_div(N, FP8_TILE));
@@ -454,7 +484,7 @@ void fp8_product(const Device* dev, const Fp8* f, D* out, const uint8_t* a, int 
 }
 
 inline int64_t fp8_bytes(int slots) {
-    return (int64_t)slots * (FP8_HISTORY + 6) * (int64_t)sizeof(float) + 256;
+    return (int64_t)slots * ((FP8_HISTORY + 6) * (int64_t)sizeof(float) + (int64_t)sizeof(float*)) + 256;
 }
 
 // Before the first micro-batch of a step. Numbers of steps count those that changed something, so a first step that was
@@ -469,6 +499,25 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     }
 #ifdef __CUDACC__
     fp8_begin_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f);
+    check_launch();
+#endif
+}
+
+// Between fp8_begin and the first micro-batch, where each rank has the scales of some stored tensors and all ranks now
+// have the same `found`: the scales that the codes have, if they are powers of two.
+inline void fp8_agree(const Device* dev, Fp8* f) {
+    if (!dev->gpu) {
+        for (int slot = 0; slot < f->slots; slot++) {
+            float magnitude;
+            memcpy(&magnitude, &f->found[slot], 4);
+            if (!(magnitude > 0.0f)) continue;
+            f->scale[slot] = fp8_scale(magnitude, FP8_E4M3, 0);
+            f->inverse[4 * slot] = 1.0f / f->scale[slot];
+        }
+        return;
+    }
+#ifdef __CUDACC__
+    fp8_agree_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f);
     check_launch();
 #endif
 }
@@ -499,8 +548,10 @@ inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int coun
     return has;
 }
 
-// `memory`: fp8_bytes of device memory, set to zero.
+// `memory`: fp8_bytes of device memory, set to zero. Its `stored` is for the caller to fill.
 inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
-    float *at = (float*)memory, *history = at + (int64_t)slots * 4, *scale = history + (int64_t)slots * FP8_HISTORY;
-    return {slots, gradients, true, 0, history, scale, at, (uint32_t*)(scale + slots)};
+    float *inverse = (float*)memory, *history = inverse + (int64_t)slots * 4;
+    const float** stored = (const float**)(history + (int64_t)slots * FP8_HISTORY);
+    float* scale = (float*)(stored + slots);
+    return {slots, gradients, true, 0, history, scale, inverse, (uint32_t*)(scale + slots), stored};
 }

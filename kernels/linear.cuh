@@ -6,9 +6,11 @@
 // makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the classifier), and here they
 // are transposed, for 2 bytes an element; the products next to GELU (matmul_gelu_fp8.cuh) write both; what no kernel
 // makes codes of is cast, for 4. In the first step, which finds its scales itself, everything is cast. The weights are
-// cast in both passes. GELU and its gradient happen inside a cast where there is no product of our own. Products of the
-// forward pass use fast sums, those of the backward pass sums of full length (matmul_gelu_fp8.cuh's apart): their depth
-// is up to the rows of a micro-batch.
+// cast in both passes, for 3 each; but weights that the optimizer stores as codes of e4m3 with one scale a tensor are
+// read as they are stored, and transposed for the backward pass, for 2. Their scale comes from the optimizer
+// (fp8_begin) and nothing is rounded a second time. GELU and its gradient happen inside a cast where there is no
+// product of our own. Products of the forward pass use fast sums, those of the backward pass sums of full length
+// (matmul_gelu_fp8.cuh's apart): their depth is up to the rows of a micro-batch.
 #pragma once
 #include "fp8.cuh"
 #include "matmul.cuh"
@@ -16,27 +18,35 @@
 #include "matmul_gelu_fp8.cuh"
 #endif
 
-// Where the codes lie that are in use: device memory of the activations. scales NULL: no fp8.
+// The codes that are in use, which lie in device memory of the activations. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
-    bool made;                        // kernels write the codes of what they make
-    bool attention_made;              // so does attention's backward pass
-    bool gelu_made;                   // so do the products next to GELU: by rows into dcolumns forward, rows backward
-    uint8_t* rows;                    // (N, 4C) a layer's input
-    uint8_t* weight;                  // (4C, C) or (C, 4C) a layer's weights
-    uint8_t *drows, *dcolumns;        // (N, 4C), (4C, N) an output's gradient
+    bool made;                  // kernels write the codes of what they make
+    bool attention_made;        // so does attention's backward pass
+    bool gelu_made;             // so do the products next to GELU: by rows into dcolumns forward, rows backward
+    uint8_t* rows;              // (N, 4C) a layer's input
+    uint8_t* weight;            // (4C, C) or (C, 4C) a layer's weights, unless these are read where they are stored
+    uint8_t *drows, *dcolumns;  // (N, 4C), (4C, N) an output's gradient
     uint8_t *head[2], *head_columns;  // the head's weights (Vp, C), (C, Vp); its input (C, logit_rows)
     uint8_t *dhead, *dhead_columns;   // (logit_rows, Vp), (Vp, logit_rows) the gradient of the logits
 };
 
-// A layer has three slots of scales: input, weights, output's gradient. `slot` is the first.
+// A layer's weights: (OC, C) `values`; with fp8 their codes instead, by rows, if they are stored as such.
+template <typename X>
+struct LinearWeight {
+    const X* values;
+    const uint8_t* codes;  // NULL: codes are made of the values
+};
+
+// A layer has three slots among the scales: those of its input, its weights and its output's gradient, in this order.
+// In the functions that a layer has, `slot` is the number of the first.
 constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
 
-// For the kernel that makes a tensor: where its codes go, if it is to write any.
-inline Fp8Codes linear_codes(const Fp8Use* use, int slot, uint8_t* rows, Fp8Type type, bool made) {
+// For the kernel that makes the tensor of slot `own`: where its codes go, if it is to write any.
+inline Fp8Codes linear_codes(const Fp8Use* use, int own, uint8_t* rows, Fp8Type type, bool made) {
     if (!made) return {};
     const Fp8* f = use->scales;
-    return {rows, f->scale + slot, f->found + slot, f->found + f->slots, type};
+    return {rows, f->scale + own, f->found + own, f->found + f->slots, type};
 }
 
 // The same for a layer's input, its output's gradient, and the gradient of the logits.
@@ -57,33 +67,41 @@ void linear_cast_input(const Device* dev, const Fp8Use* use, int slot, Fp8Op op,
     fp8_cast<X>(dev, use->scales, &to, op, inp, (const X*)nullptr, (float*)nullptr, nullptr, N, C, false);
 }
 
-// weight: (OC, C); its codes go to use->weight, by rows or by columns.
+// Returns the codes of weight: (OC, C), by rows or by columns: those that are stored, or else use->weight.
 template <typename X>
-void linear_cast_weight(const Device* dev, const Fp8Use* use, int slot, const X* weight, bool columns, int C, int OC) {
+const uint8_t* linear_weight_codes(const Device* dev, const Fp8Use* use, int slot, LinearWeight<X> weight, bool columns,
+                                   int C, int OC) {
+    if (weight.codes && !columns) return weight.codes;
+    if (weight.codes) {
+        fp8_by_columns(dev, use->weight, weight.codes, OC, C);
+        return use->weight;
+    }
     const Fp8Operand to = {columns ? nullptr : use->weight, columns ? use->weight : nullptr, slot + FP8_WEIGHT,
                            FP8_E4M3};
-    fp8_cast<X>(dev, use->scales, &to, FP8_COPY, weight, (const X*)nullptr, (float*)nullptr, nullptr, OC, C, false);
+    fp8_cast<X>(dev, use->scales, &to, FP8_COPY, weight.values, (const X*)nullptr, (float*)nullptr, nullptr, OC, C,
+                false);
+    return use->weight;
 }
 
 // out: (N, OC) = inp weight^T + bias, from codes of inp by rows
 template <typename X>
-void linear_product_fp8(const Device* dev, const Fp8Use* use, int slot, X* out, const uint8_t* rows, const X* weight,
-                        const X* bias, int64_t N, int C, int OC) {
-    linear_cast_weight(dev, use, slot, weight, false, C, OC);
-    fp8_product<X>(dev, use->scales, out, rows, slot, FP8_E4M3, use->weight, slot + FP8_WEIGHT, FP8_E4M3, bias, N, OC,
-                   C, true, false);
+void linear_product_fp8(const Device* dev, const Fp8Use* use, int slot, X* out, const uint8_t* rows,
+                        LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
+    const uint8_t* codes = linear_weight_codes(dev, use, slot, weight, false, C, OC);
+    fp8_product<X>(dev, use->scales, out, rows, slot, FP8_E4M3, codes, slot + FP8_WEIGHT, FP8_E4M3, bias, N, OC, C,
+                   true, false);
 }
 
 // out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: those by rows are there.
 template <typename X>
 void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, bool made, Fp8Op op, X* out, const X* inp,
-                        uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+                        uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
     if (made) fp8_by_columns(dev, columns, use->rows, N, C);
     if (!made) linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
     linear_product_fp8(dev, use, slot, out, use->rows, weight, bias, N, C, OC);
 }
 
-// Whether a layer of (N, C) before GELU, with OC outputs, and the one behind it have products of our own.
+// True if a layer of (N, C) before GELU, with OC outputs, and the one behind it have products of our own.
 inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]] int64_t N, [[maybe_unused]] int C,
                              [[maybe_unused]] int OC) {
 #ifdef __CUDACC__
@@ -93,7 +111,8 @@ inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]
 }
 
 #ifdef __CUDACC__
-// For the products next to GELU: where the codes of the result go, those of slot `to`, and the scales of the operands.
+// For the products next to GELU: the place for the codes of the result, which is slot `to`, and the scales of the
+// operands, which are slots `left` and `right`.
 inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* rows, uint8_t* transposed, Fp8Type type,
                                          int left, int right) {
     const Fp8* f = use->scales;
@@ -106,14 +125,14 @@ inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* row
 inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
                                     [[maybe_unused]] int slot, [[maybe_unused]] bf16* pre_gelu,
                                     [[maybe_unused]] uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns,
-                                    [[maybe_unused]] const bf16* weight, [[maybe_unused]] const bf16* bias,
+                                    [[maybe_unused]] LinearWeight<bf16> weight, [[maybe_unused]] const bf16* bias,
                                     [[maybe_unused]] int64_t N, [[maybe_unused]] int C, [[maybe_unused]] int OC) {
 #ifdef __CUDACC__
     fp8_by_columns(dev, columns, use->rows, N, C);
-    linear_cast_weight(dev, use, slot, weight, false, C, OC);
+    const uint8_t* weight_codes = linear_weight_codes(dev, use, slot, weight, false, C, OC);
     const MatmulGeluCodes codes =
         linear_gelu_codes(use, slot + FP8_SLOTS, use->dcolumns, gelu_columns, FP8_E4M3, slot, slot + FP8_WEIGHT);
-    matmul_gelu_fp8_forward(dev, &codes, pre_gelu, use->rows, use->weight, bias, N, C, OC);
+    matmul_gelu_fp8_forward(dev, &codes, pre_gelu, use->rows, weight_codes, bias, N, C, OC);
 #endif
 }
 
@@ -121,35 +140,35 @@ inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_
 // whoever made inp wrote linear_input_codes instead.
 template <typename X>
 void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool made, X* out, const X* inp, uint8_t* columns,
-                    const X* weight, const X* bias, int64_t N, int C, int OC) {
+                    LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
     if (use->scales)
         return linear_forward_fp8(dev, use, slot, made, FP8_COPY, out, inp, columns, weight, bias, N, C, OC);
-    matmul_forward<X>(dev, out, nullptr, inp, weight, bias, N, C, OC);
+    matmul_forward<X>(dev, out, nullptr, inp, weight.values, bias, N, C, OC);
 }
 
 // A layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, out = gelu(pre_gelu), which fp8 leaves to the next
 // layer, or of which it makes the codes that are kept: gelu_columns (OC, N).
 template <typename X>
 void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, X* pre_gelu, const X* inp,
-                                uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns, const X* weight,
+                                uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns, LinearWeight<X> weight,
                                 const X* bias, int64_t N, int C, int OC) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (use->gelu_made)
             return linear_forward_gelu_fp8(dev, use, slot, pre_gelu, columns, gelu_columns, weight, bias, N, C, OC);
     }
     if (use->scales) return linear_forward(dev, use, slot, use->made, pre_gelu, inp, columns, weight, bias, N, C, OC);
-    matmul_forward<X>(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
+    matmul_forward<X>(dev, out, pre_gelu, inp, weight.values, bias, N, C, OC);
 }
 
 // The layer after GELU: out: (N, OC) = gelu weight^T + bias. gelu: (N, C) is gelu(pre_gelu), which fp8 computes here
 // where its codes are not made yet.
 template <typename X>
 void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, const X* gelu, const X* pre_gelu,
-                               uint8_t* columns, const X* weight, const X* bias, int64_t N, int C, int OC) {
+                               uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
     if (use->gelu_made) return linear_product_fp8(dev, use, slot, out, use->dcolumns, weight, bias, N, C, OC);
     if (use->scales)
         return linear_forward_fp8(dev, use, slot, false, FP8_GELU, out, pre_gelu, columns, weight, bias, N, C, OC);
-    matmul_forward<X>(dev, out, nullptr, gelu, weight, bias, N, C, OC);
+    matmul_forward<X>(dev, out, nullptr, gelu, weight.values, bias, N, C, OC);
 }
 
 // gelu: (N, C) or its codes again, from pre_gelu, where a run keeps neither.
@@ -174,18 +193,18 @@ void linear_gradient(const Device* dev, const Fp8Use* use, int slot, bool made, 
 // drows: (N, OC) codes of the output's gradient.
 template <typename X>
 void linear_backward_input_fp8(const Device* dev, const Fp8Use* use, int slot, X* dinp, const uint8_t* drows,
-                               const X* weight, int64_t N, int C, int OC) {
-    linear_cast_weight(dev, use, slot, weight, true, C, OC);
-    fp8_product<X>(dev, use->scales, dinp, drows, slot + FP8_GRADIENT, use->scales->gradients, use->weight,
-                   slot + FP8_WEIGHT, FP8_E4M3, (const X*)nullptr, N, C, OC, false, false);
+                               LinearWeight<X> weight, int64_t N, int C, int OC) {
+    const uint8_t* codes = linear_weight_codes(dev, use, slot, weight, true, C, OC);
+    fp8_product<X>(dev, use->scales, dinp, drows, slot + FP8_GRADIENT, use->scales->gradients, codes, slot + FP8_WEIGHT,
+                   FP8_E4M3, (const X*)nullptr, N, C, OC, false, false);
 }
 
 // dinp: (N, C) = dout weight; dout: (N, OC); weight: (OC, C)
 template <typename X>
-void linear_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dout, const X* weight,
-                           int64_t N, int C, int OC) {
+void linear_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dout,
+                           LinearWeight<X> weight, int64_t N, int C, int OC) {
     if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, use->drows, weight, N, C, OC);
-    matmul_backward_input<X>(dev, dinp, dout, weight, N, C, OC);
+    matmul_backward_input<X>(dev, dinp, dout, weight.values, N, C, OC);
 }
 
 // dweight: (OC, C) (+)= dout^T inp; columns: (C, N) codes of inp, if fp8 is used
@@ -197,8 +216,8 @@ void linear_backward_weight(const Device* dev, const Fp8Use* use, int slot, G* d
                    FP8_E4M3, (const G*)nullptr, OC, C, N, false, accumulate);
 }
 
-// For the backward pass of the layer before GELU: where the codes of its output's gradient are. dwide: (N, OC), as
-// linear_backward_gelu was given it.
+// Returns what the backward pass of the layer before GELU uses: linear_backward_gelu has left the codes of its output's
+// gradient elsewhere. dwide: (N, OC), as that was given it.
 template <typename X>
 Fp8Use linear_use_before_gelu(const Fp8Use* use, X* dwide) {
     Fp8Use own = *use;
@@ -211,14 +230,14 @@ Fp8Use linear_use_before_gelu(const Fp8Use* use, X* dwide) {
 template <typename G>
 void linear_backward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
                               [[maybe_unused]] int slot, [[maybe_unused]] uint8_t* columns, [[maybe_unused]] G* dbias,
-                              [[maybe_unused]] float* scratch, [[maybe_unused]] const bf16* weight,
+                              [[maybe_unused]] float* scratch, [[maybe_unused]] LinearWeight<bf16> weight,
                               [[maybe_unused]] const bf16* pre_gelu, [[maybe_unused]] int64_t N, [[maybe_unused]] int C,
                               [[maybe_unused]] int OC, [[maybe_unused]] bool accumulate) {
 #ifdef __CUDACC__
-    linear_cast_weight(dev, use, slot, weight, true, C, OC);
+    const uint8_t* weight_codes = linear_weight_codes(dev, use, slot, weight, true, C, OC);
     const MatmulGeluCodes codes = linear_gelu_codes(use, slot - FP8_SLOTS + FP8_GRADIENT, use->rows, columns,
                                                     use->scales->gradients, slot + FP8_GRADIENT, slot + FP8_WEIGHT);
-    matmul_gelu_fp8_backward(dev, &codes, dbias, scratch, use->drows, use->weight, pre_gelu, N, C, OC, accumulate);
+    matmul_gelu_fp8_backward(dev, &codes, dbias, scratch, use->drows, weight_codes, pre_gelu, N, C, OC, accumulate);
 #endif
 }
 
@@ -227,7 +246,7 @@ void linear_backward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused
 // where dinp is, or dinp is without GELU's part, which linear_gradient_gelu adds.
 template <typename X, typename G>
 void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, G* dbias, float* scratch,
-                          const X* dout, const X* weight, const X* pre_gelu, int64_t N, int C, int OC,
+                          const X* dout, LinearWeight<X> weight, const X* pre_gelu, int64_t N, int C, int OC,
                           bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (use->gelu_made)
@@ -235,7 +254,7 @@ void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* din
                                                OC, accumulate);
     }
     if (use->scales) return linear_backward_input_fp8(dev, use, slot, dinp, use->drows, weight, N, C, OC);
-    matmul_backward_gelu<X, G>(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
+    matmul_backward_gelu<X, G>(dev, dinp, dbias, scratch, dout, weight.values, pre_gelu, N, C, OC, accumulate);
 }
 
 // The codes of dout * gelu'(pre_gelu), the output's gradient of the layer before GELU, and dbias: (OC) (+)= its column
@@ -249,7 +268,7 @@ void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const 
     fp8_cast<X, G>(dev, use->scales, &to, FP8_GELU_BACKWARD, dout, pre_gelu, dbias, scratch, N, OC, accumulate);
 }
 
-// The head, a layer without a bias whose rows are taken a few at a time. head: fp8 is used for it too.
+// The head is a layer without a bias whose rows are taken a few at a time. It is in fp8 if use->head[0] is not NULL.
 
 // Before the first rows: the codes of the weights (Vp, C), and the scale of the logits' gradient, which is at most
 // dloss.

@@ -12,10 +12,16 @@ void arena_tensors(Arena* a, int count) {
     a->count = count;
     a->tensors = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
     a->part = (int*)memory_zero(count, sizeof(int));
+    a->operand = (bool*)memory_zero(count, sizeof(bool));
     a->place = (int64_t*)memory_zero(count, sizeof(int64_t));
 }
 
-void arena_spread(Arena* a, OptimConfig* config) {
+static DecodedModel decoded_model(const Arena* a) {
+    return {a->tensors, a->part, a->operand, a->count, a->layers, a->type};
+}
+
+// Plans which part of the arena is this rank's.
+static void spread_ranks(const Arena* a, OptimConfig* config) {
     Shard* s = a->shard;
     if (!s) return;
     const int ranks = s->comm.world;
@@ -33,6 +39,15 @@ void arena_spread(Arena* a, OptimConfig* config) {
     optim_cuts(config, a->tensors, a->count, s->cut, ranks + 1);
     if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[s->comm.rank], config->end = s->cut[s->comm.rank + 1];
     free(tensors);
+}
+
+void arena_spread(Arena* a, OptimConfig* config) {
+    const DecodedModel model = decoded_model(a);
+    spread_ranks(a, config);
+    config->keeps_copy = shard_splits(a->shard, SHARD_STATES);  // for the others, or to be gathered by them
+    const int64_t lent = decoded_bytes(config, &model).lent;
+    a->lent_bytes = config->keeps_copy ? 0 : lent;
+    a->scales_apart = config->keeps_copy && lent > 0;
 }
 
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro, char* why,
@@ -73,9 +88,10 @@ static ReleaseModel release_model(const Arena* a) {
 
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     const ReleaseModel model = release_model(a);
+    const DecodedModel decoded = decoded_model(a);
     const OptimBytes optim = optim_bytes(config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
-    if (!config->keeps_copy) weights += decoded_bytes(config, a->tensors, a->part, a->count, a->layers, a->type);
+    if (!config->keeps_copy) weights += decoded_bytes(config, &decoded).room;
     int64_t states = optim.states + optim.tables;
     if (config->offload) states += offload_bytes(config, a->tensors, a->part, a->count, a->layers);
     return {weights, states, arena_grads_bytes(a),
@@ -109,7 +125,8 @@ void arena_open(Arena* a, const OptimConfig* config) {
     a->optim = optim_create(a->dev, config, a->tensors, a->count, a->type);
     a->weights = optim_weights(a->optim);
     if (!config->keeps_copy) {
-        a->decoded = decoded_open(a->dev, a->optim, config, a->tensors, a->part, a->count, a->layers, a->type);
+        const DecodedModel model = decoded_model(a);
+        a->decoded = decoded_open(a->dev, a->optim, config, &model);
     }
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
@@ -135,7 +152,7 @@ void arena_close(Arena* a) {
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
     device_free(a->dev, a->grads);
-    free(a->tensors), free(a->part), free(a->place);
+    free(a->tensors), free(a->part), free(a->place), free(a->operand);
 }
 
 void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
@@ -144,6 +161,18 @@ void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
     if (memory == a->grads && a->releases) at = a->place[t];
     if (shard_is_packed(a->shard, memory)) at = a->shard->place[t];
     return (char*)memory + element_bytes * at;
+}
+
+const uint8_t* arena_codes(const Arena* a, int t) {
+    return a->decoded ? decoded_codes(a->decoded, t) : nullptr;
+}
+
+const float* arena_scale(const Arena* a, int t) {
+    return a->operand[t] ? optim_codes(a->optim, t).numbers : nullptr;
+}
+
+void arena_lend(const Arena* a, void* room) {
+    if (a->decoded) decoded_lend(a->decoded, room);
 }
 
 void arena_set(Arena* a, int t, const float* values) {

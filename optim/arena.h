@@ -23,12 +23,16 @@ struct Arena {
     OptimTensor* tensors;  // (count)
     int* part;             // (count) the part of each
     int64_t* place;        // (count) where the gradients of each begin, in elements, if steps are taken part by part
+    bool* operand;         // (count) true: products read this matrix's codes as they are stored, if it has such
     int count, layers;
     int64_t elements;  // length of an arena
     OptimType type;    // X: of weights as the matmuls read them
     bool grads_bf16;   // G: of gradients is bf16, otherwise float
     ClipBy clip_by;
     bool releases;  // gradients are released
+    // arena_spread sets this.
+    int64_t lent_bytes;  // of the room that arena_lend is given
+    bool scales_apart;   // some matrices have codes that products could read, and each rank has those of its own alone
     // arena_open and arena_begin set these.
     Optim* optim;      // owns the weights; NULL: the model only runs forward
     void* weights;     // X; NULL: `decoded` has them
@@ -44,7 +48,7 @@ struct Arena {
 // Makes room for `count` tensors, all zero.
 void arena_tensors(Arena* arena, int count);
 // Plans what this rank keeps, and says so in the configuration. Exits with a sentence if there are more ranks than
-// tiles of weights. Alone: does nothing.
+// tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
 
 // Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
@@ -69,6 +73,14 @@ void arena_close(Arena* arena);
 
 // Where tensor t lies in `memory`, which is arena->weights or arena->grads, of elements of this size.
 void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
+// The codes of a matrix that products read as it is stored; NULL: they read what arena_at says. Where ranks keep parts
+// of the weights they gather decoded ones, so there it is NULL.
+const uint8_t* arena_codes(const Arena* arena, int t);
+// The numbers of the codes' scale (optim_codes), also where decoded weights are gathered; NULL: this rank has none.
+const float* arena_scale(const Arena* arena, int t);
+// Room of lent_bytes in which such matrices are decoded from here on, for passes that read all weights from arena_at;
+// NULL: they are no longer, and arena_at is NULL for them.
+void arena_lend(const Arena* arena, void* room);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);
 // The same with one value for all elements, and with normal numbers of this deviation (kernels/initial.cuh) in the

@@ -1,9 +1,10 @@
 // The kernels that are compiled ahead of time: those of the presets, of the tensors that a preset overrides, and of
-// both kinds of gradient. All of it follows from the rows of PRESETS (table.cuh); NVRTC compiles every other
-// combination when it is first asked for.
+// both kinds of gradient; with weights in spans, the pass before the step as well. All of it follows from the rows of
+// PRESETS (table.cuh); NVRTC compiles every other combination when it is first asked for.
 #include <utility>
 
 #include "kernel.cuh"
+#include "measure.cuh"
 #include "storage.h"
 #include "table.cuh"
 
@@ -96,6 +97,7 @@ struct PresetTypes {
 struct BuiltInRow {
     int rule, weights, m, v;   // indices in the tables; v -1: none
     const void* kernel[2][2];  // without and with a bf16 copy, with fp32 and bf16 gradients
+    const void* measure[2];    // the pass before the step, with fp32 and bf16 gradients; null: there is none
 };
 
 // The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
@@ -111,6 +113,19 @@ const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
 #else
     return PRESETS;
 #endif
+}
+
+// The pass before the step; null for weights without spans.
+template <class Types, class Grads>
+const void* measure_kernel() {
+    if constexpr (!Types::Weights::HAS_SPANS) return nullptr;
+#ifdef __CUDACC__
+    if constexpr (Types::Weights::HAS_SPANS) {
+        return (const void*)optim_measure_kernel<typename Types::Rule, typename Types::Weights, typename Types::StateM,
+                                                 typename Types::StateV, None, Grads>;
+    }
+#endif
+    return PRESETS;
 }
 
 // A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
@@ -142,7 +157,9 @@ template <int PRESET, bool OVERRIDDEN>
 static BuiltInRow built_in_row() {
     typedef PresetTypes<PRESET, OVERRIDDEN> Types;
     if constexpr (Types::Rule::MATRIX == MATRIX_NONE) {
-        BuiltInRow row = {Types::RULE, Types::WEIGHTS, Types::M, Types::V, {}};
+        BuiltInRow row = {Types::RULE, Types::WEIGHTS, Types::M, Types::V, {}, {}};
+        row.measure[0] = measure_kernel<Types, Elementwise<Fp32, NEAREST>>();
+        row.measure[1] = measure_kernel<Types, Elementwise<Bf16, NEAREST>>();
         for (int grads = 0; grads < 2; grads++) {
             row.kernel[0][grads] = step_kernel<Types, None>(grads == 1);
             if constexpr (is_copied<typename Types::Weights>) {
@@ -151,7 +168,7 @@ static BuiltInRow built_in_row() {
         }
         return row;
     } else if constexpr (!OVERRIDDEN) {
-        BuiltInRow row = {Types::RULE, name_index(WEIGHTS_NAMES, "fp32"), Types::M, Types::V, {}};
+        BuiltInRow row = {Types::RULE, name_index(WEIGHTS_NAMES, "fp32"), Types::M, Types::V, {}, {}};
         row.kernel[0][0] = moment_kernel<Types, Elementwise<Fp32, NEAREST>>();
         if constexpr (Types::Rule::MATRIX < MATRIX_GALORE) {
             row.kernel[0][1] = moment_kernel<Types, Elementwise<Bf16, NEAREST>>();
@@ -159,7 +176,7 @@ static BuiltInRow built_in_row() {
         return row;
     } else {
         typedef typename PresetTypes<PRESET, false>::Weights Weights;
-        BuiltInRow row = {-1, PresetTypes<PRESET, false>::WEIGHTS, -1, -1, {}};
+        BuiltInRow row = {-1, PresetTypes<PRESET, false>::WEIGHTS, -1, -1, {}, {}};
         row.kernel[0][0] = apply_kernel<Weights, None>();
         if constexpr (is_copied<Weights>) row.kernel[1][0] = apply_kernel<Weights, Elementwise<Bf16, NEAREST>>();
         return row;
@@ -176,18 +193,28 @@ static int row_index(const Table<Row>& table, const Row* row) {
 }
 
 template <int... PRESET>
-static const void* find_kernel(const Rows* rows, bool copy, std::integer_sequence<int, PRESET...>) {
+static const BuiltInRow* find_built_in(const Rows* rows, std::integer_sequence<int, PRESET...>) {
     static const BuiltInRow built_in[] = {built_in_row<PRESET, false>()..., built_in_row<PRESET, true>()...};
     for (const BuiltInRow& row : built_in) {
         const bool same = row.rule == row_index(rule_table(), rows->rule) &&
                           row.weights == row_index(weights_table(), rows->weights) &&
                           row.m == row_index(state_table(), rows->m) && row.v == row_index(state_table(), rows->v);
-        if (same) return row.kernel[copy][row_index(grads_table(), rows->grads)];
+        if (same) return &row;
     }
     return nullptr;
 }
 
-const void* built_in_kernel(const Rows* rows, bool copy) {
+static const BuiltInRow* built_in_row_of(const Rows* rows) {
     if (rows->m->source || rows->v->source) return nullptr;  // the user's own
-    return find_kernel(rows, copy, std::make_integer_sequence<int, PRESET_COUNT>());
+    return find_built_in(rows, std::make_integer_sequence<int, PRESET_COUNT>());
+}
+
+const void* built_in_kernel(const Rows* rows, bool copy) {
+    const BuiltInRow* row = built_in_row_of(rows);
+    return row ? row->kernel[copy][row_index(grads_table(), rows->grads)] : nullptr;
+}
+
+const void* built_in_measure(const Rows* rows) {
+    const BuiltInRow* row = built_in_row_of(rows);
+    return row ? row->measure[row_index(grads_table(), rows->grads)] : nullptr;
 }

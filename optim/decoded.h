@@ -12,6 +12,9 @@
 //
 // Tensors that are stored in the compute type need no room and are read where they are. A decoded weight has the bits
 // that a copy of the whole model would have, since the same function makes it.
+//
+// Matrices of layers that fp8 products read as codes (operands) are not decoded while a model trains, and have no room
+// here. What else reads them, such as a validation, lends room for two layers of them.
 #pragma once
 #include "optim.h"
 
@@ -25,17 +28,34 @@ inline int decoded_final(int layers) {
     return layers + 1;
 }
 
-// Bytes of the room for these tensors under a resolved configuration; `part` has the part of each tensor. Known before
-// anything is allocated.
-int64_t decoded_bytes(const OptimConfig* config, const OptimTensor* tensors, const int* part, int count, int layers,
-                      OptimType compute);
+// What a model's tensors are to it.
+struct DecodedModel {
+    const OptimTensor* tensors;  // (count)
+    const int* part;             // (count) the part of each
+    const bool* operand;         // (count) true: products read the codes of this matrix, if it has such; NULL: none do
+    int count, layers;
+    OptimType compute;
+};
 
-// Allocates the room. `optim` keeps no copy (OptimConfig.keeps_copy) and must outlive it; `part` is copied.
-Decoded* decoded_open(const Device* dev, const Optim* optim, const OptimConfig* config, const OptimTensor* tensors,
-                      const int* part, int count, int layers, OptimType compute);
+// Bytes of the room under a resolved configuration, and of the room for operands that a caller lends. Known before
+// anything is allocated.
+struct DecodedBytes {
+    int64_t room, lent;
+};
+DecodedBytes decoded_bytes(const OptimConfig* config, const DecodedModel* model);
+
+// Allocates the room. `optim` keeps no copy (OptimConfig.keeps_copy) and must outlive it; the model is copied.
+Decoded* decoded_open(const Device* dev, const Optim* optim, const OptimConfig* config, const DecodedModel* model);
 void decoded_close(Decoded* decoded);
 
-// Where a tensor's weights are in the compute type once its part has been asked for: constant.
+// The codes of an operand; NULL for other tensors.
+const uint8_t* decoded_codes(const Decoded* decoded, int tensor);
+
+// From here on operands are decoded, too, into `room` of DecodedBytes.lent; NULL: no longer, and the room is free.
+void decoded_lend(Decoded* decoded, void* room);
+
+// Where a tensor's weights are in the compute type once its part has been asked for: constant, but for operands, which
+// are where room was lent, or NULL.
 void* decoded_at(const Decoded* decoded, int tensor);
 
 // Makes sure that a part is there. It stays until a part that shares its room is asked for: layer l until layer l + 2

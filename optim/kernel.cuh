@@ -254,7 +254,9 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
 #ifdef __CUDA_ARCH__
         __syncwarp();  // a neighbour has written the scale
 #endif
-        weights.load(streams, first, stored, n, key);
+        Streams now = streams;
+        if (Weights::HAS_SPANS && now.next) now.extra = now.next;  // the scales that it was stored with
+        weights.load(now, first, stored, n, key);
     }
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) {

@@ -132,7 +132,8 @@ struct StepKernel {
     int threads, shared_bytes;
     const void* built_in;  // on a GPU, or null: then jit
     JitKernel jit;
-    bool measures;  // a pass comes before it, for formats in spans
+    bool measures;                 // a pass comes before it, for formats in spans
+    const void* built_in_measure;  // as built_in
     JitKernel measure;
     int measure_threads, measure_shared_bytes;
 };
@@ -323,6 +324,11 @@ static const void* rows_kernel(const OptimConfig* config, const Rows* rows, Opti
     return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
 }
 
+// The kernel of the pass before the step, if it was compiled ahead of time.
+static const void* rows_measure(const OptimConfig* config, const Rows* rows) {
+    return config->placed || config_scaled(config) ? nullptr : built_in_measure(rows);
+}
+
 // The rows of the first kernel of a step, which is the only one but with rules that read matrices.
 static Rows first_rows(const OptimConfig* config) {
     Rows rows = config_rows(config);
@@ -367,12 +373,15 @@ static void jit_create(const Device* dev, const OptimConfig* config, OptimType c
     free(error);
 }
 
-// Chooses the kernel of the step: built in, or from NVRTC if there is none or NIBBLE_JIT=1 asks for it. Kernels of
-// formats in spans, and of the pass before the step, are never built in.
+// Chooses the kernels of the step: built in, or from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
 static void kernel_choose(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel) {
     const char* always = getenv("NIBBLE_JIT");
-    if (kernel->measures) jit_create(dev, config, compute, &kernel->rows, "optim_measure_kernel", &kernel->measure);
-    kernel->built_in = always && strcmp(always, "1") == 0 ? nullptr : rows_kernel(config, &kernel->rows, compute);
+    const bool compiles = always && strcmp(always, "1") == 0;
+    if (kernel->measures && !compiles) kernel->built_in_measure = rows_measure(config, &kernel->rows);
+    if (kernel->measures && !kernel->built_in_measure) {
+        jit_create(dev, config, compute, &kernel->rows, "optim_measure_kernel", &kernel->measure);
+    }
+    kernel->built_in = compiles ? nullptr : rows_kernel(config, &kernel->rows, compute);
     if (!kernel->built_in) jit_create(dev, config, compute, &kernel->rows, "optim_step_kernel", &kernel->jit);
 }
 
@@ -403,12 +412,9 @@ static void kernel_shape(const Device* dev, const OptimConfig* config, OptimType
     } else {
         jit_shared_bytes(&kernel->jit, kernel->shared_bytes);
     }
-    if (kernel->measures) jit_shared_bytes(&kernel->measure, kernel->measure_shared_bytes);
-}
-
-// True if the scales of a storage need a pass before the step that computes the update.
-static bool measured(const FormatRow* format) {
-    return format_span(format) == SPAN_TENSOR || format_span(format) == SPAN_RANK1;
+    if (kernel->measures && !kernel->built_in_measure) {
+        jit_shared_bytes(&kernel->measure, kernel->measure_shared_bytes);
+    }
 }
 
 // Makes a kernel of the step for `tiles` tiles.
@@ -685,6 +691,15 @@ const void* optim_stored_weights(const Optim* optim, int tensor) {
     return weights->are_seen ? row_tile(weights->row, weights->streams, first).codes : nullptr;
 }
 
+OptimCodes optim_codes(const Optim* optim, int tensor) {
+    const Weights* weights = weights_of(optim, tensor);
+    const int64_t offset = optim->tensors[tensor].offset, first = (offset - weights->run->begin) / TILE_ELEMENTS;
+    if (!format_is_operand(weights->row) || offset < optim->plan->begin || offset >= optim->plan->end) return {};
+    const int64_t at = optim->plan->at[tensor][SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
+    return {(const uint8_t*)row_tile(weights->row, weights->streams, first).codes,
+            (const float*)weights->streams.extra + at};
+}
+
 void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
     const Weights* weights = weights_of(optim, tensor);
     const OptimTensor* its = &optim->tensors[tensor];
@@ -781,8 +796,15 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     }
     if (kernel->measures) {
         int64_t blocks = 8 * (int64_t)optim->dev->sm_count;
-        jit_launch(&kernel->measure, tiles < blocks ? tiles : blocks, kernel->measure_threads,
-                   kernel->measure_shared_bytes, pointers, optim->dev->stream);
+        if (tiles < blocks) blocks = tiles;
+        if (kernel->built_in_measure) {
+            check(cudaLaunchKernel(kernel->built_in_measure, dim3((unsigned)blocks),
+                                   dim3((unsigned)kernel->measure_threads), pointers,
+                                   (size_t)kernel->measure_shared_bytes, optim->dev->stream));
+        } else {
+            jit_launch(&kernel->measure, blocks, kernel->measure_threads, kernel->measure_shared_bytes, pointers,
+                       optim->dev->stream);
+        }
     }
     const int64_t grid = tiles < kernel->grid ? tiles : kernel->grid;
     if (kernel->built_in) {

@@ -172,6 +172,16 @@ void* optim_weights(const Optim* optim);
 // optimizer of the whole arena.
 const void* optim_stored_weights(const Optim* optim, int tensor);
 
+// The weights of one tensor as they are stored, if that is as codes of e4m3 with one scale for all; otherwise NULL. The
+// codes begin at a multiple of TILE_ELEMENTS from the array's first. A weight is its code times numbers[1]; numbers[0]
+// is the largest magnitude, numbers[2] = 1 / numbers[1]. Device memory, constant for the optimizer's life. NULL also
+// for a tensor that is not in this shard.
+struct OptimCodes {
+    const uint8_t* codes;
+    const float* numbers;  // (3)
+};
+OptimCodes optim_codes(const Optim* optim, int tensor);
+
 // Decodes the weights of one tensor, with the padding behind it, into device memory in the compute type, on
 // dev->stream.
 void optim_decode_tensor(const Optim* optim, int tensor, void* to);

@@ -9,7 +9,9 @@ bool config_scaled(const OptimConfig* config) {
 }
 
 bool config_reads_whole(const OptimConfig* config) {
-    return config->limit_growth > 0.0f || reads_whole(find_row(rule_table(), config->rule));
+    if (config->limit_growth > 0.0f || reads_whole(find_row(rule_table(), config->rule))) return true;
+    const Rows rows = config_rows(config);
+    return measured(rows.weights) || measured(rows.m) || measured(rows.v);
 }
 
 static void passes_add(RowPlan* its, const OptimConfig* config) {

@@ -19,6 +19,14 @@ Span format_span(const FormatRow* format) {
     return format ? format->stream[1].span : SPAN_RUN;
 }
 
+bool measured(const FormatRow* format) {
+    return format_span(format) == SPAN_TENSOR || format_span(format) == SPAN_RANK1;
+}
+
+bool format_is_operand(const FormatRow* weights) {
+    return strcmp(weights->stream[0].dtype, "F8_E4M3") == 0 && format_span(weights) == SPAN_TENSOR;
+}
+
 int64_t span_numbers(Span span, const OptimTensor* tensor) {
     SpanShape shape = span_shape(tensor);
     if (span == SPAN_TENSOR) return TENSOR_NUMBERS;

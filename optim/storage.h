@@ -71,7 +71,10 @@ const FormatRow* find_state(const OptimConfig* config, const char* name);
 // True if a rule reads more than an element, so that no tensor of it may be cut between shards.
 bool reads_whole(const RuleRow* rule);
 
-// True if a launch's step reads whole tensors, by its rule or for --limit-growth.
+// True if the scales of a storage need a pass before the step that computes the update.
+bool measured(const FormatRow* format);
+
+// True if a launch's step reads whole tensors, by its rule, for its formats' scales or for --limit-growth.
 bool config_reads_whole(const OptimConfig* config);
 
 // The storages of the two steps of a rule that reads matrices: from the gradient to its direction, which takes the
@@ -83,6 +86,8 @@ Rows apply_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
 const void* built_in_kernel(const Rows* rows, bool copy);
+// And of the pass before its step, whatever the copy.
+const void* built_in_measure(const Rows* rows);
 
 // Bytes of weights or of a moment for each parameter; the numbers of spans, a few for each tensor, are left out.
 double format_bytes_each(const FormatRow* format);
@@ -97,6 +102,9 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
 
 // The span of the numbers that a storage has beside its codes, if it has such.
 Span format_span(const FormatRow* format);
+
+// True if weights are stored as codes of e4m3 with one scale a tensor, as fp8 products read them.
+bool format_is_operand(const FormatRow* weights);
 
 // The count of these numbers for a tensor; and where those of its elements from `first` on, a multiple of a tile, lie
 // in an array in which the tensor's begin at `at`.

@@ -94,6 +94,12 @@
     ROW("e4m3:ef", "as e4m3:sr, with feedback as bf16:ef", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)      \
     ROW("lin8:ef", "as lin8:sr, with feedback, which leaves little of the noise",                                   \
         Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>)                                                  \
+    ROW("e4m3/tensor", "fp8, a power of two as scale a tensor; an operand of --matmul fp8 as it is",                \
+        Spans<E4m3, SPAN_TENSOR, NEAREST, ScaleE8m0>)                                                               \
+    ROW("e4m3/tensor:sr", "the same, never stalling; two passes a step",                                            \
+        Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>)                                                            \
+    ROW("e4m3/tensor:ef", "as e4m3/tensor:sr, with feedback as bf16:ef",                                            \
+        Feedback<Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>>)                                                  \
     ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls take it; two passes a step",                        \
         WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                              \
     ROW("e5m2/tensor+fp32", "as e4m3/tensor+fp32, in e5m2", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
@@ -254,6 +260,13 @@ constexpr PresetRow PRESETS[] = {
      .m = "e4m3/256:sr",
      .v = "sqrt8/32",
      .note = "fp8 matrices but wpe; rounding errors fed back",
+     .overrides = "ln*|*.bias|wpe: weights=bf16:ef"},
+    {.name = "fp8",
+     .rule = "adamw",
+     .weights = "e4m3/tensor:ef",
+     .m = "e4m3/256:sr",
+     .v = "sqrt8/32",
+     .note = "fp8w8e whose codes --matmul fp8 multiplies",
      .overrides = "ln*|*.bias|wpe: weights=bf16:ef"},
     {.name = "int8w4",
      .rule = "adamw",

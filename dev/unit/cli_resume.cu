@@ -190,6 +190,7 @@ TEST(cli_resume_presets_gpu) {
 TEST(cli_resume_spans) {
     const char* const formats[][2] = {{"released", "--weights lin8:sr --m de4/32 --clip-by last --release on"},
                                       {"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
+                                      {"operands", "--preset fp8 --matmul fp8"},
                                       {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
     const char* work = work_folder();
     char whole[PATH_MAX], again[PATH_MAX];
@@ -229,6 +230,7 @@ static void check_resume_offload(Test* test, const char* formats) {
 
 TEST(cli_resume_offload) {
     check_resume_offload(test, "--preset adamw4l");
+    check_resume_offload(test, "--preset fp8 --matmul fp8");
     check_resume_offload(test, "--rule came --weights lin8:sr --m dyn8 --limit-growth 1.01");
     check_resume_offload(test, "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1");
 }

@@ -1,7 +1,10 @@
 // Tests of optim/decoded.h and of optim_step_tensors: weights decoded a part at a time have the bits of a copy of the
 // whole model, whatever the order in which parts are asked for, and the planned room is what is allocated; a step that
-// is taken part by part, from gradients that lie elsewhere, has the bits of one over the whole arena.
+// is taken part by part, from gradients that lie elsewhere, has the bits of one over the whole arena. Matrices whose
+// codes are operands are decoded only into room that was lent.
+#include "../../kernels/fp8.cuh"
 #include "../../optim/decoded.h"
+#include "../../optim/plan.h"
 #include "rules.h"
 
 constexpr int LAYERS = 3, COUNT = 2 + 2 * LAYERS + 1, STEPS = 2;
@@ -115,8 +118,8 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     config.overrides = overrides;
     Pair pair;
     pair_open(&pair, &config, compute, gpu);
-    Decoded* decoded =
-        decoded_open(&pair.dev, pair.optim[1], &pair.config[1], pair.tensor, part, COUNT, LAYERS, compute);
+    const DecodedModel its = {pair.tensor, part, nullptr, COUNT, LAYERS, compute};
+    Decoded* decoded = decoded_open(&pair.dev, pair.optim[1], &pair.config[1], &its);
     for (int step = 1; step <= STEPS; step++) {
         // A forward and a backward pass; neighbours are there at the same time, and so are the last layer and ln_f.
         const int order[] = {3, 0, 1, 2, 4, 3, 2, 1, 0};
@@ -135,7 +138,7 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     expect(memcmp(&plan, &real, sizeof(plan)) == 0 && plan.compute == 0, "%s: planned and allocated", weights);
     OptimBytes whole = optim_bytes(&pair.config[0], pair.tensor, COUNT, compute);
     expect(whole.weights == plan.weights && whole.states == plan.states, "%s: only the copy is gone", weights);
-    const int64_t room = decoded_bytes(&pair.config[1], pair.tensor, part, COUNT, LAYERS, compute);
+    const int64_t room = decoded_bytes(&pair.config[1], &its).room;
     expect((room == 0) == (whole.compute == 0) && room <= whole.compute, "%s: room %lld of %lld", weights,
            (long long)room, (long long)whole.compute);
     for (int i = 0; i < optim_stream_count(pair.optim[0]); i++) {
@@ -150,6 +153,85 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     decoded_close(decoded);
     for (Optim* optim : pair.optim) optim_free(optim);
     device_close(&pair.dev);
+}
+
+// The codes of a matrix and the numbers of their scale are its weights, to the bit.
+static void expect_codes(Test* test, const Pair* pair, const Decoded* decoded, int t, const char* what) {
+    const int64_t n = model[t].rows * model[t].cols;
+    const OptimCodes stored = optim_codes(pair->optim[1], t);
+    const uint8_t* at = decoded_codes(decoded, t);
+    expect(at && at == stored.codes && (uintptr_t)at % 16 == 0 && !decoded_at(decoded, t), "%s: no operand", what);
+    if (!at) return;
+    float *want = (float*)malloc((size_t)n * 4), numbers[3];
+    uint8_t* codes = (uint8_t*)malloc((size_t)n);
+    optim_get_weights(pair->optim[0], t, want);
+    copy_to_host(&pair->dev, codes, at, n);
+    copy_to_host(&pair->dev, numbers, stored.numbers, sizeof(numbers));
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < n; i++) wrong += fp8_decode(codes[i], FP8_E4M3) * numbers[1] != want[i];
+    expect(wrong == 0 && numbers[2] == 1.0f / numbers[1], "%s: %lld of %s are not code times scale", what,
+           (long long)wrong, model[t].name);
+    free(want), free(codes);
+}
+
+static void check_operands(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
+    OptimConfig config = make_config("adamw", weights, "fp32");
+    config.overrides = overrides;
+    Pair pair;
+    pair_open(&pair, &config, compute, gpu);
+    bool operand[COUNT];
+    for (int t = 0; t < COUNT; t++) operand[t] = strstr(model[t].name, "c_fc") != nullptr;
+    const DecodedModel its = {pair.tensor, part, operand, COUNT, LAYERS, compute},
+                       none = {pair.tensor, part, nullptr, COUNT, LAYERS, compute};
+    const DecodedBytes bytes = decoded_bytes(&pair.config[1], &its), all = decoded_bytes(&pair.config[1], &none);
+    const int64_t matrix = tensor_padded(&model[3]) * (compute == OPTIM_FP32 ? 4 : 2);
+    // Embeddings take as much as layers without these matrices, and more than layers without vectors, too.
+    const bool smaller = bytes.room < all.room || (bytes.room == all.room && strstr(overrides, "ln*"));
+    expect(bytes.lent == 2 * matrix && all.lent == 0 && smaller, "%s, %s: room %lld and %lld, without %lld", weights,
+           overrides, (long long)bytes.room, (long long)bytes.lent, (long long)all.room);
+    void* room = device_alloc(&pair.dev, bytes.lent);
+    Decoded* decoded = decoded_open(&pair.dev, pair.optim[1], &pair.config[1], &its);
+    for (int step = 1; step <= STEPS; step++) {
+        for (int number : {3, 0, 1, 2, 4, 3, 2, 1, 0}) {
+            decoded_need(decoded, number);
+            if (number < LAYERS) expect_codes(test, &pair, decoded, 3 + 2 * number, weights);
+            if (number >= LAYERS) expect_part(test, &pair, decoded, number, weights);
+        }
+        decoded_lend(decoded, room);
+        for (int number : {3, 0, 1, 2, 4, 0, 1}) {
+            decoded_need(decoded, number);
+            expect_part(test, &pair, decoded, number, weights);
+            if (number == 1 || number == 2) expect_part(test, &pair, decoded, number - 1, weights);
+        }
+        decoded_lend(decoded, nullptr);
+        pair_step(&pair, step);
+        decoded_forget(decoded);
+    }
+    decoded_close(decoded);
+    device_free(&pair.dev, room);
+    for (Optim* optim : pair.optim) optim_free(optim);
+    device_close(&pair.dev);
+}
+
+static void check_all_operands(Test* test, OptimType compute, bool gpu) {
+    for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor+fp32"}) {
+        for (const char* overrides : {"", "ln*: weights=bf16:sr", "wte|wpe: weights=bf16:sr"}) {
+            check_operands(test, weights, overrides, compute, gpu);
+        }
+    }
+}
+
+TEST(decoded_operands) {
+    check_all_operands(test, OPTIM_FP32, false);
+    check_all_operands(test, OPTIM_BF16, false);
+}
+
+static void operands_on_gpu(Test* test) {
+    check_all_operands(test, OPTIM_BF16, true);
+}
+
+TEST(decoded_operands_gpu) {
+    with_empty_cache(test, operands_on_gpu);
 }
 
 static void check_formats(Test* test, OptimType compute, bool gpu) {

@@ -4,6 +4,7 @@
 #include "../../kernels/classifier.cuh"
 #include "../../kernels/layernorm.cuh"
 #include "../../kernels/linear.cuh"
+#include "../../optim/optim.h"
 #include "cli.h"
 #include "kernels.h"
 
@@ -363,6 +364,134 @@ TEST(fp8_product_gpu) {
     note_worst(test, worst);
 }
 
+// A matrix as an optimizer stores it in `weights`, and a layer that reads its codes.
+template <typename X>
+struct StoredLayer {
+    Optim* optim;
+    OptimCodes stored;
+    Fp8 f;
+    Fp8Use use;
+    float* weight;     // (OC, C), on the host
+    uint8_t* columns;  // of the input
+};
+
+// Some weights are so small that their codes are subnormal.
+template <typename X>
+StoredLayer<X> stored_layer_open(const Device* dev, const char* weights, int64_t N, int C, int OC) {
+    StoredLayer<X> layer = {};
+    OptimConfig config = {"fp8", "", weights, "fp32", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+    char error[1024];
+    if (!optim_resolve(&config, error, sizeof(error))) user_error("%s", error);
+    config.keeps_copy = false;
+    OptimTensor tensor = {"h.0.mlp.c_fc.weight", OC, C, true, 0};
+    optim_layout(&tensor, 1, &config);
+    layer.optim = optim_create(dev, &config, &tensor, 1, sizeof(X) == 4 ? OPTIM_FP32 : OPTIM_BF16);
+    layer.weight = random_floats((int64_t)OC * C, 21, 0.1f);
+    for (int64_t i = 0; i < (int64_t)OC * C; i += 3) layer.weight[i] *= 0x1p-14f;
+    optim_set_weights(layer.optim, 0, layer.weight);
+    optim_get_weights(layer.optim, 0, layer.weight);
+    layer.stored = optim_codes(layer.optim, 0);
+    layer.f = scales_open(dev, 3);
+    const float* const stored[3] = {nullptr, layer.stored.numbers, nullptr};
+    copy_to_device(dev, layer.f.stored, stored, sizeof(stored));
+    fp8_begin(dev, &layer.f);
+    uint8_t** const buffers[] = {&layer.use.rows, &layer.use.weight, &layer.use.drows, &layer.use.dcolumns,
+                                 &layer.columns};
+    for (uint8_t** buffer : buffers) *buffer = (uint8_t*)device_alloc(dev, (N > OC ? N : OC) * (C > OC ? C : OC));
+    return layer;
+}
+
+template <typename X>
+void stored_layer_close(const Device* dev, StoredLayer<X>* layer) {
+    for (uint8_t* buffer :
+         {layer->use.rows, layer->use.weight, layer->use.drows, layer->use.dcolumns, layer->columns}) {
+        device_free(dev, buffer);
+    }
+    device_free(dev, layer->f.inverse), free(layer->weight), optim_free(layer->optim);
+}
+
+// The values of `count` codes of a slot.
+float* code_values(const Device* dev, const Fp8* f, const uint8_t* codes, int64_t count, int slot, Fp8Type type) {
+    uint8_t* host = (uint8_t*)malloc(count);
+    float *values = floats(count), inverse;
+    copy_to_host(dev, host, codes, count), copy_to_host(dev, &inverse, f->inverse + 4 * slot, sizeof(inverse));
+    for (int64_t i = 0; i < count; i++) values[i] = fp8_decode(host[i], type) * inverse;
+    free(host);
+    return values;
+}
+
+// A layer whose weights are stored as codes, forward and back to its input, against sums in double of what the codes
+// say and of the weights as the model sees them. Nothing else is rounded, so that sums are as close as those of any
+// other codes (check_product). Weights are at most 0.1.
+template <typename X>
+void check_stored(Test* test, double* worst, const Device* dev, const char* weights, int64_t N, int C, int OC) {
+    StoredLayer<X> layer = stored_layer_open<X>(dev, weights, N, C, OC);
+    layer.use.scales = &layer.f;
+    const LinearWeight<X> weight = {nullptr, layer.stored.codes};
+    Array<X> inp = array_random<X>(dev, N * C, 22, 1.0f), bias = array_random<X>(dev, OC, 23, 1.0f),
+             dout = array_random<X>(dev, N * OC, 24, 1.0f), out = array_of<X>(dev, N * OC, nullptr),
+             dinp = array_of<X>(dev, N * C, nullptr);
+    const auto forward = [&] {
+        linear_forward<X>(dev, &layer.use, 0, false, out.device, inp.device, layer.columns, weight, bias.device, N, C,
+                          OC);
+    };
+    const auto backward = [&] {
+        linear_gradient<X>(dev, &layer.use, 0, false, dout.device, N, OC);
+        linear_backward_input<X>(dev, &layer.use, 0, dinp.device, dout.device, weight, N, C, OC);
+    };
+    forward(), backward();
+    float *x = code_values(dev, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
+          *dy = code_values(dev, &layer.f, layer.use.drows, N * OC, FP8_GRADIENT, FP8_E5M2), *want = floats(N * OC),
+          *dwant = floats(N * C);
+    for (int64_t n = 0; n < N; n++) {
+        for (int o = 0; o < OC; o++) {
+            double sum = bias.host[o];
+            for (int c = 0; c < C; c++) sum += (double)x[n * C + c] * layer.weight[(int64_t)o * C + c];
+            want[n * OC + o] = (float)sum;
+        }
+        for (int c = 0; c < C; c++) {
+            double sum = 0;
+            for (int o = 0; o < OC; o++) sum += (double)dy[n * OC + o] * layer.weight[(int64_t)o * C + c];
+            dwant[n * C + c] = (float)sum;
+        }
+    }
+    // As check_product has it, for terms of at most 0.1; x and gradients are rounded up to 1/16 and 1/8 beyond 1.
+    const auto cut = [&](double depth) {
+        const double run = depth < 128 ? depth : 128;
+        return dev->gpu ? 0.115 * 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt(depth / run) : 0.0;
+    };
+    const double fast = dev->gpu ? 0.115 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1) : 0.0;
+    check_output<X>(test, worst, dev, weights, &out, nullptr, want, fast + product_bound(C, 0.115), forward);
+    check_output<X>(test, worst, dev, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
+    uint32_t found[4];
+    copy_to_host(dev, found, layer.f.found, sizeof(found));
+    float numbers[3], magnitude;
+    copy_to_host(dev, numbers, layer.stored.numbers, sizeof(numbers));
+    memcpy(&magnitude, &found[FP8_WEIGHT], 4);
+    expect(magnitude == 448 * numbers[1] && magnitude >= numbers[0], "%s: the largest magnitude is %g of %g", weights,
+           magnitude, numbers[0]);
+    for (Array<X>* array : {&inp, &bias, &dout, &out, &dinp}) array_free(dev, array);
+    free(x), free(dy), free(want), free(dwant);
+    stored_layer_close(dev, &layer);
+}
+
+TEST(fp8_stored_weights) {
+    Device dev = test_device(false);
+    double worst = 0;
+    for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef", "e4m3/tensor+fp32"}) {
+        check_stored<float>(test, &worst, &dev, weights, 48, 80, 64);
+    }
+    note_worst(test, worst);
+}
+
+TEST(fp8_stored_weights_gpu) {
+    Device dev = test_device(true);
+    double worst = 0;
+    check_stored<bf16>(test, &worst, &dev, "e4m3/tensor:ef", 256, 384, 1152);
+    check_stored<bf16>(test, &worst, &dev, "e4m3/tensor:ef", 48, 80, 64);
+    note_worst(test, worst);
+}
+
 #ifdef __CUDACC__
 // The products next to GELU: what they are given, and what a step would compute of it by other means.
 struct GeluProducts {
@@ -556,6 +685,37 @@ void check_runs(Test* test, bool gpu) {
     }
     const double head = last_loss(test, gpu, work, "head", "--matmul fp8 --head fp8 --fp8-grads e4m3");
     expect(fabs(head - other) < 0.05 && head != fp8, "a loss of %.4f with the head, without fp8 %.4f", head, other);
+}
+
+// Weights whose codes are read as they are stored: the loss is near that of the same weights without fp8, and neither
+// what is recomputed nor a validation, which decodes them, changes a bit.
+void check_stored_runs(Test* test, bool gpu) {
+    const char* work = work_folder();
+    for (const char* weights : {"e4m3/tensor:ef", "e4m3/tensor:sr", "e4m3/tensor+fp32"}) {
+        const int base = (int)strcspn(strchr(weights, '/') + 1, ":+") + 6;
+        char options[128], name[64];
+        double loss[4];
+        const char* const more[4] = {"", "--matmul fp8", "--matmul fp8 --recompute block",
+                                     "--matmul fp8 --val-every 7 --sample-every 11 --sample-tokens 4"};
+        for (int i = 0; i < 4; i++) {
+            snprintf(options, sizeof(options), "--preset fp8 --weights %s %s", weights, more[i]);
+            snprintf(name, sizeof(name), "%s_%d", weights + base, i);
+            loss[i] = last_loss(test, gpu, work, name, options);
+        }
+        expect(fabs(loss[1] - loss[0]) < 0.05 && loss[1] != loss[0], "%s: a loss of %.4f, without fp8 %.4f", weights,
+               loss[1], loss[0]);
+        expect(loss[2] == loss[1] && loss[3] == loss[1], "%s: losses of %.6f, %.6f and %.6f", weights, loss[1], loss[2],
+               loss[3]);
+        note(test, "%s %.4f, without fp8 %.4f", weights, loss[1], loss[0]);
+    }
+}
+
+TEST(fp8_stored_runs) {
+    check_stored_runs(test, false);
+}
+
+TEST(fp8_stored_runs_gpu) {
+    check_stored_runs(test, true);
 }
 
 TEST(fp8_runs) {

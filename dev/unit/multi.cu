@@ -64,7 +64,9 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 1, "--rule normuon");
     check_modes(test, false, 3, 1, "--preset came8 --limit-growth 1.01");  // nor any tensor
     check_modes(test, false, 4, 1, "--rule adafactor --m none --adafactor-lr paper");
-    check_modes(test, false, 3, 1, "--matmul fp8 --head fp8");  // whose scales all ranks share
+    check_modes(test, false, 3, 1, "--matmul fp8 --head fp8");    // whose scales all ranks share
+    check_modes(test, false, 4, 1, "--preset fp8 --matmul fp8");  // codes of which are read as stored with none alone
+    check_modes(test, false, 3, 1, "--m dyn8/rank1 --v udyn8/rank1");
 }
 
 TEST(multi_modes_gpu) {
@@ -78,6 +80,7 @@ TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 1, "--preset came8 --limit-growth 1.01");
     check_modes(test, true, ranks, 1, "--preset rmnp4");
     check_modes(test, true, ranks, 1, "--matmul fp8 --head fp8");
+    check_modes(test, true, ranks, 1, "--preset fp8 --matmul fp8 --head fp8");
     note(test, "%d GPUs", ranks);
 }
 
@@ -101,6 +104,7 @@ static void check_released(Test* test, bool gpu, int ranks, const char* clip, co
 
 TEST(multi_released) {
     check_released(test, false, 2, "--clip 0", "--preset adamw4l");
+    check_released(test, false, 2, "--clip 0", "--preset fp8 --matmul fp8");
     check_released(test, false, 3, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
     check_released(test, false, 3, "--clip-by tensor --clip 0.05",
                    "--preset int8w4 --layers 4 --comm bf16 --override ln*|*.bias:weights=fp32\tm=fp32");
@@ -711,10 +715,7 @@ FOLDER_TEST(multi_refused) {
     start_ranks(&data, false, 3, "--data %s/nothing --run %s/run", work, work);
     finish(&data);
     expect_error(test, &data, "a mistake of all ranks, told once", "nothing", "cannot open");
-    Child spans = new_child(), tiles = new_child();
-    start_ranks(&spans, false, 3, "%s --m dyn8/rank1 --v udyn8/rank1 --shard states --run %s/run", SEVERAL, work);
-    finish(&spans);
-    expect_error(test, &spans, "scales of whole tensors", "dyn8/rank1 was asked for", "--shard none");
+    Child tiles = new_child();
     start_ranks(&tiles, false, 50, "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
     finish(&tiles);
     expect_error(test, &tiles, "more ranks than tiles", "for 50 ranks", "; start 43");

@@ -670,7 +670,8 @@ TEST(rules_feedback_makes_errors_good) {
     } rows[] = {{"lin8:sr", "lin8:ef", "fp32", {0.5, 0.25}},
                 {"lin8:sr", "lin8:ef", "e4m3/256:sr", {0.5, 0.3}},
                 {"bf16:sr", "bf16:ef", "bf16:sr", {0.5, 0.25}},
-                {"e4m3:sr", "e4m3:ef", "dyn8/256:sr", {1.0, 0.5}}};
+                {"e4m3:sr", "e4m3:ef", "dyn8/256:sr", {1.0, 0.5}},
+                {"e4m3/tensor:sr", "e4m3/tensor:ef", "dyn8/256:sr", {1.0, 0.5}}};
     for (const auto& row : rows) {
         double error[2], mean;
         for (int i = 0; i < 2; i++) {

@@ -414,6 +414,54 @@ TEST(spans_weights_with_master) {
     }
 }
 
+// Weights that are updated in place: the scale is the least power of two that holds the largest of the new weights, its
+// inverse lies beside it, and what the step stores is one of the two levels around them; with e4m3/tensor the nearest.
+TEST(spans_weights_in_place) {
+    for (const char* name : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"}) {
+        OptimConfig config = spans_config("adamw", name, "fp32", "fp32");
+        Run run;
+        spans_open(&run, &config, OPTIM_BF16);
+        float *all = (float*)calloc((size_t)run.elements * 4, 4), *p = all, *m = p + run.elements,
+              *v = m + run.elements, *seen = v + run.elements;
+        for (int step = 0; step <= 3; step++) {
+            for (int t = 0; t < TENSORS && step > 0; t++) optim_get_weights(run.optim, t, p + run.tensor[t].offset);
+            if (step > 0) {
+                float *m_now = (float*)run_array(&run, "m"), *v_now = (float*)run_array(&run, "v");
+                memcpy(m, m_now, (size_t)run.elements * 4), memcpy(v, v_now, (size_t)run.elements * 4);
+                free(m_now), free(v_now);
+                plain_update(&run, step, p, m, v);
+                run_steps(&run, step, step);
+            }
+            float* numbers = (float*)run_array(&run, "weights.scales");
+            for (int t = 0; t < TENSORS; t++) {
+                const OptimTensor* tensor = &run.tensor[t];
+                const float *number = numbers + 3 * t, unit = number[1];
+                int exponent;
+                expect(frexpf(unit, &exponent) == 0.5f && number[2] == 1.0f / unit, "%s step %d: scale %a, %a", name,
+                       step, (double)unit, (double)number[2]);
+                expect(number[0] <= 448 * unit && number[0] > 224 * unit, "%s step %d: %a holds %a", name, step,
+                       (double)unit, (double)number[0]);
+                if (step == 0) continue;
+                optim_get_weights(run.optim, t, seen);
+                float top = 0.0f;
+                int64_t far = 0;
+                for (int64_t i = 0; i < length(tensor); i++) {
+                    const float x = p[tensor->offset + i], y = x / unit;
+                    int place;
+                    frexpf(fabsf(y) < 0x1p-6f ? 0x1p-6f : y, &place);
+                    const float level = ldexpf(1.0f, place - 4);  // between two
+                    top = fmaxf(top, fabsf(x));
+                    far += !(fabsf(seen[i] / unit - y) <= (strchr(name, ':') ? level : level / 2));
+                }
+                expect(top == number[0] && far == 0, "%s step %d tensor %d: largest %a, want %a; %lld weights are off",
+                       name, step, t, (double)number[0], (double)top, (long long)far);
+            }
+            free(numbers);
+        }
+        free(all), run_close(&run);
+    }
+}
+
 // From fp32 into the formats and back: numbers of the loaded values, the nearest codes, and what they decode to.
 TEST(spans_convert) {
     OptimConfig wide = spans_config("adamw", "fp32", "fp32", "fp32");

@@ -2,7 +2,9 @@
 //     tensor    top = max |x| over the tensor
 //     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); a vector has blocks of
 //     128
-// Scale and code follow from top as in blocks.cuh, which also says what zeros, NaN and infinity become.
+// Scale and code follow from top as in blocks.cuh, which also says what zeros, NaN and infinity become. Weights that
+// are updated in place have a power of two as scale (ScaleE8m0), so that those which do not change are stored as they
+// were while the largest stays in its binade, and fp8 products read their codes as they lie (kernels/linear.cuh).
 //
 // A scale must be known before the first code is written. So a step is two passes: optim_measure_kernel (measure.cuh)
 // computes the update in registers and keeps its maxima alone, in `next`; the step then loads with the maxima of the
@@ -10,8 +12,8 @@
 // matter: integer atomics on the bits of floats that are not negative.
 // Cost: the first pass reads all that a step reads once more. AdamW with bf16 weights, bf16 gradients and 8-bit states
 // moves 10 bytes a parameter with blocks and 16 with spans; rank-1 scales also take a reciprocal for each element.
-// Spans are for study, and for states and weights that others have scaled like this; blocks are faster and more
-// precise.
+// Beside those weights, spans are for study, and for states and weights that others have scaled like this; blocks are
+// faster and more precise.
 //
 // Kept beside the codes are, for every tensor, the largest |x|, the scale (what a code is multiplied by) and its
 // inverse, or the maxima of the rows and then of the columns, or of a vector's blocks.
@@ -73,13 +75,14 @@ OPTIM_INLINE float span_top(const SpanTile& tile, const SpanWalk& walk, const fl
     return tile.columns ? exact_min(top, maxima[tile.at + tile.rows + walk.col]) : top;
 }
 
-template <class Format>
+template <class Format, class Scale>
 OPTIM_INLINE BlockScale span_scale(float top) {
-    float scale;
-    return block_scale<Format, ScaleFp32>(top, &scale);
+    typename Scale::Code code;
+    return block_scale<Format, Scale>(top, &code);
 }
 
-template <class Format_, Span SPAN, Rounding ROUNDING>
+// Scale: ScaleFp32 or ScaleE8m0, which say how the scale is rounded; it is kept in fp32.
+template <class Format_, Span SPAN, Rounding ROUNDING, class Scale = ScaleFp32>
 struct Spans : StorageDefaults {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
@@ -102,14 +105,14 @@ struct Spans : StorageDefaults {
         const SpanTile tile = *streams.span;
         const float* maxima = (const float*)streams.extra;
         if constexpr (SPAN == SPAN_TENSOR) {
-            block_get<Format, COUNT>(streams, first, span_scale<Format>(maxima[tile.at]).scale, x, NoiseKey{});
+            block_get<Format, COUNT>(streams, first, span_scale<Format, Scale>(maxima[tile.at]).scale, x, NoiseKey{});
         } else {
             const auto* table = format_table<Format>(streams);
             auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
             SpanWalk walk = span_start(tile, first);
             OPTIM_UNROLL
             for (int i = 0; i < COUNT; i++) {
-                float scale = span_scale<Format>(span_top(tile, walk, maxima)).scale;
+                float scale = span_scale<Format, Scale>(span_top(tile, walk, maxima)).scale;
                 x[i] = Format::decode(table, packed.get(i), scale);
                 span_advance(tile, &walk);
             }
@@ -121,10 +124,10 @@ struct Spans : StorageDefaults {
     static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const SpanTile tile = *streams.span;
         float value[COUNT], top = streams.next[tile.at];
-        BlockScale s = span_scale<Format>(top);
+        BlockScale s = span_scale<Format, Scale>(top);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
-        float inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, s.inverse, value, COUNT);
+        float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
         block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
         streams.next[tile.at + 1] = s.scale;
@@ -143,8 +146,8 @@ struct Spans : StorageDefaults {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             float value = block_value<Format>(x[i]), top = span_top(tile, walk, streams.next);
-            float inverse = span_scale<Format>(top).inverse;
-            inverse = block_limit<Format, ScaleFp32, ROUNDING>(top, inverse, &value, 1);
+            float inverse = span_scale<Format, Scale>(top).inverse;
+            inverse = block_limit<Format, Scale, ROUNDING>(top, inverse, &value, 1);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
             uint32_t code;
             if constexpr (ROUNDING == STOCHASTIC) {
@@ -182,7 +185,7 @@ struct Spans : StorageDefaults {
     }
 
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        Spans<Format, SPAN, NEAREST>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
+        Spans<Format, SPAN, NEAREST, Scale>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
