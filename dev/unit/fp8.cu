@@ -403,10 +403,8 @@ StoredLayer<X> stored_layer_open(const Device* dev, const char* weights, int64_t
 
 template <typename X>
 void stored_layer_close(const Device* dev, StoredLayer<X>* layer) {
-    for (uint8_t* buffer :
-         {layer->use.rows, layer->use.weight, layer->use.drows, layer->use.dcolumns, layer->columns}) {
-        device_free(dev, buffer);
-    }
+    void* const buffers[] = {layer->use.rows, layer->use.weight, layer->use.drows, layer->use.dcolumns, layer->columns};
+    for (void* buffer : buffers) device_free(dev, buffer);
     device_free(dev, layer->f.inverse), free(layer->weight), optim_free(layer->optim);
 }
 
