@@ -152,7 +152,7 @@ static const Option OPTIONS[] = {
     {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
      "precision of the matrix products; sums are fp32. fp8: in training; on the CPU the same codes, slowly"},
     {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
-    {"fp8-grads", CHOICE, AT(fp8_grads), "e5m2", 0, 0, "e5m2|e4m3", "", "with --matmul fp8: codes of gradients"},
+    {"fp8-grads", CHOICE, AT(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "",
      "what the backward pass computes again instead of keeping it"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "",

@@ -1,7 +1,8 @@
 // Operands of matrix products in fp8: how values become codes of 8 bits, and how large a code's unit is.
 //
 // A tensor has one scale, a power of two: code = round(value * scale), value ~ code / scale. e4m3 (4 bits of exponent,
-// 3 of mantissa, up to 448) is for activations and weights, e5m2 (up to 57344) for gradients, which spread wider.
+// 3 of mantissa, up to 448) is for activations, weights and gradients; e5m2 (2 of mantissa, up to 57344), which spreads
+// wider, for the gradients of the logits and, by --fp8-grads e5m2, for all: the loss then ends higher (dev/compare).
 // Rounding is to nearest even. What lies beyond the largest code becomes the largest code and is counted; NaN and
 // infinity become NaN, so that the loss or the norm of the gradient shows them.
 //
