@@ -18,7 +18,7 @@ const OptionTable* option_table() {
     return &TABLE;
 }
 
-// What a test's model is made of.
+// The choices that make a test's model.
 struct Setup {
     Config config;
     int B, T;
@@ -610,7 +610,7 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
     float* values = weights_of(&m);
     int64_t at = m.arena.tensors[WTE].offset + 250 * 128, end = m.arena.tensors[WTE].offset + 256 * 128;
     for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
-    // What lies between the tensors of the arena is zero in every stream.
+    // The gaps between the tensors of the arena are zero in every stream.
     for (int i = 0; i < optim_stream_count(m.arena.optim); i++) {
         OptimStream stream = optim_stream(m.arena.optim, i);
         expect(stream.elements == m.arena.elements, "stream %s has %lld elements", stream.name,
@@ -823,7 +823,7 @@ static void check_spills(Test* test, const Device* dev, OptimType type) {
     }
 }
 
-// What --offload keeps on the host is planned to the byte, and the device has as much less, but for two slots.
+// Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots.
 TEST(memory_plan_offload) {
     Device dev;
     device_open(&dev, false, 0);
@@ -929,7 +929,7 @@ TEST(memory_plan) {
     }
 }
 
-// What the exchange between ranks takes for itself is in the plan once, on any GPU.
+// Memory that the exchange between ranks takes for itself is in the plan once, on any GPU.
 TEST(memory_plan_of_ranks) {
     const Setup setup = {
         {3, 128, 2, 64, 300, 384}, 4, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};

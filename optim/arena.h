@@ -67,7 +67,7 @@ int64_t arena_saved_bytes(const Arena* arena, const OptimConfig* config, bool st
 void arena_open(Arena* arena, const OptimConfig* config);
 void arena_close(Arena* arena);
 
-// Where tensor t lies in `memory`, which is arena->weights or arena->grads, of elements of this size.
+// Returns the place of tensor t in `memory`, which is arena->weights or arena->grads, of elements of this size.
 void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);

@@ -17,8 +17,8 @@ struct Decoded {
     bool* there;  // (layers + 2) parts that are decoded and up to date
 };
 
-// Where each tensor stands in the room, in bytes from its beginning; -1: it is read where it is stored. Returns the
-// bytes of the room.
+// Finds the place of each tensor in the room, in bytes from its beginning; -1: it is read where it is stored. Returns
+// the bytes of the room.
 static int64_t decoded_places(const OptimConfig* config, const OptimTensor* tensors, const int* part, int count,
                               int layers, OptimType compute, int64_t* place) {
     const int64_t element = compute_row(compute)->stream[0].bits / 8;

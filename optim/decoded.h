@@ -35,7 +35,7 @@ Decoded* decoded_open(const Device* dev, const Optim* optim, const OptimConfig* 
                       const int* part, int count, int layers, OptimType compute);
 void decoded_close(Decoded* decoded);
 
-// Where a tensor's weights are in the compute type once its part has been asked for: constant.
+// The place of a tensor's weights in the compute type once its part has been asked for. It does not change.
 void* decoded_at(const Decoded* decoded, int tensor);
 
 // Makes sure that a part is there. It stays until a part that shares its room is asked for: layer l until layer l + 2

@@ -1,4 +1,4 @@
-// What holds of every combination of rule, weights, gradients, states and overrides: it allocates what it plans; a step
+// Properties of every combination of rule, weights, gradients, states and overrides: it allocates what it plans; a step
 // whose factor is not finite changes nothing; padding keeps the code of zero; threads, shards and a resume do not
 // change a bit; a GPU has the CPU's bits, whatever the gradients. A new format, rule or preset is tested here by its
 // row in optim/table.cuh alone.
@@ -92,7 +92,7 @@ static bool can_run(const OptimConfig* config, bool gpu) {
     return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
 }
 
-// What the matmuls read beside configuration k.
+// The type that the matmuls read beside configuration k.
 static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
 }

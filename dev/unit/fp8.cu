@@ -336,7 +336,7 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     for (int64_t i = 0; i < rows * cols; i++) want[i] = before[i] = to_float(from_float<D>(before[i]));
     fp8_product<float>(&cpu, &g, want, own[0], 2, type_a, own[1], 1, FP8_E4M3, with_bias ? bias.host : nullptr, rows,
                        cols, depth, fast, accumulate);
-    // What is added to bf16 may be rounded before.
+    // A number that is added to bf16 may be rounded before.
     double added = 0;
     for (int64_t i = 0; i < rows * cols && accumulate; i++) added = fmax(added, fabs((double)want[i] - before[i]));
     const double run = fast || depth < 128 ? (double)depth : 128;

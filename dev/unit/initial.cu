@@ -66,7 +66,7 @@ TEST(initial_doubts) {
         doubtful += normal_is_doubtful(x), alike += same;
         expect(same || normal_is_doubtful(x), "%a may round to another number", x);
     }
-    // Of the constructed ones 129 in 200 are within reach of the middle; of the others one in four million.
+    // 129 in 200 of the constructed ones are within reach of the middle, and one in four million of the others.
     const int64_t built = n / 4 / 200 * (2 * NORMAL_UNITS + 1);
     expect(doubtful >= built && doubtful <= built + 5, "%lld doubtful, want %lld", (long long)doubtful,
            (long long)built);

@@ -1,4 +1,4 @@
-// What the tests of rules by tensor and of rules that read rows share: a small model, and runs of it.
+// The tests of rules by tensor and of rules that read rows share this: a small model, and runs of it.
 #pragma once
 #include "rules.h"
 

@@ -133,7 +133,7 @@ TEST(multi_released_goes_on) {
     }
 }
 
-// What carries the bytes changes none of them.
+// The transport of the bytes changes none of them.
 TEST(multi_transports_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
@@ -181,7 +181,7 @@ static bool gone(const pid_t* ranks, int count) {
     return false;
 }
 
-// What the plan says, and what is in use of the GPU after the second step: within 3 %.
+// Compares the plan with the GPU's memory in use after the second step: within 3 %.
 static double memory_of(const char* run, const char* name) {
     int64_t bytes;
     char want[64], *log = contents(run, "log.jsonl", &bytes);
@@ -415,7 +415,7 @@ TEST(multi_resume_gpu) {
     check_resume(test, true, 2, most, "states");
 }
 
-// What is sent rounded trains nearly as well, and differs from what is not.
+// A run whose gradients are sent rounded trains nearly as well as one whose are not, and differs from it.
 static void check_comm(Test* test, bool gpu) {
     static Losses exact, rounded;
     const char* work = work_folder();
@@ -640,9 +640,8 @@ FOLDER_TEST(multi_strangers) {
     for (int one : stranger) close(one);
 }
 
-// Whether a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected, 6 it
-// was until it closed.
-// Asked without knocking.
+// True if a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected, 6 it
+// was until it closed. Asked without knocking.
 static bool port_is(int port, unsigned wanted) {
     char line[512];
     bool found = false;
@@ -794,7 +793,7 @@ TEST(multi_dead_ranks_gpu) {
     note(test, "%d GPUs", ranks);
 }
 
-// Of a launcher that does not watch them.
+// The launcher does not watch its ranks.
 FOLDER_TEST(multi_dead_launched) {
     char words[2 * PATH_MAX];
     Child child[4];
@@ -904,7 +903,7 @@ TEST(multi_bad_token_gpu) {
     check_bad_token(test, true, gpu_count() < 4 ? 2 : 4);
 }
 
-// What one rank finds first ends all, with one sentence and no deadlock.
+// A fault that one rank finds first ends all, with one sentence and no deadlock.
 FOLDER_TEST(multi_failures) {
     // A full disk.
     Child disk = new_child();

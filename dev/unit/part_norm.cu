@@ -12,7 +12,7 @@ struct PartCase {
     int bad;  // tensor with an infinite gradient; -1: none
 };
 
-// What part_norm must give, from sums of squares in double.
+// Computes what part_norm must give, from sums of squares in double.
 static void want_factors(const PartCase& row, const double* square, double* total, float* factor) {
     *total = square[0] + square[1] + square[2];
     for (int t = 0; t < COUNT; t++) {

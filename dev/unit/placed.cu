@@ -157,7 +157,7 @@ static bool weights_same(const Run* arena, const Run* placed, int t) {
     return same;
 }
 
-// Whether every array of the placed run is that of the other, which has the primary weights besides.
+// True if every array of the placed run is that of the other, which has the primary weights besides.
 static bool states_same(const Run* arena, const Run* placed, const char** different) {
     for (int s = 0; s < optim_stream_count(placed->optim); s++) {
         const OptimStream b = optim_stream(placed->optim, s);

@@ -345,7 +345,7 @@ TEST(rows_convert_v) {
     for (Kind& each : run) kind_close(&each);
 }
 
-// What has no counterpart is refused; what the new rule does not keep is left behind.
+// A moment without a counterpart is refused; one that the new rule does not keep is left behind.
 TEST(rows_convert_refusals) {
     const struct {
         const char *from, *to, *says;

@@ -1,4 +1,4 @@
-// What the tests of rules, weights and overrides share: a configuration, test data, the cache of compiled kernels.
+// The tests of rules, weights and overrides share this: a configuration, test data, the cache of compiled kernels.
 #pragma once
 #include "../../optim/storage.h"
 #include "cache.h"

@@ -22,7 +22,7 @@ struct Run {
     OptimType compute;
 };
 
-// How steps are taken.
+// The ways of taking steps.
 struct Steps {
     float lr = 1e-2f, factor = 0.5f;  // factor: what every gradient is multiplied by
     bool wild = false;                // the gradients of step 2 hold NaN, infinities and the ends of fp32
@@ -148,8 +148,8 @@ inline bool same_bytes(const Run* a, const void* x, const Run* b, const void* y,
     return same;
 }
 
-// Where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the matmuls
-// read are the same.
+// Finds where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the
+// matmuls read are the same.
 inline const char* difference(const Run* a, const Run* b) {
     if (optim_stream_count(a->optim) != optim_stream_count(b->optim)) return "the number of arrays";
     for (int s = 0; s < optim_stream_count(a->optim); s++) {
