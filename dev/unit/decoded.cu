@@ -165,11 +165,7 @@ TEST(decoded_parts) {
     check_formats(test, OPTIM_BF16, false);
 }
 
-static void check_on_gpu(Test* test) {
+CACHE_TEST(TEST, decoded_parts_gpu) {
     check_formats(test, OPTIM_BF16, true);
     check_decoded(test, "lin8:sr", "", OPTIM_FP32, true);
-}
-
-TEST(decoded_parts_gpu) {
-    with_empty_cache(test, check_on_gpu);
 }

@@ -352,7 +352,7 @@ TEST(examples_preset) {
     }
 }
 
-static void check_preset_gpu(Test* test) {
+CACHE_TEST(JIT_TEST, examples_preset_equal_cpu_gpu) {
     Device devices[2];
     device_open(&devices[0], false, 0);
     device_open(&devices[1], true, 0);
@@ -362,8 +362,4 @@ static void check_preset_gpu(Test* test) {
         expect(cpu == gpu, "%s: %g and %g", row.name, cpu, gpu);
     }
     device_close(&devices[1]);
-}
-
-JIT_TEST(examples_preset_equal_cpu_gpu) {
-    with_empty_cache(test, check_preset_gpu);
 }

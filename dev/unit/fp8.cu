@@ -538,7 +538,7 @@ double last_loss(Test* test, bool gpu, const char* work, const char* name, const
 }
 
 // fp8 loses little on a run this short, and what is recomputed instead of kept changes no bit.
-void check_runs(Test* test, bool gpu) {
+TEST_BOTH(fp8_runs) {
     const char* work = work_folder();
     const double other = last_loss(test, gpu, work, "other", ""),
                  fp8 = last_loss(test, gpu, work, "fp8", "--matmul fp8");
@@ -556,14 +556,6 @@ void check_runs(Test* test, bool gpu) {
     }
     const double head = last_loss(test, gpu, work, "head", "--matmul fp8 --head fp8 --fp8-grads e4m3");
     expect(fabs(head - other) < 0.05 && head != fp8, "a loss of %.4f with the head, without fp8 %.4f", head, other);
-}
-
-TEST(fp8_runs) {
-    check_runs(test, false);
-}
-
-TEST(fp8_runs_gpu) {
-    check_runs(test, true);
 }
 
 FOLDER_TEST(fp8_bad_options) {

@@ -160,7 +160,8 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     matrix_close(&run);
 }
 
-static void check_all_against_double(Test* test, bool gpu) {
+TEST_BOTH(matrix_against_double) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
     for (const char* rule : {"muon", "normuon"}) {
         for (const char* coefficients : {"jordan", "polar-express"}) {
             OptimConfig config = matrix_config(rule, "fp32", "fp32");
@@ -168,14 +169,6 @@ static void check_all_against_double(Test* test, bool gpu) {
             check_against_double(test, &config, gpu);
         }
     }
-}
-
-TEST(matrix_against_double) {
-    check_all_against_double(test, false);
-}
-
-JIT_TEST(matrix_against_double_gpu) {
-    check_all_against_double(test, true);
 }
 
 TEST(matrix_orthogonalises) {
@@ -265,7 +258,9 @@ static void check_resume_and_shards(Test* test, const OptimConfig* config, bool 
     for (MatrixRun* run : {&whole, &first, &second}) matrix_close(run);
 }
 
-static void check_all_resume_and_shards(Test* test, bool gpu) {
+TEST_BOTH(matrix_resume_skip_and_shard) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
+    CacheFolder folder = cache_enter();
     const char* const formats[][2] = {{"fp32", "fp32"},          {"bf16+fp32", "bf16:sr"},   {"bf16:sr", "soft8/32"},
                                       {"lin8:sr", "de4/32@dq8"}, {"bf16+8:sr", "nf4/64:sr"}, {"bf16", "e4m3/tensor"}};
     for (const char* rule : {"muon", "normuon"}) {
@@ -291,18 +286,7 @@ static void check_all_resume_and_shards(Test* test, bool gpu) {
         expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
         check_resume_and_shards(test, &config, gpu);
     }
-}
-
-TEST(matrix_resume_skip_and_shard) {
-    check_all_resume_and_shards(test, false);
-}
-
-static void matrix_on_gpu(Test* test) {
-    check_all_resume_and_shards(test, true);
-}
-
-JIT_TEST(matrix_resume_skip_and_shard_gpu) {
-    with_empty_cache(test, matrix_on_gpu);
+    cache_leave(&folder);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.

@@ -136,20 +136,10 @@ static void check_case(Test* test, const Case* c, const int* order, bool gpu) {
     device_close(&pair.dev);
 }
 
-static void check_cases(Test* test, bool gpu) {
+TEST_BOTH(offload_states) {
+    CacheFolder folder = cache_enter();
     for (const Case& c : cases) {
         for (const int* order : orders) check_case(test, &c, order, gpu);
     }
-}
-
-TEST(offload_states) {
-    check_cases(test, false);
-}
-
-static void check_on_gpu(Test* test) {
-    check_cases(test, true);
-}
-
-TEST(offload_states_gpu) {
-    with_empty_cache(test, check_on_gpu);
+    cache_leave(&folder);
 }

@@ -426,7 +426,7 @@ TEST(rows_refusals) {
     expect_refusal(test, config, "--clip-update", "a number from 0 on");
 }
 
-static void rows_on_gpu(Test* test) {
+CACHE_TEST(JIT_TEST, rows_equal_cpu_gpu) {
     for (const RowCase& c : cases) {
         for (const char* m : {"fp32", "bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
             if (is(c.m, "none") && !is(m, "fp32")) continue;
@@ -442,12 +442,8 @@ static void rows_on_gpu(Test* test) {
     }
 }
 
-JIT_TEST(rows_equal_cpu_gpu) {
-    with_empty_cache(test, rows_on_gpu);
-}
-
 // The limiter reads v and slow in every kind of format.
-static void limit_on_gpu(Test* test) {
+CACHE_TEST(JIT_TEST, limit_growth_equals_cpu_gpu) {
     for (const char* v : {"log8/2048:sr", "log16/2048", "udyn8/256", "sqrt4/32@dq8", "udyn8/rank1", "ulin8/256"}) {
         for (const char* weights : {"bf16+16", "e4m3:sr", "bf16:kahan"}) {
             for (const char* rule : {"adam", "ademamix"}) {
@@ -463,10 +459,6 @@ static void limit_on_gpu(Test* test) {
             }
         }
     }
-}
-
-JIT_TEST(limit_growth_equals_cpu_gpu) {
-    with_empty_cache(test, limit_on_gpu);
 }
 
 // Both kernels of a step, for every rule.
