@@ -10,13 +10,6 @@ inline const OptimTensor model[TENSORS] = {{"wte.weight", 37, 129, true, 0},
                                            {"h.0.mlp.c_proj.weight", 140, 520, true, 0},
                                            {"ln_f.weight", 1, 2500, false, 0}};
 
-// Steps with gradients over 20 powers of two; in step `bad` the factor is NaN.
-inline Steps plain_steps(int bad = 0) {
-    Steps how;
-    how.spread = false, how.bad = bad;
-    return how;
-}
-
 inline void kind_open(Run* run, const OptimConfig* config, bool gpu) {
     run_open(run, config, model, TENSORS, OPTIM_FP32, gpu);
 }

@@ -29,6 +29,9 @@ struct Steps {
     bool spread = true;               // magnitudes differ by tensor, row and column; false: gradient() alone
     int bad = 0;                      // the step whose factor is NaN
     float (*given)(int64_t step, int t, int64_t i) = nullptr;  // gradients instead of all this
+    // Takes a step in optim_step's place.
+    void (*take)(void* context, Run* run, const void* grads, const float* scale, float lr, int step) = nullptr;
+    void* context = nullptr;
 };
 
 inline Device open_device(bool gpu) {
@@ -116,7 +119,8 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
         }
         const void* from = narrow ? (const void*)(rounded + begin) : (const void*)(values + begin);
         copy_to_device(dev, grads, from, (end - begin) * (narrow ? 2 : 4));
-        optim_step(run->optim, grads, scale, how.lr, step);
+        if (how.take) how.take(how.context, run, grads, scale, how.lr, step);
+        if (!how.take) optim_step(run->optim, grads, scale, how.lr, step);
     }
     device_sync(dev);
     device_free(dev, grads), device_free(dev, scale);
@@ -221,6 +225,13 @@ inline void expect_planned(Test* test, const Run* run, const char* what) {
     OptimBytes plan = optim_bytes(&run->config, run->tensor, run->count, run->compute);
     OptimBytes real = optim_allocated(run->optim);
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
+}
+
+// Steps with gradients over 20 powers of two; in step `bad` the factor is NaN.
+inline Steps plain_steps(int bad = 0) {
+    Steps how;
+    how.spread = false, how.bad = bad;
+    return how;
 }
 
 // Copies all arrays between runs of one layout, as a resume does.
