@@ -18,7 +18,7 @@ const OptionTable* option_table() {
     return &TABLE;
 }
 
-// What a test's model is made of.
+// The choices that make a test's model.
 struct Setup {
     Config config;
     int B, T;
@@ -614,7 +614,7 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
     float* values = weights_of(&m);
     int64_t at = m.arena.tensors[WTE].offset + 250 * 128, end = m.arena.tensors[WTE].offset + 256 * 128;
     for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
-    // What lies between the tensors of the arena is zero in every stream.
+    // The gaps between the tensors of the arena are zero in every stream.
     for (int i = 0; i < optim_stream_count(m.arena.optim); i++) {
         OptimStream stream = optim_stream(m.arena.optim, i);
         expect(stream.elements == m.arena.elements, "stream %s has %lld elements", stream.name,
@@ -624,14 +624,11 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
     model_free(&m);
 }
 
-TEST(model_padding_stays_zero) {
-    Device dev = test_device(false);
-    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_FP32);
-}
-
-TEST(model_padding_stays_zero_gpu) {
-    Device dev = test_device(true);
-    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) check_padding(test, &dev, weights, OPTIM_BF16);
+TEST_BOTH(model_padding_stays_zero) {
+    const Device dev = test_device(gpu);
+    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
+        check_padding(test, &dev, weights, gpu ? OPTIM_BF16 : OPTIM_FP32);
+    }
 }
 
 // Schedules.
@@ -693,7 +690,9 @@ static void expect_allocated(Test* test, const char* what, int64_t planned, void
 }
 
 // Steps with weights that are decoded a part at a time have the bits of those with a decoded copy of the whole model.
-static void check_decoded_model(Test* test, const Device* dev, OptimType type) {
+TEST_BOTH(model_decoded_parts) {
+    const Device device = test_device(gpu), *dev = &device;
+    const OptimType type = gpu ? OPTIM_BF16 : OPTIM_FP32;
     for (const char* weights : {"bf16:sr", "lin8:sr", "e4m3:sr", "fp32"}) {
         for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_BLOCK}) {
             Setup setup = {{3, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, weights, "fp32", "fp32"};
@@ -714,16 +713,6 @@ static void check_decoded_model(Test* test, const Device* dev, OptimType type) {
             free(state[0]), free(state[1]);
         }
     }
-}
-
-TEST(model_decoded_parts) {
-    Device dev = test_device(false);
-    check_decoded_model(test, &dev, OPTIM_FP32);
-}
-
-TEST(model_decoded_parts_gpu) {
-    Device dev = test_device(true);
-    check_decoded_model(test, &dev, OPTIM_BF16);
 }
 
 // Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
@@ -774,7 +763,9 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     for (char* each : state) free(each);
 }
 
-static void check_releases(Test* test, const Device* dev, OptimType type) {
+TEST_BOTH(model_release) {
+    const Device device = test_device(gpu), *dev = &device;
+    const OptimType type = gpu ? OPTIM_BF16 : OPTIM_FP32;
     for (const char* weights : {"bf16:sr", "lin8:sr"}) {
         for (bool grads_bf16 : {false, true}) {
             if (grads_bf16 && type == OPTIM_FP32) continue;
@@ -787,18 +778,10 @@ static void check_releases(Test* test, const Device* dev, OptimType type) {
     }
 }
 
-TEST(model_release) {
-    Device dev = test_device(false);
-    check_releases(test, &dev, OPTIM_FP32);
-}
-
-TEST(model_release_gpu) {
-    Device dev = test_device(true);
-    check_releases(test, &dev, OPTIM_BF16);
-}
-
 // A residual stream that goes through host memory has the bits of one that stays, for any number of layers.
-static void check_spills(Test* test, const Device* dev, OptimType type) {
+TEST_BOTH(model_spills) {
+    const Device device = test_device(gpu), *dev = &device;
+    const OptimType type = gpu ? OPTIM_BF16 : OPTIM_FP32;
     for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
         for (int layers : {1, 2, 3, 4, 7}) {
             Setup setup = {
@@ -827,7 +810,7 @@ static void check_spills(Test* test, const Device* dev, OptimType type) {
     }
 }
 
-// What --offload keeps on the host is planned to the byte, and the device has as much less, but for two slots.
+// Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots.
 TEST(memory_plan_offload) {
     Device dev;
     device_open(&dev, false, 0);
@@ -890,19 +873,6 @@ TEST(memory_plan_files) {
     }
 }
 
-TEST(model_spills) {
-    Device dev;
-    device_open(&dev, false, 0);
-    check_spills(test, &dev, OPTIM_FP32);
-}
-
-TEST(model_spills_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
-    check_spills(test, &dev, OPTIM_BF16);
-    device_close(&dev);
-}
-
 TEST(memory_plan) {
     // Rows enough for the smallest of the buffers to show; nothing touches the memory.
     const Config config = {3, 128, 2, 64, 300, 384};
@@ -940,7 +910,7 @@ TEST(memory_plan) {
     }
 }
 
-// What the exchange between ranks takes for itself is in the plan once, on any GPU.
+// Memory that the exchange between ranks takes for itself is in the plan once, on any GPU.
 TEST(memory_plan_of_ranks) {
     const Setup setup = {
         {3, 128, 2, 64, 300, 384}, 4, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};

@@ -364,7 +364,7 @@ static LinearWeight<X> weight_of(const Model* m, int l, Linear linear) {
     return {(const X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X)), arena_codes(&m->arena, t)};
 }
 
-// What the forward pass keeps of a block for the backward pass.
+// The results of a block that the forward pass keeps for the backward pass.
 template <typename X>
 struct BlockActivations {
     float *ln1_mean, *ln1_rstd;  // (N)
@@ -734,7 +734,7 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return bytes;
 }
 
-// Of the residual stream at one place.
+// Bytes of the residual stream at one place.
 static int64_t residual_bytes(const Model* m) {
     return (int64_t)m->B * m->T * m->config.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
 }
@@ -972,7 +972,7 @@ struct Run {
     double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
 };
 
-// What a checkpoint has beside the optimizer's arrays: the magnitudes that fp8's scales come from.
+// A checkpoint has this array beside the optimizer's: the magnitudes that fp8's scales come from.
 static OptimStream magnitudes_of(const Model* m) {
     return {"fp8.magnitudes", "F32", m->fp8.history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
 }
@@ -1106,7 +1106,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     config_tensors(m);
 }
 
-// How the optimizer keeps the tensors, and which part of them is this rank's.
+// Chooses how the optimizer keeps the tensors, and which part of them is this rank's.
 static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     optim_config_from(o, config);
     m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);

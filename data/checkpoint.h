@@ -88,9 +88,10 @@ void checkpoint_notice(void* context, const char* line);
 bool checkpoint_commit(const char* folder, char* error);
 // state.json's tree (caller frees) of a checkpoint that another rank has verified, or NULL and a sentence.
 Json* checkpoint_state(const char* folder, char* error);
-// Whether all files of a checkpoint are as they were written, optimizer.safetensors aside, which a model does not need.
+// True if all files of a checkpoint are as they were written. optimizer.safetensors, which a model does not need, is
+// not read.
 bool checkpoint_model_whole(const char* folder, char* error);
-// Whether those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
+// True if those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
 // Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
 Json* checkpoint_verify(const char* folder, char* error);

@@ -18,7 +18,7 @@ typedef struct {
     bool begins_as_text;  // no NUL in the first BEGIN bytes
 } Sample;
 
-// What to do about a file. %s is its name as a shell takes it.
+// Advice about a file. %s is its name as a shell takes it.
 static const char prepare[] = "type make venv && .venv/bin/python data/prepare.py %s, or unpack it";
 static const char not_text[] = "name a text or shards of tokens";
 static const char unlz4[] = "type lz4 -d %s, and name the text that comes out";
@@ -142,7 +142,7 @@ static void refuse(char* error, const char* path, const char* name, const char* 
     data_error(error, "%s is %s; %s, or add --data-format bytes to train on its raw bytes", path, name, what);
 }
 
-// What the first bytes and the sample tell of a file that is known by its signature or structure; NULL for any other.
+// Names the kind of a file whose first bytes or sample show a known signature or structure; NULL for any other.
 static const char* known_content(const unsigned char* head, int64_t bytes, int64_t size, const Sample* sample,
                                  const char** advice) {
     bool text = sample_is_text(sample);

@@ -1,5 +1,5 @@
-// What a file holds that was named as training data: plain text, or something that is not to be trained on as bytes by
-// mistake. Only the contents count, not the name.
+// The contents of a file that was named as training data: plain text, or something that is not to be trained on as
+// bytes by mistake. Only the contents count, not the name.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -13,8 +13,8 @@ typedef enum {
     CONTENT_BINARY,  // numbers of an unknown kind
     CONTENT_UNREADABLE
 } Content;
-// What an open file of `size` bytes holds, judged by at most 128 KiB of it. For all but a text the sentence "PATH is
-// ...; type ..." is written into `error`.
+// Finds what an open file of `size` bytes holds, judged by at most 128 KiB of it. For all but a text the sentence "PATH
+// is ...; type ..." is written into `error`.
 Content content_of(int descriptor, int64_t size, const char* path, char* error);
 // Reads exactly `count` bytes from `offset` on; false when the file ends before or cannot be read.
 bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset);

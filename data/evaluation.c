@@ -19,7 +19,7 @@ typedef struct {
 } Header;
 _Static_assert(sizeof(Header) == HEADER_BYTES, "as data/README.md says");
 
-// Of the vocabulary, as data/README.md defines it.
+// The checksum of the vocabulary, as data/README.md defines it.
 static uint32_t fingerprint(const Tokenizer* tokenizer) {
     uint32_t crc = 0;
     for (int token = 0; token < tokenizer_vocabulary(tokenizer); token++) {
@@ -241,7 +241,7 @@ static int best_choice(const EvaluationRow* row, const EvaluationScore* score, i
     return best;
 }
 
-// Of a share of n answers.
+// The standard error of a share of n answers.
 static double standard_error(double share, int n) {
     return n > 1 ? sqrt(share * (1 - share) / (n - 1)) : 0;
 }

@@ -77,7 +77,7 @@ typedef struct {
     double acc_error, acc_norm_error;
 } EvaluationResult;
 EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores);
-// How tasks are scored by the processes of a run. All call evaluation_run; they take batches in turn, and all the same
+// The processes of a run score tasks together. All call evaluation_run; they take batches in turn, and all the same
 // number of them.
 typedef void (*EvaluationDone)(void* context, const Evaluation* evaluation, const EvaluationResult* result,
                                double seconds);

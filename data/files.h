@@ -22,7 +22,7 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count);
 
 bool folder_exists(const char* path);
 bool file_exists(const char* path);  // a regular file
-// Whether a name that a file gives for its neighbour can only mean a file in the same folder: no slash, and not "..".
+// True if a name that a file gives for its neighbour can only mean a file in the same folder: no slash, and not "..".
 bool file_name_plain(const char* name);
 
 // Opens a regular file for reading and sets its size. Pipes, devices, sockets and folders are refused at once.
@@ -36,7 +36,7 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
 
 // A file that a user named, to write from its beginning; NULL with a sentence. Links, pipes and devices are refused.
 FILE* output_open(const char* path, char* error);
-// Whether output_open is going to open it, as far as can be seen beforehand.
+// True if output_open is going to open it, as far as can be seen beforehand.
 bool output_possible(const char* path, char* error);
 
 // Has the disk room for a file of so many bytes at `path`, in a folder that may not exist yet? True where nobody knows.

@@ -24,7 +24,7 @@ static uint64_t value_at(const char* values, int64_t i, int bytes) {
     return value;
 }
 
-// Whether any of `count` values is not finite. Four loops, so that the compiler makes vectors of each.
+// True if any of `count` values is not finite. Four loops, so that the compiler makes vectors of each.
 static bool any_bad(const FloatType* type, const char* values, int64_t count) {
     int bad = 0;
     const uint64_t mask = type->mask;

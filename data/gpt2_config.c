@@ -123,7 +123,8 @@ const char* gpt2_names(char* text, size_t bytes) {
     return text;
 }
 
-// Whether a member is what nibble computes with. One that is absent or null has transformers' value for it, which is.
+// True if nibble computes with this value of a member. One that is absent or null has transformers' default, with which
+// it does.
 static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
     const Json* found = json_get(json, key);
     if (!found || found->kind == JSON_NULL) return true;
@@ -260,7 +261,7 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
     return check_heads(model, *folder, shape, error);
 }
 
-// Whether config.json's member is written from the model that is saved, or is of no use beside it.
+// True if this member of config.json is written from the model that is saved, or is of no use beside it.
 static bool is_replaced(const char* key) {
     static const char* const keys[] = {"architectures", "model_type",          "n_layer",  "n_embd",
                                        "n_head",        "n_positions",         "n_ctx",    "vocab_size",

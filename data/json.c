@@ -23,7 +23,7 @@ typedef struct Chunk {
     _Alignas(16) char bytes[];
 } Chunk;
 
-// What json_parse allocates; the tree's root comes first, so that json_free finds the arena behind it.
+// The memory that json_parse allocates; the tree's root comes first, so that json_free finds the arena behind it.
 typedef struct {
     Json root;
     Chunk* chunk;

@@ -146,7 +146,7 @@ static void list_part(FileList* list, const FileList* validation, DatasetPart pa
     for (int i = 0; i < validation->count; i++) list_add(list, validation->path[i]);
 }
 
-// Whether a folder has a train.bin or val.bin that is not a shard.
+// True if a folder has a train.bin or val.bin that is not a shard.
 static bool folder_is_nanogpt(const char* folder) {
     static const char* const names[] = {"train.bin", "val.bin"};
     for (int i = 0; i < 2; i++) {
@@ -202,7 +202,7 @@ static bool list_nanogpt(FileList* list, FileList* validation, const char* path,
     return true;
 }
 
-// What the user named, turned into files.
+// The files that the user named.
 static bool find_files(FileList* list, const char* path, DataFormat format, DatasetPart part, char* error) {
     FileList validation = {NULL, 0, false};
     struct stat status;
@@ -231,7 +231,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
     return fine;
 }
 
-// What a .bin that is no shard of tokens may be.
+// Says what a .bin that is no shard of tokens may be.
 static const char* magic_name(int32_t magic) {
     switch (magic) {
         case 20240522:
@@ -380,7 +380,7 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
     return true;
 }
 
-// What is known about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
+// Facts about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
 static bool read_meta(Dataset* data, DataFormat format, char* error) {
     char path[4352], folder[4096] = ".";
     const char* first = data->file[0].path;

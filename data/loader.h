@@ -32,9 +32,9 @@ typedef struct {
 } Dataset;
 
 typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
-// What the files hold. AUTO: shards where a file begins as one, else bytes, and what is neither a shard nor text is
-// refused. NANOGPT: uint16 tokens without a header, of a folder's train.bin and val.bin; the vocabulary is meta.pkl's,
-// or GPT-2's without one.
+// The contents of the files. AUTO: shards where a file begins as one, else bytes, and what is neither a shard nor text
+// is refused. NANOGPT: uint16 tokens without a header, of a folder's train.bin and val.bin; the vocabulary is
+// meta.pkl's, or GPT-2's without one.
 typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
 
 // Opens a folder, file or glob. Of a folder written by prepare.py the part's shards (train_*.bin or val_*.bin) are
@@ -49,8 +49,8 @@ bool dataset_open_as(Dataset* data, const char* path, DataFormat format, Dataset
 // The same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
-// What a run trains on and validates with: --data, --val, --data-format and --val-fraction. Where `data` is "" it is
-// the text in memory.
+// The data that a run trains on and validates with: --data, --val, --data-format and --val-fraction. Where `data` is ""
+// it is the text in memory.
 typedef struct {
     const char *data, *val, *format;
     double val_fraction;
@@ -59,13 +59,13 @@ typedef struct {
 } DataSource;
 // Opens both parts, which must be of one kind and of a model's V tokens at most. The sentence names the option.
 bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error);
-// What the training data is, before the length of a window is known: bytes, or tokens of a vocabulary.
+// Looks at the training data before the length of a window is known: is it bytes, or tokens of which vocabulary?
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
 // Sets data->crc, a checksum of the tokens by which two data sets of one length differ, whatever their files are
 // called. It covers all bytes of a data set of up to 256 MiB; of a larger one 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);
-// Whether some token of one file belongs to both data sets, as where --val names a file of --data.
+// True if some token of a file belongs to both data sets, as when --val names a file of --data.
 bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
 // The windows that a validation reads of at most `tokens` tokens; at least one.
@@ -87,7 +87,7 @@ typedef struct {
     int* bucket;   // (buckets, 2) [token, first index into order], one more row [-1, B*T] at the end
     int buckets;   // number of distinct tokens
 } Batch;
-// Of several ranks each takes `run` sequences from the first on, then leaves out the others' until `stride` further on:
+// Each of several ranks takes `run` sequences from the first on, then leaves out the others' until `stride` further on:
 // rank r of W takes run = S / W of the S sequences of a step, from first + r * run on. Both 0: all of them.
 typedef struct {
     int64_t run, stride;

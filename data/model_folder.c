@@ -180,7 +180,7 @@ const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char
     return NULL;
 }
 
-// Whether the output matrix is the embedding, as the model has it.
+// True if the output matrix is the embedding, as the model has it.
 static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, const SafetensorsTensor* head,
                          char* error) {
     const Safetensors* wte_file = NULL;
@@ -203,7 +203,7 @@ static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, con
                       file->path, head->name);
 }
 
-// Whether it is h.LAYER.attn.bias or h.LAYER.attn.masked_bias: the causal mask, which is no weight.
+// True if it is h.LAYER.attn.bias or h.LAYER.attn.masked_bias: the causal mask, which is no weight.
 static bool is_mask(const char* name, int layers) {
     int layer = -1, end = 0;
     if (sscanf(name, "h.%9d.attn.%n", &layer, &end) != 1 || end == 0 || layer < 0 || layer >= layers) return false;

@@ -6,7 +6,7 @@
 extern "C" {
 #endif
 
-// What is kept beside config.json and the weights, in a run folder and in each checkpoint; NULL ends the list.
+// Names of files that a run folder and each checkpoint keep beside config.json and the weights; NULL ends the list.
 extern const char* const MODEL_FOLDER_FILES[];
 
 // A tensor as the program has it, (rows, cols) with rows 1 for a vector, and as files hold it.
@@ -33,13 +33,13 @@ typedef struct {
     int count;
 } ModelFolder;
 
-// Whether there are weights that model_folder_open can open.
+// True if there are weights that model_folder_open can open.
 bool model_folder_has_weights(const char* path);
 // Opens all files. A folder with PyTorch's own format only is refused with the command that converts it.
 bool model_folder_open(ModelFolder* folder, const char* path, char* error);
 // The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
 const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file);
-// Whether the model uses every tensor there is. Its tensors are these; of `layers` layers the attention masks
+// True if the model uses every tensor of the folder. Its tensors are these; of `layers` layers the attention masks
 // that older versions of transformers store may be there, and a head (lm_head.weight) that equals wte.weight. Another
 // head, or any other tensor, is refused by name.
 bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error);

@@ -30,7 +30,7 @@ const char* option_group(const OptionTable* table, const Option* option) {
     return option->group;
 }
 
-// Whether one word of an option's name is a slip away from another: two neighbours exchanged, or, where both begin
+// True if one word of an option's name is a slip away from another: two neighbours exchanged, or, where both begin
 // alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two. In a short
 // word another letter makes another word, as dir is not dim and notes are not nodes.
 static bool word_slips(const char* typed, size_t length, const char* name, size_t other) {
@@ -309,7 +309,7 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('}', file);
 }
 
-// What the shell can complete a value by: its fixed words, out of "off|auto|DIR" those in lower case, at `words`.
+// Finds the words with which the shell can complete a value: of "off|auto|DIR" those in lower case, at `words`.
 // Returns whether a path is one of the values.
 static bool completion_values(const Option* option, char* words, size_t bytes) {
     size_t used = 0;

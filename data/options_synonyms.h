@@ -1,6 +1,6 @@
-// What llm.c, nanoGPT, nanochat, Hugging Face's Trainer, torchtitan and others call nibble's options, and what they
-// have and nibble has not. Each name is in lower case with '-' for '_'; torchtitan's come without their group. The
-// answer follows "unknown option --NAME; ".
+// The names that llm.c, nanoGPT, nanochat, Hugging Face's Trainer, torchtitan and others have for nibble's options, and
+// what they have and nibble has not. Each name is in lower case with '-' for '_'; torchtitan's come without their
+// group. The answer follows "unknown option --NAME; ".
 #pragma once
 #include "options.h"
 

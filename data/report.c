@@ -6,7 +6,7 @@
 #include <string.h>
 #include "clock.h"
 
-// How much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
+// Says how much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
 // validation is of texts that are trained on.
 static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
                         int vocabulary) {
@@ -88,7 +88,7 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     if (memory->taken > 0)
         run_say(run, "  driver%s %.2f", several ? " and exchange" : "", (double)memory->taken * unit);
     if (memory->host > 0) run_say(run, "  host %.2f", (double)memory->host * unit);
-    // What a parameter costs while it trains, the room for decoded weights and the gradients included.
+    // Bytes of a parameter while it trains, the room for decoded weights and the gradients included.
     const double each = (double)(memory->weights + memory->states + memory->grads) / (double)plan->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
             large ? "GiB" : "MiB", (double)plan->available / (1 << 30), run_text(run, "matmul"),

@@ -1,4 +1,4 @@
-// What a run reports, out of plain numbers: lines on the terminal and in log.txt, and their values in log.jsonl. A
+// Reports of a run, made of plain numbers: lines on the terminal and in log.txt, and their values in log.jsonl. A
 // function that returns false has written a sentence into the run folder's `error`, with which the run ends.
 #pragma once
 #include "checkpoint.h"
@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-// What the banner says beside the options.
+// Facts that the banner states beside the options.
 typedef struct {
     char device[256], ranks[256], optim[256];  // descriptions; ranks "" for one alone
     const char* source;                        // of the ranks
@@ -28,8 +28,9 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
 // sequence where none fits; a title before the first.
 void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
                 const Planner* planner, int64_t memory, bool first);
-// What must be the same on all ranks: the options, but for names of files, and the data by its size and checksums,
-// which are made here. The text lives as long as the program; NULL with a sentence where the data cannot be read.
+// Returns a text that must be the same on all ranks: the options, but for names of files, and the data by its size and
+// checksums, which are made here. The text lives as long as the program; NULL with a sentence where the data cannot be
+// read.
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val);
 // The sentence where the weights of several ranks differ. It lives as long as the program.
 const char* report_weights_differ(const RunFolder* run);

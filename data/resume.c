@@ -48,7 +48,7 @@ bool resume_words(const Resume* resume, char* error) {
     return true;
 }
 
-// Whether the checkpoint's value is left alone though none was typed: the option belongs to one start of the program,
+// True if the checkpoint's value is left alone although none was typed: the option belongs to one start of the program,
 // is merged elsewhere, or comes with another preset than the saved one, which was typed.
 static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",

@@ -21,7 +21,7 @@ typedef struct {
     char changed[RESUME_CHANGED_BYTES];  // what is not as it was, for the banner: " --lr 0.1 (was 0.2)"
 } Resume;
 
-// Whether this option was typed.
+// True if this option was typed.
 bool resume_given(const Resume* resume, const char* name);
 // Adds to `changed`, which is cut where it is full.
 __attribute__((format(printf, 2, 3))) void resume_changed(Resume* resume, const char* format, ...);

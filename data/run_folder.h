@@ -11,7 +11,7 @@ extern "C" {
 
 enum { RUN_PATH_BYTES = 4096 };
 
-// Where a run stands: what it goes on with beside weights and optimizer states.
+// The state from which a run goes on, beside weights and optimizer states.
 typedef struct {
     int64_t step, sequences;        // optimizer steps done; sequences consumed, which is the data position
     int64_t data_tokens;            // of the training data: their number decides the order
@@ -54,7 +54,7 @@ bool run_saves_states(const RunFolder* run);  // --save
 // May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
 bool run_folder_free(const char* folder, bool again, char* error);
 // Keeps other processes of this machine from training in `folder` as long as this one lives; false where one does.
-// Where the file system knows no locks there are none.
+// A file system without locks holds nothing.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Before a checkpoint is chosen: is the folder `run` ("": none is named) free for what --resume says, and held where
 // the run goes on in it, or in the folder that `resume` names?
@@ -78,7 +78,7 @@ void run_say_text(RunFolder* run, const char* text, size_t bytes);
 // drawn.
 void run_say_next(RunFolder* run, bool stopped);
 
-// What is typed after --resume to go on from the last checkpoint.
+// The word that is typed after --resume to go on from the last checkpoint.
 const char* run_resume_words(const RunFolder* run);
 // Is a checkpoint asked for, by a signal or by a file called save in the run folder, which is removed?
 bool run_folder_asks_save(RunFolder* run);

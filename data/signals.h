@@ -26,7 +26,7 @@ void signals_catch(void);
 void signals_handled(sigset_t* set);
 // No messages from this process: it is a rank other than 0.
 void signals_quiet(void);
-// What a stop has to wait for, such as "this step", and the seconds that it may take (0: unknown); NULL: there is
+// Sets what a stop has to wait for, such as "this step", and the seconds that it may take (0: unknown); NULL: there is
 // nothing to save, and a signal ends the process at once. The text must outlive the call.
 void signals_doing(const char* what, double seconds);
 

@@ -319,13 +319,13 @@ static bool find_file(const char* folder, const char* name, const char* other, c
     return access(path, F_OK) == 0;
 }
 
-// Whether `json` is absent, null, false or an empty text.
+// True if `json` is absent, null, false or an empty text.
 static bool is_nothing(const Json* json) {
     return !json || json->kind == JSON_NULL || (json->kind == JSON_BOOL && json->number == 0) ||
            (json->kind == JSON_STRING && json->text_bytes == 0);
 }
 
-// Whether tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in words as GPT-2 cuts
+// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in words as GPT-2 cuts
 // them.
 static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
     static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",

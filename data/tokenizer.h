@@ -18,7 +18,7 @@ typedef struct Tokenizer Tokenizer;
 Tokenizer* tokenizer_open(const char* folder, char* error);
 // The same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
-// Whether the folder holds a vocabulary.
+// True if the folder holds a vocabulary.
 bool tokenizer_exists(const char* folder);
 // Copies those files of FROM that describe a tokenizer or a model's use of it, and that TO does not have yet. OpenAI's
 // names become vocab.json and merges.txt. True also where FROM has none.

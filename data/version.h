@@ -1,4 +1,4 @@
-// Which program this is. The version stands in version.c; the commit and the build are the Makefile's.
+// The name of this program's build. The version stands in version.c; the commit and the build are the Makefile's.
 #pragma once
 #ifdef __cplusplus
 extern "C" {

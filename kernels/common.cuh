@@ -155,8 +155,7 @@ inline void openmp_start() {
     if (made < want) {
         user_error(
             "%d threads were asked for and %d can be started (see ulimit -u and ulimit -v); put OMP_NUM_THREADS=%d "
-            "before "
-            "the command",
+            "before the command",
             want + 1, made + 1, made + 1);
     }
 #pragma omp parallel

@@ -98,8 +98,8 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
             (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, &model) : 0), optim.host};
 }
 
-// Where states are in host memory: the order in which a step takes the parts, which is that of the backward pass if it
-// takes the step, else of the arena. Several ranks sum the last layernorm with the embeddings.
+// Opens the states in host memory. A step takes the parts in the order of the backward pass if that takes the step,
+// else of the arena. Several ranks sum the last layernorm with the embeddings.
 static Offload* arena_offload(const Arena* a) {
     const int final = decoded_final(a->layers), embeddings = decoded_embeddings(a->layers);
     int* order = (int*)memory_take((size_t)(a->layers + 2) * sizeof(int));

@@ -71,7 +71,7 @@ int64_t arena_saved_bytes(const Arena* arena, const OptimConfig* config, bool st
 void arena_open(Arena* arena, const OptimConfig* config);
 void arena_close(Arena* arena);
 
-// Where tensor t lies in `memory`, which is arena->weights or arena->grads, of elements of this size.
+// Returns the place of tensor t in `memory`, which is arena->weights or arena->grads, of elements of this size.
 void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // The codes of a matrix that products read as it is stored; NULL: they read what arena_at says. Where ranks keep parts
 // of the weights they gather decoded ones, so there it is NULL.

@@ -67,7 +67,7 @@ constexpr int name_index(const char* const (&names)[COUNT], const char* text) {
     return -1;
 }
 
-// What follows "weights=" in the overrides of a preset; null if they do not name weights.
+// Returns the text behind "weights=" in the overrides of a preset; null if they do not name weights.
 constexpr const char* overriding_weights(const char* overrides) {
     const char key[] = "weights=";
     for (const char* at = overrides; *at; at++) {

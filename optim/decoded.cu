@@ -28,8 +28,8 @@ static DecodedKind decoded_kind(const Plan* plan, const DecodedModel* model, int
     return model->slot && model->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 
-// Where each tensor stands in the room, or in the lent one, in bytes from its beginning; -1: it is read where it is
-// stored. Returns the bytes of both.
+// Finds the place of each tensor in the room, or in the lent one, in bytes from its beginning; -1: it is read where it
+// is stored. Returns the bytes of both.
 static DecodedBytes decoded_places(const OptimConfig* config, const DecodedModel* model, int64_t* place) {
     const int layers = model->layers;
     const int64_t element = compute_row(model->compute)->stream[0].bits / 8;

@@ -54,8 +54,8 @@ const uint8_t* decoded_codes(const Decoded* decoded, int tensor);
 // From here on operands are decoded, too, into `room` of DecodedBytes.lent; NULL: no longer, and the room is free.
 void decoded_lend(Decoded* decoded, void* room);
 
-// Where a tensor's weights are in the compute type once its part has been asked for: constant, but for operands, which
-// are where room was lent, or NULL.
+// The place of a tensor's weights in the compute type once its part has been asked for. It does not change, but for
+// operands, which are where room was lent, or NULL.
 void* decoded_at(const Decoded* decoded, int tensor);
 
 // Makes sure that a part is there. It stays until a part that shares its room is asked for: layer l until layer l + 2

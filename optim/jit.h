@@ -9,7 +9,7 @@
 // that a killed process left are removed when they are an hour old. A folder that cannot be written costs a second at
 // each start and one line that says so. What fails to compile is never kept.
 //
-// What is read from the cache runs on the GPU. So a folder or file that others than this user and root own or may
+// Code that is read from the cache runs on the GPU. So a folder or file that others than this user and root own or may
 // write, a symbolic link and what is no regular file are not used, and one line says so. Folders are created as 0700
 // and files as 0600, whatever the umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
 //
@@ -38,7 +38,7 @@ struct JitImage {
 // The source that is compiled, caller frees: all of the optimizer's device code, then `user_source`.
 char* jit_source(int64_t* bytes, const char* user_source = "");
 
-// Whether libnvrtc can be opened.
+// True if libnvrtc can be opened.
 bool jit_available();
 
 // The architecture to compile for, on a device of compute capability `compute` (90 for 9.0): "sm_90", or the newest PTX
@@ -51,7 +51,7 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
 bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error,
                  const char* user_source = "");
 
-// The same through the cache.
+// Does the same through the cache.
 bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error,
              const char* user_source = "");
 void jit_free(JitImage* image);

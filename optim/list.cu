@@ -1,4 +1,4 @@
-// What is printed of the tables: --list-formats, --list-presets and the banner's line.
+// Prints the tables: --list-formats, --list-presets and the banner's line.
 #include "plan.h"
 #include "table.cuh"
 #include "user.h"

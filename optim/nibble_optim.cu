@@ -599,7 +599,7 @@ NIBBLE_API NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor,
     });
 }
 
-// What nibble_optim_save writes before the arrays.
+// nibble_optim_save writes this before the arrays.
 struct StatesHeader {
     char magic[16];
     char text[1000];   // the settings that the arrays' meaning depends on

@@ -8,7 +8,7 @@
 
 constexpr int KEPT = OPTIM_KEPT, ARRAYS = 3;  // states of a launch; arrays of a state
 
-// What each launch of the optimizer has of a part: a run of the arena, possibly empty.
+// The share that each launch of the optimizer has in a part: a run of the arena, possibly empty.
 struct PartRuns {
     struct {
         int64_t begin, end;

@@ -817,7 +817,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;
-        // What pads a matrix's projection must stay zero, and other chunks have matrices of other sizes.
+        // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
         if (work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
         if (!fused || low_rank_refreshes(&plan->config, arguments->step)) low_rank_gradients(dev, work, i, &grads);
@@ -916,7 +916,7 @@ void optim_settle(const Optim* optim, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
 }
 
-// The same for one tensor.
+// Does the same for one tensor.
 static void settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     const OptimTensor* tensor = &optim->tensors[t];
     for (int i = 0; i < optim->settles; i++) {

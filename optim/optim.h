@@ -71,7 +71,7 @@ struct OptimConfig {
     void* allocator = nullptr;  // its context
 };
 
-// What the combination costs, known before anything is allocated.
+// Bytes that a combination takes. They are known before anything is allocated.
 struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
     int64_t compute;  // a decoded copy for the matmul of those tensors whose stored weights do not serve

@@ -29,5 +29,5 @@ struct Override {
 bool overrides_parse(const char* text, Override* overrides, int* count, char* error, size_t error_bytes);
 
 bool override_matches(const Override* rule, const char* name);
-// The same for one of its patterns, [begin, end), which holds no |.
+// Does the same for one of its patterns, [begin, end), which holds no |.
 bool pattern_matches(const char* begin, const char* end, const char* name);

@@ -78,7 +78,7 @@ const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot s
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
-// Where a plan keeps the weights or a moment of a tensor.
+// The place where a plan keeps the weights or a moment of a tensor.
 struct Place {
     const char* rule;              // of the tensor
     const FormatRow* format;       // null: the rule keeps no such moment

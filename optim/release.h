@@ -18,13 +18,13 @@
 struct Shard;
 typedef struct Release Release;
 
-// Where gradients lie that are released: place[t] becomes the first element of tensor t's, two layers taking turns and
+// Places gradients that are released: place[t] becomes the first element of tensor t's. Two layers take turns, with
 // the rest behind them. Returns their elements. Tensors of a part lie in the arena's order where all layers have the
 // same; `part` has the part of each tensor and `layers` the number of layers.
 int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, int64_t* place);
 
-// What parts are made of, and who has them. The arrays are copied by release_open; the pointers must outlive what it
-// returns.
+// The tensors that make up the parts, and who has them. The arrays are copied by release_open; the pointers must
+// outlive what it returns.
 struct ReleaseModel {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count)
@@ -40,7 +40,7 @@ int64_t release_bytes(const Device* dev, const ReleaseModel* model);
 Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16);
 void release_close(Release* release);
 
-// What a step clips with and how large it is.
+// The clipping and the size of a step.
 struct ReleaseStep {
     float clip, lr;
     int64_t step;

@@ -32,7 +32,7 @@ static bool resolve_name(const Table<Row>& table, const char* option, const char
     return row != nullptr;
 }
 
-// The same for a moment, which may be in one of the user's own formats.
+// Does the same for a moment, which may be in one of the user's own formats.
 static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error, size_t bytes) {
     const FormatRow* row = find_state(config, *name);
     if (row && row != none_row()) {
@@ -55,7 +55,7 @@ static bool resolve_formats(OptimConfig* config, char* error, size_t bytes) {
     return true;
 }
 
-// The same for weights. Weights are set and read on the host too, where the user's own formats have no functions.
+// Does the same for weights. Weights are set and read on the host too, where the user's own formats have no functions.
 static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error,
                             size_t bytes) {
     const UserFormats* user = config->user_formats;

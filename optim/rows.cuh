@@ -43,7 +43,7 @@ OPTIM_INLINE constexpr bool sum_has_columns(Sum sum) {
     return sum == SUM_MOMENTS || sum == SUM_RESIDUAL;
 }
 
-// What a pass reads, besides the gradient.
+// These functions say what a pass reads besides the gradient.
 OPTIM_INLINE constexpr bool sum_reads_m(Sum sum) {
     return sum == SUM_DIRECTION || sum == SUM_RESIDUAL || sum == SUM_STEP;
 }
@@ -134,7 +134,7 @@ typedef RowNumbers<SPAN_FACTORS, true> RowFactors;  // a factor for each row and
 typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two of each
 typedef RowNumbers<SPAN_NORM, true> TensorNorms;    // a norm for each tensor
 
-// What a pass squares, except SUM_STEP's, which is an update.
+// The number that a pass squares; that of SUM_STEP is an update instead.
 OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, float m, float v) {
     if (sum == SUM_WEIGHTS) return p;
     if (sum == SUM_UPDATE) return exact_mul(g, v);
@@ -146,7 +146,8 @@ OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, floa
     return g;
 }
 
-// How a pass ends. One function each for a row, a column and the tensor, and then for each row and tile again.
+// The end of a pass. There is one function each for a row, a column and the tensor, and then for each row and tile
+// again.
 
 struct SettleArguments {
     const SumTensor* tensor;
@@ -223,7 +224,7 @@ OPTIM_INLINE float limit(float norm, float last, float growth) {
     return is_finite(norm) && last > MIN_ROOT && norm > most ? exact_div(most, norm) : 1.0f;
 }
 
-// What the tensor's sum becomes.
+// Turns the sum over a tensor into the number that the tensor keeps.
 OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, float sum) {
     const float elements = (float)(t.rows * t.cols);
     if (a.sum == SUM_MOMENTS || a.sum == SUM_RESIDUAL) return moment_root(exact_div(sum, (float)t.rows));

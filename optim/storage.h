@@ -1,4 +1,4 @@
-// What the files of optim/ share beside optim.h: rows of the tables, and what an optimizer holds.
+// The files of optim/ share this beside optim.h: rows of the tables, and what an optimizer holds.
 #pragma once
 #include "formats/storage.cuh"
 #include "formats/spans.cuh"
@@ -120,7 +120,7 @@ struct Settle {
 };
 void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
 
-// What is fixed for an optimizer's life.
+// These do not change during an optimizer's life.
 struct Plan;
 struct OptimParts {
     const Device* dev;
@@ -140,7 +140,8 @@ struct OptimKept {
 };
 void optim_kept_formats(const OptimConfig* launch, const FormatRow* (&format)[OPTIM_KEPT]);
 OptimKept optim_kept(const Optim* optim, int launch);
-// Where the next steps of a launch find these states: arrays as if they began at the arena's first element.
+// Tells a launch where its next steps find these states. The arrays' addresses are those that they would have if they
+// began at the arena's first element.
 void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT]);
 
 // The arrays of weights that contain a tensor's, in device memory.

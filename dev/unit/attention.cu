@@ -370,7 +370,7 @@ static double check_head(const GpuCase<bf16>* c, const float* dqkv, int64_t bh) 
     return worst;
 }
 
-// What the GPU computes twice, into poisoned memory: c->out and c->lse, and dqkv, which the caller frees.
+// Computes on the GPU twice, into poisoned memory: c->out and c->lse, and dqkv, which the caller frees.
 static float* run_both(Test* test, GpuCase<bf16>* c, const Device* dev) {
     const int64_t scratch_bytes = attention_backward_scratch_bytes(dev, c->B, c->T, c->C, c->NH);
     bf16 *d_dqkv = (bf16*)device_alloc(dev, 3 * c->n * 2), *bits[2][2];

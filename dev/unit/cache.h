@@ -1,4 +1,4 @@
-// What the tests of the run-time compiler and those that compare its kernels share: a cache of their own, variables of
+// The tests of the run-time compiler and those that compare its kernels share this: a cache of their own, variables of
 // the environment, processes that compile, ./train, and which formats are for m.
 #pragma once
 #include <dirent.h>
@@ -101,7 +101,7 @@ int in_processes(Test* test, int count, Body body) {
     return bad;
 }
 
-// Whether a format of states may be given to --m.
+// True if a format of states may be given to --m.
 inline bool serves_m(const char* name) {
     OptimConfig config = {"", "adamw", "fp32", "fp32", name, "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     char error[4096] = "";
@@ -110,7 +110,7 @@ inline bool serves_m(const char* name) {
     return serves;
 }
 
-// Whether weights of this storage go with a rule and an m: those whose errors are fed back do not with all.
+// True if weights of this storage go with a rule and an m: those whose errors are fed back do not with all.
 inline bool goes_with(const char* rule, const char* weights, const char* m) {
     OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     char error[4096] = "";

@@ -1,4 +1,4 @@
-// What the tests of the command line share: ./train (beside this binary) started as a user would, on the CPU, with a
+// The tests of the command line share this: ./train (beside this binary) started as a user would, on the CPU, with a
 // model of one layer in a folder of its own; its exit code, the two output streams and the files. Every child has a
 // time limit, so that a hang is a failure. Children see no GPU unless a test asks for it.
 #pragma once

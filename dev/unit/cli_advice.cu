@@ -305,7 +305,7 @@ TEST(cli_advice_random) {
 
 // Names of other programs.
 
-// What is said of --NAME, with an underscore for each dash where `underscores`.
+// Returns what is said of --NAME, with an underscore for each dash where `underscores`.
 static const char* said_of(const char* name, size_t length, bool underscores, char* error) {
     char word[80], train[] = "train";
     bool given[256] = {};
@@ -343,7 +343,7 @@ TEST(cli_synonyms) {
     note(test, "%d names", names);
 }
 
-// What is not known is guessed only where a finger slipped.
+// An unknown name is guessed only where a finger slipped.
 TEST(cli_guesses) {
     static const char* const guesses[][2] = {
         {"bathc", "mean --batch?"},

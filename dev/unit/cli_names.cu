@@ -4,7 +4,7 @@
 
 const OptionTable* option_table();  // of train_gpt2.cu, by test_gpt2.cu
 
-// What a shell says to a line, typed in `folder`: the caller frees it. `code` is its exit code.
+// Returns what a shell prints for a line, typed in `folder`: the caller frees it. `code` is its exit code.
 static char* shell(const char* folder, int* code, const char* line) {
     char *command = nullptr, *text = nullptr, piece[4096];
     size_t bytes = 0, got;
@@ -167,7 +167,7 @@ FOLDER_TEST(cli_run_names) {
     }
 }
 
-// What is printed.
+// The text that the program prints.
 
 static double seconds_of(const char* text) {
     int a = 0, b = 0;
@@ -295,7 +295,8 @@ FOLDER_TEST(cli_folder_after_refusal) {
     expect(strstr(out, "no samples") && !strstr(out, "--sample"), "%s", out);
 }
 
-// What bash offers for the last of some words, with the script of --completion; an empty text where it offers nothing.
+// Returns what bash offers for the last of some words, with the script of --completion; an empty text where it offers
+// nothing.
 TEST(cli_completion) {
     static const struct {
         const char *words, *offered;

@@ -548,7 +548,7 @@ TEST(cli_damaged_checkpoint) {
     expect(child.code == 2 && strstr(ERR(child), "damaged checkpoint"), "exit code %d: %s", child.code, ERR(child));
 }
 
-// What a run would overwrite, and what another process is at work in.
+// Refused: files that a run would overwrite, and a folder in which another process is at work.
 FOLDER_TEST(cli_run_folders) {
     char run[PATH_MAX], checkpoint[PATH_MAX + 32];
     snprintf(run, sizeof(run), "%s/run", work);
@@ -612,7 +612,7 @@ FOLDER_TEST(cli_resume_model_folder) {
     }
 }
 
-// What was left to the program is so again when a run is made longer.
+// An option that was left to the program is so again when a run is made longer.
 FOLDER_TEST(cli_resume_auto) {
     train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/run --steps 10", SHAPE, work, work);
     train_well("--resume %s/run --device cpu --steps 60", work);

@@ -45,13 +45,13 @@ static Place find_place(const Run* f, int tensor, Slot slot) {
     return place;
 }
 
-// What decides a slot's zeros.
+// The properties that decide a slot's zeros.
 static NoiseKey slot_key(const Run* f, int tensor, Slot slot) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
     return {0, 0, noise[slot], f->tensor[tensor].offset};
 }
 
-// What the update reads; the caller frees it. Padding counts as zero.
+// Returns the values that the update reads; the caller frees them. Padding counts as zero.
 static float* slot_values(const Run* f, int tensor, Slot slot) {
     Place place = find_place(f, tensor, slot);
     Streams streams = place_streams(f, tensor, &place);
@@ -64,7 +64,7 @@ static float* slot_values(const Run* f, int tensor, Slot slot) {
     return values;
 }
 
-// Whether the slot's arrays hold these bytes: those of `values` stored to nearest.
+// True if the slot's arrays hold these bytes: those of `values` stored to nearest.
 static bool holds_nearest(const Run* f, int tensor, Slot slot, const float* values) {
     Place place = find_place(f, tensor, slot);
     Streams there = place_streams(f, tensor, &place), want = there;
@@ -110,7 +110,7 @@ static int64_t differing(const Run* a, const Run* b, Slot slot) {
     return count;
 }
 
-// Whether values of the format may move when they are stored again. A block's largest may come back smaller, and its
+// True if values of the format may move when they are stored again. A block's largest may come back smaller, and its
 // scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16, or to 8 bits, leaves the largest a level
 // below the last. adalog8's scale is the logarithm of a level, which is rounded.
 static bool may_move(const char* name) {
@@ -261,7 +261,7 @@ TEST(convert_into_shards) {
     }
 }
 
-// What other rules keep: v and the slow average come and go.
+// Moments of other rules: v and the slow average come and go.
 TEST(convert_rules) {
     OptimConfig adamw = make_config("adamw", "bf16", "fp32"), slow = make_config("ademamix", "bf16", "fp32"),
                 lion = make_config("lion", "bf16", "fp32");

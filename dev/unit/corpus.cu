@@ -1,4 +1,4 @@
-// What training text may be: every character of the tokenizer, files that are no text, shards too short for a window,
+// Tests of training text: every character of the tokenizer, files that are no text, shards too short for a window,
 // nanoGPT's data, and data that changed between two starts of a run.
 #include "../../data/content.h"
 #include "../../data/loader.h"
@@ -119,7 +119,7 @@ static void put_signed(Test* test, const char* path, int at, const char* signatu
     put(test, path, bytes, sizeof(bytes));
 }
 
-// What is no text is refused by its contents, with a way on, and --data-format bytes takes it.
+// A file that is no text is refused by its contents, with a way on, and --data-format bytes takes it.
 TEST(corpus_content) {
     static const struct {
         const char* signature;
@@ -387,7 +387,7 @@ TEST(corpus_fingerprint) {
     expect(fingerprint(test, in(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
     write_shard(folder.path, "train_1.bin", 20240520, 1, 200, 200, 7);
     expect(fingerprint(test, folder.path, DATASET_TRAIN) != shards, "with another token");
-    // Of a file over 256 MiB (a sparse one) blocks are read: the first and the last are among them.
+    // A file over 256 MiB (a sparse one) is read in blocks: the first and the last are among them.
     const char* large = in(folder, "large");
     const int64_t size = 257 << 20, changed[] = {0, size - 1, (size - 4096) * 31 / 63 + 5};
     int descriptor = open(large, O_RDWR | O_CREAT, 0600);

@@ -1,4 +1,4 @@
-// What the tests of data/ share: a folder of their own under $TMPDIR (or /tmp), files in it, and refusals, which are
+// The tests of data/ share this: a folder of their own under $TMPDIR (or /tmp), files in it, and refusals, which are
 // tested by a piece of their sentence, so that a case cannot pass on the wrong error.
 #pragma once
 #include <errno.h>

@@ -4,8 +4,7 @@
 // codes are operands are decoded only into room that was lent.
 #include "../../kernels/fp8.cuh"
 #include "../../optim/decoded.h"
-#include "../../optim/plan.h"
-#include "rules.h"
+#include "steps.h"
 
 constexpr int LAYERS = 3, COUNT = 2 + 2 * LAYERS + 1, STEPS = 2;
 static const OptimTensor model[COUNT] = {
@@ -16,157 +15,102 @@ static const OptimTensor model[COUNT] = {
     {"ln_f.weight", 1, 2500, false, 0}};
 static const int part[COUNT] = {3, 3, 0, 0, 1, 1, 2, 2, 4};
 
-struct Pair {
-    Device dev;
-    OptimConfig config[2];  // the second keeps no copy
-    OptimTensor tensor[COUNT];
-    int64_t elements;
-    Optim* optim[2];
-    OptimType compute;
-};
-
-// Both optimizers from the same start.
-static void pair_open(Pair* pair, const OptimConfig* config, OptimType compute, bool gpu) {
-    static float values[129 * 40];
-    device_open(&pair->dev, gpu, 0);
-    pair->compute = compute;
-    memcpy(pair->tensor, model, sizeof(model));
-    pair->elements = optim_layout(pair->tensor, COUNT, config);
-    for (int k = 0; k < 2; k++) {
-        pair->config[k] = *config;
-        pair->config[k].keeps_copy = k == 0;
-        pair->optim[k] = optim_create(&pair->dev, &pair->config[k], pair->tensor, COUNT, compute);
-        for (int t = 0; t < COUNT; t++) {
-            for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) values[i] = start(t * 10000 + i);
-            optim_set_weights(pair->optim[k], t, values);
-        }
-        optim_decode(pair->optim[k]);
-    }
-}
-
-// The second optimizer's step, a part at a time from the last to the first. The gradients of every other part lie in
-// memory of their own, in the arena's order, as those of a layer that is released do.
-static void step_by_parts(Pair* pair, const float* grads, const float* scale, int step) {
+// A step of the run without a copy, a part at a time from the last to the first. The gradients of every other part lie
+// in memory of their own, in the arena's order, as those of a layer that is released do.
+static void step_by_parts(void*, Run* run, const void* given, const float* scale, float lr, int step) {
+    const float* grads = (const float*)given;
     for (int number = LAYERS + 1; number >= 0; number--) {
         int tensor[COUNT], count = 0;
         const void* at[COUNT];
         for (int t = 0; t < COUNT; t++) {
             int i = count;
             if (part[t] != number) continue;
-            for (; i > 0 && pair->tensor[tensor[i - 1]].offset > pair->tensor[t].offset; i--) tensor[i] = tensor[i - 1];
+            for (; i > 0 && run->tensor[tensor[i - 1]].offset > run->tensor[t].offset; i--) tensor[i] = tensor[i - 1];
             tensor[i] = t;
             count++;
         }
-        float* own = (float*)device_alloc(&pair->dev, pair->elements * 4);
+        float* own = (float*)device_alloc(&run->dev, run->elements * 4);
         int64_t used = 0;
         for (int i = 0; i < count; i++) {
-            const OptimTensor* t = &pair->tensor[tensor[i]];
+            const OptimTensor* t = &run->tensor[tensor[i]];
             const int64_t padded = ceil_div(t->rows * t->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
             at[i] = number % 2 ? own + used : grads + t->offset;
             float* host = (float*)malloc((size_t)padded * 4);
-            copy_to_host(&pair->dev, host, grads + t->offset, padded * 4);
-            copy_to_device(&pair->dev, own + used, host, padded * 4);
+            copy_to_host(&run->dev, host, grads + t->offset, padded * 4);
+            copy_to_device(&run->dev, own + used, host, padded * 4);
             free(host);
             used += padded;
         }
-        optim_step_tensors(pair->optim[1], tensor, at, count, scale, 1e-2f, step);
-        device_sync(&pair->dev);
-        device_free(&pair->dev, own);
+        optim_step_tensors(run->optim, tensor, at, count, scale, lr, step);
+        device_sync(&run->dev);
+        device_free(&run->dev, own);
     }
-}
-
-static void pair_step(Pair* pair, int step) {
-    const float one = 1.0f;
-    float *host = (float*)calloc((size_t)pair->elements, sizeof(float)), *scale = (float*)device_alloc(&pair->dev, 4);
-    float* grads = (float*)device_alloc(&pair->dev, pair->elements * 4);
-    for (int t = 0; t < COUNT; t++) {
-        for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) {
-            host[pair->tensor[t].offset + i] = gradient(step, t * 10000 + i);
-        }
-    }
-    copy_to_device(&pair->dev, grads, host, pair->elements * 4);
-    copy_to_device(&pair->dev, scale, &one, 4);
-    optim_step(pair->optim[0], grads, scale, 1e-2f, step);
-    char error[512];
-    if (optim_releases(&pair->config[1], pair->tensor, COUNT, error, sizeof(error))) {
-        step_by_parts(pair, grads, scale, step);
-    } else {
-        optim_step(pair->optim[1], grads, scale, 1e-2f, step);
-    }
-    device_sync(&pair->dev);
-    device_free(&pair->dev, grads);
-    device_free(&pair->dev, scale);
-    free(host);
 }
 
 // Does a part, as it is now, have the copy's bits?
-static void expect_part(Test* test, const Pair* pair, const Decoded* decoded, int number, const char* what) {
-    const int64_t size = pair->compute == OPTIM_FP32 ? 4 : 2;
+static void expect_part(Test* test, const Run* copy, const Run* run, const Decoded* decoded, int number) {
+    const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
     for (int t = 0; t < COUNT; t++) {
-        if (part[t] != number) continue;
-        const int64_t bytes = model[t].rows * model[t].cols * size;
-        char *want = (char*)malloc((size_t)bytes), *got = (char*)malloc((size_t)bytes);
-        copy_to_host(&pair->dev, want, (char*)optim_weights(pair->optim[0]) + pair->tensor[t].offset * size, bytes);
-        copy_to_host(&pair->dev, got, decoded_at(decoded, t), bytes);
-        expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s", what, model[t].name);
-        free(want), free(got);
+        const char* want = (const char*)optim_weights(copy->optim) + run->tensor[t].offset * size;
+        expect(part[t] != number ||
+                   same_bytes(copy, want, run, decoded_at(decoded, t), model[t].rows * model[t].cols * size),
+               "%s: %s", run->config.weights, model[t].name);
     }
 }
 
 static void check_decoded(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
     OptimConfig config = make_config("adamw", weights, "fp32");
     config.overrides = overrides;
-    Pair pair;
-    pair_open(&pair, &config, compute, gpu);
-    const DecodedModel its = {pair.tensor, part, nullptr, COUNT, LAYERS, compute};
-    Decoded* decoded = decoded_open(&pair.dev, pair.optim[1], &pair.config[1], &its);
+    Run copy, run;
+    run_open(&copy, &config, model, COUNT, compute, gpu);
+    config.keeps_copy = false;
+    run_open(&run, &config, model, COUNT, compute, gpu);
+    const DecodedModel its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
+    Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
+    Steps how = plain_steps(), by_parts = how;
+    char error[512];
+    if (optim_releases(&config, run.tensor, COUNT, error, sizeof(error))) by_parts.take = step_by_parts;
     for (int step = 1; step <= STEPS; step++) {
         // A forward and a backward pass; neighbours are there at the same time, and so are the last layer and ln_f.
         const int order[] = {3, 0, 1, 2, 4, 3, 2, 1, 0};
         int before = -1;
         for (int number : order) {
             decoded_need(decoded, number);
-            expect_part(test, &pair, decoded, number, weights);
-            if (before < LAYERS && number < LAYERS && before >= 0) expect_part(test, &pair, decoded, before, weights);
-            if (number == 4) expect_part(test, &pair, decoded, 2, weights);
+            expect_part(test, &copy, &run, decoded, number);
+            if (before < LAYERS && number < LAYERS && before >= 0) expect_part(test, &copy, &run, decoded, before);
+            if (number == 4) expect_part(test, &copy, &run, decoded, 2);
             before = number;
         }
-        pair_step(&pair, step);
+        run_steps(&copy, step, step, how);
+        run_steps(&run, step, step, by_parts);
         decoded_forget(decoded);
     }
-    OptimBytes plan = optim_bytes(&pair.config[1], pair.tensor, COUNT, compute), real = optim_allocated(pair.optim[1]);
-    expect(memcmp(&plan, &real, sizeof(plan)) == 0 && plan.compute == 0, "%s: planned and allocated", weights);
-    OptimBytes whole = optim_bytes(&pair.config[0], pair.tensor, COUNT, compute);
-    expect(whole.weights == plan.weights && whole.states == plan.states, "%s: only the copy is gone", weights);
-    const int64_t room = decoded_bytes(&pair.config[1], &its).room;
+    expect_planned(test, &run, weights);
+    const OptimBytes plan = optim_bytes(&run.config, run.tensor, COUNT, compute);
+    const OptimBytes whole = optim_bytes(&copy.config, run.tensor, COUNT, compute);
+    expect(whole.weights == plan.weights && whole.states == plan.states && plan.compute == 0,
+           "%s: only the copy is gone", weights);
+    const int64_t room = decoded_bytes(&run.config, &its).room;
     expect((room == 0) == (whole.compute == 0) && room <= whole.compute, "%s: room %lld of %lld", weights,
            (long long)room, (long long)whole.compute);
-    for (int i = 0; i < optim_stream_count(pair.optim[0]); i++) {
-        const OptimStream a = optim_stream(pair.optim[0], i), b = optim_stream(pair.optim[1], i);
-        const int64_t bytes = a.elements * a.element_bytes;
-        char *want = (char*)malloc((size_t)bytes + 1), *got = (char*)malloc((size_t)bytes + 1);
-        copy_to_host(&pair.dev, want, a.data, bytes);
-        copy_to_host(&pair.dev, got, b.data, bytes);
-        expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s after steps by parts", weights, a.name);
-        free(want), free(got);
-    }
+    const char* where = difference(&copy, &run);
+    expect(!where, "%s: %s after steps by parts", weights, where);
     decoded_close(decoded);
-    for (Optim* optim : pair.optim) optim_free(optim);
-    device_close(&pair.dev);
+    run_close(&copy), run_close(&run);
 }
 
 // The codes of a matrix and the numbers of their scale are its weights, to the bit.
-static void expect_codes(Test* test, const Pair* pair, const Decoded* decoded, int t, const char* what) {
+static void expect_codes(Test* test, const Run* copy, const Run* run, const Decoded* decoded, int t, const char* what) {
     const int64_t n = model[t].rows * model[t].cols;
-    const OptimCodes stored = optim_codes(pair->optim[1], t);
+    const OptimCodes stored = optim_codes(run->optim, t);
     const uint8_t* at = decoded_codes(decoded, t);
     expect(at && at == stored.codes && (uintptr_t)at % 16 == 0 && !decoded_at(decoded, t), "%s: no operand", what);
     if (!at) return;
     float *want = (float*)malloc((size_t)n * 4), numbers[3];
     uint8_t* codes = (uint8_t*)malloc((size_t)n);
-    optim_get_weights(pair->optim[0], t, want);
-    copy_to_host(&pair->dev, codes, at, n);
-    copy_to_host(&pair->dev, numbers, stored.numbers, sizeof(numbers));
+    optim_get_weights(copy->optim, t, want);
+    copy_to_host(&run->dev, codes, at, n);
+    copy_to_host(&run->dev, numbers, stored.numbers, sizeof(numbers));
     int64_t wrong = 0;
     for (int64_t i = 0; i < n; i++) wrong += fp8_decode(codes[i], FP8_E4M3) * numbers[1] != want[i];
     expect(wrong == 0 && numbers[2] == 1.0f / numbers[1], "%s: %lld of %s are not code times scale", what,
@@ -177,40 +121,41 @@ static void expect_codes(Test* test, const Pair* pair, const Decoded* decoded, i
 static void check_operands(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
     OptimConfig config = make_config("adamw", weights, "fp32");
     config.overrides = overrides;
-    Pair pair;
-    pair_open(&pair, &config, compute, gpu);
+    Run copy, run;
+    run_open(&copy, &config, model, COUNT, compute, gpu);
+    config.keeps_copy = false;
+    run_open(&run, &config, model, COUNT, compute, gpu);
     int slot[COUNT];
     for (int t = 0; t < COUNT; t++) slot[t] = strstr(model[t].name, "c_fc") != nullptr;
-    const DecodedModel its = {pair.tensor, part, slot, COUNT, LAYERS, compute},
-                       none = {pair.tensor, part, nullptr, COUNT, LAYERS, compute};
-    const DecodedBytes bytes = decoded_bytes(&pair.config[1], &its), all = decoded_bytes(&pair.config[1], &none);
+    const DecodedModel its = {run.tensor, part, slot, COUNT, LAYERS, compute},
+                       none = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
+    const DecodedBytes bytes = decoded_bytes(&run.config, &its), all = decoded_bytes(&run.config, &none);
     const int64_t matrix = tensor_padded(&model[3]) * (compute == OPTIM_FP32 ? 4 : 2);
     // Embeddings take as much as layers without these matrices, and more than layers without vectors, too.
     const bool smaller = bytes.room < all.room || (bytes.room == all.room && strstr(overrides, "ln*"));
     expect(bytes.lent == 2 * matrix && all.lent == 0 && smaller, "%s, %s: room %lld and %lld, without %lld", weights,
            overrides, (long long)bytes.room, (long long)bytes.lent, (long long)all.room);
-    void* room = device_alloc(&pair.dev, bytes.lent);
-    Decoded* decoded = decoded_open(&pair.dev, pair.optim[1], &pair.config[1], &its);
+    void* room = device_alloc(&run.dev, bytes.lent);
+    Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
     for (int step = 1; step <= STEPS; step++) {
         for (int number : {3, 0, 1, 2, 4, 3, 2, 1, 0}) {
             decoded_need(decoded, number);
-            if (number < LAYERS) expect_codes(test, &pair, decoded, 3 + 2 * number, weights);
-            if (number >= LAYERS) expect_part(test, &pair, decoded, number, weights);
+            if (number < LAYERS) expect_codes(test, &copy, &run, decoded, 3 + 2 * number, weights);
+            if (number >= LAYERS) expect_part(test, &copy, &run, decoded, number);
         }
         decoded_lend(decoded, room);
         for (int number : {3, 0, 1, 2, 4, 0, 1}) {
             decoded_need(decoded, number);
-            expect_part(test, &pair, decoded, number, weights);
-            if (number == 1 || number == 2) expect_part(test, &pair, decoded, number - 1, weights);
+            expect_part(test, &copy, &run, decoded, number);
+            if (number == 1 || number == 2) expect_part(test, &copy, &run, decoded, number - 1);
         }
         decoded_lend(decoded, nullptr);
-        pair_step(&pair, step);
+        for (Run* each : {&copy, &run}) run_steps(each, step, step, plain_steps());
         decoded_forget(decoded);
     }
     decoded_close(decoded);
-    device_free(&pair.dev, room);
-    for (Optim* optim : pair.optim) optim_free(optim);
-    device_close(&pair.dev);
+    device_free(&run.dev, room);
+    run_close(&copy), run_close(&run);
 }
 
 static void check_all_operands(Test* test, OptimType compute, bool gpu) {
@@ -226,12 +171,8 @@ TEST(decoded_operands) {
     check_all_operands(test, OPTIM_BF16, false);
 }
 
-static void operands_on_gpu(Test* test) {
+CACHE_TEST(TEST, decoded_operands_gpu) {
     check_all_operands(test, OPTIM_BF16, true);
-}
-
-TEST(decoded_operands_gpu) {
-    with_empty_cache(test, operands_on_gpu);
 }
 
 static void check_formats(Test* test, OptimType compute, bool gpu) {
@@ -247,11 +188,7 @@ TEST(decoded_parts) {
     check_formats(test, OPTIM_BF16, false);
 }
 
-static void check_on_gpu(Test* test) {
+CACHE_TEST(TEST, decoded_parts_gpu) {
     check_formats(test, OPTIM_BF16, true);
     check_decoded(test, "lin8:sr", "", OPTIM_FP32, true);
-}
-
-TEST(decoded_parts_gpu) {
-    with_empty_cache(test, check_on_gpu);
 }

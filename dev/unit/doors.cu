@@ -1,4 +1,4 @@
-// What strangers can do to a run over the network (rendezvous.h, launch.h of kernels/ranks): nothing that shows in its
+// Strangers can do this to a run over the network (rendezvous.h, launch.h of kernels/ranks): nothing that shows in its
 // exit code, its time or its terminal, as long as they do not know its secret.
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -71,7 +71,7 @@ static void rank_end(Rank* rank) {
     rank->took = now() - rank->took;
 }
 
-// What every stranger's run must satisfy: nothing of a terminal's control codes, and at most `lines` lines.
+// Checks what holds in every stranger's run: nothing of a terminal's control codes, and at most `lines` lines.
 static void expect_calm(Test* test, const char* what, const Rank* rank, int lines) {
     int found = 0;
     for (const char* c = rank->text; *c; c++) {
@@ -187,7 +187,7 @@ TEST(doors_text_is_disarmed) {
     }
 }
 
-// How many sockets of this machine listen at a port, of which `open` at other addresses than loopback.
+// Counts the sockets of this machine that listen at a port, of which `open` do so at other addresses than loopback.
 static int listeners_at(int port, int* open) {
     char line[512], address[64];
     int count = 0;
@@ -331,7 +331,7 @@ TEST(doors_different_secrets) {
     expect(strstr(rank[1].text, "error: rank 1 has met nobody at "), "%s", rank[1].text);
 }
 
-// What a false rank 0 answers: its challenge is right, its welcome, which has no final NUL and no proof, is not.
+// A false rank 0 answers: its challenge is right, its welcome, which has no final NUL and no proof, is not.
 TEST(doors_false_rank_0) {
     static Rank rank;
     char error[DATA_ERROR_BYTES] = "";
@@ -402,8 +402,8 @@ TEST(doors_greetings_that_do_not_fit) {
     }
 }
 
-// What a rank that was let in may send over its second channel: however wrong, the run ends, not with 0 and not by a
-// signal, and a terminal prints it as text. The head of a message is in launch.c.
+// A rank that was let in may send anything over its second channel: however wrong, the run ends, not with 0 and not by
+// a signal, and a terminal prints it as text. The head of a message is in launch.c.
 TEST(doors_messages_of_a_rank) {
     struct Head {
         uint32_t magic;

@@ -57,7 +57,7 @@ static void tile_store(DoubleTile* tile, uint32_t slot) {
     Storage::load(streams, 0, tile->back, TILE_ELEMENTS, NoiseKey{});
 }
 
-// What a block's scale should be, in fp32.
+// The scale that a block should have, in fp32.
 template <class Format>
 static float wanted_scale(const float* x, int n) {
     float top = 0.0f, scale;

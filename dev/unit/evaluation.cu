@@ -18,7 +18,7 @@ void put(File* file, const void* bytes, int count) {
     file->used += count;
 }
 
-// Of the 256 bytes as tokens.
+// The checksum of the 256 bytes as tokens.
 uint32_t bytes_fingerprint() {
     uint32_t crc = 0;
     for (int i = 0; i < 256; i++) {
@@ -324,7 +324,7 @@ FOLDER_TEST(evaluation_command) {
     expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
            "%d lines of evaluations in %s", lines, log);
     free(log);
-    // What --eval-out may not write to is refused before anything is computed, and left as it was.
+    // A file that --eval-out may not write is refused before anything is computed, and left as it was.
     const char *victim = joined(work, "victim"), *link = joined(work, "link"), *pipe = joined(work, "pipe");
     write_text(work, "victim", "kept");
     expect(symlink(victim, link) == 0 && mkfifo(pipe, 0600) == 0, "%s", strerror(errno));

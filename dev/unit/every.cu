@@ -1,4 +1,4 @@
-// What holds of every combination of rule, weights, gradients, states and overrides: it allocates what it plans; a step
+// Properties of every combination of rule, weights, gradients, states and overrides: it allocates what it plans; a step
 // whose factor is not finite changes nothing; padding keeps the code of zero; threads, shards and a resume do not
 // change a bit; a GPU has the CPU's bits, whatever the gradients. A new format, rule or preset is tested here by its
 // row in optim/table.cuh alone.
@@ -92,7 +92,7 @@ static bool can_run(const OptimConfig* config, bool gpu) {
     return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
 }
 
-// What the matmuls read beside configuration k.
+// The type that the matmuls read beside configuration k.
 static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
 }
@@ -139,7 +139,7 @@ static void for_every(Test* test, bool gpu, bool only_listed, Body body) {
 
 // A step whose factor is NaN or infinite, then a resume from the streams. The steps after it are those of a run that
 // was not interrupted. Another seed changes what rounds stochastically, and that alone.
-static void skip_and_resume(Test* test, bool gpu) {
+TEST_BOTH(every_skip_and_resume) {
     for_every(test, gpu, false, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
         OptimConfig reseeded = *config;
@@ -170,14 +170,6 @@ static void skip_and_resume(Test* test, bool gpu) {
                "%s: another seed", describe(config));
         for (Run* run : {&whole, &first, &second, &other}) run_close(run);
     });
-}
-
-TEST(every_skip_and_resume) {
-    skip_and_resume(test, false);
-}
-
-TEST(every_skip_and_resume_gpu) {
-    skip_and_resume(test, true);
 }
 
 // Padding of the weights, and of moments in fp32 and bf16, keeps the bytes that it began with; the copy has zeros
@@ -219,7 +211,7 @@ TEST(every_padding_and_threads) {
 
 // Shards are the whole's parts, for cuts between tensors, and within them where the formats allow it; the last cut
 // leaves a shard without elements. On a GPU, presets and `mixed` alone.
-static void shards(Test* test, bool gpu) {
+TEST_BOTH(every_shard) {
     const int tiles[][4] = {{1, 7, 12, 16}, {2, 3, 4, 9}, {5, 6, 10, 18}};
     for_every(test, gpu, gpu, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
@@ -258,14 +250,6 @@ static void shards(Test* test, bool gpu) {
     });
 }
 
-TEST(every_shard) {
-    shards(test, false);
-}
-
-TEST(every_shard_gpu) {
-    shards(test, true);
-}
-
 // The CPU and the GPU.
 
 // `multiprocessors`: as many as the GPU is said to have; 0: all.
@@ -296,12 +280,8 @@ static void compare_all(Test* test, const Configs* all, bool wild) {
     note(test, "%d configurations", all->count);
 }
 
-static void every_equal(Test* test) {
+CACHE_TEST(TEST, every_equal_cpu_gpu) {
     compare_all(test, every_config(), true);
-}
-
-TEST(every_equal_cpu_gpu) {
-    with_empty_cache(test, every_equal);
 }
 
 // Is a row of the table a format to nearest at its default block, or that with another scale? Other blocks are drawn in
@@ -313,7 +293,7 @@ static bool is_format(const char* name, const char* when) {
 
 #define IS_FORMAT(NAME, WHEN, ...) is_format(NAME, WHEN),
 
-static void every_state(Test* test) {
+CACHE_TEST(JIT_TEST, every_state_equals_cpu_gpu) {
     static Configs all;
     const bool chosen[] = {OPTIM_STATES(IS_FORMAT)};
     static char noisy[name_count(STATE_NAMES)][64];
@@ -334,10 +314,6 @@ static void every_state(Test* test) {
     }
     expect(all.count > 100, "%d configurations", all.count);
     compare_all(test, &all, true);
-}
-
-JIT_TEST(every_state_equals_cpu_gpu) {
-    with_empty_cache(test, every_state);
 }
 
 // One of all combinations of the tables, each as likely as another but for m, which needs negative levels.
@@ -361,15 +337,11 @@ static uint64_t sample_seed(Test* test) {
     return seed;
 }
 
-static void every_random(Test* test) {
+CACHE_TEST(JIT_TEST, every_random_equals_cpu_gpu) {
     static Configs all;
     const uint64_t seed = sample_seed(test);
     for (int k = 0; k < 200; k++) add(&all, draw_config(seed, k));
     compare_all(test, &all, false);
-}
-
-JIT_TEST(every_random_equals_cpu_gpu) {
-    with_empty_cache(test, every_random);
 }
 
 // Every preset, on a GPU that is said to have seven multiprocessors: of the last length, which no tile, block or group
@@ -392,7 +364,7 @@ TEST(every_length_equals_cpu_gpu) {
 // For `make sanitize`, whose race checker is slow: one thread block, which uses all of its stages several times. Blocks
 // of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves; so are
 // the largest of a tile with @dq8, here with 16 and 8 elements a thread and with a third state.
-static void race(Test* test) {
+CACHE_TEST(TEST, every_race_gpu) {
     const OptimTensor tensor = {"tensor", 1, 60 * TILE_ELEMENTS + 1, true, 0};
     static Configs all;
     for (const char* preset : all_presets.name) add(&all, preset_config(preset, "bf16", "none"));
@@ -404,11 +376,7 @@ static void race(Test* test) {
     }
 }
 
-TEST(every_race_gpu) {
-    with_empty_cache(test, race);
-}
-
-static void built_in_and_jit(Test* test) {
+CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
     for (const char* preset : all_presets.name) {
         for (const char* grads : GRADS_NAMES) {
             OptimConfig config = preset_config(preset, grads, "none");
@@ -428,10 +396,6 @@ static void built_in_and_jit(Test* test) {
             run_close(&run[0]), run_close(&run[1]);
         }
     }
-}
-
-JIT_TEST(every_built_in_equals_jit_gpu) {
-    with_empty_cache(test, built_in_and_jit);
 }
 
 // Every rule, every storage of the weights, each format of states with noise and in the longest blocks, and a sample of

@@ -51,7 +51,7 @@ TEST(examples_rule_row) {
     expect(is(row->name, "my-rule") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
 }
 
-// What a tile becomes in a row's arrays and out of them again, as m and as v.
+// Stores a tile in a row's arrays and reads it from them again, as m and as v.
 static void store_row(const BlocksRow* row, uint32_t slot, unsigned char* codes, unsigned char* scales, float* back) {
     static float x[TILE_ELEMENTS];
     for (int i = 0; i < TILE_ELEMENTS; i++) {
@@ -162,7 +162,7 @@ struct Combination {
         for (int step = 1; step <= STEPS; step++) set_grads(a, step), step_cpu(a, step);
     }
 
-    // What a format looks up, in the GPU's memory; null where that is nothing.
+    // The table that a format looks up, in the GPU's memory; null if it has none.
     template <class Storage>
     static void* table_create(const Device* gpu) {
         void* table = nullptr;
@@ -352,7 +352,7 @@ TEST(examples_preset) {
     }
 }
 
-static void check_preset_gpu(Test* test) {
+CACHE_TEST(JIT_TEST, examples_preset_equal_cpu_gpu) {
     Device devices[2];
     device_open(&devices[0], false, 0);
     device_open(&devices[1], true, 0);
@@ -362,8 +362,4 @@ static void check_preset_gpu(Test* test) {
         expect(cpu == gpu, "%s: %g and %g", row.name, cpu, gpu);
     }
     device_close(&devices[1]);
-}
-
-JIT_TEST(examples_preset_equal_cpu_gpu) {
-    with_empty_cache(test, check_preset_gpu);
 }

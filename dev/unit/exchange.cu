@@ -42,7 +42,7 @@ TEST(exchange_formats) {
     }
     expect(worst <= 1, "bf16 %.3f of the bound", worst);
     snprintf(test->note, sizeof(test->note), "of bound: bf16 %.2f", worst);
-    // What is not finite stays so: the step is then skipped by all.
+    // A number that is not finite stays so: the step is then skipped by all.
     for (float bad : {INFINITY, -INFINITY, NAN}) {
         grads[77] = bad;
         encoding_error(grads, &finite);
@@ -315,7 +315,7 @@ TEST(exchange_lost) {
            text);
 }
 
-// What the message about a broken path advises takes the copy engines out.
+// The advice in the message about a broken path takes the copy engines out.
 TEST(exchange_peers_wanted) {
     for (const char* name : {"NCCL_P2P_DISABLE", "NIBBLE_NCCL"}) unsetenv(name);
     expect(peers_wanted(), "with nothing set");
@@ -374,7 +374,7 @@ TEST(exchange_driver_bind_gpu) {
     expect(peers_bind(&peers) && peers.wait_value && peers.write_value, "no stream memory operations");
 }
 
-// Where streams cannot wait for counts NCCL is taken; it is no error.
+// NCCL is taken if streams cannot wait for counts; it is no error.
 TEST(exchange_peers_refused) {
     Peers peers = {};
     uint32_t count = 0;

@@ -8,7 +8,8 @@ constexpr int ROWS = 8, COLUMNS = 512, STEPS = 2000;
 constexpr int64_t ELEMENTS = ROWS * COLUMNS;
 static_assert(ELEMENTS % TILE_ELEMENTS == 0, "no padding");
 
-// What a step is, over that of an fp32 v, by beta2: the geometric mean, and the standard deviation of the logarithm.
+// The size of a step, over that of an fp32 v, by beta2: the geometric mean, and the standard deviation of the
+// logarithm.
 static const struct {
     const char* name;
     double fall[3][2];

@@ -250,7 +250,7 @@ static void make_link(const char* to, const char* at) {
     if (symlink(to, at) != 0) abort();
 }
 
-// What stands behind a link is never changed: not by writing, not by removing.
+// A file behind a link is never changed: not by writing, not by removing.
 FOLDER_TEST(folders_links_are_not_followed) {
     const char *victim = joined(work, "victim"), *run = joined(work, "run"), *kept = joined(work, "kept");
     mkdir(victim, 0755), mkdir(run, 0755), mkdir(kept, 0755);
@@ -610,8 +610,8 @@ FOLDER_TEST(folders_special_tokens) {
     expect(exists(from, "vocab.json"), "no vocab.json");
 }
 
-// What a loaded model's folder says beside the weights is in the run folder and in every checkpoint, also after a
-// resume.
+// Facts that a loaded model's folder states beside the weights are in the run folder and in every checkpoint, also
+// after a resume.
 FOLDER_TEST(folders_loaded_model_is_kept) {
     const char *from = train_shards(test, work), *folder = copy_model(work, "m", from);
     const char* const kept[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

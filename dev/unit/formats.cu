@@ -542,7 +542,7 @@ TEST(formats_linear_weights_are_unbiased) {
 TEST(formats_names_and_streams) {
     OptimConfig wrong = {};
     wrong.grads = "bf16", wrong.eps = 1e-8f;
-    // What is typed, and what the refusal holds. What stands before the block decides which name is nearest.
+    // The text that is typed, and a piece of the refusal. The part before the block decides which name is nearest.
     const char* const refused[][2] = {{"sqrt4", "--m: \"sqrt4/128\""},
                                       {"dyn8/257", "did you mean dyn8/256?"},
                                       {"dyn9/256:sr", "did you mean dyn8/256:sr?"},

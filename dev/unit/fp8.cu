@@ -337,7 +337,7 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     for (int64_t i = 0; i < rows * cols; i++) want[i] = before[i] = to_float(from_float<D>(before[i]));
     fp8_product<float>(&cpu, &g, want, own[0], 2, type_a, own[1], 1, FP8_E4M3, with_bias ? bias.host : nullptr, rows,
                        cols, depth, fast, accumulate);
-    // What is added to bf16 may be rounded before.
+    // A number that is added to bf16 may be rounded before.
     double added = 0;
     for (int64_t i = 0; i < rows * cols && accumulate; i++) added = fmax(added, fabs((double)want[i] - before[i]));
     const double run = fast || depth < 128 ? (double)depth : 128;
@@ -665,7 +665,7 @@ double last_loss(Test* test, bool gpu, const char* work, const char* name, const
 }
 
 // fp8 loses little on a run this short, and what is recomputed instead of kept changes no bit.
-void check_runs(Test* test, bool gpu) {
+TEST_BOTH(fp8_runs) {
     const char* work = work_folder();
     const double other = last_loss(test, gpu, work, "other", ""),
                  fp8 = last_loss(test, gpu, work, "fp8", "--matmul fp8");
@@ -687,7 +687,7 @@ void check_runs(Test* test, bool gpu) {
 
 // Weights whose codes are read as they are stored: the loss is near that of the same weights without fp8, and neither
 // what is recomputed nor a validation, which decodes them, changes a bit.
-void check_stored_runs(Test* test, bool gpu) {
+TEST_BOTH(fp8_stored_runs) {
     const char* work = work_folder();
     for (const char* weights : {"e4m3/tensor:ef", "e4m3/tensor:sr", "e4m3/tensor+fp32"}) {
         const int base = (int)strcspn(strchr(weights, '/') + 1, ":+") + 6;
@@ -709,7 +709,7 @@ void check_stored_runs(Test* test, bool gpu) {
 }
 
 // A run samples with the weights that it saves, though the room for them is that of the decoder.
-void check_stored_sample(Test* test, bool gpu) {
+TEST_BOTH(fp8_stored_sample) {
     const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
     Child run = new_child(), sample = new_child();
     run.gpu = sample.gpu = gpu;
@@ -721,30 +721,6 @@ void check_stored_sample(Test* test, bool gpu) {
     finish(&sample);
     expect_code(sample, 0);
     expect(strlen(OUT(sample)) > 10 && strstr(OUT(run), OUT(sample)), "'%s' in %s", OUT(sample), OUT(run));
-}
-
-TEST(fp8_stored_sample) {
-    check_stored_sample(test, false);
-}
-
-TEST(fp8_stored_sample_gpu) {
-    check_stored_sample(test, true);
-}
-
-TEST(fp8_stored_runs) {
-    check_stored_runs(test, false);
-}
-
-TEST(fp8_stored_runs_gpu) {
-    check_stored_runs(test, true);
-}
-
-TEST(fp8_runs) {
-    check_runs(test, false);
-}
-
-TEST(fp8_runs_gpu) {
-    check_runs(test, true);
 }
 
 FOLDER_TEST(fp8_bad_options) {

@@ -1,11 +1,11 @@
-// What a case asks of the GPUs before it says that it needs more than they have.
+// A case asks the GPUs these questions before it says that it needs more than they have.
 #pragma once
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "../../kernels/common.cuh"
 
-// Whether the first `most` GPUs can write to each other's memory, and ranks can tell that they are on one machine: what
+// True if the first `most` GPUs can write to each other's memory, and ranks can tell that they are on one machine: what
 // kernels/ranks/peer.cuh needs.
 inline bool gpus_reach_each_other(int most) {
     int gpus = 0, can = 1;

@@ -189,7 +189,7 @@ FOLDER_TEST(guard_save_signal_never_kills) {
     }
 }
 
-// What a shell can do to the three standard descriptors: a reader that leaves, and descriptors that are closed.
+// A shell can do this to the three standard descriptors: a reader that leaves, and descriptors that are closed.
 FOLDER_TEST(guard_closed_output) {
     static const char* const ways[] = {"| head -n 1 > /dev/null", "<&- >&- 2>&-", ">&-", "2>&- > /dev/null", "<&- >&-"};
     for (int i = 0; i < (int)(sizeof(ways) / sizeof(ways[0])); i++) {
@@ -207,7 +207,7 @@ FOLDER_TEST(guard_closed_output) {
         read_losses(test, run, &losses);  // every line is JSON
         expect(losses.lines == 30, "%s: %d lines", ways[i], losses.lines);
     }
-    // What is only printed is lost on a full disk, which is an error; a reader that has enough is none.
+    // Text that is only printed is lost on a full disk, which is an error; a reader that has enough is none.
     const char* const printing[] = {"--help", "--list-formats", "--list-presets", "--dry-run --device cpu",
                                     "--sample a --device cpu --sample-tokens 9 --model %s/run0/step_00000030"};
     for (const char* words : printing) {

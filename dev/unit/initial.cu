@@ -66,7 +66,7 @@ TEST(initial_doubts) {
         doubtful += normal_is_doubtful(x), alike += same;
         expect(same || normal_is_doubtful(x), "%a may round to another number", x);
     }
-    // Of the constructed ones 129 in 200 are within reach of the middle; of the others one in four million.
+    // 129 in 200 of the constructed ones are within reach of the middle, and one in four million of the others.
     const int64_t built = n / 4 / 200 * (2 * NORMAL_UNITS + 1);
     expect(doubtful >= built && doubtful <= built + 5, "%lld doubtful, want %lld", (long long)doubtful,
            (long long)built);
@@ -110,7 +110,8 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     device_close(&dev);
 }
 
-static void check_sets(Test* test, bool gpu) {
+TEST_BOTH(initial_set_part) {
+    CacheFolder folder = cache_enter();
     const Table<FormatRow>& table = weights_table();
     for (int i = 0; i < table.count; i++) {
         if (table.row[i].feeds_back) continue;
@@ -119,16 +120,5 @@ static void check_sets(Test* test, bool gpu) {
         check_set(test, table.row[i].name, 0, 4 * TILE_ELEMENTS, gpu);
         check_set(test, table.row[i].name, 4 * TILE_ELEMENTS, 9 * TILE_ELEMENTS, gpu);
     }
-}
-
-TEST(initial_set_part) {
-    check_sets(test, false);
-}
-
-static void check_sets_on_gpu(Test* test) {
-    check_sets(test, true);
-}
-
-TEST(initial_set_part_gpu) {
-    with_empty_cache(test, check_sets_on_gpu);
+    cache_leave(&folder);
 }

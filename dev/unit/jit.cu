@@ -257,7 +257,7 @@ JIT_TEST(jit_cache_that_cannot_be_written) {
         expect(status == 0, "%s: status %x", path, status);
     }
     expect(folder_files(cached.folder.path, false) == 0, "the read-only folder was written");
-    // What root has put into a read-only folder, and made readable, is used.
+    // A file that root has put into a read-only folder, and made readable, is used.
     char path[4352];
     chmod(cached.folder.path, 0755);
     setenv("NIBBLE_CACHE", cached.folder.path, 1);
@@ -379,7 +379,7 @@ JIT_TEST(jit_eight_processes_at_once) {
 
 // Without NVRTC.
 
-// Whether a text is one sentence that names the library and what to install.
+// True if a text is one sentence that names the library and what to install.
 static bool says_what_is_missing(const char* text) {
     return strstr(text, "/nowhere/libnvrtc.so") && strstr(text, "install cuda-nvrtc") && !strchr(text, '\n');
 }

@@ -138,7 +138,7 @@ JIT_TEST(jit_cache_folders_of_others) {
     cache_leave(&folder);
 }
 
-// What is created is this user's alone, whatever the umask.
+// Files and folders that are created are this user's alone, whatever the umask.
 JIT_TEST(jit_cache_modes) {
     for (unsigned mask : {0u, 022u, 077u, 0277u, 0777u}) {
         CacheFolder folder = cache_enter();

@@ -484,7 +484,7 @@ TEST(layernorm_backward_gpu) {
 }
 
 #ifdef __CUDACC__
-// What a device keeps of its products goes with it: many tables one after another take no more memory than a few.
+// Tables that a device keeps of its products go with it: many tables one after another take no more memory than a few.
 TEST(matmul_plans_close_leaves_nothing) {
     MatmulShape shape;
     memset(&shape, 0, sizeof(shape));
@@ -502,8 +502,8 @@ TEST(matmul_plans_close_leaves_nothing) {
 }
 #endif
 
-// How a process ends, and what it says, that asks for the scratch of a layer norm's backward pass on a GPU of which a
-// block gets 100 KB of shared memory.
+// Returns how a process ends, and what it says, that asks for the scratch of a layer norm's backward pass on a GPU of
+// which a block gets 100 KB of shared memory.
 template <typename X>
 static int layernorm_small_gpu(int C, char (&text)[512]) {
     auto ask = [C] {
@@ -590,8 +590,8 @@ TEST(tensor_core_sums) {
     double worst = 0.0;
     for (int compute : {80, 90})
         for (int K : {1, 3, 37, 257, 1000, 3000}) tensor_core_case(test, &worst, tensor_core(compute), K);
-    // What an H200's cuBLASLt made of two columns of the gradient of weights (456, 1544) over 3000 rows, the second
-    // added to what was there.
+    // Numbers that an H200's cuBLASLt made of two columns of the gradient of weights (456, 1544) over 3000 rows, the
+    // second added to what was there.
     const int K = 3000, C = 1544, OC = 456;
     const struct {
         int row, column;
@@ -615,7 +615,7 @@ float largest(const float* values, int64_t n) {
     return top;
 }
 
-// Of a product with factors of type X from the plain C version: what both may be off.
+// The distance of a product with factors of type X from the plain C version: both may be off.
 template <typename X>
 double kernel_bound(const Device* dev, int64_t K, double scale) {
     double tensor_cores = tensor_core_bound(tensor_core(dev->compute), K, scale);

@@ -1,4 +1,4 @@
-// What the tests of the operators share: inputs, bounds, gradients by central differences, and arrays on the GPU that
+// The tests of the operators share this: inputs, bounds, gradients by central differences, and arrays on the GPU that
 // are poisoned before and guarded behind.
 //
 // Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
@@ -24,7 +24,7 @@ inline void close_to(Test* test, double* worst, const char* what, const float* g
     if (!(multiple <= *worst)) *worst = multiple;
 }
 
-// Of n elements those that are off by more, or NaN, as a share.
+// The share of n elements that are off by more, or NaN.
 inline double share_beyond(const float* got, const float* want, int64_t n, double absolute,
                            double relative = 5 * EPS32) {
     int64_t beyond = 0;
@@ -159,7 +159,7 @@ void check_output(Test* test, double* worst, const Device* dev, const char* what
     free(values), free(got[0]), free(got[1]);
 }
 
-// What of the output of a damaged run check_output would refuse, as a share.
+// The share of the output of a damaged run that check_output would refuse.
 template <typename T, typename Run>
 double output_share_beyond(const Device* dev, Array<T>* out, const float* before, const float* want, double absolute,
                            Run run) {

@@ -8,20 +8,20 @@ static void check_rules_mixed(Test* test, const char* overrides, const char* oth
     OptimConfig plain = make_config("adamw", "fp32", "fp32"), mixed = plain, alone = make_config(other, "fp32", "fp32");
     mixed.overrides = overrides;
     alone.overrides = "none";  // even if the rule leaves some tensors to adamw
-    Kind run[3];
+    Run run[3];
     kind_open(&run[0], &plain, gpu);
     kind_open(&run[1], &alone, gpu);
     kind_open(&run[2], &mixed, gpu);
-    for (Kind& each : run) kind_steps(&each, 1, 5);
+    for (Run& each : run) run_steps(&each, 1, 5, plain_steps());
     for (int t = 0; t < TENSORS; t++) {
         const bool its = strncmp(model[t].name, "h.0", 3) == 0;
-        expect(kind_same(&run[2], &run[its], t), "%s: %s", overrides, model[t].name);
-        expect(!model[t].decay || !kind_same(&run[2], &run[!its], t), "%s: %s has the other rule", overrides,
+        expect(same_tensor(&run[2], &run[its], t), "%s: %s", overrides, model[t].name);
+        expect(!model[t].decay || !same_tensor(&run[2], &run[!its], t), "%s: %s has the other rule", overrides,
                model[t].name);
     }
     OptimBytes plan = optim_bytes(&mixed, run[2].tensor, TENSORS, OPTIM_FP32), real = optim_allocated(run[2].optim);
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", overrides);
-    for (Kind& each : run) kind_close(&each);
+    for (Run& each : run) run_close(&each);
 }
 
 TEST(override_rule) {

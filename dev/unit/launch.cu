@@ -27,7 +27,7 @@ static const char* const launch_names[] = {"RANK",
                                            "SLURM_NODELIST"};
 constexpr int LAUNCH_NAMES = sizeof(launch_names) / sizeof(launch_names[0]);
 
-// What launch_environment makes of "NAME=value NAME=value"; the test's own environment stays as it was.
+// Returns what launch_environment makes of "NAME=value NAME=value"; the test's own environment stays as it was.
 static bool read_environment(const char* set, int gpus, Launch* launch, char* error) {
     char *before[LAUNCH_NAMES], *copy = strdup(set), *rest = nullptr;
     for (int i = 0; i < LAUNCH_NAMES; i++) {
@@ -126,7 +126,7 @@ TEST(launch_first_host) {
     expect(!launch_first_host("gpu[123]", tight, sizeof(tight)), "a name that is cut: %s", tight);
 }
 
-// What ranks agree upon is the same everywhere; 7 is for "not so".
+// Ranks agree upon numbers that are then the same everywhere; 7 is for "not so".
 static void agree_main(Launch* l) {
     double values[3] = {(double)l->rank, -1.0 * l->rank, l->rank == 2 ? NAN : 1.0}, sum = 0.1 * (l->rank + 1),
            want = 0.1;

@@ -42,8 +42,8 @@ static double level_unit(LogRange range) {
     return (level_log<Codes>(range, Codes::LAST) - level_log<Codes>(range, Codes::FIRST)) / (double)Codes::STEPS;
 }
 
-// How far from a bound a value may be taken for one beyond it, in units: its logarithm is off by the polynomial and by
-// the sum with its exponent, counted from the range's low; the place by three roundings.
+// A value this far from a bound, in units, may be taken for one beyond it: its logarithm is off by the polynomial and
+// by the sum with its exponent, counted from the range's low; the place by three roundings.
 template <class Codes>
 static double place_slack(LogRange range, double place) {
     double unit = level_unit<Codes>(range), span = unit * (double)Codes::STEPS + 1.0;
@@ -316,7 +316,7 @@ static void check_limits(Test* test, const char* name) {
         }
     }
     expect(tile.extra[2] == 0.0f && (!Codes::OWN || tile.more[2] == 0.0f), "%s: a range of zeros", name);
-    // What was never written.
+    // These were never written.
     memset(&tile, 0, sizeof(tile));
     LogBlocks<Codes, 256, ROUNDING>::load(tile_streams(&tile), 0, tile.back, TILE_ELEMENTS, NoiseKey{});
     for (float x : tile.back) expect(x == (Codes::OWN ? 0.0f : FLT_MIN), "%s: never written, %g", name, (double)x);

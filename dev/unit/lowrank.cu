@@ -156,7 +156,7 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
 // Sums of fp32 over at most 64 terms err by 2^-18 of their norms; Adam's division passes that on to elements in
 // proportion to one over their size, and few are below 2^-6 of the others: 2^-10 of the steps, in the norm of
 // Frobenius.
-static void check_low(Test* test, bool gpu) {
+TEST_BOTH(lowrank_against_double) {
     static LowRun run;
     static double q[MOST_LOW], p[MOST_LOW];
     double worst = 0.0;
@@ -180,14 +180,6 @@ static void check_low(Test* test, bool gpu) {
         }
     }
     snprintf(test->note, sizeof(test->note), "%.2g of the bound", worst);
-}
-
-TEST(lowrank_against_double) {
-    check_low(test, false);
-}
-
-TEST(lowrank_against_double_gpu) {
-    check_low(test, true);
 }
 
 // The fused way with gradients of fp32, which a GPU takes where sizes and rank allow it, against the CPU, with a
@@ -285,18 +277,10 @@ static void check_basis(Test* test, bool gpu, const char* basis, double most) {
 
 // Each number of a row is off by half of a last place: 2^-9 of itself in bf16, 1/254 of the block's largest in lin8;
 // and the products of two rows by about twice that over the root of their length.
-static void check_bases(Test* test, bool gpu) {
+TEST_BOTH(lowrank_basis) {
     check_basis(test, gpu, "fp32", 0x1p-22);
     check_basis(test, gpu, "bf16", 0x1p-12);
     check_basis(test, gpu, "lin8", 0x1p-10);
-}
-
-TEST(lowrank_basis) {
-    check_bases(test, false);
-}
-
-TEST(lowrank_basis_gpu) {
-    check_bases(test, true);
 }
 
 // The noise of a projection has mean 0, variance 1 and a normal number's tails, but for the fourth moment.

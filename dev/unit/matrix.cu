@@ -1,10 +1,8 @@
 // Tests of the rules that read whole matrices: muon and normuon against the papers' equations in double, with bounds
 // that are carried along with the reference; resumes, skipped steps and shards to the bit; what is refused.
-#include "../../optim/jit.h"
 #include "../../optim/matrix/matrix.h"
-#include "../../optim/table.cuh"
 #include "newton_schulz.h"
-#include "rules.h"
+#include "steps.h"
 
 constexpr int TENSORS = 6;
 static const OptimTensor model[TENSORS] = {{"wte.weight", 50, 32, true, 0},
@@ -15,12 +13,6 @@ static const OptimTensor model[TENSORS] = {{"wte.weight", 50, 32, true, 0},
                                            {"h.1.mlp.c_proj.weight", 17, 75, true, 0}};
 constexpr float LR = 0.02f;
 
-struct MatrixRun {
-    Device dev;
-    OptimTensor tensor[TENSORS];
-    Optim* optim;
-};
-
 static OptimConfig matrix_config(const char* rule, const char* weights, const char* m) {
     OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
     char error[1024];
@@ -29,51 +21,18 @@ static OptimConfig matrix_config(const char* rule, const char* weights, const ch
 }
 
 // Gradients of one size, since a bound of matrices is of norms; some matrix of them is zero in the first step.
-static double matrix_gradient(int step, int t, int64_t i) {
-    return step == 1 && t == 5 ? 0.0 : (double)test_uniform(100 + (uint64_t)step, t * 10000 + i);
+static float matrix_gradient(int64_t step, int t, int64_t i) {
+    return step == 1 && t == 5 ? 0.0f : test_uniform(100 + (uint64_t)step, t * 10000 + i);
 }
 
-// Steps `first` to `last`; in step `bad` the factor is NaN. Gradients of a shard begin at element `begin`.
-static void matrix_steps(MatrixRun* run, int first, int last, int bad = 0, int64_t begin = 0) {
-    int64_t elements = 0;
-    for (const OptimTensor& t : run->tensor) {
-        const int64_t end = t.offset + tensor_padded(&t);
-        elements = end > elements ? end : elements;
-    }
-    float *host = (float*)calloc((size_t)elements, sizeof(float)), *scale = (float*)device_alloc(&run->dev, 4);
-    float* grads = (float*)device_alloc(&run->dev, elements * 4);
-    for (int step = first; step <= last; step++) {
-        const float factor = step == bad ? NAN : 0.5f;
-        for (int t = 0; t < TENSORS; t++) {
-            const int64_t n = run->tensor[t].rows * run->tensor[t].cols;
-            for (int64_t i = 0; i < n; i++) host[run->tensor[t].offset + i] = (float)matrix_gradient(step, t, i);
-        }
-        copy_to_device(&run->dev, grads, host, elements * 4);
-        copy_to_device(&run->dev, scale, &factor, 4);
-        optim_step(run->optim, grads + begin, scale, LR, step);
-    }
-    device_sync(&run->dev);
-    device_free(&run->dev, grads);
-    device_free(&run->dev, scale);
-    free(host);
+static Steps matrix_steps(int bad = 0) {
+    Steps how;
+    how.lr = LR, how.bad = bad, how.given = matrix_gradient;
+    return how;
 }
 
-static void matrix_open(MatrixRun* run, const OptimConfig* config, bool gpu) {
-    static float values[MOST];
-    device_open(&run->dev, gpu, 0);
-    memcpy(run->tensor, model, sizeof(model));
-    optim_layout(run->tensor, TENSORS, config);
-    run->optim = optim_create(&run->dev, config, run->tensor, TENSORS, OPTIM_FP32);
-    for (int t = 0; t < TENSORS; t++) {
-        for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) values[i] = start(t * 10000 + i);
-        optim_set_weights(run->optim, t, values);
-    }
-    optim_decode(run->optim);
-}
-
-static void matrix_close(MatrixRun* run) {
-    optim_free(run->optim);
-    device_close(&run->dev);
+static void matrix_open(Run* run, const OptimConfig* config, bool gpu) {
+    run_open(run, config, model, TENSORS, OPTIM_FP32, gpu);
 }
 
 // The update U of direction x, and a bound on its error; NorMuon's v and the bound on it are kept in `v` and `v_error`.
@@ -112,11 +71,11 @@ static double reference_steps(const OptimConfig* config, int t, int part, Dense*
     double v[128] = {}, v_error[128] = {}, bound = 0.0;
     const int rows = (int)(model[t].rows / model[t].parts), cols = (int)model[t].cols, n = rows * cols;
     p->rows = u.rows = m.rows = rows, p->cols = u.cols = m.cols = cols;
-    for (int i = 0; i < n; i++) p->x[i] = start(t * 10000 + part * n + i), m.x[i] = 0.0;
+    for (int i = 0; i < n; i++) p->x[i] = run_start(t, part * n + i), m.x[i] = 0.0;
     for (int step = 1; step <= STEPS; step++) {
         const double mu = config->momentum, lr = LR;
         for (int i = 0; i < n; i++) {
-            const double g = 0.5 * matrix_gradient(step, t, part * n + i);
+            const double g = 0.5 * (double)matrix_gradient(step, t, part * n + i);
             m.x[i] = mu * m.x[i] + (1.0 - mu) * g;
             u.x[i] = (1.0 - mu) * g + mu * m.x[i];
         }
@@ -132,9 +91,9 @@ static double reference_steps(const OptimConfig* config, int t, int part, Dense*
 static void check_against_double(Test* test, const OptimConfig* config, bool gpu) {
     static Dense p, rounded;
     static float got[MOST];
-    MatrixRun run;
+    Run run;
     matrix_open(&run, config, gpu);
-    matrix_steps(&run, 1, STEPS);
+    run_steps(&run, 1, STEPS, matrix_steps());
     double worst = 0.0, share = 0.0;
     for (int t = 2; t < TENSORS; t++) {
         optim_get_weights(run.optim, t, got);
@@ -157,10 +116,11 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     size_t used = strlen(test->note);
     snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g of the bound, which is %.1g of the steps",
              used ? ", " : "", config->rule, worst, share);
-    matrix_close(&run);
+    run_close(&run);
 }
 
-static void check_all_against_double(Test* test, bool gpu) {
+TEST_BOTH(matrix_against_double) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
     for (const char* rule : {"muon", "normuon"}) {
         for (const char* coefficients : {"jordan", "polar-express"}) {
             OptimConfig config = matrix_config(rule, "fp32", "fp32");
@@ -168,14 +128,6 @@ static void check_all_against_double(Test* test, bool gpu) {
             check_against_double(test, &config, gpu);
         }
     }
-}
-
-TEST(matrix_against_double) {
-    check_all_against_double(test, false);
-}
-
-JIT_TEST(matrix_against_double_gpu) {
-    check_all_against_double(test, true);
 }
 
 TEST(matrix_orthogonalises) {
@@ -195,77 +147,21 @@ TEST(matrix_orthogonalises) {
     }
 }
 
-static bool same_streams(const MatrixRun* a, const MatrixRun* b) {
-    bool same = optim_stream_count(a->optim) == optim_stream_count(b->optim);
-    for (int s = 0; s < optim_stream_count(a->optim) && same; s++) {
-        OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
-        const int64_t bytes = x.elements * x.element_bytes;
-        char *of_a = (char*)malloc((size_t)bytes + 1), *of_b = (char*)malloc((size_t)bytes + 1);
-        copy_to_host(&a->dev, of_a, x.data, bytes);
-        copy_to_host(&b->dev, of_b, y.data, bytes);
-        same = is(x.name, y.name) && x.elements == y.elements && memcmp(of_a, of_b, (size_t)bytes) == 0;
-        free(of_a);
-        free(of_b);
-    }
-    return same;
-}
-
-static bool same_weights(const MatrixRun* a, const MatrixRun* b, int tensor) {
-    static float x[2][MOST];
-    optim_get_weights(a->optim, tensor, x[0]);
-    optim_get_weights(b->optim, tensor, x[1]);
-    return memcmp(x[0], x[1], (size_t)(model[tensor].rows * model[tensor].cols) * sizeof(float)) == 0;
-}
-
 // A step that changes nothing, a resume from the streams, and shards: equal bits.
 static void check_resume_and_shards(Test* test, const OptimConfig* config, bool gpu) {
-    MatrixRun whole, first, second;
-    for (MatrixRun* run : {&whole, &first, &second}) matrix_open(run, config, gpu);
-    matrix_steps(&whole, 1, 6);
-    matrix_steps(&first, 1, 3);
-    matrix_steps(&first, 4, 4, 4);
-    for (int s = 0; s < optim_stream_count(first.optim); s++) {
-        OptimStream from = optim_stream(first.optim, s), to = optim_stream(second.optim, s);
-        const int64_t bytes = from.elements * from.element_bytes;
-        void* host = malloc((size_t)bytes + 1);
-        copy_to_host(&first.dev, host, from.data, bytes);
-        copy_to_device(&second.dev, to.data, host, bytes);
-        free(host);
-    }
-    const char* what = config->m;
-    expect(!same_streams(&whole, &second), "%s, m %s: nothing moves", config->rule, what);
-    matrix_steps(&second, 4, 6);
-    expect(same_streams(&whole, &second), "%s, m %s: resumed", config->rule, what);
-    OptimBytes plan = optim_bytes(config, whole.tensor, TENSORS, OPTIM_FP32), real = optim_allocated(whole.optim);
-    expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s, m %s: planned and allocated", config->rule, what);
-    int64_t cut[] = {0, 0, 0, 0, 0}, elements = 0;
-    for (const OptimTensor& t : whole.tensor) {
-        const int64_t end = t.offset + tensor_padded(&t);
-        elements = end > elements ? end : elements;
-    }
-    for (int k = 0; k <= 4; k++) cut[k] = elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
+    Run whole;
+    expect_resumed(test, &whole, config, model, TENSORS, matrix_steps(), gpu);
+    int64_t cut[5];
+    for (int k = 0; k <= 4; k++) cut[k] = whole.elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
     optim_cuts(config, whole.tensor, TENSORS, cut, 5);
-    int held = 0;
-    for (int k = 0; k < 4; k++) {
-        OptimConfig part = *config;
-        part.begin = cut[k], part.end = cut[k + 1];
-        if (part.begin == part.end) continue;
-        MatrixRun shard;
-        matrix_open(&shard, &part, gpu);
-        matrix_steps(&shard, 1, 6, 0, part.begin);
-        for (int t = 0; t < TENSORS; t++) {
-            const int64_t begin = shard.tensor[t].offset, end = begin + tensor_padded(&shard.tensor[t]);
-            if (begin < part.begin || end > part.end) continue;
-            held++;
-            expect(same_weights(&whole, &shard, t), "%s, m %s: shard %d, %s", config->rule, what, k, model[t].name);
-        }
-        matrix_close(&shard);
-    }
+    const int held = expect_shards(test, &whole, cut, 4, matrix_steps(), gpu);
     expect(held >= TENSORS - 1, "%d tensors are whole in a shard", held);  // adamw's may be cut
-    for (MatrixRun* run : {&whole, &first, &second}) matrix_close(run);
+    run_close(&whole);
 }
 
-static void check_all_resume_and_shards(Test* test, bool gpu) {
+TEST_BOTH(matrix_resume_skip_and_shard) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
+    CacheFolder folder = cache_enter();
     const char* const formats[][2] = {{"fp32", "fp32"},          {"bf16+fp32", "bf16:sr"},   {"bf16:sr", "soft8/32"},
                                       {"lin8:sr", "de4/32@dq8"}, {"bf16+8:sr", "nf4/64:sr"}, {"bf16", "e4m3/tensor"}};
     for (const char* rule : {"muon", "normuon"}) {
@@ -291,39 +187,25 @@ static void check_all_resume_and_shards(Test* test, bool gpu) {
         expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
         check_resume_and_shards(test, &config, gpu);
     }
-}
-
-TEST(matrix_resume_skip_and_shard) {
-    check_all_resume_and_shards(test, false);
-}
-
-static void matrix_on_gpu(Test* test) {
-    check_all_resume_and_shards(test, true);
-}
-
-JIT_TEST(matrix_resume_skip_and_shard_gpu) {
-    with_empty_cache(test, matrix_on_gpu);
+    cache_leave(&folder);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.
 JIT_TEST(matrix_moments_equal_cpu_gpu) {
     for (const char* m : {"fp32", "bf16:sr", "soft8/32", "de4/32@dq8"}) {
         OptimConfig config = matrix_config("muon", "bf16:sr", m);
-        MatrixRun run[2];
+        Run run[2];
         for (int gpu = 0; gpu < 2; gpu++) {
             matrix_open(&run[gpu], &config, gpu == 1);
-            matrix_steps(&run[gpu], 1, 4, 3);
+            run_steps(&run[gpu], 1, 4, matrix_steps(3));
         }
-        for (int t = 0; t < 2; t++) expect(same_weights(&run[0], &run[1], t), "m %s: %s", m, model[t].name);
+        for (int t = 0; t < 2; t++) expect(same_tensor(&run[0], &run[1], t), "m %s: %s", m, model[t].name);
         for (int s = 0; s < optim_stream_count(run[0].optim); s++) {
             OptimStream x = optim_stream(run[0].optim, s), y = optim_stream(run[1].optim, s);
             const int64_t bytes = x.elements * x.element_bytes;
-            char* host = (char*)malloc((size_t)bytes + 1);
-            copy_to_host(&run[1].dev, host, y.data, bytes);
-            expect(x.is_weights || memcmp(host, x.data, (size_t)bytes) == 0, "m %s: %s", m, x.name);
-            free(host);
+            expect(x.is_weights || same_bytes(&run[0], x.data, &run[1], y.data, bytes), "m %s: %s", m, x.name);
         }
-        for (MatrixRun& each : run) matrix_close(&each);
+        for (Run& each : run) run_close(&each);
     }
 }
 

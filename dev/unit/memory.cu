@@ -5,7 +5,7 @@
 
 #include "../../data/memory.h"
 
-// What a child process that runs `body` ends with, and what it writes to stderr.
+// Returns how a child process that runs `body` ends, and what it writes to stderr.
 static int in_child(void (*body)(), char* text, size_t bytes) {
     int ends[2], status = 0;
     size_t used = 0;

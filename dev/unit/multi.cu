@@ -15,6 +15,18 @@ static int gpu_count() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
+// A case on `ranks` GPUs: 4, or 2 where there are not as many.
+#define GPUS_TEST(NAME)                                                \
+    static void on_gpus_##NAME(Test* test, int ranks);                 \
+    TEST(NAME) {                                                       \
+        if (getenv("NIBBLE_SANITIZE")) skip("processes of their own"); \
+        if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());     \
+        const int ranks = gpu_count() < 4 ? 2 : 4;                     \
+        note(test, "%d GPUs", ranks);                                  \
+        on_gpus_##NAME(test, ranks);                                   \
+    }                                                                  \
+    static void on_gpus_##NAME(Test* test, [[maybe_unused]] int ranks)
+
 // Starts ./train with `ranks` ranks on GPUs or over the stand-in.
 #define start_ranks(child, on_gpu, ranks, format, ...)                                               \
     do {                                                                                             \
@@ -69,10 +81,7 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 1, "--m dyn8/rank1 --v udyn8/rank1");
 }
 
-TEST(multi_modes_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    int ranks = gpu_count() < 4 ? 2 : 4;
+GPUS_TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 1, "--preset adamw8");
     check_modes(test, true, ranks, 2, "--preset adamw32");
     check_modes(test, true, ranks, 1, "--preset muon4");
@@ -81,7 +90,6 @@ TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 1, "--preset rmnp4");
     check_modes(test, true, ranks, 1, "--matmul fp8 --head fp8");
     check_modes(test, true, ranks, 1, "--preset fp8 --matmul fp8 --head fp8");
-    note(test, "%d GPUs", ranks);
 }
 
 // Steps taken inside the backward pass have the bits of the same steps after it, whatever is sharded and wherever the
@@ -110,14 +118,10 @@ TEST(multi_released) {
                    "--preset int8w4 --layers 4 --comm bf16 --override ln*|*.bias:weights=fp32\tm=fp32");
 }
 
-TEST(multi_released_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    const int ranks = gpu_count() < 4 ? 2 : 4;
+GPUS_TEST(multi_released_gpu) {
     check_released(test, true, ranks, "--clip 0", "--preset adamw4l");
     check_released(test, true, ranks, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
     check_released(test, true, ranks, "--clip-by tensor --clip 0.05", "--preset int8w4 --layers 4 --grads bf16");
-    note(test, "%d GPUs", ranks);
 }
 
 // A run may be released, sharded and kept on the host otherwise at each resume.
@@ -137,11 +141,8 @@ TEST(multi_released_goes_on) {
     }
 }
 
-// What carries the bytes changes none of them.
-TEST(multi_transports_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    int ranks = gpu_count() < 4 ? 2 : 4;
+// The transport of the bytes changes none of them.
+GPUS_TEST(multi_transports_gpu) {
     if (!gpus_reach_each_other(ranks)) skip("these GPUs do not reach each other's memory");
     const char* work = work_folder();
     char run[2][PATH_MAX];
@@ -160,7 +161,6 @@ TEST(multi_transports_gpu) {
         }
         expect_equal_runs(test, run[0], run[1], 6);
     }
-    note(test, "%d GPUs", ranks);
 }
 
 // The processes that a rank's parent has made, in their order; returns how many.
@@ -185,7 +185,7 @@ static bool gone(const pid_t* ranks, int count) {
     return false;
 }
 
-// What the plan says, and what is in use of the GPU after the second step: within 3 %.
+// Compares the plan with the GPU's memory in use after the second step: within 3 %.
 static double memory_of(const char* run, const char* name) {
     int64_t bytes;
     char want[64], *log = contents(run, "log.jsonl", &bytes);
@@ -264,10 +264,8 @@ TEST(multi_presets) {
     check_presets(test, false, 2);
 }
 
-TEST(multi_presets_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    check_presets(test, true, gpu_count() < 4 ? 2 : 4);
+GPUS_TEST(multi_presets_gpu) {
+    check_presets(test, true, ranks);
 }
 
 // Losses on 1, 2 and 4 ranks at the same total batch of k micro-batches differ by the rounding of the gradients' sum:
@@ -336,9 +334,7 @@ TEST(multi_losses) {
     check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32 --comm bf16", 0.001);
 }
 
-TEST(multi_losses_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+GPUS_TEST(multi_losses_gpu) {
     check_losses(test, true, 0, DESCENT " --weights fp32 --matmul fp32", 0.01);
     check_losses(test, true, 0, "--weights fp32 --matmul fp32", 0.0003);
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);  // of 4 ranks gradients are bf16
@@ -392,15 +388,11 @@ TEST(multi_goes_on) {
     check_goes_on(test, false, 2, "grads --offload states", "weights");
 }
 
-TEST(multi_goes_on_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    int ranks = gpu_count() < 4 ? 2 : 4;
+GPUS_TEST(multi_goes_on_gpu) {
     check_goes_on(test, true, ranks, "none", "weights");
     check_goes_on(test, true, ranks, "grads", "states");
     check_goes_on(test, true, ranks, "states", "none --offload states");
     check_goes_on(test, true, ranks, "grads --offload states", "weights");
-    note(test, "%d GPUs", ranks);
 }
 
 TEST(multi_resume) {
@@ -410,16 +402,13 @@ TEST(multi_resume) {
     check_resume(test, false, 3 + 1, 2, "states");
 }
 
-TEST(multi_resume_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    int most = gpu_count() < 4 ? 2 : 4;
-    check_resume(test, true, most, 1, "states");
-    check_resume(test, true, 1, most, "weights");
-    check_resume(test, true, 2, most, "states");
+GPUS_TEST(multi_resume_gpu) {
+    check_resume(test, true, ranks, 1, "states");
+    check_resume(test, true, 1, ranks, "weights");
+    check_resume(test, true, 2, ranks, "states");
 }
 
-// What is sent rounded trains nearly as well, and differs from what is not.
+// A run whose gradients are sent rounded trains nearly as well as one whose are not, and differs from it.
 static void check_comm(Test* test, bool gpu) {
     static Losses exact, rounded;
     const char* work = work_folder();
@@ -449,9 +438,7 @@ TEST(multi_comm) {
     check_comm(test, false);
 }
 
-TEST(multi_comm_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
+GPUS_TEST(multi_comm_gpu) {
     check_comm(test, true);
 }
 
@@ -644,9 +631,8 @@ FOLDER_TEST(multi_strangers) {
     for (int one : stranger) close(one);
 }
 
-// Whether a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected, 6 it
-// was until it closed.
-// Asked without knocking.
+// True if a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected, 6 it
+// was until it closed. Asked without knocking.
 static bool port_is(int port, unsigned wanted) {
     char line[512];
     bool found = false;
@@ -782,20 +768,16 @@ TEST(multi_dead_ranks) {
     check_death(test, "parent_killed", -1, SIGKILL, "", "");
 }
 
-TEST(multi_dead_ranks_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    int ranks = gpu_count() < 4 ? 2 : 4;
+GPUS_TEST(multi_dead_ranks_gpu) {
     char killed[32], stopped[32];
     snprintf(killed, sizeof(killed), "rank %d (process ", ranks - 1);
     snprintf(stopped, sizeof(stopped), "rank %d on ", ranks - 1);
     check_death(test, "killed", ranks - 1, SIGKILL, killed, "ended by signal 9", true, ranks);
     check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9", true, ranks);
     check_death(test, "stopped", ranks - 1, SIGSTOP, stopped, "has been silent for 5 s", true, ranks);
-    note(test, "%d GPUs", ranks);
 }
 
-// Of a launcher that does not watch them.
+// The launcher does not watch its ranks.
 FOLDER_TEST(multi_dead_launched) {
     char words[2 * PATH_MAX];
     Child child[4];
@@ -843,10 +825,8 @@ TEST(multi_signals) {
     check_signals(test, false, 3);
 }
 
-TEST(multi_signals_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    check_signals(test, true, gpu_count() < 4 ? 2 : 4);
+GPUS_TEST(multi_signals_gpu) {
+    check_signals(test, true, ranks);
 }
 
 // One rank alone is told while all are at a validation, or a sample, that would take minutes.
@@ -899,13 +879,11 @@ TEST(multi_bad_token) {
     for (int ranks : {2, 4}) check_bad_token(test, false, ranks);
 }
 
-TEST(multi_bad_token_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());
-    check_bad_token(test, true, gpu_count() < 4 ? 2 : 4);
+GPUS_TEST(multi_bad_token_gpu) {
+    check_bad_token(test, true, ranks);
 }
 
-// What one rank finds first ends all, with one sentence and no deadlock.
+// A fault that one rank finds first ends all, with one sentence and no deadlock.
 FOLDER_TEST(multi_failures) {
     // A full disk.
     Child disk = new_child();

@@ -21,7 +21,7 @@ static OptimConfig form_config(const char* coefficients, int64_t steps) {
     return config;
 }
 
-// Of x, divided by its norm, in fp32 by the plain form, or else by the symmetric one.
+// Makes x, divided by its norm, orthogonal in fp32, by the plain form or else by the symmetric one.
 static void form_fp32(const OptimConfig* config, const Dense* given, bool plain, Dense* result) {
     static float x[MOST], y[MOST], squares[4 * 96 * 96];
     const Device dev = {};

@@ -95,8 +95,8 @@ inline double reference_polar(const OptimConfig* config, Dense* x, double unit) 
     return error;
 }
 
-// Of the steps from `step` to `until`, as a function of an eigenvalue y of R from 0 to `most`: how large the product of
-// their Z becomes, and how steep.
+// A bound on the steps from `step` to `until`, as a function of an eigenvalue y of R from 0 to `most`: how large the
+// product of their Z becomes, and how steep.
 struct Stretch {
     double value, slope;
 };

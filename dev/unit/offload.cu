@@ -1,7 +1,7 @@
 // Tests of optim/offload.h: steps whose states come from host memory a part at a time have the bits of steps with all
 // states on the device, for every order of the parts and for shards; and the planned memory is what is allocated.
 #include "../../optim/offload.h"
-#include "rules.h"
+#include "steps.h"
 
 constexpr int LAYERS = 3, COUNT = 2 + 2 * LAYERS + 1, STEPS = 4;
 static const OptimTensor model[COUNT] = {
@@ -39,70 +39,47 @@ static const Case cases[] = {
 
 // One optimizer with its states on the device and one whose states are in host memory.
 struct Pair {
-    Device dev;
-    OptimConfig config[2];
-    OptimTensor tensor[COUNT];
-    int64_t elements;
-    Optim* optim[2];
+    Run run[2];
     Offload* offload;
 };
 
 static void pair_open(Pair* pair, const Case* c, const int* order, bool gpu) {
-    static float values[129 * 137];
-    device_open(&pair->dev, gpu, 0);
-    memcpy(pair->tensor, model, sizeof(model));
     for (int k = 0; k < 2; k++) {
-        pair->config[k] = make_config(c->rule, c->weights, c->state);
-        pair->config[k].overrides = c->overrides, pair->config[k].offload = k == 1;
-        pair->config[k].limit_growth = c->limit_growth;
-        pair->elements = optim_layout(pair->tensor, COUNT, &pair->config[k]);
-        pair->config[k].begin = c->begin * TILE_ELEMENTS, pair->config[k].end = c->end * TILE_ELEMENTS;
-        pair->optim[k] = optim_create(&pair->dev, &pair->config[k], pair->tensor, COUNT, OPTIM_BF16);
-        for (int t = 0; t < COUNT; t++) {
-            for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) values[i] = start(t * 100000 + i);
-            optim_set_weights(pair->optim[k], t, values);
-        }
-        optim_decode(pair->optim[k]);
+        OptimConfig config = make_config(c->rule, c->weights, c->state);
+        config.overrides = c->overrides, config.offload = k == 1, config.limit_growth = c->limit_growth;
+        config.begin = c->begin * TILE_ELEMENTS, config.end = c->end * TILE_ELEMENTS;
+        run_open(&pair->run[k], &config, model, COUNT, OPTIM_BF16, gpu);
     }
-    pair->offload = offload_open(&pair->dev, pair->optim[1], pair->tensor, part, COUNT, LAYERS, order);
+    Run* run = &pair->run[1];
+    pair->offload = offload_open(&run->dev, run->optim, run->tensor, part, COUNT, LAYERS, order);
+}
+
+static void step_offloaded(void* offload, Run* run, const void* grads, const float* scale, float lr, int step) {
+    offload_step((Offload*)offload, grads, scale, lr, step);
+    device_sync(&run->dev);
 }
 
 // Steps of both; the factor of one is NaN, which changes nothing.
 static void pair_steps(Pair* pair) {
-    const int64_t bytes = pair->elements * (int64_t)sizeof(float);
-    float *host = (float*)calloc((size_t)pair->elements, sizeof(float)), *scale = (float*)device_alloc(&pair->dev, 4);
-    float* grads = (float*)device_alloc(&pair->dev, bytes);
-    for (int step = 1; step <= STEPS; step++) {
-        const float factor = step == 2 ? NAN : 0.5f;
-        for (int t = 0; t < COUNT; t++) {
-            for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) {
-                host[pair->tensor[t].offset + i] = gradient(step, t * 100000 + i);
-            }
-        }
-        copy_to_device(&pair->dev, grads, host, bytes);
-        copy_to_device(&pair->dev, scale, &factor, 4);
-        optim_step(pair->optim[0], grads + pair->config[0].begin, scale, 1e-2f, step);
-        offload_step(pair->offload, grads + pair->config[1].begin, scale, 1e-2f, step);
-        device_sync(&pair->dev);
-    }
+    Steps how = plain_steps(2);
+    run_steps(&pair->run[0], 1, STEPS, how);
+    how.take = step_offloaded, how.context = pair->offload;
+    run_steps(&pair->run[1], 1, STEPS, how);
     offload_settle(pair->offload);
-    device_free(&pair->dev, grads);
-    device_free(&pair->dev, scale);
-    free(host);
 }
 
 static void check_bytes(Test* test, const Pair* pair, const char* what) {
     OptimBytes bytes[2];
     for (int k = 0; k < 2; k++) {
-        const OptimBytes real = optim_allocated(pair->optim[k]);
-        bytes[k] = optim_bytes(&pair->config[k], pair->tensor, COUNT, OPTIM_BF16);
-        expect(memcmp(&bytes[k], &real, sizeof(real)) == 0, "%s: planned and allocated differ", what);
+        const Run* run = &pair->run[k];
+        bytes[k] = optim_bytes(&run->config, run->tensor, COUNT, OPTIM_BF16);
+        expect_planned(test, run, what);
     }
     // Numbers of whole tensors stay on the device.
     expect(bytes[0].host == 0 && bytes[1].states + bytes[1].host == bytes[0].states && bytes[1].host > 0,
            "%s: %lld bytes of states, %lld on the host", what, (long long)bytes[0].states, (long long)bytes[1].host);
     expect(bytes[1].states < 65536, "%s: %lld bytes on the device", what, (long long)bytes[1].states);
-    const int64_t slots = offload_bytes(&pair->config[1], pair->tensor, part, COUNT, LAYERS);
+    const int64_t slots = offload_bytes(&pair->run[1].config, pair->run[1].tensor, part, COUNT, LAYERS);
     expect(slots > 0 && slots <= 2 * bytes[1].host, "%s: slots of %lld bytes", what, (long long)slots);
 }
 
@@ -114,42 +91,16 @@ static void check_case(Test* test, const Case* c, const int* order, bool gpu) {
     pair_open(&pair, c, order, gpu);
     check_bytes(test, &pair, what);
     pair_steps(&pair);
-    const int count = optim_stream_count(pair.optim[0]);
-    expect(count == optim_stream_count(pair.optim[1]) && count > 1, "%s: %d streams", what, count);
-    for (int i = 0; i < count; i++) {
-        const OptimStream a = optim_stream(pair.optim[0], i), b = optim_stream(pair.optim[1], i);
-        const int64_t bytes = a.elements * a.element_bytes;
-        char *want = (char*)malloc((size_t)bytes + 1), *got = (char*)malloc((size_t)bytes + 1);
-        copy_to_host(&pair.dev, want, a.data, bytes);
-        copy_to_host(&pair.dev, got, b.data, bytes);
-        expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s", what, a.name);
-        free(want), free(got);
-    }
-    const int64_t seen = (pair.config[0].end ? pair.config[0].end - pair.config[0].begin : pair.elements) * 2;
-    char *want = (char*)malloc((size_t)seen), *got = (char*)malloc((size_t)seen);
-    copy_to_host(&pair.dev, want, optim_weights(pair.optim[0]), seen);
-    copy_to_host(&pair.dev, got, optim_weights(pair.optim[1]), seen);
-    expect(memcmp(want, got, (size_t)seen) == 0, "%s: what the matmuls read", what);
-    free(want), free(got);
+    const char* where = difference(&pair.run[0], &pair.run[1]);
+    expect(!where && optim_stream_count(pair.run[0].optim) > 1, "%s: %s", what, where);
     offload_close(pair.offload);
-    for (Optim* optim : pair.optim) optim_free(optim);
-    device_close(&pair.dev);
+    for (Run& run : pair.run) run_close(&run);
 }
 
-static void check_cases(Test* test, bool gpu) {
+TEST_BOTH(offload_states) {
+    CacheFolder folder = cache_enter();
     for (const Case& c : cases) {
         for (const int* order : orders) check_case(test, &c, order, gpu);
     }
-}
-
-TEST(offload_states) {
-    check_cases(test, false);
-}
-
-static void check_on_gpu(Test* test) {
-    check_cases(test, true);
-}
-
-TEST(offload_states_gpu) {
-    with_empty_cache(test, check_on_gpu);
+    cache_leave(&folder);
 }

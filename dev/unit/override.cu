@@ -119,7 +119,7 @@ TEST(override_do_what_whole_runs_do) {
     for (Run& each : run) run_close(&each);
 }
 
-// What the matmuls see of a tensor is what is stored of it, rounded to their type.
+// The matmuls see the stored values of a tensor, rounded to their type.
 static void expect_seen(Test* test, const Run* run, OptimType compute) {
     static float want[LENGTH];
     for (int t = 0; t < NAMED; t++) {

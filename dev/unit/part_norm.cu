@@ -12,7 +12,7 @@ struct PartCase {
     int bad;  // tensor with an infinite gradient; -1: none
 };
 
-// What part_norm must give, from sums of squares in double.
+// Computes what part_norm must give, from sums of squares in double.
 static void want_factors(const PartCase& row, const double* square, double* total, float* factor) {
     *total = square[0] + square[1] + square[2];
     for (int t = 0; t < COUNT; t++) {
@@ -88,7 +88,7 @@ static void check_end(Test* test, const Device* dev) {
     device_free(dev, values), device_free(dev, square);
 }
 
-static void check_parts(Test* test, bool gpu) {
+TEST_BOTH(part_norm) {
     const PartCase rows[] = {{"no clipping", CLIP_LAST, 0, 2, 900, -1},
                              {"by last, which is larger", CLIP_LAST, 1.5f, 2, 900, -1},
                              {"by last, the part is larger", CLIP_LAST, 1.5f, 2, 3, -1},
@@ -102,12 +102,4 @@ static void check_parts(Test* test, bool gpu) {
     for (const PartCase& row : rows) check_part(test, &dev, row);
     check_end(test, &dev);
     device_close(&dev);
-}
-
-TEST(part_norm) {
-    check_parts(test, false);
-}
-
-TEST(part_norm_gpu) {
-    check_parts(test, true);
 }

@@ -2,7 +2,7 @@
 // own code and wrote what they store for given numbers and after given steps; here the same numbers go through our
 // public functions (on the CPU, whose bits are the GPU's), and levels, codes, scales and weights are compared.
 //
-// Where conventions are the same, a code may differ for one reason: the number lies on the bound between two levels as
+// If conventions are the same, a code may differ for one reason: the number lies on the bound between two levels as
 // nearly as either program's rounding of y = x / scale can tell (near_bound, below). So every code that differs must be
 // the neighbour of theirs, and the exact y that near to the bound; of numbers that were not put there on purpose, none
 // may differ. What differs by intent is told apart and counted:
@@ -125,7 +125,7 @@ static Stored peers_stored(const Format* format, const SafetensorsTensor* codes,
     return stored;
 }
 
-// What the peer decodes each of our codes to with scale 1.
+// The peer decodes each of our codes to these numbers with scale 1.
 static Floats peers_map(const Format* format) {
     bool theirs = !strcmp(format->peer, "bitsandbytes") && format->bits == 8;
     Floats raw = peers_floats(peers_find("map.", format->name, theirs ? ".bitsandbytes" : "")), map = raw;
@@ -234,7 +234,7 @@ static double bound_between(Bound bound, double a, double b) {
     return z / (2.0 - fabs(z));
 }
 
-// How near to a bound a y must be, as a share of it, for two programs to disagree. Ours rounds 1 / scale and the
+// Two programs may disagree about a y that is as near to a bound as this share of it. Ours rounds 1 / scale and the
 // product, 2 U, and the level's last bit may be off theirs, whose map was made in fp32, by 2 U more. Companding takes
 // two more operations of theirs (and a root, whose square doubles all errors, or a softsign, whose slope is up to 2).
 // With a scale of 1 only the map is left.
@@ -248,7 +248,7 @@ static double least_scale(const Format* format) {
     return !strcmp(format->peer, "bitsandbytes") ? 0.0 : 1e-12;
 }
 
-// How two programs' codes of the same numbers compare.
+// A comparison of two programs' codes of the same numbers.
 struct Comparison {
     int differ;  // by a level, the number being as near to the bound as rounding can tell
     int zeros;   // of theirs in v, where ours is the least level
@@ -615,15 +615,16 @@ static double ulps(double a, double b, double term) {
     return fabs(a - b) / ulp(fmax(fabs(term), fmax(fabs(a), fabs(b))));
 }
 
-// What a comparison of floats found, in units in the last place: weights that move by less than 1/8 of themselves, the
-// other ones, m and v.
+// The result of a comparison of floats, in units in the last place: weights that move by less than 1/8 of themselves,
+// the other ones, m and v.
 struct Worst {
     double settled, moving, m, v;
     int signs;  // lion's that are not to be told
 };
 
-// Of weights: 2 units in the last place, of the larger before or after; and where the step is no small part of that,
-// the roundings of the update itself, 6 on each side. FlashOptim's are known to half a step of its 8 bits more.
+// Weights may differ by 2 units in the last place, of the larger before or after; and where the step is no small part
+// of that, the roundings of the update itself, 6 on each side. FlashOptim's are known to half a step of its 8 bits
+// more.
 static void check_weight(Test* test, const char* what, Worst* worst, const Exact* e, float ours, float theirs,
                          float before, bool flash) {
     double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->p)));
@@ -755,7 +756,8 @@ static Run run_all(const Case* c) {
     return run;
 }
 
-// How far any weight has moved, and how many codes of m and v differ, after six steps of our own and of theirs.
+// The largest move of a weight, and the number of codes of m and v that differ, after six steps of our own and of
+// theirs.
 struct Drift {
     double weights[TENSORS], ours_moved, theirs_moved;
     int m, v, levels;  // levels: the most that codes of m are apart
@@ -769,7 +771,7 @@ static Drift compare_runs(const Case* c) {
     Drift drift = {};
     for (int64_t i = 0; i < ELEMENTS; i++) {
         double from = start.x[i];
-        // Of what a step moves at most, for weights that start from 0.
+        // In units of what a step moves at most, for weights that start from 0.
         double* weights = &drift.weights[i / KEPT];
         *weights = fmax(*weights, ulps(p.x[i], theirs.x[i], 4.0 * (double)LR));
         drift.ours_moved = fmax(drift.ours_moved, fabs((double)p.x[i] - from));
@@ -798,7 +800,7 @@ TEST(peers_run_fp32) {
     note(test, "%g ulps", weights);
 }
 
-// Where nothing differs by intent, six steps end in the same codes and weights: torchao's 4-bit AdamW, whose v has no
+// If nothing differs by intent, six steps end in the same codes and weights: torchao's 4-bit AdamW, whose v has no
 // zero either (but makes 6e-14 of tensor b's zeros in the first step), and bitsandbytes' 8-bit Lion, which has no v. Of
 // the others m is the same (FlashOptim's fp16 scales make it a level at most), and v is not: they round it to zero,
 // upon which a weight moves by m / eps. Of ours none moves more than Adam should: by lr times sqrt(steps) a step, and

@@ -157,7 +157,7 @@ static bool weights_same(const Run* arena, const Run* placed, int t) {
     return same;
 }
 
-// Whether every array of the placed run is that of the other, which has the primary weights besides.
+// True if every array of the placed run is that of the other, which has the primary weights besides.
 static bool states_same(const Run* arena, const Run* placed, const char** different) {
     for (int s = 0; s < optim_stream_count(placed->optim); s++) {
         const OptimStream b = optim_stream(placed->optim, s);
@@ -200,7 +200,7 @@ static void compare_case(Test* test, const Case* its, OptimType compute, const c
     run_close(&placed);
 }
 
-static void compare_all(Test* test, bool gpu) {
+TEST_BOTH(placed_same_as_arenas) {
     constexpr int OWN = sizeof(cases) / sizeof(cases[0]);
     int compared = 0;
     for (int i = 0; i < ELEMENT_PRESETS + OWN; i++) {
@@ -215,16 +215,8 @@ static void compare_all(Test* test, bool gpu) {
     snprintf(test->note, sizeof(test->note), "%d combinations", compared);
 }
 
-TEST(placed_same_as_arenas) {
-    compare_all(test, false);
-}
-
-TEST(placed_same_as_arenas_gpu) {
-    compare_all(test, true);
-}
-
 // A tensor without a gradient keeps its bits, and the others do not notice.
-static void missing_gradients(Test* test, bool gpu) {
+TEST_BOTH(placed_missing_gradients) {
     const Case its = {"adamw8", "", "", "", "", ""};
     const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
     Run all, some;
@@ -248,16 +240,8 @@ static void missing_gradients(Test* test, bool gpu) {
     run_close(&some);
 }
 
-TEST(placed_missing_gradients) {
-    missing_gradients(test, false);
-}
-
-TEST(placed_missing_gradients_gpu) {
-    missing_gradients(test, true);
-}
-
 // A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
-static void cut_tensor(Test* test, bool gpu) {
+TEST_BOTH(placed_cut_tensor) {
     constexpr int64_t CUT = 768, N = 37 * 129;
     const Case its = {"adamw8", "", "", "", "", ""};
     OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
@@ -297,14 +281,6 @@ static void cut_tensor(Test* test, bool gpu) {
     expect(memcmp(a, b, sizeof(a)) == 0, "the parts differ from the whole");
     for (int p = 0; p < 2; p++) placed_free(tables[p]), optim_free(part[p]);
     run_close(&whole);
-}
-
-TEST(placed_cut_tensor) {
-    cut_tensor(test, false);
-}
-
-TEST(placed_cut_tensor_gpu) {
-    cut_tensor(test, true);
 }
 
 // NVRTC compiles these kernels, with and without a copy, on old and new architectures.

@@ -169,16 +169,16 @@ static void check_case(Test* test, const RowCase* c) {
     static float got[MODEL_MAX];
     const OptimConfig config = case_config(c, "fp32", "fp32");
     constexpr int STEPS = 6;
-    Kind run;
+    Run run;
     kind_open(&run, &config, false);
-    kind_steps(&run, 1, STEPS);
+    run_steps(&run, 1, STEPS, plain_steps());
     memset(e, 0, sizeof(e));
     double worst = 0.0;
     for (int t = 0; t < TENSORS; t++) {
         const int64_t n = model[t].rows * model[t].cols;
-        for (int64_t i = 0; i < n; i++) e[t].p[i] = start(t * 100000 + i);
+        for (int64_t i = 0; i < n; i++) e[t].p[i] = run_start(t, i);
         for (int step = 1; step <= STEPS; step++) {
-            for (int64_t i = 0; i < n; i++) e[t].g[i] = 0.5 * (double)gradient(step, t * 100000 + i);
+            for (int64_t i = 0; i < n; i++) e[t].g[i] = 0.5 * (double)gradient(step, t * 1000000 + i);
             exact_step(&e[t], &config, &model[t], step, (double)1e-2f);
         }
         optim_get_weights(run.optim, t, got);
@@ -190,7 +190,7 @@ static void check_case(Test* test, const RowCase* c) {
     snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g", used ? ", " : "of bound: ", c->rule, worst);
     const OptimBytes plan = optim_bytes(&config, run.tensor, TENSORS, OPTIM_FP32), real = optim_allocated(run.optim);
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", c->rule);
-    kind_close(&run);
+    run_close(&run);
 }
 
 TEST(rows_against_double) {
@@ -207,7 +207,7 @@ TEST(rows_numbers_kept) {
     for (const auto& row : rows) {
         const RowCase c = {row.rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
-        Kind run;
+        Run run;
         kind_open(&run, &config, false);
         int64_t want = 0, found = 0;
         for (const OptimTensor& t : model) want += row.each[0] * t.rows + row.each[1] * t.cols;
@@ -215,52 +215,22 @@ TEST(rows_numbers_kept) {
             if (is(optim_stream(run.optim, s).name, "v")) found += optim_stream(run.optim, s).elements;
         }
         expect(found == want, "%s: %lld numbers, %lld wanted", row.rule, (long long)found, (long long)want);
-        kind_close(&run);
-    }
-}
-
-static void kind_copy(const Kind* from, const Kind* to) {
-    for (int s = 0; s < optim_stream_count(from->optim); s++) {
-        OptimStream a = optim_stream(from->optim, s), b = optim_stream(to->optim, s);
-        memcpy(b.data, a.data, (size_t)(a.elements * a.element_bytes));
-    }
-}
-
-static void check_shards(Test* test, const OptimConfig* config, const Kind* whole) {
-    int64_t cut[] = {0, TILE_ELEMENTS, whole->tensor[2].offset + TILE_ELEMENTS, 0};
-    cut[3] = whole->tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS;
-    optim_cuts(config, whole->tensor, TENSORS, cut, 4);
-    expect(cut[1] == 0 && cut[3] == whole->tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS, "%lld", (long long)cut[1]);
-    for (int k = 0; k < 3; k++) {
-        OptimConfig part = *config;
-        part.begin = cut[k], part.end = cut[k + 1];
-        if (part.begin == part.end) continue;
-        Kind shard;
-        kind_open(&shard, &part, false);
-        kind_steps(&shard, 1, 6, 0, part.begin);
-        for (int t = 0; t < TENSORS; t++) {
-            bool held = shard.tensor[t].offset >= part.begin && shard.tensor[t].offset < part.end;
-            expect(!held || kind_same(whole, &shard, t), "%s, m %s: shard %d, %s", config->rule, config->m, k,
-                   model[t].name);
-        }
-        kind_close(&shard);
+        run_close(&run);
     }
 }
 
 // A step that changes nothing, a resume from the streams, and shards.
 static void check_resume(Test* test, const RowCase* c, const char* m) {
     const OptimConfig config = case_config(c, "bf16:sr", m);
-    Kind whole, first, second;
-    for (Kind* run : {&whole, &first, &second}) kind_open(run, &config, false);
-    kind_steps(&whole, 1, 6);
-    kind_steps(&first, 1, 3);
-    kind_steps(&first, 4, 4, 4);
-    kind_copy(&first, &second);
-    expect(!kind_equal(&whole, &second), "%s, m %s: nothing moves", c->rule, m);
-    kind_steps(&second, 4, 6);
-    expect(kind_equal(&whole, &second), "%s, m %s: resumed", c->rule, m);
-    check_shards(test, &config, &whole);
-    for (Kind* run : {&whole, &first, &second}) kind_close(run);
+    Run whole;
+    expect_resumed(test, &whole, &config, model, TENSORS, plain_steps(), false);
+    const int64_t end = whole.tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS;
+    int64_t cut[] = {0, TILE_ELEMENTS, whole.tensor[2].offset + TILE_ELEMENTS, end};
+    optim_cuts(&config, whole.tensor, TENSORS, cut, 4);
+    expect(cut[1] == 0 && cut[3] == end, "%lld", (long long)cut[1]);
+    const int held = expect_shards(test, &whole, cut, 3, plain_steps(), false);
+    expect(held == TENSORS, "%d tensors are whole in a shard", held);
+    run_close(&whole);
 }
 
 TEST(rows_resume_skip_and_shard) {
@@ -280,44 +250,26 @@ TEST(rows_resume_skip_and_shard) {
 
 // Conversions on load: what v becomes, from the checkpoint's run to another rule's.
 
-static const void* of_run(void* context, const char* name, const char*, int64_t bytes) {
-    const Kind* run = (const Kind*)context;
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        const OptimStream stream = optim_stream(run->optim, s);
-        if (is(stream.name, name) && stream.elements * stream.element_bytes == bytes) return stream.data;
-    }
-    return nullptr;
+static bool load(const Run* from, Run* to, char* error, size_t bytes) {
+    Stored context;
+    return run_load(to, from, &context, 0, error, bytes);
 }
 
-static void weights_of_run(void* context, int tensor, float* values) {
-    optim_get_weights(((const Kind*)context)->optim, tensor, values);
-}
-
-static void ignore(void*, const char*) {}
-
-// Loads what `from` holds into `to`, whose rule is another.
-static bool load(const Kind* from, const OptimConfig* config, Kind* to, char* error, size_t bytes) {
-    OptimStored stored = {*config, optim_stream_count(from->optim) - 1, of_run, weights_of_run, ignore, (void*)from};
-    return optim_load(to->optim, &stored, error, bytes);
-}
-
-static const float* numbers_of(const Kind* run) {
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        if (is(optim_stream(run->optim, s).name, "v")) return (const float*)optim_stream(run->optim, s).data;
-    }
-    return nullptr;
+static const float* numbers_of(const Run* run) {
+    OptimStream stream;
+    return find_stream(run, "v", &stream) ? (const float*)stream.data : nullptr;
 }
 
 TEST(rows_convert_v) {
     const RowCase adamw = {"adamw", "fp32"}, adafactor = {"adafactor", "fp32"}, mini = {"adam-mini", "fp32"};
     const OptimConfig config[] = {case_config(&adamw, "fp32", "fp32"), case_config(&adafactor, "fp32", "fp32"),
                                   case_config(&mini, "fp32", "fp32")};
-    Kind run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
+    Run run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
     char error[1024] = "";
     for (int k = 0; k < 4; k++) kind_open(&run[k], &config[k % 3], false);
-    kind_steps(&run[0], 1, 3);
-    for (int k = 1; k < 3; k++) expect(load(&run[0], &config[0], &run[k], error, sizeof(error)), "%s", error);
-    expect(load(&run[1], &config[1], &run[3], error, sizeof(error)), "%s", error);
+    run_steps(&run[0], 1, 3, plain_steps());
+    for (int k = 1; k < 3; k++) expect(load(&run[0], &run[k], error, sizeof(error)), "%s", error);
+    expect(load(&run[1], &run[3], error, sizeof(error)), "%s", error);
     const float *v = numbers_of(&run[0]), *factors = numbers_of(&run[1]), *rows = numbers_of(&run[2]);
     const float* back = numbers_of(&run[3]);
     int64_t first = 0, row = 0;
@@ -342,10 +294,10 @@ TEST(rows_convert_v) {
         first += R + C, row += R;
     }
     expect(worst < 1e-6, "off by %.1e", worst);
-    for (Kind& each : run) kind_close(&each);
+    for (Run& each : run) run_close(&each);
 }
 
-// What has no counterpart is refused; what the new rule does not keep is left behind.
+// A moment without a counterpart is refused; one that the new rule does not keep is left behind.
 TEST(rows_convert_refusals) {
     const struct {
         const char *from, *to, *says;
@@ -361,14 +313,14 @@ TEST(rows_convert_refusals) {
     for (const auto& row : rows) {
         const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
         const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");
-        Kind run[2];
+        Run run[2];
         char error[1024] = "";
         kind_open(&run[0], &from, false);
         kind_open(&run[1], &to, false);
-        kind_steps(&run[0], 1, 1);
-        const bool loaded = load(&run[0], &from, &run[1], error, sizeof(error));
+        run_steps(&run[0], 1, 1, plain_steps());
+        const bool loaded = load(&run[0], &run[1], error, sizeof(error));
         expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
-        for (Kind& each : run) kind_close(&each);
+        for (Run& each : run) run_close(&each);
     }
 }
 
@@ -378,15 +330,15 @@ TEST(limit_growth_resumes) {
     const OptimConfig config[] = {case_config(&off, "fp32", "fp32"), case_config(&on, "fp32", "fp32")};
     for (int from = 0; from < 2; from++) {
         for (int to = 0; to < 2; to++) {
-            Kind run[2];
+            Run run[2];
             char error[1024] = "";
             kind_open(&run[0], &config[from], false);
             kind_open(&run[1], &config[to], false);
-            kind_steps(&run[0], 1, 3);
-            expect(load(&run[0], &config[from], &run[1], error, sizeof(error)), "%s", error);
-            for (Kind& each : run) kind_steps(&each, 4, 6);
-            expect(kind_equal(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
-            for (Kind& each : run) kind_close(&each);
+            run_steps(&run[0], 1, 3, plain_steps());
+            expect(load(&run[0], &run[1], error, sizeof(error)), "%s", error);
+            for (Run& each : run) run_steps(&each, 4, 6, plain_steps());
+            expect(!difference(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
+            for (Run& each : run) run_close(&each);
         }
     }
 }
@@ -426,47 +378,39 @@ TEST(rows_refusals) {
     expect_refusal(test, config, "--clip-update", "a number from 0 on");
 }
 
-static void rows_on_gpu(Test* test) {
+CACHE_TEST(JIT_TEST, rows_equal_cpu_gpu) {
     for (const RowCase& c : cases) {
         for (const char* m : {"fp32", "bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
             if (is(c.m, "none") && !is(m, "fp32")) continue;
             const OptimConfig config = case_config(&c, "bf16:sr", m);
-            Kind run[2];
+            Run run[2];
             for (int gpu = 0; gpu < 2; gpu++) {
                 kind_open(&run[gpu], &config, gpu == 1);
-                kind_steps(&run[gpu], 1, 8, 5);
+                run_steps(&run[gpu], 1, 8, plain_steps(5));
             }
-            expect(kind_equal(&run[0], &run[1]), "%s, m %s, growth %g", c.rule, m, (double)c.growth);
-            for (Kind& each : run) kind_close(&each);
+            expect(!difference(&run[0], &run[1]), "%s, m %s, growth %g", c.rule, m, (double)c.growth);
+            for (Run& each : run) run_close(&each);
         }
     }
 }
 
-JIT_TEST(rows_equal_cpu_gpu) {
-    with_empty_cache(test, rows_on_gpu);
-}
-
 // The limiter reads v and slow in every kind of format.
-static void limit_on_gpu(Test* test) {
+CACHE_TEST(JIT_TEST, limit_growth_equals_cpu_gpu) {
     for (const char* v : {"log8/2048:sr", "log16/2048", "udyn8/256", "sqrt4/32@dq8", "udyn8/rank1", "ulin8/256"}) {
         for (const char* weights : {"bf16+16", "e4m3:sr", "bf16:kahan"}) {
             for (const char* rule : {"adam", "ademamix"}) {
                 OptimConfig config = make_config(rule, weights, "fp32");
                 config.m = "soft8/32", config.v = v, config.limit_growth = 1.01f;
-                Kind run[2];
+                Run run[2];
                 for (int gpu = 0; gpu < 2; gpu++) {
                     kind_open(&run[gpu], &config, gpu == 1);
-                    kind_steps(&run[gpu], 1, 6, 3);
+                    run_steps(&run[gpu], 1, 6, plain_steps(3));
                 }
-                expect(kind_equal(&run[0], &run[1]), "%s, weights %s, v %s", rule, weights, v);
-                for (Kind& each : run) kind_close(&each);
+                expect(!difference(&run[0], &run[1]), "%s, weights %s, v %s", rule, weights, v);
+                for (Run& each : run) run_close(&each);
             }
         }
     }
-}
-
-JIT_TEST(limit_growth_equals_cpu_gpu) {
-    with_empty_cache(test, limit_on_gpu);
 }
 
 // Both kernels of a step, for every rule.

@@ -49,7 +49,7 @@ struct Element {
     bool lost;  // lion: a sign was too close to call
 };
 
-// What a reference formula receives in a step: g is scaled already.
+// The arguments of a reference formula in a step: g is scaled already.
 struct Given {
     Bounded g;
     double lr, wd, beta1, beta2, bias1, root2, eps, keep, beta3, alpha;
@@ -362,7 +362,7 @@ TEST(rules_kahan_is_within_its_bound) {
             double rest = fabs((double)x[i] - w), bound = ldexp(1.0, exponent_of((float)rest) - 8);
             double error = fabs(w + k - (double)x[i]);
             if (!(error / bound <= worst)) worst = error / bound;
-            // Of x a 2^-17th, but for the smallest, where k is subnormal: half of 2^-133.
+            // The error is at most 2^-17 of x; of the smallest, where k is subnormal, half of 2^-133.
             double of_x = fmax(ldexp(1.0, exponent_of(x[i]) - 17), ldexp(1.0, -134));
             expect(error <= of_x, "%a: error %a", x[i], error);
             expect(back[i] == (float)(w + k), "%a comes back as %a", x[i], back[i]);
@@ -414,7 +414,7 @@ static void block_values(float* x) {
     memset(x + 128, 0, 128 * sizeof(float));
 }
 
-// What was stored is stored again as it was, noise or not, since scales are powers of two.
+// Numbers that were stored are stored again as they were, noise or not, since scales are powers of two.
 template <class Storage>
 static void check_rest(Test* test, const char* name) {
     static float x[BLOCK_TEST], once[BLOCK_TEST], twice[BLOCK_TEST];

@@ -1,4 +1,4 @@
-// What the tests of rules, weights and overrides share: a configuration, test data, the cache of compiled kernels.
+// The tests of rules, weights and overrides share this: a configuration, test data, the cache of compiled kernels.
 #pragma once
 #include "../../optim/storage.h"
 #include "cache.h"
@@ -43,8 +43,12 @@ inline void expect_refusal(Test* test, OptimConfig config, const char* begin, co
     expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds) && !strchr(error, '\n'), "%s", error);
 }
 
-inline void with_empty_cache(Test* test, void (*body)(Test*)) {
-    CacheFolder folder = cache_enter();
-    body(test);
-    cache_leave(&folder);
-}
+// A case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels.
+#define CACHE_TEST(KIND, NAME)                 \
+    static void with_cache_##NAME(Test* test); \
+    KIND(NAME) {                               \
+        CacheFolder folder = cache_enter();    \
+        with_cache_##NAME(test);               \
+        cache_leave(&folder);                  \
+    }                                          \
+    static void with_cache_##NAME(Test* test)

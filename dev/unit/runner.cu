@@ -2,7 +2,7 @@
 //
 // Every case is a process of its own, N at a time: most of the time beside a GPU is spent in NVRTC, which compiles one
 // program at a time in a process. Each is forked before this process has called CUDA, which does not survive a fork.
-// What it writes is collected and printed when it has ended, so that the lines of two cases do not mix; one that
+// Its output is collected and printed when it has ended, so that the lines of two cases do not mix; one that
 // crashes, leaves or takes longer than CASE_SECONDS is a failure by its name, and the others go on. The default is half
 // the cores, at most 8, because a GPU case keeps a core busy and its NVRTC, or the driver, another.
 //
@@ -173,7 +173,7 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
     setpgid(worker->pid, worker->pid);  // whoever comes first
 }
 
-// What it has written by now.
+// The text that it has written by now.
 static void worker_read(Worker* worker) {
     char piece[4096];
     ssize_t got = 0;

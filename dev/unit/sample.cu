@@ -162,7 +162,8 @@ int text_difference(const DecodeText* a, const DecodeText* b) {
     return a->used == b->used ? -1 : (int)(a->used < b->used ? a->used : b->used);
 }
 
-// Where the window of the token after `used` tokens begins, by the rule in decode.cuh, for a text with this prompt.
+// Returns where the window of the token after `used` tokens begins, by the rule in decode.cuh, for a text with this
+// prompt.
 int64_t window_begin(int64_t prompt, int64_t used, int T) {
     int64_t begin = 0;
     for (int64_t n = prompt; n <= used; n++)
@@ -254,7 +255,7 @@ TEST(sampling_weights_in_parts) {
     expect(at < 0, "the texts differ from token %d on", at);
 }
 
-// What several tests ask on either device: texts do not depend on the cache (each token by a new decoder that computes
+// Several tests ask this on either device: texts do not depend on the cache (each token by a new decoder that computes
 // the window from nothing), nor on the texts beside them, and end where they are told to.
 void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool fp32, double temperature) {
     constexpr int STEPS = 30, TEXTS = 3;
@@ -298,7 +299,7 @@ TEST(sampling_texts_are_independent) {
 
 // The draw.
 
-// How often each token is drawn, against its probability, within five standard deviations.
+// Checks how often each token is drawn, against its probability, within five standard deviations.
 void expect_draws(Test* test, const float* logits, int V, double temperature, int64_t k, const double* want) {
     constexpr int DRAWS = 40000;
     int count[16] = {};

@@ -10,7 +10,7 @@ static void feed_random(const Model* m, int step) {
     free(tokens);
 }
 
-// What can be wrong with a step.
+// Faults of a step.
 enum Poison { GRADIENT_NAN, GRADIENT_INFINITE, GRADIENT_HUGE, LOSS_NAN, LOSS_INFINITE, POISONS };
 
 static void poison(const Model* m, Poison kind) {

@@ -59,7 +59,7 @@ static const PlainFormat* find_plain(const char* name) {
     return nullptr;
 }
 
-// How many numbers a tensor has beside its codes.
+// The number of numbers that a tensor has beside its codes.
 static int64_t numbers_of(const PlainFormat* format, const OptimTensor* tensor) {
     if (format->tensor) return 3;
     return tensor->rows > 1 ? tensor->rows + tensor->cols : (tensor->cols + 127) / 128;
@@ -102,7 +102,7 @@ static float plain_decode(const PlainFormat* format, const uint8_t* codes, int64
     return format->root ? 16 * level * (16 * level) * (unit * unit) : level * scale;  // sqrt4's squares, multiplied
 }
 
-// Whether the stored code is that of a level nearest to x: none is closer, but for the rounding of x / scale, which
+// True if the stored code is that of a level nearest to x: none is closer, but for the rounding of x / scale, which
 // with 4 bits is to a multiple of 2^-21.
 static bool is_nearest(const PlainFormat* format, uint32_t code, float x, float scale, bool is_v) {
     double y = format->root ? sqrt((double)x) : (double)x, got, slack = format->bits == 4 ? 0x1p-21 : 0.0;
@@ -367,7 +367,7 @@ TEST(spans_edges) {
     check_edges<Spans<Sqrt4, SPAN_RANK1, NEAREST>>(test, "sqrt4/rank1");
 }
 
-// What an fp8 copy of fp32 weights keeps: exact, of the new master, after steps as after the weights were set.
+// The scale of an fp8 copy of fp32 weights is exact, of the new master, after steps as after the weights were set.
 static void check_copy(Test* test, const Run* run, const PlainFormat* format, int step) {
     float* master = (float*)run_array(run, "master");
     check_slot(test, run, format, "weights", master, step);

@@ -22,11 +22,16 @@ struct Run {
     OptimType compute;
 };
 
-// How steps are taken.
+// The ways of taking steps.
 struct Steps {
     float lr = 1e-2f, factor = 0.5f;  // factor: what every gradient is multiplied by
     bool wild = false;                // the gradients of step 2 hold NaN, infinities and the ends of fp32
     bool spread = true;               // magnitudes differ by tensor, row and column; false: gradient() alone
+    int bad = 0;                      // the step whose factor is NaN
+    float (*given)(int64_t step, int t, int64_t i) = nullptr;  // gradients instead of all this
+    // Takes a step in optim_step's place.
+    void (*take)(void* context, Run* run, const void* grads, const float* scale, float lr, int step) = nullptr;
+    void* context = nullptr;
 };
 
 inline Device open_device(bool gpu) {
@@ -42,6 +47,7 @@ inline float run_start(int t, int64_t i) {
 // The gradient of element `i` of tensor `t`.
 inline float run_gradient(const OptimTensor* tensor, int64_t step, int t, int64_t i, const Steps& how) {
     const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
+    if (how.given) return how.given(step, t, i);
     if (how.wild && step == 2 && i % 97 == 5) return strange[i / 97 % 7];
     float g = gradient(step, t * 1000000 + i);
     if (!how.spread) return g;
@@ -101,8 +107,9 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
     float *values = (float*)calloc((size_t)run->elements, 4), *scale = (float*)device_alloc(dev, 4);
     uint16_t* rounded = (uint16_t*)calloc((size_t)run->elements, 2);
     void* grads = device_alloc(dev, (end - begin) * 4);
-    copy_to_device(dev, scale, &how.factor, 4);
     for (int step = first; step <= last; step++) {
+        const float factor = step == how.bad ? NAN : how.factor;
+        copy_to_device(dev, scale, &factor, 4);
         for (int t = 0; t < run->count; t++) {
             const OptimTensor* tensor = &run->tensor[t];
             for (int64_t i = 0; i < tensor->rows * tensor->cols; i++) {
@@ -112,7 +119,8 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
         }
         const void* from = narrow ? (const void*)(rounded + begin) : (const void*)(values + begin);
         copy_to_device(dev, grads, from, (end - begin) * (narrow ? 2 : 4));
-        optim_step(run->optim, grads, scale, how.lr, step);
+        if (how.take) how.take(how.context, run, grads, scale, how.lr, step);
+        if (!how.take) optim_step(run->optim, grads, scale, how.lr, step);
     }
     device_sync(dev);
     device_free(dev, grads), device_free(dev, scale);
@@ -148,8 +156,8 @@ inline bool same_bytes(const Run* a, const void* x, const Run* b, const void* y,
     return same;
 }
 
-// Where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the matmuls
-// read are the same.
+// Finds where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the
+// matmuls read are the same.
 inline const char* difference(const Run* a, const Run* b) {
     if (optim_stream_count(a->optim) != optim_stream_count(b->optim)) return "the number of arrays";
     for (int s = 0; s < optim_stream_count(a->optim); s++) {
@@ -217,6 +225,67 @@ inline void expect_planned(Test* test, const Run* run, const char* what) {
     OptimBytes plan = optim_bytes(&run->config, run->tensor, run->count, run->compute);
     OptimBytes real = optim_allocated(run->optim);
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
+}
+
+// Steps with gradients over 20 powers of two; in step `bad` the factor is NaN.
+inline Steps plain_steps(int bad = 0) {
+    Steps how;
+    how.spread = false, how.bad = bad;
+    return how;
+}
+
+// Copies all arrays between runs of one layout, as a resume does.
+inline void run_copy(const Run* from, const Run* to) {
+    for (int s = 0; s < optim_stream_count(from->optim); s++) {
+        const OptimStream a = optim_stream(from->optim, s), b = optim_stream(to->optim, s);
+        const int64_t bytes = a.elements * a.element_bytes;
+        void* host = to_host(from, a.data, bytes);
+        copy_to_device(&to->dev, b.data, host, bytes);
+        free(host);
+    }
+    optim_decode(to->optim);
+}
+
+// Opens `whole` and takes six steps. A step that changes nothing and a resume leave the same bits.
+inline void expect_resumed(Test* test, Run* whole, const OptimConfig* config, const OptimTensor* tensors, int count,
+                           const Steps& how, bool gpu) {
+    Run first, second;
+    Steps skipped = how;
+    skipped.bad = 4;
+    for (Run* run : {whole, &first, &second}) run_open(run, config, tensors, count, OPTIM_FP32, gpu);
+    run_steps(whole, 1, 6, how);
+    run_steps(&first, 1, 3, how);
+    run_steps(&first, 4, 4, skipped);
+    run_copy(&first, &second);
+    expect(difference(whole, &second), "%s, m %s: nothing moves", config->rule, config->m);
+    run_steps(&second, 4, 6, how);
+    const char* where = difference(whole, &second);
+    expect(!where, "%s, m %s: resumed: %s", config->rule, config->m, where);
+    expect_planned(test, whole, config->rule);
+    for (Run* run : {&first, &second}) run_close(run);
+}
+
+// Six steps of shards with these cuts leave the weights of `whole` in each tensor that a shard holds; returns how many
+// tensors these are.
+inline int expect_shards(Test* test, const Run* whole, const int64_t* cut, int shards, const Steps& how, bool gpu) {
+    int held = 0;
+    for (int k = 0; k < shards; k++) {
+        OptimConfig part = whole->config;
+        part.begin = cut[k], part.end = cut[k + 1];
+        if (part.begin == part.end) continue;
+        Run shard;
+        run_open(&shard, &part, whole->tensor, whole->count, whole->compute, gpu);
+        run_steps(&shard, 1, 6, how);
+        for (int t = 0; t < shard.count; t++) {
+            const int64_t begin = shard.tensor[t].offset, end = begin + tensor_padded(&shard.tensor[t]);
+            if (begin < part.begin || end > part.end) continue;
+            held++;
+            expect(same_tensor(whole, &shard, t), "%s, m %s: shard %d, %s", part.rule, part.m, k,
+                   whole->tensor[t].name);
+        }
+        run_close(&shard);
+    }
+    return held;
 }
 
 // The arrays of shards, one after another, are those of the whole, and so are the copies that the matmuls read.

@@ -26,7 +26,7 @@ static const FormatRow* state_row(const char* name) {
     return place.format;
 }
 
-// What the second element of a tile of ones becomes; the others stay finite.
+// The second element of a tile of ones becomes this; the others stay finite.
 static float becomes(Test* test, const FormatRow* format, uint32_t slot, float strange) {
     static float codes[TILE_ELEMENTS], extra[TILE_ELEMENTS], more[TILE_ELEMENTS], x[TILE_ELEMENTS], back[TILE_ELEMENTS];
     void* table = malloc((size_t)format->table_bytes + 1);
@@ -73,17 +73,17 @@ static Cost cost_of(Test* test, const OptimConfig* config) {
     return {atof(cost), (double)real.weights / ELEMENTS, (double)real.states / ELEMENTS};
 }
 
-// What numbers of tensors, or of rows and columns, may add, which no list counts.
+// Bytes that numbers of tensors, or of rows and columns, may add. No list counts them.
 static double more_of(const char* name) {
     return in_spans(name) ? (double)((ROWS + COLS) * 4 + 256) / ELEMENTS : 0.0;
 }
 
-// Of a number that was printed with four digits.
+// The error of a number that was printed with four digits.
 static bool says(double printed, double real, double more) {
     return real >= printed * (1.0 - 5e-4) && real <= printed * (1.0 + 5e-4) + more;
 }
 
-// What may be given to --m is what has negative levels.
+// Formats may be given to --m exactly if they have negative levels.
 TEST(tables_signs) {
     int signs = 0;
     for (const char* name : state_names) {
@@ -124,7 +124,7 @@ TEST(tables_banner_says_what_is_allocated) {
     snprintf(test->note, sizeof(test->note), "%d rows", rows);
 }
 
-// What --list-formats or --list-presets prints; the caller frees it.
+// Returns the output of --list-formats or --list-presets; the caller frees it.
 static char* list_text(Test* test, bool presets) {
     constexpr size_t BYTES = 1 << 16;
     char* text = (char*)calloc(1, BYTES);
@@ -201,7 +201,7 @@ TEST(tables_list_of_formats) {
     snprintf(test->note, sizeof(test->note), "%d rows", rows);
 }
 
-// Whether a list has a name between spaces, commas or ends of lines.
+// True if a list has a name between spaces, commas or ends of lines.
 static bool holds_name(const char* text, const char* name) {
     const char* const ends = " ,:\n";
     for (const char* at = strstr(text, name); at; at = strstr(at + 1, name)) {
@@ -262,7 +262,7 @@ TEST(tables_list_of_presets) {
     expect(rows == PRESET_COUNT, "%d rows", rows);
 }
 
-// What is strange.
+// The name of the strange value.
 
 static const char* number(float x, char (&text)[32]) {
     snprintf(text, sizeof(text), "%.3g", fabs((double)x) == 0.0 ? 0.0 : isnan(x) ? (double)NAN : (double)x);

@@ -20,15 +20,17 @@ inline TensorCore tensor_core(int compute) {
     return compute >= 90 ? TensorCore{16, 25} : TensorCore{8, 24};
 }
 
-// How far a tensor core's sum of K products, of a uniform and another of the given scale, lies from the exact one, in
-// whatever order it is taken. No partial sum is larger than all products together, scale * K, nor, as they have random
-// signs, than six standard deviations, 6 * scale / 3 * sqrt(K): call that S. In each of the G = K / products steps
+// Bounds how far a tensor core's sum of K products, of a uniform and another of the given scale, lies from the exact
+// one, in whatever order it is taken. No partial sum is larger than all products together, scale * K, nor, as they have
+// random signs, than six standard deviations, 6 * scale / 3 * sqrt(K): call that S. In each of the G = K / products
+// steps
 //   - less than epsilon * S of the total is dropped. Towards zero: half of it on average, so that it grows with G; what
 //     a step drops more or less than that is random, with epsilon * S / sqrt(12) as its standard deviation at most;
 //   - less than 2^-bits * S of each product is dropped, and its sign is the product's, so that this does not add up: a
 //     standard deviation of 2^-bits * S * sqrt(products / 3).
-// Of the random ones, sqrt(G) times their root mean square, six are allowed. (Without the random signs, in the worst of
-// cases, it would be 5 * epsilon * G times the sum of all magnitudes, 24 times as much at K = 3000.)
+// The random errors amount to sqrt(G) times their root mean square; six times that is allowed. (Without the random
+// signs, in the worst of cases, it would be 5 * epsilon * G times the sum of all magnitudes, 24 times as much at K =
+// 3000.)
 inline double tensor_core_bound(TensorCore core, int64_t K, double scale) {
     double S = fmin(scale * K, 2.0 * scale * sqrt(K)), G = ceil((double)K / core.products);
     double align = ldexp(1.0, 23 - core.bits) * sqrt(core.products / 3.0);

@@ -290,7 +290,7 @@ JIT_TEST(user_format_changed_is_refused) {
 }
 
 TEST(user_format_tables_compile) {
-    // What fills the constants of each kind of table on a GPU.
+    // These formats fill the constants of each kind of table on a GPU.
     if (!jit_available()) skip("libnvrtc was not found");
     static char error[JIT_ERROR_BYTES];
     for (const char* format : {"Dyn8", "Udyn8", "De4", "Nf4", "Soft8"}) {

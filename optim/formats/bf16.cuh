@@ -27,7 +27,8 @@ struct Bf16 : FormatDefaults {
 #endif
     }
 
-    // What noise may be added to: the lower bits of infinity and of this NaN are zero, so nothing carries out of them.
+    // Returns a number to which noise may be added: the lower bits of infinity and of this NaN are zero, so nothing
+    // carries out of them.
     static OPTIM_INLINE float storable(float x) {
         return one_nan(x, 0x7fff0000u);
     }

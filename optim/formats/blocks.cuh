@@ -355,7 +355,7 @@ OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
     return block_inverse<Format, Scale, ROUNDING>(top, inverse);
 }
 
-// The same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
+// Does the same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
 template <class Format, class Scale>
 OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
@@ -426,7 +426,7 @@ __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const N
     return make_uint2(a, b);
 }
 
-// The same for the largest `top` alone, which is at least 0.
+// Does the same for the largest `top` alone, which is at least 0.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
     if constexpr (COUNT < 32) {

@@ -210,7 +210,7 @@ struct alignas(16) Line {
     float from, slope, start, bend;
 };
 
-// What is looked up is d, a number in [0, 1], to which the hardware cuts it at no cost (and NaN to 0):
+// The table is looked up at d, a number in [0, 1], to which the hardware cuts it at no cost (and NaN to 0):
 //     |y| where MIRRORED;  y / 2 + 1/2 where there is another sign;  y less the least level in formats of v
 // G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
 // in the noise's 65536ths, below.

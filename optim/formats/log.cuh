@@ -304,7 +304,7 @@ OPTIM_INLINE float log_value(float x) {
     return x > 0.0f ? x : 0.0f;
 }
 
-// The same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
+// Does the same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
 template <class Codes>
 OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
     for (int i = 0; i < n; i += 8) {

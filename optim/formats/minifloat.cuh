@@ -31,7 +31,7 @@ struct Minifloat : FormatDefaults {
         return exact_mul(exact_mul(tiny, bits_float((uint32_t)(MIN + 253) << 23)), scale);
     }
 
-    // What the table's levels are multiplied by.
+    // The table's levels are multiplied by this.
     static OPTIM_INLINE float unit_of(float scale) {
         return scale;
     }

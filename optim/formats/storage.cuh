@@ -1,4 +1,4 @@
-// What a storage and a format are, and the default of each member that they may leave out.
+// Storages and formats: what they must define, and the default of each member that they may leave out.
 //
 // A storage keeps weights or a moment in one to three arrays. It is a struct of static functions over n elements from
 // `first` on:
@@ -32,7 +32,7 @@ struct Streams {
     const struct SpanTile* span = nullptr;
 };
 
-// What one number of an array covers: a run of elements of the arena, or more than a tile holds (spans.cuh).
+// A number of an array covers one of these: a run of elements of the arena, or more than a tile holds (spans.cuh).
 // From SPAN_SCALES on they are made by the passes of rows.cuh, and `next` does not replace `extra` after the step.
 enum Span {
     SPAN_RUN,

@@ -34,7 +34,7 @@ struct Uniform : FormatDefaults {
         }
     }
 
-    // What a level of 4 bits is multiplied by. The scale of roots is at least 2^-50, so that its square is a number.
+    // A level of 4 bits is multiplied by this. The scale of roots is at least 2^-50, so that its square is a number.
     static OPTIM_INLINE float unit_of(float scale) {
         float unit = exact_mul(scale, 1.0f / UNITS);
         return ROOT ? exact_mul(unit, unit) : unit;

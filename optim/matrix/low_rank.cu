@@ -148,7 +148,7 @@ struct StartBasis {
     }
 };
 
-// Where a matrix's Q is stored, in 32, 16 or 8 bits.
+// The memory in which a matrix's Q is stored, in 32, 16 or 8 bits.
 struct StoredBasis {
     int bits;
     float* fp32;
@@ -247,7 +247,7 @@ static void orthonormal_cpu(const Orthonormal& o) {
 }
 
 #ifdef __CUDACC__
-// The same for a warp; all lanes receive the sum.
+// Does the same for a warp; all lanes receive the sum.
 __device__ inline float dot_warp(const float* a, const float* b, int64_t n) {
     float sum = 0.0f;
     for (int64_t i = threadIdx.x % 32; i < n; i += 32) sum = exact_fma(a[i], b[i], sum);
@@ -595,7 +595,8 @@ OPTIM_INLINE float channel_factor(float direction, float low) {
     return quotient(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
 }
 
-// Of all channels: phi, and the square of what the limit is of. factor holds the squares of N and receives phi.
+// Numbers of all channels: phi, and the square of the norm that is limited. factor holds the squares of N and receives
+// phi.
 struct Factors {
     float *factor, *squares;     // (length)
     const float *full, *of_low;  // (length): squares of G and of low

@@ -36,7 +36,7 @@
 #include "../kernel.cuh"
 #include "matrix.h"
 
-// What tensors of a rule keep, for one matrix of rows x cols: the directions, the moments' shape, numbers of the basis.
+// Sizes that a rule keeps for one matrix of rows x cols: the directions, the moments' shape, numbers of the basis.
 struct LowShape {
     int64_t rank, rows, cols;
     int64_t basis;  // numbers: Q, if it is stored, and the norm of the limit

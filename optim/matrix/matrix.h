@@ -41,8 +41,8 @@ struct Matrix {
     int64_t at;   // its first element in the scratch of its chunk
     int64_t row;  // number of its first row among those of the launch
     int rows, cols;
-    // Of rules that project the gradient (low_rank.h): the first element of its moments in work->low, the first number
-    // of its basis in the launch's, and its own first element in the whole arena.
+    // Rules that project the gradient (low_rank.h) need these: the first element of its moments in work->low, the first
+    // number of its basis in the launch's, and its own first element in the whole arena.
     int64_t low, basis, element;
     int group;  // of its tensor's constants
 };
@@ -61,7 +61,7 @@ struct MatrixChunk {
     int64_t low_tile;
 };
 
-// How the matrices of a launch are taken, and what that needs.
+// The chunks in which the matrices of a launch are taken, and the memory that they need.
 struct MatrixPlan {
     Matrix* matrix;
     MatrixBatch* batch;

@@ -47,12 +47,12 @@ T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y,
     return x;
 }
 
-// What makes symmetric products: symmetric_product, its library version, or plain C.
+// A function that makes symmetric products: symmetric_product, its library version, or plain C.
 template <class T>
 using SymmetricFunction = void (*)(const Device* dev, const SymmetricProduct* p, T* d, const T* a, const T* b,
                                    const T* c);
 
-// How many squares of the shorter side the symmetric form needs room for at most, a matrix.
+// The symmetric form needs room for at most so many squares of the shorter side for each matrix.
 inline int64_t polar_squares(int64_t rows, int64_t cols) {
     return rows == cols ? 2 : 4;
 }

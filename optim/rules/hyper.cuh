@@ -1,4 +1,4 @@
-// What a rule is, and the constants that it receives besides the element.
+// Rules, and the constants that they receive besides the element.
 //
 // A rule is a struct that derives from RuleDefaults, with four constants and one or two functions of one element:
 //     KEEPS_V, KEEPS_SLOW    what it stores beside m (the slow average has m's format); other states cost no memory
@@ -31,7 +31,7 @@ struct Hyper {
     float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
 };
 
-// What a rule does with whole matrices (matrix/matrix.h); MATRIX_NONE: nothing.
+// A rule may do this with whole matrices (matrix/matrix.h); MATRIX_NONE: nothing.
 enum MatrixRule {
     MATRIX_NONE,
     MATRIX_MUON,
@@ -42,7 +42,7 @@ enum MatrixRule {
     MATRIX_APOLLO_MINI
 };
 
-// What a rule sums up over rows and columns (rows.cuh); ROWS_NONE: nothing.
+// A rule may sum over rows and columns as one of these (rows.cuh) needs it; ROWS_NONE: no sums.
 enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADAFACTOR, ROWS_CAME };
 
 // The optional members of a rule.

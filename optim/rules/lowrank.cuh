@@ -1,6 +1,6 @@
-// What GaLore, Fira and APOLLO do with single elements; matrix/low_rank.h has the rest. The step before the products is
-// Adam's on a projected gradient g, and writes its direction, without a learning rate, where other rules have the
-// weight:
+// GaLore, Fira and APOLLO, as far as they read single elements; matrix/low_rank.h has the rest. The step before the
+// products is Adam's on a projected gradient g, and writes its direction, without a learning rate, where other rules
+// have the weight:
 //     m = m + (1 - beta1) * (g - m);   v = v + (1 - beta2) * (g * g - v)
 //     N = m / bias1 / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // The step after the products is that of every rule that reads matrices (muon.cuh).

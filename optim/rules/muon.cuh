@@ -1,6 +1,6 @@
-// What Muon (Jordan et al. 2024) and NorMuon (Li et al., arXiv 2510.05491) do with single elements; matrix/matrix.h has
-// the rest. The step before the products keeps the momentum and writes its Nesterov direction u where other rules have
-// the weight:
+// Muon (Jordan et al. 2024) and NorMuon (Li et al., arXiv 2510.05491), as far as they read single elements;
+// matrix/matrix.h has the rest. The step before the products keeps the momentum and writes its Nesterov direction u
+// where other rules have the weight:
 //     m = m + (1 - momentum) * (g - m)
 //     u = g + momentum * (m - g)
 // beta1 and rest1 of these rules are those of --momentum. The step after the products applies an update U, which it
