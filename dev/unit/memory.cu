@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include "../../data/memory.h"
+#include "../../data/plan.h"
 
 // Returns how a child process that runs `body` ends, and what it writes to stderr.
 static int in_child(void (*body)(), char* text, size_t bytes) {
@@ -83,6 +84,14 @@ TEST(memory_missing_in_threads_is_one_sentence) {
         const char* end = strchr(text, '\n');
         expect(code == 2 && end && !end[1], "code %d, %s", code, text);
     }
+}
+
+TEST(memory_of_an_offload) {
+    const int64_t gib = 1 << 30;
+    expect(!plan_host_lacks(gib, gib, "states"), "it fits");
+    const char* lacks = plan_host_lacks(5 * gib / 2, 2 * gib, "states,residuals");
+    expect(lacks && strstr(lacks, "--offload states,residuals needs 2.50 GiB") && strstr(lacks, "2.00 are free"), "%s",
+           lacks);
 }
 
 TEST(memory_texts) {
