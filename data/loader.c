@@ -480,12 +480,8 @@ static bool open_files(Dataset* data, const FileList* list, DataFormat format, D
     return data->bytes || read_meta(data, format, error);
 }
 
-bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error) {
-    return dataset_open_as(data, path, DATA_AUTO, part, validation_fraction, T, error);
-}
-
-bool dataset_open_as(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
-                     int T, char* error) {
+bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
+                  int T, char* error) {
     FileList list = {NULL, 0, false};
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
@@ -532,7 +528,7 @@ static bool open_source(Dataset* data, const DataSource* source, DatasetPart par
     }
     // A folder knows its parts; of one file all is taken where --val names another.
     if ((val || (part == DATASET_TRAIN && *source->val)) && !folder_exists(path)) part = DATASET_WHOLE;
-    return dataset_open_as(data, path, (DataFormat)format, part, source->val_fraction, T, reason) ||
+    return dataset_open(data, path, (DataFormat)format, part, source->val_fraction, T, reason) ||
            data_error(error, "%s %s: %s", option, path, reason);
 }
 
@@ -792,13 +788,7 @@ static bool loader_memory(Loader* loader, void* (*pinned_alloc)(size_t), char* e
 }
 
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
-                    void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
-    return loader_open_slice(data, B, T, seed, shuffle, first_sequence, (LoaderSlice){0, 0}, pinned_alloc, pinned_free,
-                             error);
-}
-
-Loader* loader_open_slice(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
-                          LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
+                    LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
     int64_t windows = T > 0 ? dataset_windows(data, T) : 0;
     if (windows == 0) return data_error(error, "%s has no window of T = %d tokens", data->path, T), NULL;
     if (B < 1 || first_sequence < 0 || (int64_t)B * T > INT32_MAX || slice.run < 0 || slice.stride < slice.run) {

@@ -43,9 +43,8 @@ typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
 // DATASET_VALIDATION, the same path with "train" replaced by "val" where such files exist, else the tail of the last
 // shard, which DATASET_TRAIN then leaves out. Checks magic, version and length against the header. Of several files
 // those that hold no window of T+1 tokens are left out and counted; the tail is that of the last one with two windows.
-bool dataset_open(Dataset* data, const char* path, DatasetPart part, double validation_fraction, int T, char* error);
-bool dataset_open_as(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
-                     int T, char* error);
+bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
+                  int T, char* error);
 // The same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
@@ -94,9 +93,7 @@ typedef struct {
 } LoaderSlice;
 // `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
-                    void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
-Loader* loader_open_slice(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
-                          LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
+                    LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
 // The next batch, prepared ahead; it stays valid until the second loader_next after it (two batches may be in use:
 // one being copied to the device, one in preparation). NULL with a sentence on a bad token or a read error.
 const Batch* loader_next(Loader* loader, char* error);

@@ -460,7 +460,7 @@ static void bench(const Device* dev, Ceilings ceilings, const Options* base, con
     close(descriptor);
     write_shard(path, 16 * batch * m.T + 1, 50257);
     Dataset data;
-    if (!dataset_open(&data, path, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
+    if (!dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
     feeder_open(&feeder, dev, &data, m.B, m.T, 1, true, 0);
     double ms[STEPS], queued;

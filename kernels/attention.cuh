@@ -163,19 +163,8 @@ inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int H
 // Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
 // shared memory across the waits.
 
-__device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) {  // zeros when not valid
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
 __device__ inline void copy_4_async(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
-
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
 }
 
 __device__ inline void store_shared(uint32_t to, uint32_t value) {

@@ -535,14 +535,6 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 #endif
 }
 
-// Whether the code was built for sm_90a: without it the kernels are empty and have no shared memory.
-template <typename Kernel>
-inline bool hopper_kernel_is_built(Kernel* kernel) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel));
-    return attributes.sharedSizeBytes > 0;
-}
-
 // C = NH * HS.
 template <typename Shape>
 inline void attention_hopper_forward(const Device* dev, bf16* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,

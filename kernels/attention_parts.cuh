@@ -19,15 +19,6 @@ __device__ inline void store_release(int* address, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and
-// 2t + 1, c[2..3] the same of row g + 8.
-__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Head bh and tile of queries of piece `index` of the forward pass. Heads come in groups whose keys and values fit in
 // the L2 cache together; within a group the longest rows go first, so that the last pieces are short ones.
 __device__ inline void forward_work(int& bh, int& tile, int index, int tiles, int heads, int group) {

@@ -37,9 +37,8 @@ inline void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, 
                         bool shuffle, int64_t first_sequence, LoaderSlice slice = {0, 0}) {
     memset(feeder, 0, sizeof(*feeder));
     feeder->dev = dev;
-    feeder->loader =
-        loader_open_slice(data, B, T, seed, shuffle, first_sequence, slice, dev->gpu ? pinned_alloc : memory_take,
-                          dev->gpu ? pinned_free : free, feeder->error);
+    feeder->loader = loader_open(data, B, T, seed, shuffle, first_sequence, slice,
+                                 dev->gpu ? pinned_alloc : memory_take, dev->gpu ? pinned_free : free, feeder->error);
     if (!feeder->loader) user_error("--data: %s", feeder->error);
     for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
 }

@@ -47,6 +47,14 @@ inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows
     return map;
 }
 
+// True if a kernel was built for sm_90a: otherwise it is empty and needs few registers.
+template <typename Kernel>
+bool hopper_kernel_is_built(Kernel* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes.numRegs > 64;
+}
+
 // Device. Shared memory is addressed by its 32-bit address.
 
 // Byte offset in a panel of a row's 16-byte chunk (PTX ISA, Tensors: Swizzling Modes, 128B: address bits 4-6 are XORed

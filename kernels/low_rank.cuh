@@ -32,23 +32,6 @@ struct LowOperand {
     static constexpr int CHUNK = 16 / (int)sizeof(E), DEPTH = LP_LINE / (int)sizeof(E);
 };
 
-__device__ __forceinline__ void lp_copy(uint32_t to, const void* from, bool valid) {  // zeros when not valid
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void lp_load_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ uint32_t lp_load_word(uint32_t address) {
-    uint32_t word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-    return word;
-}
-
 // Where in a tile the 16-byte chunk of an operand lies. K along a row: `row` is of M or N and a row 128 bytes. K down
 // the rows: `row` is of K and panels of 128 bytes lie one after another. Chunks of a row are permuted so that what a
 // warp reads at a time lies in different banks; fp32 with K down the rows is read word by word, four rows at a time.
@@ -84,7 +67,7 @@ struct LowCopy {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const bool valid = m + (DOWN ? 0 : i * STEP) < limit && k + (DOWN ? i * STEP : 0) < depth;
-            lp_copy(tile + place + i * STEP * LP_LINE, valid ? from + i * step : all, valid);
+            copy_16_async(tile + place + i * STEP * LP_LINE, valid ? from + i * step : all, valid);
         }
         k += DEPTH, from += DOWN ? (int64_t)DEPTH * limit : DEPTH;
     }
@@ -110,13 +93,13 @@ struct LowReader {
         if constexpr (!DOWN) {
             load_matrices(x, tile + (place ^ (uint32_t)(step << 5)) + m * 16 * LP_LINE);
         } else if constexpr (sizeof(E) == 2) {
-            lp_load_transposed(x, tile + (place ^ (uint32_t)(m << 5)) + step * 16 * LP_LINE);
+            load_matrices_transposed(x, tile + (place ^ (uint32_t)(m << 5)) + step * 16 * LP_LINE);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int of_m = left ? i % 2 : i / 2, of_k = left ? i / 2 : i % 2;
-                x[i] = lp_load_word(tile + (place ^ (uint32_t)((m % 2 * 4 + of_m * 2) << 4)) +
-                                    m / 2 * LowOperand<E>::DEPTH * LP_LINE + (step * 8 + of_k * 4) * LP_LINE);
+                x[i] = load_word(tile + (place ^ (uint32_t)((m % 2 * 4 + of_m * 2) << 4)) +
+                                 m / 2 * LowOperand<E>::DEPTH * LP_LINE + (step * 8 + of_k * 4) * LP_LINE);
             }
         }
     }
@@ -124,10 +107,7 @@ struct LowReader {
 
 // c (16 x 8, fp32) += a b; columns 2 (lane % 4) and the next of rows lane / 4 and that + 8.
 __device__ __forceinline__ void lp_mma(bf16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    mma(c, a, b0, b1);
 }
 __device__ __forceinline__ void lp_mma(float, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(

@@ -100,12 +100,6 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
     }
 }
 
-__device__ __forceinline__ uint32_t mg_load_word(uint32_t from) {
-    uint32_t word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-    return word;
-}
-
 __device__ __forceinline__ void mg_store_word(uint32_t to, uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
@@ -252,7 +246,7 @@ __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
     if (w.warp == C % 4 && w.full && column < w.shape.columns && row < w.shape.rows) {
         float total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4; i++) total += __uint_as_float(mg_load_word(sums + i * 128 + w.lane * 4));
+        for (int i = 0; i < 4; i++) total += __uint_as_float(load_word(sums + i * 128 + w.lane * 4));
         w.partial[(int64_t)(row / 64) * w.shape.columns + column] = total;
     }
 }
@@ -362,7 +356,7 @@ __device__ __forceinline__ void mg_finish(MatmulGeluWork& w) {
             w.held[n][0] = pack_bf16(c[0] * upper.x, c[1] * upper.y);
             w.held[n][1] = pack_bf16(c[2] * lower.x, c[3] * lower.y);
         } else {
-            float2 bias = pair_floats(mg_load_word(w.extra + w.parity * 512 + n * 16 + w.lane % 4 * 4));
+            float2 bias = pair_floats(load_word(w.extra + w.parity * 512 + n * 16 + w.lane % 4 * 4));
             w.held[n][0] = pack_bf16(c[0] + bias.x, c[1] + bias.y);
             w.held[n][1] = pack_bf16(c[2] + bias.x, c[3] + bias.y);
         }
@@ -426,19 +420,12 @@ __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_consta
 #endif
 }
 
-// Whether the code was built for sm_90a: without it the kernels are empty and need few registers.
-inline bool matmul_gelu_is_built() {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, matmul_gelu_kernel<true>));
-    return attributes.numRegs > 64;
-}
-
 // Whether these kernels run here, and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
     int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
     if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
         return false;
-    static const bool built = matmul_gelu_is_built();
+    static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
     return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 &&
            depth >= MG_LEAST_DEPTH;
 }

@@ -172,7 +172,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8
                 for (int i = 0; i < 4; i++) {
                     const float* pair = c[n / 16][n % 16 + i / 2] + i % 2 * 2;
                     float2 add = {0.0f, 0.0f};
-                    if (!BACKWARD) add = pair_floats(mg_load_word(bias + (n + i / 2) * 16 + lane % 4 * 4));
+                    if (!BACKWARD) add = pair_floats(load_word(bias + (n + i / 2) * 16 + lane % 4 * 4));
                     word[i] = pack_bf16(fmaf(pair[0], unit, add.x), fmaf(pair[1], unit, add.y));
                 }
                 store_matrices((place ^ (uint32_t)(n % 8 << 4)) + panel * MQ_PANEL_BYTES, word[0], word[1], word[2],
@@ -373,7 +373,7 @@ inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, i
     const int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
     if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
         return false;
-    static const bool built = matmul_gelu_is_built();
+    static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
     return built && dev->shared_memory >= MQ_SHARED_BYTES && rows % MG_ROWS == 0 && columns % MG_COLUMNS == 0 &&
            depth % 16 == 0;
 }

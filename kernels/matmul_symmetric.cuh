@@ -413,17 +413,10 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
     }
 }
 
-// Whether the code was built for sm_90a: without it the kernels are empty and need few registers.
-inline bool symmetric_product_is_built() {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, symmetric_product_kernel<0, 0>));
-    return attributes.numRegs > 64;
-}
-
 // Whether our kernel runs here; the same for any batch, since bits may not depend on it. c goes with one kind of
 // product alone, so that the others keep within their registers.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
-    static const bool built = symmetric_product_is_built();
+    static const bool built = hopper_kernel_is_built(symmetric_product_kernel<0, 0>);
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
            p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->rows < 1 << 20 &&
            p->cols < 1 << 20 && (p->beta == 0.0f || (!p->transpose_a && p->transpose_b));

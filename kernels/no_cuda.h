@@ -1,5 +1,5 @@
 // What the C++ compiler needs in place of CUDA's headers where there is no toolkit: the types that structs hold, bf16
-// and e5m2 on the host, and the calls that only a run on a GPU makes. The files' CUDA halves stand in #ifdef
+// on the host, and the calls that only a run on a GPU makes. The files' CUDA halves stand in #ifdef
 // __CUDACC__. The program first asks how many GPUs there are; here that fails, so none of the other calls is ever
 // reached.
 #pragma once
@@ -135,38 +135,4 @@ inline __nv_bfloat16 __float2bfloat16(float value) {
     memcpy(&bits, &value, sizeof(bits));
     if (value != value) return {0x7fff};
     return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
-enum __nv_saturation_t { __NV_SATFINITE };
-enum __nv_fp8_interpretation_t { __NV_E5M2 };
-struct __half {
-    uint8_t e5m2;  // the upper byte of a half, which is all that its only user needs
-};
-
-// Rounds to nearest even, saturates at the largest finite number.
-inline uint8_t __nv_cvt_float_to_fp8(float value, __nv_saturation_t, __nv_fp8_interpretation_t) {
-    if (value != value) return 0x7f;
-    float magnitude = fabsf(value);
-    uint32_t bits, code;
-    memcpy(&bits, &magnitude, sizeof(bits));
-    if (magnitude >= 57344.0f) {
-        code = 0x7b;
-    } else if (magnitude < 0x1p-14f) {
-        code = (uint32_t)rintf(magnitude * 0x1p16f);
-    } else {
-        code = ((bits + 0xfffff + (bits >> 21 & 1)) >> 21) - 4 * (127 - 15);
-    }
-    return (uint8_t)(code | (signbit(value) ? 0x80 : 0));
-}
-
-inline __half __nv_cvt_fp8_to_halfraw(uint8_t code, __nv_fp8_interpretation_t) {
-    return {code};
-}
-
-inline float __half2float(__half value) {
-    int exponent = value.e5m2 >> 2 & 31, mantissa = value.e5m2 & 3;
-    float magnitude = exponent == 31  ? mantissa ? NAN : INFINITY
-                      : exponent == 0 ? (float)mantissa * 0x1p-16f
-                                      : ldexpf((float)(4 + mantissa), exponent - 17);
-    return value.e5m2 & 0x80 && magnitude == magnitude ? -magnitude : magnitude;
 }

@@ -188,7 +188,7 @@ static void fuzz_shards(FuzzInput input) {
         int tokens[16], targets[16];
         char path[128];
         snprintf(path, sizeof(path), "%s", path_of(kind == 2 ? "shards" : names[kind]));
-        bool fine = dataset_open_as(&data, path, format, part, 0.3, T, error);
+        bool fine = dataset_open(&data, path, format, part, 0.3, T, error);
         if (!fine) demand_sentence(error);
         const int64_t windows = fine ? dataset_windows(&data, T) : 0;
         for (int64_t i = 0; i < windows && i < 100; i++) {

@@ -1,17 +1,18 @@
 // A part of a case that ends its process: an error of the user's, or a failed check.
 #pragma once
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-// Runs the body in a child; returns its exit code, 0 when it came to its end, and what it wrote to standard error, less
-// than a pipe holds.
+// Runs the body in a child; returns its exit code, 0 when it came to its end, or 128 and the signal that ended it; and
+// what it wrote to standard error.
 template <class Body>
 int run_apart(Body body, char* text, size_t bytes) {
     int out[2], status = 0;
     size_t used = 0;
-    if (pipe(out) != 0) abort();
+    if (pipe2(out, O_CLOEXEC) != 0) abort();
     fflush(nullptr);
     pid_t child = fork();
     if (child == 0) {
@@ -23,6 +24,6 @@ int run_apart(Body body, char* text, size_t bytes) {
     for (ssize_t got; used + 1 < bytes && (got = read(out[0], text + used, bytes - 1 - used)) > 0;) used += (size_t)got;
     text[used] = 0;
     close(out[0]);
-    if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status)) return -1;
-    return WEXITSTATUS(status);
+    if (child < 0 || waitpid(child, &status, 0) != child) return -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }

@@ -105,7 +105,7 @@ TEST(corpus_every_character) {
 
 static bool opens(const char* path, DataFormat format, DatasetPart part, int T, char* error) {
     Dataset data;
-    bool open = dataset_open_as(&data, path, format, part, 0.1, T, error);
+    bool open = dataset_open(&data, path, format, part, 0.1, T, error);
     if (open) dataset_close(&data);
     return open;
 }
@@ -276,8 +276,8 @@ TEST(corpus_nanogpt) {
         for (int with_meta = 0; with_meta < 2; with_meta++) {
             if (with_meta) put(test, in(folder, "meta.pkl"), pickles[0].pickle, pickles[0].bytes);
             Dataset train = {}, val = {};
-            bool fine = dataset_open_as(&train, name, DATA_NANOGPT, DATASET_TRAIN, 0.1, T, error) &&
-                        dataset_open_as(&val, name, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error);
+            bool fine = dataset_open(&train, name, DATA_NANOGPT, DATASET_TRAIN, 0.1, T, error) &&
+                        dataset_open(&val, name, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error);
             expect(fine, "%s", error);
             int want = with_meta ? 65 : 50257, in_window[T], targets[T];
             expect(train.tokens == 1000 && val.tokens == 100, "%lld and %lld tokens", (long long)train.tokens,
@@ -296,7 +296,7 @@ TEST(corpus_nanogpt) {
     // Without val.bin the end of train.bin is kept for validation.
     unlink(in(folder, "val.bin"));
     Dataset val;
-    expect(dataset_open_as(&val, folder.path, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
+    expect(dataset_open(&val, folder.path, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
     expect(val.tokens == 100, "%lld", (long long)val.tokens);
     dataset_close(&val);
     put(test, in(folder, "train.bin"), tokens, 1999);
@@ -332,12 +332,12 @@ TEST(corpus_short_shards) {
         const char* path = in(folder, "*.bin");
         if (item.refused) {
             expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, T, error), error, item.refused);
-        } else if (dataset_open(&data, path, DATASET_TRAIN, 0.1, T, error)) {
+        } else if (dataset_open(&data, path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error)) {
             expect(data.tokens == item.train && data.left_out == item.left_out, "%lld tokens, %d left out, want %d, %d",
                    (long long)data.tokens, data.left_out, item.train, item.left_out);
             dataset_close(&data);
-            expect(dataset_open(&data, path, DATASET_VALIDATION, 0.1, T, error) && data.tokens == item.val, "%lld, %s",
-                   (long long)data.tokens, error);
+            expect(dataset_open(&data, path, DATA_AUTO, DATASET_VALIDATION, 0.1, T, error) && data.tokens == item.val,
+                   "%lld, %s", (long long)data.tokens, error);
             dataset_close(&data);
         } else {
             expect(false, "%s", error);
@@ -348,8 +348,7 @@ TEST(corpus_short_shards) {
 static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, DataFormat format = DATA_AUTO) {
     char error[DATA_ERROR_BYTES] = "";
     Dataset data = {};
-    expect(dataset_open_as(&data, path, format, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s",
-           error);
+    expect(dataset_open(&data, path, format, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s", error);
     uint32_t crc = data.crc;
     dataset_close(&data);
     return crc;

@@ -193,8 +193,8 @@ TEST(exchange_slices) {
             for (int rank = 0; rank < world; rank++) {
                 int from = world == 1 ? 0 : world % 3;  // step
                 LoaderSlice slice = {SEQUENCES / world, SEQUENCES};
-                Loader* loader = loader_open_slice(&data, B, T, 5, true, from * SEQUENCES + rank * slice.run, slice,
-                                                   malloc, free, error);
+                Loader* loader =
+                    loader_open(&data, B, T, 5, true, from * SEQUENCES + rank * slice.run, slice, malloc, free, error);
                 expect(loader, "%s", error);
                 for (int step = from; step < STEPS; step++) {
                     for (int i = 0; i < slice.run; i += B) {

@@ -175,7 +175,7 @@ FOLDER_TEST(folders_cut_while_read) {
     safetensors_close(&file);
     write_shard(work, "x.bin", 20240520, 1, 60000, 60000, 7);
     Dataset data;
-    expect(dataset_open(&data, joined(work, "x.bin"), DATASET_WHOLE, 0, 64, error), "%s", error);
+    expect(dataset_open(&data, joined(work, "x.bin"), DATA_AUTO, DATASET_WHOLE, 0, 64, error), "%s", error);
     expect(dataset_window(&data, 64, 900, tokens, targets, error), "%s", error);
     if (truncate(joined(work, "x.bin"), 5000) != 0) abort();
     expect(!dataset_window(&data, 64, 900, tokens, targets, error) && strstr(error, "cut short"), "%s", error);

@@ -5,29 +5,16 @@
 #include <sys/stat.h>
 
 #include "../../optim/jit.h"
+#include "apart.h"
 #include "cache.h"
 
 #define ARCHITECTURE "compute_80"
 
-// Calls body() in a process of its own, with stderr in `text`; returns what it returned, -1 if it hung or crashed.
+// Calls body() in a process of its own, with stderr in `text`; returns what it returned, 128 and more if it hung or
+// crashed.
 template <class Body>
 static int in_child(char* text, size_t bytes, Body body) {
-    int out[2], status = 0;
-    size_t used = 0;
-    if (pipe2(out, O_CLOEXEC) != 0) abort();
-    fflush(nullptr);
-    pid_t child = fork();
-    if (child == 0) {
-        alarm(60);
-        dup2(out[1], 2);
-        _exit(body());
-    }
-    close(out[1]);
-    for (ssize_t got; used + 1 < bytes && (got = read(out[0], text + used, bytes - 1 - used)) > 0;) used += (size_t)got;
-    text[used] = 0;
-    close(out[0]);
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    return run_apart([&] { alarm(60), _exit(body()); }, text, bytes);
 }
 
 // Fetches a small kernel: 1 if it came from the cache, 0 if it was compiled, 3 if neither.

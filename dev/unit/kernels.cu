@@ -790,7 +790,7 @@ void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int O
 
 TEST(matmul_gelu_gpu) {
     Device dev = test_device(true);
-    if (dev.compute == 90 && matmul_gelu_is_built()) {
+    if (dev.compute == 90 && hopper_kernel_is_built(matmul_gelu_kernel<true>)) {
         matmul_gelu_gpu_case(test, &dev, 3000, 456, 1544);
         matmul_gelu_gpu_case(test, &dev, 16384, 768, 3072);
         matmul_gelu_gpu_case(test, &dev, 20001, 1600, 264);

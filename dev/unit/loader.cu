@@ -72,7 +72,7 @@ TEST(data_shuffle) {
 // Opens, or fails the case. T is part of what is checked on opening.
 static bool open_data(Test* test, Dataset* data, const char* path, DatasetPart part, double fraction, int T) {
     char error[DATA_ERROR_BYTES] = "";
-    bool open = dataset_open(data, path, part, fraction, T, error);
+    bool open = dataset_open(data, path, DATA_AUTO, part, fraction, T, error);
     expect(open, "%s", error);
     return open;
 }
@@ -81,7 +81,7 @@ static bool open_data(Test* test, Dataset* data, const char* path, DatasetPart p
 static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count,
                    int* out) {
     char error[DATA_ERROR_BYTES] = "";
-    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, malloc, free, error);
+    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     for (int64_t done = 0; loader && done < count; done += B) {
         const Batch* batch = loader_next(loader, error);
@@ -142,7 +142,7 @@ TEST(data_loader_two_batches_in_use) {
     for (char& c : text) c = (char)random_next(&state);
     Dataset data;
     expect(dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error), "%s", error);
-    Loader* loader = loader_open(&data, B, T, 1, true, 0, malloc, free, error);
+    Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     static int kept[N];
     const Batch* last = NULL;
@@ -156,7 +156,7 @@ TEST(data_loader_two_batches_in_use) {
     loader_close(loader);
     // Closing at once, with the thread at work, and a thread that waits.
     for (int i = 0; i < 20; i++) {
-        loader = loader_open(&data, B, T, 1, true, 0, malloc, free, error);
+        loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
         if (i % 2) usleep(500);
         loader_close(loader);
     }
@@ -173,7 +173,7 @@ TEST(data_loader_buckets) {
     Dataset data;
     put_shard(test, in(folder, "x.bin"), 0, 10000, sparse_token);
     if (!open_data(test, &data, in(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
-    Loader* loader = loader_open(&data, B, T, 1, true, 0, malloc, free, error);
+    Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     for (int i = 0; loader && i < 20; i++) {
         const Batch* batch = loader_next(loader, error);
@@ -215,8 +215,8 @@ TEST(data_loader_bytes) {
     }
     expect_refused(dataset_window(&data, T, 6, tokens, targets, error), error, "no window 6");
     expect_refused(dataset_window(&data, T, -1, tokens, targets, error), error, "no window -1");
-    expect_refused(loader_open(&data, 1, 27, 1, true, 0, malloc, free, error), error, "no window of T = 27");
-    expect_refused(loader_open(&data, 0, T, 1, true, 0, malloc, free, error), error, "impossible");
+    expect_refused(loader_open(&data, 1, 27, 1, true, 0, {0, 0}, malloc, free, error), error, "no window of T = 27");
+    expect_refused(loader_open(&data, 0, T, 1, true, 0, {0, 0}, malloc, free, error), error, "impossible");
     dataset_close(&data);
     // The last target needs a token of its own: 24 bytes make 5 windows and not 6.
     expect(dataset_open_memory(&data, text, 24, DATASET_WHOLE, 0, T, error), "%s", error);
@@ -265,10 +265,11 @@ TEST(data_loader_split) {
     expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
                    "a window of T = 10 needs 11");
     const char* path = in(folder, "x.bin");
-    expect_refused(dataset_open(&train, path, DATASET_VALIDATION, 0, T, error), error, "not between 0 and 1");
-    expect_refused(dataset_open(&train, path, DATASET_TRAIN, 1.5, T, error), error, "not between 0 and 1");
-    expect_refused(dataset_open(&train, path, DATASET_TRAIN, NAN, T, error), error, "not between 0 and 1");
-    expect_refused(dataset_open(&train, path, DATASET_WHOLE, 0, 0, error), error, "T = 0");
+    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_VALIDATION, 0, T, error), error,
+                   "not between 0 and 1");
+    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_TRAIN, 1.5, T, error), error, "not between 0 and 1");
+    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_TRAIN, NAN, T, error), error, "not between 0 and 1");
+    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_WHOLE, 0, 0, error), error, "T = 0");
 }
 
 // The first token of every window, to tell which files were taken and in which order.
@@ -312,9 +313,11 @@ TEST(data_loader_glob) {
     const int last[] = {420};
     expect_firsts(test, in(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
     Dataset data;
-    expect_refused(dataset_open(&data, in(folder, "none*"), DATASET_TRAIN, 0.1, T, error), error, "no file matches");
+    expect_refused(dataset_open(&data, in(folder, "none*"), DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+                   "no file matches");
     put_text(test, in(folder, "c_train_3.txt"), "some text, long enough for a window");
-    expect_refused(dataset_open(&data, in(folder, "c_train_*"), DATASET_WHOLE, 0.1, T, error), error, "name one kind");
+    expect_refused(dataset_open(&data, in(folder, "c_train_*"), DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
+                   "name one kind");
     put_text(test, in(folder, "d.txt"), "some more text, long enough for a window");
     if (open_data(test, &data, in(folder, "*.txt"), DATASET_WHOLE, 0, T)) {
         expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
@@ -328,9 +331,11 @@ TEST(data_loader_folder) {
     Folder folder = folder_new(test);
     Dataset data;
     put_text(test, in(folder, "notes.txt"), "notes");
-    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error, "holds no train_*.bin");
+    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+                   "holds no train_*.bin");
     put_shard(test, in(folder, "val_000000.bin"), 300, 21, identity);
-    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error, "no train_*.bin to train on");
+    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+                   "no train_*.bin to train on");
     put_shard(test, in(folder, "train_000000.bin"), 0, 31, identity);
     put_shard(test, in(folder, "train_000001.bin"), 100, 25, identity);
     const int train[] = {0, 10, 20, 100, 110, 300, 310}, validation[] = {300, 310};
@@ -363,10 +368,10 @@ TEST(data_loader_folder) {
         dataset_close(&data);
     }
     put_text(test, in(folder, "meta.json"), "{\"vocabulary\": 70000}");
-    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error,
+    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
                    "no vocabulary between 1 and");
     put_text(test, in(folder, "meta.json"), "{\"vocabulary\": ");
-    expect_refused(dataset_open(&data, folder.path, DATASET_TRAIN, 0.1, T, error), error,
+    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
                    "meta.json is not valid JSON");
 }
 
@@ -376,11 +381,11 @@ TEST(data_loader_bad_files) {
     Folder folder = folder_new(test);
     Dataset data;
     const char* path = in(folder, "x.bin");
-#define refused(piece)                                                                         \
-    do {                                                                                       \
-        expect_refused(dataset_open(&data, path, DATASET_WHOLE, 0.1, T, error), error, piece); \
-        expect(strstr(error, "x.bin"), "%s does not name the file", error);                    \
-        expect(data.file == NULL && data.files == 0, "the dataset is left half open");         \
+#define refused(piece)                                                                                    \
+    do {                                                                                                  \
+        expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, piece); \
+        expect(strstr(error, "x.bin"), "%s does not name the file", error);                               \
+        expect(data.file == NULL && data.files == 0, "the dataset is left half open");                    \
     } while (0)
     refused("No such file");
     put_text(test, path, "");
@@ -416,14 +421,16 @@ TEST(data_loader_bad_files) {
     path = in(folder, "x.bin/y");
     refused("Not a directory");
 #undef refused
-    expect_refused(dataset_open(&data, "", DATASET_WHOLE, 0.1, T, error), error, "empty");
-    expect_refused(dataset_open(&data, "/dev/null", DATASET_WHOLE, 0.1, T, error), error, "not a regular file");
+    expect_refused(dataset_open(&data, "", DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, "empty");
+    expect_refused(dataset_open(&data, "/dev/null", DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
+                   "not a regular file");
     static char longest[5000];
     memset(longest, 'a', 4999);
-    expect_refused(dataset_open(&data, longest, DATASET_WHOLE, 0.1, T, error), error, "over 4000 characters");
+    expect_refused(dataset_open(&data, longest, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
+                   "over 4000 characters");
     // A name of any length must fit the sentence's buffer.
     longest[3999] = 0;
-    expect_refused(dataset_open(&data, longest, DATASET_WHOLE, 0.1, T, error), error, "cannot open aaa");
+    expect_refused(dataset_open(&data, longest, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, "cannot open aaa");
 }
 
 TEST(data_loader_token_above_vocabulary) {
@@ -444,7 +451,7 @@ TEST(data_loader_token_above_vocabulary) {
     expect_refused(dataset_window(&data, T, 12, tokens, targets, error), error,
                    "y.bin holds token 65535 at position 30");
     // Through the loader: the batches before come, then NULL, again and again.
-    Loader* loader = loader_open(&data, 2, T, 1, false, 0, malloc, free, error);
+    Loader* loader = loader_open(&data, 2, T, 1, false, 0, {0, 0}, malloc, free, error);
     for (int i = 0; i < 3; i++) expect(loader_next(loader, error), "batch %d: %s", i, error);
     for (int i = 0; i < 3; i++) expect_refused(loader_next(loader, error), error, wanted);
     loader_close(loader);
@@ -473,7 +480,7 @@ TEST(data_loader_over_2_gib) {
         }
         Dataset data;
         const DataFormat format = bytes ? DATA_BYTES : DATA_AUTO;  // zeros are no text
-        bool open = dataset_open_as(&data, path, format, DATASET_WHOLE, 0, T, error);
+        bool open = dataset_open(&data, path, format, DATASET_WHOLE, 0, T, error);
         expect(open, "%s", error);
         if (!open) continue;
         int64_t windows = dataset_windows(&data, T);
@@ -487,7 +494,7 @@ TEST(data_loader_over_2_gib) {
         }
         expect(dataset_window(&data, T, windows / 2, in_window, targets, error) && in_window[0] == 0, "the middle");
         dataset_close(&data);
-        if (dataset_open_as(&data, path, format, DATASET_VALIDATION, 0.001, T, error)) {
+        if (dataset_open(&data, path, format, DATASET_VALIDATION, 0.001, T, error)) {
             expect(data.tokens == (int64_t)(0.001 * (double)count), "%lld", (long long)data.tokens);
             windows = dataset_windows(&data, T);
             expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);

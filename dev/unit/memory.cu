@@ -4,25 +4,12 @@
 #include <pthread.h>
 
 #include "../../data/memory.h"
+#include "../../data/plan.h"
+#include "apart.h"
 
-// Returns how a child process that runs `body` ends, and what it writes to stderr.
+// Returns how a child process that runs `body` ends, 99 if that returns, and what it writes to stderr.
 static int in_child(void (*body)(), char* text, size_t bytes) {
-    int ends[2], status = 0;
-    size_t used = 0;
-    if (pipe(ends) != 0) abort();
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], 2);
-        body();
-        _exit(99);
-    }
-    close(ends[1]);
-    for (ssize_t got; used < bytes - 1 && (got = read(ends[0], text + used, bytes - 1 - used)) > 0;) used += got;
-    text[used] = 0;
-    close(ends[0]);
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return run_apart([body] { body(), _exit(99); }, text, bytes);
 }
 
 constexpr size_t TOO_MUCH = (size_t)1 << 60;
@@ -83,6 +70,14 @@ TEST(memory_missing_in_threads_is_one_sentence) {
         const char* end = strchr(text, '\n');
         expect(code == 2 && end && !end[1], "code %d, %s", code, text);
     }
+}
+
+TEST(memory_of_an_offload) {
+    const int64_t gib = 1 << 30;
+    expect(!plan_host_lacks(gib, gib, "states"), "it fits");
+    const char* lacks = plan_host_lacks(5 * gib / 2, 2 * gib, "states,residuals");
+    expect(lacks && strstr(lacks, "--offload states,residuals needs 2.50 GiB") && strstr(lacks, "2.00 are free"), "%s",
+           lacks);
 }
 
 TEST(memory_texts) {

@@ -21,6 +21,11 @@ static OptimConfig form_config(const char* coefficients, int64_t steps) {
     return config;
 }
 
+static void symmetric_product_plain(const Device*, const SymmetricProduct* p, float* d, const float* a, const float* b,
+                                    const float* c) {
+    symmetric_product_cpu(p, d, a, b, c);
+}
+
 // Makes x, divided by its norm, orthogonal in fp32, by the plain form or else by the symmetric one.
 static void form_fp32(const OptimConfig* config, const Dense* given, bool plain, Dense* result) {
     static float x[MOST], y[MOST], squares[4 * 96 * 96];

@@ -219,6 +219,24 @@ TEST(rules_usual_learning_rates) {
     }
 }
 
+// An average that remembers a third of the run, 10000 steps at most; came's confidence is ten times as slow as v.
+TEST(rules_usual_beta3) {
+    const struct {
+        const char* rule;
+        double beta2;
+        int64_t steps;
+        double want;
+    } rows[] = {{"ademamix", 0.95, 30, 0.9},
+                {"ademamix", 0.95, 300, 0.99},
+                {"ademamix", 0.95, 1000000, 0.9999},
+                {"came", 0.95, 300, 0.995},
+                {"came", 0.999, 10, 0.9999}};
+    for (const auto& row : rows) {
+        const double beta3 = optim_usual_beta3(row.rule, row.beta2, row.steps);
+        expect(fabs(beta3 - row.want) < 1e-12, "%s, %lld steps: %g", row.rule, (long long)row.steps, beta3);
+    }
+}
+
 TEST(rules_refuse_what_does_not_fit) {
     const OptimConfig good = make_config("adamw", "bf16", "fp32"), fed = make_config("adamw", "lin8:ef", "dyn8:sr");
     OptimConfig lion = good, none = good, mode = good, adam = good, beta3 = good, alpha = good, fed_lion = fed,

@@ -157,14 +157,6 @@ struct StoredBasis {
     float* scales;  // (blocks) of lin8
 };
 
-OPTIM_INLINE float quotient(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fdiv_rn(a, b);
-#else
-    return a / b;
-#endif
-}
-
 // Stores blocks of a new basis of `count` numbers, unless the step changes nothing.
 struct KeepBasis {
     StoredBasis to;
@@ -181,10 +173,10 @@ struct KeepBasis {
             largest = exact_max(largest, fabsf(from[i]));
         }
         if (to.bits != 8) return;
-        const float scale = quotient(largest, 127.0f);
+        const float scale = exact_div(largest, 127.0f);
         to.scales[block] = scale;
         for (int64_t i = first; i < end; i++) {
-            const float level = scale > 0.0f ? floorf(exact_add(quotient(from[i], scale), 0.5f)) : 0.0f;
+            const float level = scale > 0.0f ? floorf(exact_add(exact_div(from[i], scale), 0.5f)) : 0.0f;
             to.lin8[i] = (uint8_t)(127 + (int)exact_max(-127.0f, -exact_max(-127.0f, -level)));
         }
     }
@@ -592,7 +584,7 @@ struct ChannelSquares {
 
 // phi of channel i, from the squares of N and low.
 OPTIM_INLINE float channel_factor(float direction, float low) {
-    return quotient(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
+    return exact_div(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
 }
 
 // Numbers of all channels: phi, and the square of the norm that is limited. factor holds the squares of N and receives
@@ -645,7 +637,7 @@ struct Limit {
     OPTIM_INLINE void at(int64_t) const {
         const float now = exact_sqrt(*sum), most = exact_mul(LIMIT, exact_add(*last, NORM_EPS));
         const bool limited = *last > 0.0f && now > most;
-        *inverse = limited ? quotient(most, now) : 1.0f;
+        *inverse = limited ? exact_div(most, now) : 1.0f;
         if (is_finite(*unit)) *last = limited ? most : now;
     }
 };

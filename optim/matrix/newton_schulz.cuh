@@ -109,8 +109,3 @@ inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, _
                                            POLAR_SCALE, gram_form);
 }
 #endif
-
-inline void symmetric_product_plain(const Device*, const SymmetricProduct* p, float* d, const float* a, const float* b,
-                                    const float* c) {
-    symmetric_product_cpu(p, d, a, b, c);
-}
